@@ -1,0 +1,36 @@
+# One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo lint test test-real test-all clean
+
+BIN := .venv/bin
+# Two test processes, each with one thread: more only fight over the cores of a small machine.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: ## install everything for development into .venv (PYTHON=python3.12 chooses another Python)
+	@scripts/setup.sh dev
+
+demo: ## install what running needs into .venv, then train the built-in model on this machine
+	@scripts/setup.sh run
+	$(BIN)/mtgrpo train
+
+lint: setup ## ruff, pyright and the import rules
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache
+
+test: lint ## lint, then the fast tests
+	$(PYTEST)
+
+test-real: setup ## tests of the real parts: servers, several processes, real data from end to end
+	$(PYTEST) -m "real and not slow and not gpu" --timeout 900
+
+test-all: test test-real ## test, test-real, then the slow tests (learning, chaos, stress)
+	$(PYTEST) -m "slow and not gpu" --timeout 7200
+
+clean: ## remove .venv, caches and build leftovers; runs in outputs/ stay
+	rm -rf .venv .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,68 @@
+"""Build the tokenizer that ships in mtgrpo/model/tiny_tokenizer: `python scripts/build_tiny_tokenizer.py [FOLDER]`.
+
+It learns from what the embedded default reads and writes (calculator conversations in the shipped chat template) and
+from a list of common English words, so that any other text costs a reasonable number of tokens as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jinja2
+
+from mtgrpo.environments.tool_use import ToolUse
+from mtgrpo.model import tiny
+from mtgrpo.tasks import Split
+from mtgrpo.tasks.calculator import Calculator
+from mtgrpo.types import Message
+
+CONVERSATIONS = 2_000
+WORD_WEIGHT = 3  # how often each word is seen, against CONVERSATIONS
+REPLY = "<|im_start|>assistant\n"
+TEMPLATE = Path(tiny.__file__).parents[1] / "rollout" / "chatml.jinja"
+
+
+def conversations() -> Iterator[str]:
+    """Rendered demonstrations, cut where a reply begins (it is encoded by itself); task seed 1_000_000 is used for nothing else."""
+    source = Calculator(seed=1_000_000, max_steps=5)
+    render = jinja2.Environment(autoescape=False, trim_blocks=True, lstrip_blocks=True)
+    render.policies["json.dumps_kwargs"] = {"sort_keys": False, "ensure_ascii": False}
+    render.filters["tojson"] = _to_json
+    template = render.from_string(TEMPLATE.read_text())
+    opening = asyncio.run(ToolUse(tools=["calculator"]).start(next(source.open(Split.train, 0))))
+    tools = [
+        {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
+        for t in opening.tools
+    ]
+    for task, _ in zip(source.open(Split.train, 0), range(CONVERSATIONS), strict=False):
+        messages = (*task.messages, *source.demonstration(task, 0))
+        yield from template.render(messages=[_as_dict(m) for m in messages], tools=tools).split(REPLY)
+
+
+def _to_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _as_dict(message: Message) -> dict[str, object]:
+    calls = [{"function": {"name": call.name, "arguments": dict(call.arguments)}} for call in message.tool_calls]
+    return {"role": message.role, "content": message.content, "tool_calls": calls}
+
+
+def words() -> Iterator[str]:
+    """Each common word after a space, as it stands within a sentence; the commonest also where one begins."""
+    for rank, word in enumerate((Path(__file__).parent / "english_words.txt").read_text().split()):
+        yield from [f" {word}"] * WORD_WEIGHT
+        if rank < 150:
+            yield from [f" {word.capitalize()}"] * WORD_WEIGHT
+    yield from ["assistant\n"] * CONVERSATIONS
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else tiny.TOKENIZER
+    tokenizer = tiny.build_tokenizer([*conversations(), *words()], TEMPLATE.read_text())
+    tokenizer.save_pretrained(folder)
+    print(f"{len(tokenizer)} tokens -> {folder}")

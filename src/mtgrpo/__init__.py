@@ -1,0 +1,50 @@
+"""mtgrpo: GRPO training of language-model agents over multi-turn conversations that use tools.
+
+    task -> rollout (turns, tools) -> reward -> advantage -> forest -> loss -> optimiser -> weights -> engine
+
+The parts, in the order of the data:
+
+    types         the nouns: Task, Message, Turn, Trajectory, Group, Completion, Sampling
+    extension     how a name on the command line becomes a class
+    tools         what a model may call; one file = one tool
+    environments  what the agent meets: start(task), step(message); one file = one environment
+    tasks         where work comes from; one file = one data set
+    rewards       what a trajectory is worth; one file = one reward
+    algorithms    advantage and per-token loss; one file = one algorithm
+    model         the language model: loading, attention, log-probabilities
+    batch         turns -> forest of shared prefixes -> micro-batches
+    rollout       messages <-> tokens, the turn loop, groups of siblings
+    policy        the optimiser step
+    engines       who samples
+    log           where metrics go; one file = one sink
+    checkpoint    save, verify, resume
+    experiment    the whole configuration as one dataclass
+    run           what is open during a run
+    trainer       the story: rollout -> batch -> step -> log -> save
+    evaluate      the same conversations without an update
+    sft           the supervised warm start
+    options       what can be chosen and what can be set
+    compose       the words of the command line -> an experiment
+    helptext      every option with what its source says of it
+    cli           the command `mtgrpo`
+
+A part imports only from parts below it, and parts on one line never meet:
+
+    cli
+    helptext
+    compose
+    options
+    trainer
+    evaluate | sft
+    run
+    experiment
+    rollout | policy | engines | log | checkpoint
+    environments | rewards | tasks | algorithms | batch | model
+    tools
+    extension
+    types
+
+Importing this package imports nothing heavy.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Trajectories into tensors: rows of tokens, and one flat entry for each sampled token."""

@@ -1,0 +1,227 @@
+"""Save, verify, find and prune checkpoints. Tensors are safetensors, the rest is JSON: nothing is ever unpickled.
+
+checkpoints/step_000060/    model.safetensors, config.json, tokenizer files    a folder that `model.name=` takes
+                            optimizer.safetensors                              the tensors of the training state
+                            state.json                                         the rest, and what every file must be
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  (PathLike of what)
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.model.load import save_model
+
+_STATE = "state.json"
+_TENSORS = "optimizer.safetensors"
+_TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"  # what JSON cannot say, in `flatten`
+
+
+@dataclass
+class CheckpointSettings:
+    """When the run is saved and how many checkpoints stay."""
+
+    every_steps: int = 0  # 0 = only at the end
+    keep_last: int = 3  # 0 = all
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0 or self.keep_last < 0:
+            raise ConfigError(
+                "checkpoint.every_steps must be >= 0 (0 = only at the end) and checkpoint.keep_last >= 0 (0 = all), "
+                f"got {self.every_steps} and {self.keep_last}"
+            )
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    optimizer_state: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    keep_last: int = 0,
+) -> Path:
+    """Write `checkpoints/step_<step>` in the run's `folder`, then remove all but the newest `keep_last` (0 = none).
+
+    The checkpoint appears whole or not at all, whenever the process dies. One of the same step is replaced. `state` is
+    what JSON can hold; one process saves at a time.
+    """
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    for leftover in (*checkpoints.glob(".step_*"), *checkpoints.glob("step_*.replaced")):
+        if leftover not in _by_step(checkpoints).values():
+            shutil.rmtree(leftover)
+    target = checkpoints / f"step_{step:06d}"
+    partial = checkpoints / f".{target.name}.partial"
+    partial.mkdir()
+    try:
+        save_model(model, tokenizer, partial)
+        save_file({name: tensor.detach().contiguous() for name, tensor in optimizer_state.items()}, partial / _TENSORS)
+        files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
+        content = {"step": step, "files": files, "state": dict(state)}
+        _write_synced(partial / _STATE, json.dumps({"sha256": _digest(content), **content}, indent=1))
+        _sync_folder(partial)
+        _put(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    _prune(checkpoints, keep_last, target)
+    return target
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint of the highest step in the run's `folder`, or None where there is none."""
+    found = _by_step(folder / "checkpoints")
+    return found[max(found)] if found else None
+
+
+def load_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The `state` and `optimizer_state` that were saved in checkpoint `path`, tensors on the CPU.
+
+    Raises ConfigError as `verify` does.
+    """
+    content = verify(path)
+    return content["state"], load_file(path / _TENSORS)
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Check every file of checkpoint `path` against its size and SHA-256; returns the content of state.json.
+
+    Raises ConfigError that names the first file which is missing or damaged.
+    """
+    try:
+        content = json.loads((path / _STATE).read_bytes())
+        digest = content.pop("sha256")
+        files = dict[str, dict[str, Any]](content["files"])
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} is not a checkpoint: it has no {_STATE}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(_damaged(path / _STATE, "it cannot be read")) from error
+    if digest != _digest(content):
+        raise ConfigError(_damaged(path / _STATE, "its checksum differs"))
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            raise ConfigError(_damaged(file, "it is missing"))
+        if file.stat().st_size != expected["bytes"]:
+            raise ConfigError(_damaged(file, f"it has {file.stat().st_size} bytes instead of {expected['bytes']}"))
+        if _sha256(file) != expected["sha256"]:
+            raise ConfigError(_damaged(file, "its checksum differs"))
+    return content
+
+
+def flatten(state_dict: Any) -> tuple[dict[str, Tensor], Any]:
+    """Split nested dicts, lists and tuples into tensors by name and a rest that JSON can hold; see `unflatten`.
+
+    The tensors are those of `state_dict`, not copies. Raises TypeError for a leaf that is neither tensor nor JSON.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def encode(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            if path in tensors:
+                raise TypeError(f"two tensors are called {path}")
+            tensors[path] = value
+            return {_TENSOR: path}
+        if isinstance(value, dict):
+            items = [(key, encode(inner, f"{path}/{key}".lstrip("/"))) for key, inner in cast("Any", value).items()]
+            plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in items)
+            return dict(items) if plain else {_ITEMS: [[encode(key, path), inner] for key, inner in items]}
+        if isinstance(value, list | tuple):
+            parts = [encode(inner, f"{path}/{i}".lstrip("/")) for i, inner in enumerate(cast("list[Any]", value))]
+            return {_TUPLE: parts} if isinstance(value, tuple) else parts
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise TypeError(f"{path or 'the state'} is a {type(value).__name__}, which a checkpoint cannot hold")
+
+    return tensors, encode(state_dict, "")
+
+
+def unflatten(tensors: Mapping[str, Tensor], rest: Any) -> Any:
+    """What `flatten` was given, exactly: also after `rest` went through JSON and the tensors through a file."""
+    if isinstance(rest, list):
+        return [unflatten(tensors, inner) for inner in cast("list[Any]", rest)]
+    if not isinstance(rest, dict):
+        return rest
+    value = cast("dict[str, Any]", rest)
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]]
+    if _TUPLE in value:
+        return tuple(unflatten(tensors, inner) for inner in value[_TUPLE])
+    if _ITEMS in value:
+        return {unflatten(tensors, key): unflatten(tensors, inner) for key, inner in value[_ITEMS]}
+    return {key: unflatten(tensors, inner) for key, inner in value.items()}
+
+
+def _put(partial: Path, target: Path) -> None:
+    """Rename into place. No folder can be renamed onto another, so one of the same step is first put aside."""
+    aside = target.with_name(f"{target.name}.replaced")  # `_by_step` finds it while there is no other
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(target, aside)
+    os.replace(partial, target)
+    _sync_folder(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _by_step(checkpoints: Path) -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    for path in sorted(checkpoints.glob("step_*"), reverse=True):  # step_N comes after step_N.replaced, and so wins
+        match = re.fullmatch(r"step_(\d+)(\.replaced)?", path.name)
+        if match and path.is_dir():
+            found[int(match[1])] = path
+    return found
+
+
+def _prune(checkpoints: Path, keep_last: int, newest: Path) -> None:
+    found = _by_step(checkpoints)
+    for step in sorted(found)[:-keep_last] if keep_last else []:
+        if found[step] != newest:  # a lower step than others there, after resuming from an earlier one
+            hidden = checkpoints / f".{found[step].name}.removed"
+            os.replace(found[step], hidden)  # gone at once: a half-removed checkpoint is never seen
+            shutil.rmtree(hidden)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _damaged(file: Path, how: str) -> str:
+    return f"the checkpoint is damaged: {file}: {how}; use another checkpoint"

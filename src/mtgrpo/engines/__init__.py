@@ -1,0 +1,44 @@
+"""Who samples. An engine opens conversations; each conversation is a `Sample` that continues token sequences.
+
+One file = one engine: a dataclass of settings whose `start` gives the running engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from transformers import PreTrainedModel
+
+from mtgrpo.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Names one conversation; its random numbers are a function of this key, the turn and the position alone."""
+
+    seed: int
+    scope: str  # what it is played for, e.g. "train/17" (the step) or "eval"
+    task: str
+    sibling: int
+
+
+class RunningEngine(Protocol):
+    """What a rollout needs of an engine. `version` counts the weight updates the policy has seen."""
+
+    version: int
+
+    def conversation(self, key: Key) -> AbstractAsyncContextManager[Sample]:
+        """Open one conversation; what it caches is released when the context ends."""
+        ...
+
+
+@dataclass
+class Engine(ABC):
+    """Base of all engines' settings."""
+
+    @abstractmethod
+    def start(self, model: PreTrainedModel, deterministic: bool) -> RunningEngine:
+        """An engine that samples from `model`. `deterministic`: batch composition depends on the keys alone."""

@@ -1,0 +1,60 @@
+"""What the agent meets: start(task) opens a conversation, step(message) answers the model. One file = one environment.
+
+An environment object is settings only; every rollout plays on a shallow copy of its own (`copy.copy`), so `start` may
+put state on `self` (replacing, never mutating, shared fields).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.types import Message, Task, ToolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a conversation begins: its first messages and the tools the model is told of."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the environment answers to one message of the model. `done` ends the conversation."""
+
+    messages: tuple[Message, ...] = ()
+    done: bool = False
+    tool_calls: int = 0  # how many calls the model made in this turn
+    tool_errors: int = 0  # how many of them were the model's mistakes
+
+
+@dataclass
+class Environment(ABC):
+    """Base of all environments."""
+
+    max_turns: int = 8  # model turns per conversation; reaching it ends the trajectory as truncated
+    max_context_length: int = 0  # tokens of context and output together; 0 = the model's own limit
+    max_tool_tokens: int = 1024  # tokens the environment may add in one turn; more truncates the trajectory
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1 or self.max_tool_tokens < 1:
+            raise ConfigError(
+                "environment.max_turns and environment.max_tool_tokens must be >= 1, "
+                f"got {self.max_turns} and {self.max_tool_tokens}"
+            )
+        if self.max_context_length < 0:
+            raise ConfigError(
+                "environment.max_context_length must be >= 0 (0 = the model's own limit), "
+                f"got {self.max_context_length}"
+            )
+
+    @abstractmethod
+    async def start(self, task: Task) -> Opening:
+        """Begin `task`. Called once, on the copy made for this rollout."""
+
+    @abstractmethod
+    async def step(self, message: Message) -> Reply:
+        """Answer the model's message. The model's mistakes are observations; raise only when the world fails."""

@@ -1,0 +1,108 @@
+"""The whole configuration: one dataclass that holds one of each part. Each default is written once, on its part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mtgrpo.algorithms import Algorithm
+from mtgrpo.algorithms.kl import KL
+from mtgrpo.batch.padded import BatchSettings
+from mtgrpo.checkpoint import CheckpointSettings
+from mtgrpo.engines import Engine
+from mtgrpo.environments import Environment
+from mtgrpo.extension import ConfigError
+from mtgrpo.model.load import ModelSettings
+from mtgrpo.policy.optimizer import OptimizerSettings
+from mtgrpo.policy.step import Updates
+from mtgrpo.rewards import Reward
+from mtgrpo.rollout.chat import ChatSettings
+from mtgrpo.rollout.group import Rollout
+from mtgrpo.tasks import TaskSource
+from mtgrpo.types import Sampling
+
+
+@dataclass
+class TrainerSettings(Updates):
+    """How long the run is. It ends at the first limit that is reached, and says which; 0 = no such limit."""
+
+    steps: int = 100  # rollout batches
+    epochs: int = 0  # passes over the training tasks
+    total_turns: int = 0  # model turns played, over the run
+    wall_time_s: float = 0.0  # of the reinforcement-learning stage
+    deterministic: bool = True  # the batch composition, and so every digit, depends on the seed alone
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not any((self.steps, self.epochs, self.total_turns, self.wall_time_s)):
+            raise ConfigError("the run never ends: set trainer.steps, epochs, total_turns or wall_time_s above 0")
+        if min(self.steps, self.epochs, self.total_turns, self.wall_time_s) < 0:
+            raise ConfigError("trainer.steps, epochs, total_turns and wall_time_s must be >= 0")
+
+
+@dataclass
+class WarmStart:
+    """Supervised steps on the task's demonstrations, before reinforcement learning. steps 0 = none."""
+
+    steps: int = 0
+    batch_size: int = 32  # demonstrations per step
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+
+
+@dataclass
+class Evaluation:
+    """When and how the policy is measured, on held-out tasks."""
+
+    every_steps: int = 0  # also during training, with one sample per task; 0 = only before and after
+    tasks: int = 200
+    samples: int = 8  # per task at temperature 1; pass@8 needs 8
+
+
+class Advantages(Enum):
+    """What the update is given: the advantages, or a control that must not learn."""
+
+    normal = "normal"
+    shuffled = "shuffled"  # permuted over the whole batch
+    flipped = "flipped"  # with the opposite sign
+
+
+@dataclass
+class Debug:
+    """Controls and probes."""
+
+    advantages: Advantages = Advantages.normal
+
+
+@dataclass
+class Experiment:
+    """One run. Every field is an option group of the command line."""
+
+    task: TaskSource
+    environment: Environment
+    reward: Reward
+    algorithm: Algorithm
+    engine: Engine
+    seed: int = 0
+    kl: KL = field(default_factory=KL)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    chat: ChatSettings = field(default_factory=ChatSettings)
+    rollout: Rollout = field(default_factory=Rollout)
+    sampling: Sampling = field(default_factory=Sampling)
+    batch: BatchSettings = field(default_factory=BatchSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    sft: WarmStart = field(default_factory=WarmStart)
+    eval: Evaluation = field(default_factory=Evaluation)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    log: list[str] = field(default_factory=lambda: ["console", "jsonl"])
+    debug: Debug = field(default_factory=Debug)
+
+    def __post_init__(self) -> None:
+        self.algorithm.check(self.rollout.group_size)
+        if self.sampling.temperature == 0:
+            raise ConfigError("sampling.temperature=0 is greedy: nothing is explored; training needs a value above 0")
+        if self.sampling.top_p < 1 or self.sampling.top_k or self.sampling.min_p:
+            raise ConfigError(
+                "training samples from the whole distribution (the update would otherwise use other probabilities than "
+                "the rollout): set sampling.top_p=1 sampling.top_k=0 sampling.min_p=0"
+            )

@@ -1,0 +1,110 @@
+"""How a name on the command line becomes a class: one file in a folder, or `path/to/file.py:Name`.
+
+The file name is the option's name, the dataclass in it holds the settings, its docstring is the help text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """The user's configuration or input is wrong; the message says what, the value seen and how to fix it."""
+
+
+def names(package: str) -> list[str]:
+    """The options that a folder offers: its file names. `package` is dotted, e.g. "mtgrpo.rewards"."""
+    folder = importlib.import_module(package)
+    return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
+
+
+def options(package: str, base: type) -> dict[str, type]:
+    """The classes that a folder offers, by their option's name; a file that holds no concrete `base` is no option."""
+    found: dict[str, type] = {}
+    for name in names(package):
+        module = importlib.import_module(f"{package}.{name}")
+        candidates = _candidates(module, base)
+        if candidates:
+            found[name] = getattr(module, only(candidates, module.__name__, base))
+    return found
+
+
+def find(package: str, name: str, base: type) -> Any:
+    """The extension that option `name` of `package` means; `name` may also be `path/to/file.py:Name`.
+
+    Returns a concrete subclass of `base`, or a plain function where the file or the path names one.
+    Raises ConfigError when there is no such file or nothing suitable in it.
+    """
+    if ".py:" in name:
+        path, _, attribute = name.rpartition(":")
+        module = load_file(Path(path))
+        found = getattr(module, attribute, None)
+        if found is None:
+            raise ConfigError(
+                f"{path} has no {attribute!r}; it defines {', '.join(_candidates(module, base)) or 'nothing usable'}"
+            )
+        return found
+    if name not in names(package):
+        raise ConfigError(
+            f"there is no {package.rpartition('.')[2]} named {name!r}; known: {', '.join(options(package, base))}; "
+            "or give a file of your own as path/to/file.py:Name"
+        )
+    module = importlib.import_module(f"{package}.{name}")
+    return getattr(module, only(_candidates(module, base), f"{package}.{name}", base))
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import a Python file by its path, once per process. Raises ConfigError when it is missing or breaks."""
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    name = f"mtgrpo_file_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, path
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise ConfigError(
+                f"{path} cannot be imported: {_where(error, path)}{type(error).__name__}: {error}"
+            ) from error
+    return sys.modules[name]
+
+
+def _where(error: Exception, path: Path) -> str:
+    """The deepest line of the file itself that the error went through; a syntax error says its own."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"line {lines[-1]}: " if lines else ""
+
+
+def only(candidates: list[str], where: str, base: type) -> str:
+    """The single name in `candidates`; an extension file holds exactly one concrete subclass of `base`."""
+    if len(candidates) != 1:
+        raise ConfigError(
+            f"{where} must define exactly one concrete {base.__name__}, it defines {candidates or 'none'}"
+        )
+    return candidates[0]
+
+
+def _candidates(module: ModuleType, base: type) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isclass(value)
+        and issubclass(value, base)
+        and value.__module__ == module.__name__
+        and not inspect.isabstract(value)
+        and not name.startswith("_")
+    ]

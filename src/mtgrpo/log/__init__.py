@@ -1,0 +1,130 @@
+"""Where metrics go. A file with a `Sink` in it = one sink (`console`, `jsonl`); the others write the run's record.
+
+Names of metrics are flat, with "/" between area and quantity. What is measured of the machine begins with `perf/` or
+`time/`; every other metric is a function of configuration and seed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, cast
+
+from mtgrpo import extension
+from mtgrpo.extension import ConfigError
+
+_DEEPEST = 50  # levels of nesting that `strict_json` keeps
+
+
+class Sink(ABC):
+    """Takes a run's metrics and notes. It is opened with the folder of the run, which exists."""
+
+    @abstractmethod
+    def __init__(self, folder: Path) -> None: ...
+
+    @abstractmethod
+    def stage(self, name: str, total: int) -> None:
+        """A stage of the run begins, e.g. "warm start"; `total` is its number of steps, 0 = not known."""
+
+    @abstractmethod
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Metrics of one step; `step` counts the steps of this stage that are done, 0 = before the first."""
+
+    @abstractmethod
+    def note(self, text: str) -> None:
+        """Something to tell the person. The text is data: nothing in it is markup."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The run has ended."""
+
+
+class Sinks:
+    """Hands everything to each of its sinks."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    def stage(self, name: str, total: int) -> None:
+        """See `Sink.stage`."""
+        for sink in self._sinks:
+            sink.stage(name, total)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """See `Sink.log`."""
+        for sink in self._sinks:
+            sink.log(metrics, step)
+
+    def note(self, text: str) -> None:
+        """See `Sink.note`."""
+        for sink in self._sinks:
+            sink.note(text)
+
+    def close(self) -> None:
+        """Close every sink, also when one of them fails."""
+        with ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close)
+
+
+def open_sinks(names: Sequence[str], folder: Path) -> Sinks:
+    """The sinks called `names` (each once), writing into `folder`; a name may also be `path/to/file.py:Name`.
+
+    Raises ConfigError for a name that is not a sink.
+    """
+    kinds = [_sink(name) for name in dict.fromkeys(names)]
+    folder.mkdir(parents=True, exist_ok=True)
+    return Sinks([kind(folder) for kind in kinds])
+
+
+def write_summary(folder: Path, values: Mapping[str, Any]) -> None:
+    """Write `summary.json` in `folder`: the run's results at a glance. Readers see the old file or the new, whole."""
+    partial = folder / ".summary.json.partial"
+    partial.write_bytes(strict_json(values, indent=2) + b"\n")
+    os.replace(partial, folder / "summary.json")
+
+
+def strict_json(value: Any, indent: int | None = None) -> bytes:
+    """`value` as UTF-8 JSON that every reader accepts, floats at full precision, on one line unless `indent` is given.
+
+    NaN and infinity become null; other types that JSON lacks become text; what is nested very deeply becomes "...".
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+    except (TypeError, ValueError, RecursionError):
+        text = json.dumps(_plain(value, 0), ensure_ascii=False, allow_nan=False, indent=indent)
+    for newline in "\x85\u2028\u2029":  # legal in JSON text, but some readers of lines would split there
+        text = text.replace(newline, f"\\u{ord(newline):04x}")
+    return text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes \udXXX, its JSON escape
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if depth > _DEEPEST:
+        return "..."
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {str(key): _plain(inner, depth + 1) for key, inner in items}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, depth + 1) for inner in cast("Sequence[Any]", value)]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def _sink(name: str) -> type[Sink]:
+    known: dict[str, type[Sink]] = {}
+    for module in extension.names(__name__):
+        with suppress(ConfigError):  # a file without a sink
+            known[module] = extension.find(__name__, module, Sink)
+    kind: Any = extension.find(__name__, name, Sink) if ".py:" in name else known.get(name)
+    if not (isinstance(kind, type) and issubclass(kind, Sink)):
+        raise ConfigError(
+            f"log={name}: there is no such sink; known: {', '.join(known)}; "
+            "or give a Sink class of your own as path/to/file.py:Name"
+        )
+    return kind

@@ -1,0 +1,129 @@
+"""Progress for the person at the terminal; plain lines where the output is a file or a pipe."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich import console as rich_console
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from mtgrpo.log import Sink
+
+_SHOWN = {  # metric: how it is written, in order of importance
+    "reward/mean": "reward {:.3f}",
+    "reward/success": "success {:.1%}",
+    "policy/loss": "loss {:.4f}",
+    "policy/kl": "KL {:.4f}",
+    "policy/entropy": "entropy {:.3f}",
+    "policy/clip_fraction": "clipped {:.1%}",
+    "perf/tokens_per_s": "{:,.0f} tokens/s",
+    "eval/success": "held-out {:.1%}",
+    "eval/greedy": "greedy {:.1%}",
+    "eval/pass@8": "pass@8 {:.1%}",
+}
+_LINES = 20  # at most about so many lines per stage where lines are plain
+
+
+class Console(Sink):
+    """A progress bar with the newest values; ten to twenty plain lines per stage where there is no terminal."""
+
+    def __init__(self, folder: Path) -> None:
+        self._out = rich_console.Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._interactive = self._out.is_interactive and self._out.file.isatty()
+        self._live: Live | None = None
+        self._begin("", 0)
+
+    def stage(self, name: str, total: int) -> None:
+        """End the bar of the stage before and begin one."""
+        self.close()
+        self._begin(name, total)
+        if self._interactive:
+            self._live = Live(get_renderable=self._panel, console=self._out, refresh_per_second=4)
+            self._live.start()
+        else:
+            self.note(f"{name} ({total} steps)" if total > 1 else name)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Show the newest value of each metric."""
+        self._latest = {**self._latest, **metrics}
+        if step > self._done:
+            if not self._done:
+                self._marks = deque([(self._marks[0][0], step - 1)], self._marks.maxlen)  # resumed: not from 0
+            self._done = step
+            self._marks.append((time.monotonic(), step))
+        measured = any(name.startswith("eval/") for name in metrics)
+        if self._live is None and (step >= self._due[measured] or step == self._total):
+            self._due[measured] = _next_line(step, self._total)
+            of = f"{step:>{len(str(self._total))}}/{self._total}" if self._total else f"{step}"
+            self.note("  ".join([f"  step {of}", *_pieces(metrics), self._times()]))
+
+    def note(self, text: str) -> None:
+        """A line that stays, above the bar."""
+        printable = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+        encoding = self._out.encoding
+        self._out.print(Text(printable.encode(encoding, "backslashreplace").decode(encoding)))
+
+    def close(self) -> None:
+        """Leave the last state of the bar on the screen."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _begin(self, name: str, total: int) -> None:
+        self._name, self._total, self._done = name, total, 0
+        self._latest: dict[str, float] = {}
+        self._due = {False: 0, True: 0}  # the step of the next plain line; evaluations have lines of their own
+        self._marks = deque([(time.monotonic(), 0)], 20)  # when which step was done: the newest ones tell the speed
+        self._began = self._marks[0][0]
+
+    def _panel(self) -> Group:
+        """The bar, and below it the newest values on as many lines as they need."""
+        width = self._out.width
+        count = f"{self._done}/{self._total}" if self._total else f"step {self._done}"
+        bar = ProgressBar(self._total or None, self._done, width=max(8, min(40, width - len(self._name) - 30)))
+        head = Table.grid(padding=(0, 1))
+        head.add_row(Text(self._name, "bold", no_wrap=True), bar, Text(count), Text(self._times(), "dim"))
+        lines = [""]
+        for piece in _pieces(self._latest):
+            if len(lines[-1]) + len(piece) + 2 > width:
+                lines.append("")
+            lines[-1] += "  " + piece
+        return Group(head, *(Text(line, no_wrap=True) for line in lines if line))
+
+    def _times(self) -> str:
+        """How long the stage has taken and, while it runs, what is left."""
+        now = time.monotonic()
+        (first, first_step), (last, last_step) = self._marks[0], self._marks[-1]
+        left = ""
+        if self._total > self._done and last_step > first_step:
+            rest = (last - first) / (last_step - first_step) * (self._total - self._done) - (now - last)
+            left = f"  ETA {_clock(max(0.0, rest))}"
+        return _clock(now - self._began) + left
+
+
+def _pieces(metrics: Mapping[str, float]) -> list[str]:
+    hidden = {"policy/loss"} if "reward/mean" in metrics else set[str]()  # of no meaning in reinforcement learning
+    return [form.format(metrics[name]) for name, form in _SHOWN.items() if name in metrics and name not in hidden]
+
+
+def _next_line(step: int, total: int) -> int:
+    """The step of the next plain line: a round number, or ever longer steps where the end is not known."""
+    if not total:
+        return max(step + 1, step * 5 // 4)
+    power = 10 ** max(0, math.floor(math.log10(total / _LINES)))
+    every = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= total / _LINES)
+    return (step // every + 1) * every
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

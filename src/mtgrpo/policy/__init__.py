@@ -1,0 +1,1 @@
+"""Tensors into new weights: the policy, its optimiser, its frozen reference."""

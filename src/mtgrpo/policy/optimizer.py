@@ -1,0 +1,120 @@
+"""AdamW or Muon, a learning-rate schedule, and gradient clipping."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from mtgrpo.extension import ConfigError
+
+
+class Kind(Enum):
+    """AdamW (arXiv:1711.05101), or Muon (Jordan 2024) for matrices with AdamW for embeddings and vectors."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
+class Schedule(Enum):
+    """The learning rate over the run, after `warmup_steps` of linear warm-up."""
+
+    constant = "constant"
+    linear = "linear"  # falls linearly to 0
+    cosine = "cosine"  # falls to 0 along half a cosine
+    wsd = "wsd"  # warm-up, stable, then linearly to 0 over the last 40 %
+
+
+@dataclass
+class OptimizerSettings:
+    """The optimiser of one training stage."""
+
+    kind: Kind = Kind.adamw
+    lr: float = 1e-6
+    muon_lr: float = 0.02  # of the matrices when kind=muon; `lr` is that of the rest
+    weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    schedule: Schedule = Schedule.constant
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.muon_lr <= 0:
+            raise ConfigError(f"optimizer.lr and optimizer.muon_lr must be > 0, got {self.lr} and {self.muon_lr}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
+        if self.max_grad_norm <= 0:
+            raise ConfigError(f"optimizer.max_grad_norm must be > 0, got {self.max_grad_norm}")
+
+
+class Optimizer:
+    """Clips, steps and schedules. One `step` is one optimiser step of the schedule."""
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings, total_steps: int) -> None:
+        self._settings = settings
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._optimizers = _optimizers(model, settings)
+        self._schedulers = [LambdaLR(o, lambda n: factor(settings, n, total_steps)) for o in self._optimizers]
+
+    @property
+    def lr(self) -> float:
+        """The learning rate the next step uses (of the AdamW part)."""
+        return float(self._schedulers[-1].get_last_lr()[0])
+
+    def step(self) -> float:
+        """Clip the gradient, update, advance the schedule; returns the gradient norm before clipping."""
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm)
+        for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            scheduler.step()
+        return float(norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on, beside weights and gradients."""
+        parts = {"optimizers": self._optimizers, "schedulers": self._schedulers}
+        return {name: [part.state_dict() for part in many] for name, many in parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        parts = {"optimizers": self._optimizers, "schedulers": self._schedulers}
+        for name, many in parts.items():
+            for part, saved in zip(many, state[name], strict=True):
+                part.load_state_dict(saved)
+
+
+def factor(settings: OptimizerSettings, step: int, total_steps: int) -> float:
+    """What the learning rate is multiplied by at `step` (0-based) of `total_steps`."""
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    rest = max(1, total_steps - settings.warmup_steps)
+    progress = min(1.0, (step - settings.warmup_steps) / rest)
+    if settings.schedule is Schedule.linear:
+        return 1 - progress
+    if settings.schedule is Schedule.cosine:
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    if settings.schedule is Schedule.wsd:
+        return min(1.0, (1 - progress) / 0.4)
+    return 1.0
+
+
+def _optimizers(model: nn.Module, settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        hidden_matrix = parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
+        (matrices if settings.kind is Kind.muon and hidden_matrix else others).append(parameter)
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        found.append(torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay))
+    first, second = settings.betas
+    decay = settings.weight_decay
+    found.append(torch.optim.AdamW(others, lr=settings.lr, betas=(first, second), weight_decay=decay, foreach=True))
+    return found

@@ -1,0 +1,175 @@
+"""One batch of trajectories into new weights: micro-batches, weights per token, clip, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mtgrpo.algorithms import Algorithm, PerToken
+from mtgrpo.algorithms.average import token_weights
+from mtgrpo.algorithms.kl import KL
+from mtgrpo.batch.padded import Batch, micro_batches
+from mtgrpo.extension import ConfigError
+from mtgrpo.model.logprobs import sampled_logprobs
+from mtgrpo.policy.optimizer import Optimizer
+
+Metrics = dict[str, float]
+TokenLoss = Callable[[Tensor, Tensor], PerToken]  # (entries of the batch, their log-probabilities with gradient)
+
+
+@dataclass
+class Updates:
+    """How one rollout batch is used."""
+
+    minibatch_trajectories: int = 0  # trajectories per optimiser step; 0 = the whole batch in one step
+    updates_per_batch: int = 1  # passes over the batch
+
+    def __post_init__(self) -> None:
+        if self.minibatch_trajectories < 0 or self.updates_per_batch < 1:
+            raise ConfigError(
+                "trainer.minibatch_trajectories must be >= 0 and trainer.updates_per_batch >= 1, "
+                f"got {self.minibatch_trajectories} and {self.updates_per_batch}"
+            )
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What credit assignment says of each trajectory of a batch; tensors [trajectories]."""
+
+    advantage: Tensor  # fp32
+    trained: Tensor  # bool; false = its tokens count in the normaliser but carry no loss
+
+
+class Policy:
+    """A model, its optimiser, and how much of a batch is computed at once."""
+
+    def __init__(self, model: PreTrainedModel, optimizer: Optimizer, token_budget: int, temperature: float) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._token_budget = token_budget
+        self._temperature = temperature
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> Tensor:
+        """Log-probabilities of `entries` [n] under `model` (default: this policy), without gradient."""
+        result = torch.zeros(len(batch), dtype=torch.float64)
+        for micro in micro_batches(batch, entries, self._token_budget):
+            logp, _ = sampled_logprobs(
+                model or self.model, micro.ids, micro.row, micro.parent, micro.token, self._temperature
+            )
+            result[micro.entries] = logp.double().cpu()
+        return result[entries]
+
+    def update(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Metrics:
+        """One optimiser step on sum_i weights[i] * loss_i over `entries`.
+
+        entries [n] int64: what has a loss; weights [len(batch)]: the share of each token (see average.py).
+        """
+        total, clipped, entropy, weight = 0.0, 0.0, 0.0, 0.0
+        for micro in micro_batches(batch, entries, self._token_budget):
+            logp, token_entropy = sampled_logprobs(
+                self.model, micro.ids, micro.row, micro.parent, micro.token, self._temperature
+            )
+            per_token = loss(micro.entries, logp)
+            share = weights[micro.entries].to(logp)
+            value = (per_token.loss * share).sum()
+            value.backward()
+            total += value.item()
+            clipped += (per_token.clipped * share).sum().item()
+            entropy += (token_entropy * share).sum().item()
+            weight += share.sum().item()
+        metrics = {"loss": total, "lr": self.optimizer.lr, "grad_norm": self.optimizer.step()}
+        if weight:
+            metrics |= {"clip_fraction": clipped / weight, "entropy": entropy / weight}
+        return metrics
+
+
+def train_batch(
+    policy: Policy,
+    batch: Batch,
+    signal: Signal,
+    algorithm: Algorithm,
+    kl: KL,
+    reference: PreTrainedModel | None,
+    updates: Updates,
+    seed: int,
+) -> Metrics:
+    """Update `policy` on one rollout batch; metrics are means over the optimiser steps.
+
+    The old log-probabilities are frozen before the first step. With a single step they are the step's own, detached:
+    the ratio is then exactly 1. Trajectories whose advantage is 0 are not computed (without a KL penalty their gradient
+    is zero) but stay in the normaliser.
+    """
+    steps = list(_minibatches(len(signal.advantage), updates, seed))
+    matters = signal.trained & ((signal.advantage != 0) | (kl.coef > 0))
+    advantage = signal.advantage[batch.trajectory]
+    everything = matters[batch.trajectory].nonzero()[:, 0]
+    old = torch.full((len(batch),), torch.nan, dtype=torch.float64)
+    if len(steps) > 1:
+        old[everything] = policy.logprobs(batch, everything)
+    ref = torch.full((len(batch),), torch.nan, dtype=torch.float64)
+    if reference is not None:
+        ref[everything] = policy.logprobs(batch, everything, reference)
+    new = torch.full((len(batch),), torch.nan, dtype=torch.float64)
+    kl_sum = 0.0
+
+    def loss(entries: Tensor, logp: Tensor) -> PerToken:
+        nonlocal kl_sum
+        now = logp.detach()
+        first = new[entries].isnan()
+        new[entries] = torch.where(first, now.double().cpu(), new[entries])
+        before = now if len(steps) == 1 else old[entries].to(logp)
+        per_token = algorithm.loss(logp, before, advantage[entries].to(logp))
+        if reference is None:
+            return per_token
+        penalty = kl.per_token(logp, ref[entries].to(logp))
+        kl_sum += penalty.detach().sum().item()
+        return PerToken(per_token.loss + kl.coef * penalty, per_token.clipped)
+
+    collected: list[Metrics] = []
+    for index, members in enumerate(steps):
+        inside = torch.isin(batch.trajectory, members)
+        weights = torch.zeros(len(batch))
+        weights[inside] = token_weights(algorithm.average, batch.trajectory[inside])
+        entries = (inside & matters[batch.trajectory]).nonzero()[:, 0]
+        if len(entries) == 0:
+            continue
+        collected.append(policy.update(batch, entries, weights, loss))
+        if index == 0 and collected[0]["clip_fraction"] > 0:
+            raise RuntimeError(
+                f"the first update of a batch clips {collected[0]['clip_fraction']:.2%} of its tokens although the "
+                "weights have not changed: the forward pass is not reproducible"
+            )
+    metrics = _mean(collected) | {"updates": float(len(collected)), "trained_tokens": float(len(everything))}
+    if reference is not None and collected:
+        metrics["kl"] = kl_sum / (len(everything) * updates.updates_per_batch)
+    return metrics | _mismatch(batch, everything, old if len(steps) > 1 else new)
+
+
+def _minibatches(trajectories: int, updates: Updates, seed: int) -> Iterator[Tensor]:
+    """Which trajectories each optimiser step takes: another order in each pass, a function of `seed`."""
+    size = updates.minibatch_trajectories or trajectories
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(updates.updates_per_batch):
+        order = torch.randperm(trajectories, generator=generator) if size < trajectories else torch.arange(trajectories)
+        yield from order.split(size)
+
+
+def _mismatch(batch: Batch, entries: Tensor, trainer_logp: Tensor) -> Metrics:
+    """How far the trainer's log-probabilities are from the engine's, which sampled: 0 up to rounding when in step."""
+    if len(entries) == 0:
+        return {}
+    difference = trainer_logp[entries] - batch.behaviour_logp[entries]
+    return {
+        "mismatch/max_abs_dlogp": difference.abs().max().item(),
+        "mismatch/kl": (difference.exp() - 1 - difference).mean().item(),
+    }
+
+
+def _mean(rows: list[Metrics]) -> Metrics:
+    names = {name for row in rows for name in row}
+    return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in sorted(names)}

@@ -1,0 +1,333 @@
+"""Messages <-> tokens: the only code that knows chat templates and tool-call formats.
+
+What the policy sampled is never decoded and encoded again: `extend` returns only the tokens of what is new, to be put
+after the context and the sampled output. Text that the policy did not sample cannot become a special token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.rollout.formats import FORMATS, Hermes, ToolFormat, split_thinking
+from mtgrpo.rollout.template import USER, Glue, Template, learn
+from mtgrpo.rollout.wire import Wire, shared_length
+from mtgrpo.types import Message, ToolCall, ToolSpec
+
+
+class Thinking(Enum):
+    """What becomes of the reasoning of earlier turns."""
+
+    keep = "keep"  # it stays in the context: every turn extends the one before, token for token
+    strip = "strip"  # where the template drops it, the context is written anew and a new segment begins
+
+
+@dataclass
+class ChatSettings:
+    """How messages become tokens."""
+
+    template: str = "auto"  # auto = the tokenizer's own; "chatml"; or the path of a .jinja file
+    thinking: Thinking = Thinking.keep
+
+
+class Chat(ABC):
+    """Turns messages into tokens and back, for one model."""
+
+    stop_ids: tuple[int, ...]  # the tokens that end a turn
+    notes: list[str]  # what is in force, to be printed at start
+
+    @abstractmethod
+    def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """The tokens of a whole conversation so far, ready for the model's next turn.
+
+        Raises ConfigError when the template refuses the conversation, or has no place for tools.
+        """
+
+    @abstractmethod
+    def extend(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int] | None:
+        """The tokens between a sampled output that ended in a stop token and the model's next turn.
+
+        `history` ends with the sampled message, `new` is what the environment answered. None when the next context
+        cannot be proven to begin with the present one: then `open` writes it anew.
+        """
+
+    @abstractmethod
+    def parse(self, output: Sequence[int]) -> Message:
+        """The message that sampled tokens say, with or without their stop token. Never raises on what they say."""
+
+    @abstractmethod
+    def encode(self, message: Message) -> list[int]:
+        """The output tokens, stop token included, with which the model would have said `message`."""
+
+
+def open_chat(tokenizer: Any, settings: ChatSettings) -> Chat:
+    """The chat of `tokenizer` (a transformers fast tokenizer).
+
+    With `template: auto` a model that the library `renderers` knows by its name is left to that library, any other
+    tokenizer brings a template of its own. Raises ConfigError when there is no usable template.
+    """
+    name = str(tokenizer.name_or_path)
+    if settings.template == "auto" and "/" in name and not Path(name).exists():  # the name of a model on a hub
+        from mtgrpo.rollout.renderer_chat import RendererChat, known_config  # noqa: PLC0415  takes a second to import
+
+        config = known_config(name)
+        if config is not None:
+            return RendererChat(tokenizer, config, settings.thinking)
+    return TemplateChat(tokenizer, _template_source(tokenizer, settings.template), settings)
+
+
+def chatml() -> str:
+    """The source of the project's own chat template: ChatML with Hermes tool calls."""
+    return resources.files("mtgrpo.rollout").joinpath("chatml.jinja").read_text("utf-8")
+
+
+def _template_source(tokenizer: Any, template: str) -> str:
+    if template == "chatml":
+        missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in tokenizer.get_added_vocab()]
+        if missing:
+            raise ConfigError(
+                f"chat.template=chatml needs {' and '.join(missing)} as special tokens, which the tokenizer "
+                f"{tokenizer.name_or_path!r} lacks; add them to it or choose another template with chat.template=PATH"
+            )
+        return chatml()
+    if template != "auto":
+        path = Path(template).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"chat.template={template!r} is neither auto nor chatml nor an existing .jinja file")
+        return path.read_text("utf-8")
+    own: Any = tokenizer.chat_template
+    if isinstance(own, dict):  # several templates by name
+        named = cast(dict[str, str], own)
+        own = named.get("tool_use") or named.get("default")
+    if not own:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; "
+            "give one with chat.template=chatml or chat.template=PATH of a .jinja file"
+        )
+    return own
+
+
+_ANCHOR = "anchorx7q"
+_STUBS = ((USER,), (USER, Message("assistant", "well"), Message("user", "and then")))
+_PROBE_TOOL = ToolSpec("probe", "A probe.", {"type": "object", "properties": {"a": {"type": "string"}}})
+_PROBE_CALL = ToolCall("probe", {"a": _ANCHOR})
+_OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
+_EMPTY_THINKING = re.compile(r"^(<think>)?\s*</think>\s*")
+
+
+class TemplateChat(Chat):
+    """Any tokenizer with a jinja chat template.
+
+    The template is rendered for whole conversations only. For single turns its glue is learned once per shape (roles,
+    and which fields are empty) and replayed; where contents change the glue, the template is rendered after all.
+    """
+
+    def __init__(self, tokenizer: Any, source: str, settings: ChatSettings) -> None:
+        self._wire = Wire(tokenizer)
+        self._template = Template(tokenizer, source, self._wire)
+        self._thinking = settings.thinking
+        self._schemas: dict[str, Mapping[str, Any]] = {}
+        self._extensions: dict[tuple[Any, ...], Glue | None] = {}
+        self._sayings: dict[tuple[bool, bool, int], Glue | None] = {}
+        self._visible: dict[tuple[Any, ...], frozenset[int]] = {}
+
+        self._prompt = self._template.render_or_refuse([USER], (), prompt=True)
+        self._inside_thinking = bool(re.search(r"<think>\s*$", self._prompt))
+        self._turn_end = self._find_turn_end()
+        self._end = self._turn_end or tokenizer.eos_token
+        if not self._end:
+            raise ConfigError("the chat template ends a turn with no special token and the tokenizer has no eos token")
+        ends = (self._wire.added.get(self._end), tokenizer.eos_token_id)
+        self.stop_ids = tuple(dict.fromkeys(token for token in ends if token is not None))
+        self._format, self._no_tools = self._find_format()
+        self._one_call = self._template.try_render([USER, _say_calls(2)]) is None
+        self._separator = self._find_separator()
+        form = self._no_tools or f"tool calls {self._format.name}"
+        turns = "" if self._turn_end else "; no end-of-turn token was found, so every turn starts a new segment"
+        self.notes = [f"chat: template {settings.template}, {form}, thinking {settings.thinking.value}{turns}"]
+
+    def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        if tools and self._no_tools:
+            raise ConfigError(f"the chat template has {self._no_tools}; use chat.template=chatml or chat.template=PATH")
+        self._schemas.update((tool.name, tool.parameters) for tool in tools)
+        return self._wire.encode(self._template.render_or_refuse(messages, tools, prompt=True))
+
+    def extend(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int] | None:
+        if self._thinking is Thinking.strip and self._strips(history, new):
+            return None
+        calls = bool(history[-1].tool_calls)
+        shape = (calls, bool(tools), *((message.role, bool(message.content), bool(message.name)) for message in new))
+        if shape not in self._extensions:
+            self._extensions[shape] = self._learn_extension(calls, bool(tools), new)
+        glue = self._extensions[shape]
+        if glue is not None:
+            return self._wire.encode(glue.fill([self._wire.escape(text) for text in _texts(new)]))
+        text = self._extension(calls, bool(tools), new)
+        return None if text is None else self._wire.encode(text)
+
+    def parse(self, output: Sequence[int]) -> Message:
+        end = len(output) - 1 if output and output[-1] in self.stop_ids else len(output)
+        reasoning, rest, error = split_thinking(self._wire.decode(output[:end]), self._inside_thinking)
+        if error:
+            return Message("assistant", rest, reasoning, error=error)
+        said = self._format.parse(rest, self._schemas)
+        if self._one_call and len(said.calls) > 1:
+            return Message("assistant", rest, reasoning, error="only one tool call per message is possible")
+        content = said.content.removesuffix(self._separator) if said.calls else said.content
+        return Message("assistant", content, reasoning, said.calls, error=said.error)
+
+    def encode(self, message: Message) -> list[int]:
+        shape = (bool(message.reasoning), bool(message.content), len(message.tool_calls))
+        if shape not in self._sayings:
+            self._sayings[shape] = self._learn_saying(*shape)
+        glue = self._sayings[shape]
+        if glue is None:
+            return self._wire.encode(self._say(message))
+        values = [self._wire.escape(text, sampled=True) for text in (message.reasoning, message.content)]
+        values.append(self._format.write(self._template.escaped_calls(message.tool_calls)))
+        return self._wire.encode(glue.fill(values))
+
+    def _find_turn_end(self) -> str:
+        """The added token with which the template ends an assistant's turn whatever follows; "" if there is none."""
+        tokens = "|".join(re.escape(token) for token in sorted(self._wire.added, key=len, reverse=True))
+        found: set[str] = set()
+        said = Message("assistant", _ANCHOR)
+        for messages, prompt in (([USER, said], False), ([USER, said, USER], True)):
+            text = self._template.try_render(messages, prompt=prompt) or ""
+            end = re.match(rf"\s*({tokens})", text.partition(_ANCHOR)[2])
+            found.add(end.group(1) if end else "")
+        return found.pop() if len(found) == 1 else ""
+
+    def _find_format(self) -> tuple[ToolFormat, str]:
+        """(the format in which the template writes tool calls, why tools cannot be used with it or "")."""
+        shown = self._template.try_render([USER], [_PROBE_TOOL], prompt=True) or ""
+        if "A probe." not in shown:
+            return Hermes(), "no place for tools"
+        reply = self._template.try_render([USER, _say_calls(1), Message("tool", "replyx7q", name="probe")]) or ""
+        if "replyx7q" not in reply:
+            return Hermes(), "no place for the replies of tools"
+        said = self._template.try_render([USER, _say_calls(1)], [_PROBE_TOOL]) or ""
+        said = said[shared_length(said, shown) :]
+        said = said[: said.rfind(self._turn_end)] if self._turn_end else said
+        for form in FORMATS:
+            if form.parse(split_thinking(said, inside=False)[1], {}).calls == (_PROBE_CALL,):
+                return form, ""
+        return Hermes(), f"an unknown format of tool calls ({said.strip()[:60]!r})"
+
+    def _find_separator(self) -> str:
+        """What the template writes between content and tool calls."""
+        glue = self._learn_saying(reasoning=False, content=True, calls=1)
+        return glue.literals[1] if glue is not None and glue.slots == (1, 2) else "\n"
+
+    def _learn_extension(self, calls: bool, tools: bool, new: Sequence[Message]) -> Glue | None:
+        texts = _texts(new)
+
+        def write(values: Sequence[str]) -> str | None:
+            filled = [value if text else "" for value, text in zip(values, texts, strict=True)]
+            pairs = zip(new, filled[::2], filled[1::2], strict=True)
+            return self._extension(calls, tools, [Message(m.role, content, name=name) for m, content, name in pairs])
+
+        return learn(write, len(texts))
+
+    def _extension(self, calls: bool, tools: bool, new: Sequence[Message]) -> str | None:
+        """What the template writes between an assistant's end of turn and the next turn.
+
+        None unless the rest of the conversation is written as before, in a short and in a longer conversation.
+        """
+        specs = [_PROBE_TOOL] if tools else []
+        said = _say_calls(1) if calls else Message("assistant", _ANCHOR)
+        found: set[str] = set()
+        for stub in _STUBS if self._turn_end else ():
+            before = self._template.try_render(stub, specs, prompt=True)
+            alone = self._template.try_render([*stub, said], specs)
+            after = self._template.try_render([*stub, said, *new], specs, prompt=True)
+            if before is None or alone is None or after is None:
+                return None
+            rest = after.partition(_ANCHOR)[2]
+            closing, end, extension = rest.partition(self._turn_end)
+            if not alone.partition(_ANCHOR)[2].startswith(closing + end):
+                return None
+            if not end or not after.startswith(_OPEN_THINKING.sub("", before)):
+                return None
+            found.add(extension)
+        return found.pop() if len(found) == 1 else None
+
+    def _learn_saying(self, reasoning: bool, content: bool, calls: int) -> Glue | None:
+        probes = (_PROBE_CALL,) * calls
+        written = self._format.write(probes)
+
+        def write(values: Sequence[str]) -> str | None:
+            text = self._say(Message("assistant", values[1] if content else "", values[0] if reasoning else "", probes))
+            if not calls:
+                return text
+            return text.replace(written, values[2]) if text.count(written) == 1 else None
+
+        return learn(write, 3)
+
+    def _say(self, message: Message) -> str:
+        """What the model would have said, by rendering the template; in the format alone where that does not work."""
+        if message.reasoning and not self._template.shows_reasoning:
+            opening = "" if self._inside_thinking else "<think>\n"
+            thoughts = opening + self._wire.escape(message.reasoning, sampled=True) + "\n</think>\n\n"
+            return thoughts + _EMPTY_THINKING.sub("", self._say(dataclasses.replace(message, reasoning="")))
+        full = self._template.try_render([USER, message]) or ""
+        prompt = _OPEN_THINKING.sub("", self._prompt)
+        if not full.startswith(prompt):
+            return self._say_plainly(message)
+        said = full.removeprefix(self._prompt).removeprefix(prompt)
+        if self._inside_thinking and not full.startswith(self._prompt):  # the template writes no or other thoughts
+            said = said.removeprefix("<think>") if said.startswith("<think>") else "\n</think>\n\n" + said
+        said, end, _ = said.rpartition(self._end)
+        return said + end if end else self._say_plainly(message)
+
+    def _say_plainly(self, message: Message) -> str:
+        said = self._wire.escape(message.content, sampled=True)
+        if message.reasoning or self._inside_thinking:
+            opening = "" if self._inside_thinking else "<think>\n"
+            said = f"{opening}{self._wire.escape(message.reasoning, sampled=True)}\n</think>\n\n{said}"
+        if message.tool_calls:
+            calls = self._format.write(self._template.escaped_calls(message.tool_calls))
+            said += "\n" + calls if message.content else calls
+        return said + self._end
+
+    def _strips(self, history: Sequence[Message], new: Sequence[Message]) -> bool:
+        """Whether the template shows less of the model's reasoning after `new` than the present context does."""
+        reasoned = {index for index, message in enumerate(history) if message.reasoning}
+        if not reasoned:
+            return False
+        present = (self._shown(history[:-1]) | {len(history) - 1}) & reasoned
+        return not present <= self._shown([*history, *new])
+
+    def _shown(self, messages: Sequence[Message]) -> frozenset[int]:
+        """The indices of the messages whose reasoning the template shows in the prompt of the next turn."""
+        shape = tuple((m.role, bool(m.content), bool(m.reasoning), bool(m.tool_calls)) for m in messages)
+        if shape not in self._visible:
+            probes = [
+                dataclasses.replace(
+                    message,
+                    content="text" if message.content else "",
+                    reasoning=f"thought{index}q7x" if message.reasoning else "",
+                    tool_calls=(_PROBE_CALL,) if message.tool_calls else (),
+                )
+                for index, message in enumerate(messages)
+            ]
+            text = self._template.try_render(probes, prompt=True) or ""
+            self._visible[shape] = frozenset(int(number) for number in re.findall(r"thought(\d+)q7x", text))
+        return self._visible[shape]
+
+
+def _say_calls(count: int) -> Message:
+    return Message("assistant", tool_calls=(_PROBE_CALL,) * count)
+
+
+def _texts(messages: Sequence[Message]) -> list[str]:
+    """The values of an extension's slots: each message's content and name."""
+    return [text for message in messages for text in (message.content, message.name)]

@@ -1,0 +1,221 @@
+"""How models write tool calls: one small class per format, text <-> calls. Nothing here knows tokens or templates.
+
+A model's mistake never raises: `parse` says in `Parsed.error`, in a few words, what is wrong with the text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from mtgrpo.types import ToolCall
+
+Schemas = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its arguments
+
+MARKUP = frozenset(
+    {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}
+)  # what a model itself writes
+
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
+_SEPARATORS = re.compile(r"[\s;]*")
+_CALL_START = re.compile(r'\{\s*"name"')
+_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a text says. With an error there are no calls and `content` is the whole text."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    error: str = ""
+
+
+class Malformed(ValueError):
+    """A tool call that cannot be read; the text is what the model is told."""
+
+
+class ToolFormat(ABC):
+    """One way to write tool calls."""
+
+    name: str
+
+    def parse(self, text: str, schemas: Schemas) -> Parsed:
+        """Split what the model said into content and calls. `schemas` gives types where the format itself has none."""
+        try:
+            return self._read(text, schemas)
+        except Malformed as problem:
+            return Parsed(text, error=str(problem))
+
+    @abstractmethod
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """The text with which a model makes these calls."""
+
+    @abstractmethod
+    def _read(self, text: str, schemas: Schemas) -> Parsed:
+        """As `parse`, raising Malformed."""
+
+
+class Tagged(ToolFormat):
+    """Calls between `<tool_call>` and `</tool_call>`, any number of them, after (rarely: around) the content."""
+
+    def _read(self, text: str, schemas: Schemas) -> Parsed:
+        start = text.find("<tool_call>")
+        if start < 0:
+            if "</tool_call>" in text:
+                raise Malformed("</tool_call> without <tool_call>")
+            return Parsed(text)
+        calls: list[ToolCall] = []
+        content, rest, end = text[:start], "", start
+        while start >= 0:
+            rest += text[end:start]
+            call, end = self._read_call(text, start + len("<tool_call>"), schemas)
+            calls.append(call)
+            end = _expect("</tool_call>", text, end)
+            start = text.find("<tool_call>", end)
+        rest += text[end:]
+        return Parsed(content + rest if rest.strip() else content, tuple(calls))
+
+    @abstractmethod
+    def _read_call(self, text: str, start: int, schemas: Schemas) -> tuple[ToolCall, int]:
+        """The call that begins at `start`, and where it ends."""
+
+
+class Hermes(Tagged):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5, Qwen 3."""
+
+    name = "hermes"
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        return "\n".join(f"<tool_call>\n{_write_json(call, 'arguments')}\n</tool_call>" for call in calls)
+
+    def _read_call(self, text: str, start: int, schemas: Schemas) -> tuple[ToolCall, int]:
+        return _read_json(text, start, ("arguments",))
+
+
+class XmlTags(Tagged):
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen 3 Coder and later."""
+
+    name = "xml"
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        return "\n".join(f"<tool_call>\n{self._write_call(call)}\n</tool_call>" for call in calls)
+
+    def _write_call(self, call: ToolCall) -> str:
+        lines = [f"<function={call.name}>"]
+        for key, value in call.arguments.items():
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            lines += [f"<parameter={key}>", shown, "</parameter>"]
+        return "\n".join([*lines, "</function>"])
+
+    def _read_call(self, text: str, start: int, schemas: Schemas) -> tuple[ToolCall, int]:
+        head = _FUNCTION.match(text, start)
+        if head is None:
+            raise Malformed("<tool_call> must be followed by <function=NAME>")
+        name, end = head.group(1).strip(), head.end()
+        if not name:
+            raise Malformed("the tool call has no name")
+        arguments: dict[str, Any] = {}
+        properties: Mapping[str, Any] = schemas.get(name, {}).get("properties", {})
+        while parameter := _PARAMETER.match(text, end):
+            key = parameter.group(1).strip()
+            close = text.find("</parameter>", parameter.end())
+            if close < 0:
+                raise Malformed("<parameter> is not closed")
+            arguments[key] = _typed(text[parameter.end() : close].removesuffix("\n"), properties.get(key, {}))
+            end = close + len("</parameter>")
+        return ToolCall(name, arguments), _expect("</function>", text, end)
+
+
+class LlamaJson(ToolFormat):
+    """`{"name": ..., "parameters": {...}}` as the whole message, after an optional `<|python_tag|>`: Llama 3."""
+
+    name = "llama3_json"
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        return "; ".join(_write_json(call, "parameters") for call in calls)
+
+    def _read(self, text: str, schemas: Schemas) -> Parsed:
+        body = text.strip()
+        tagged = body.startswith("<|python_tag|>")
+        body = body.removeprefix("<|python_tag|>").lstrip()
+        if not tagged and not _CALL_START.match(body):
+            return Parsed(text)
+        calls: list[ToolCall] = []
+        end = 0
+        while not calls or end < len(body):
+            call, end = _read_json(body, end, ("parameters", "arguments"))
+            calls.append(call)
+            end = _after(_SEPARATORS, body, end)
+        return Parsed("", tuple(calls))
+
+
+FORMATS: tuple[ToolFormat, ...] = (Hermes(), XmlTags(), LlamaJson())
+
+
+def split_thinking(text: str, inside: bool) -> tuple[str, str, str]:
+    """(reasoning, the rest, error) of what a model said; `inside`: its prompt had already opened `<think>`."""
+    before, opened, thoughts = text.partition("<think>")
+    if not opened or (inside and "</think>" in before):
+        if not inside and "</think>" not in text:
+            return "", text, ""
+        before, thoughts = "", text
+    thoughts, closed, rest = thoughts.partition("</think>")
+    if not closed:
+        return thoughts.strip("\n"), before, "<think> is not closed"
+    return thoughts.strip("\n"), before + rest.lstrip("\n"), ""
+
+
+def _write_json(call: ToolCall, key: str) -> str:
+    return json.dumps({"name": call.name, key: call.arguments}, ensure_ascii=False)
+
+
+def _read_json(text: str, start: int, keys: Sequence[str]) -> tuple[ToolCall, int]:
+    """The call written as a JSON object at `start` (after white space), and where it ends."""
+    try:
+        value, end = _DECODER.raw_decode(text, _after(_SPACE, text, start))
+        json.dumps(value, ensure_ascii=False).encode()  # an escaped half of a surrogate pair is no text
+    except json.JSONDecodeError as problem:
+        raise Malformed(f"the tool call is not valid JSON: {problem.msg}") from None
+    except (ValueError, RecursionError):  # what Python refuses although it is JSON
+        raise Malformed("the tool call is not valid JSON: half a character, too long a number or too deep") from None
+    if not isinstance(value, dict):
+        raise Malformed("the tool call must be a JSON object")
+    fields = cast(dict[str, Any], value)
+    name = fields.get("name")
+    if not isinstance(name, str) or not name:
+        raise Malformed("the tool call has no name")
+    key = next((key for key in keys if key in fields), None)
+    if key is None:
+        raise Malformed(f'the tool call has no "{keys[0]}"')
+    if not isinstance(fields[key], dict):
+        raise Malformed(f'"{key}" must be a JSON object')
+    return ToolCall(name, fields[key]), end
+
+
+def _expect(tag: str, text: str, start: int) -> int:
+    begin = _after(_SPACE, text, start)
+    if not text.startswith(tag, begin):
+        raise Malformed(f"{tag} is missing")
+    return begin + len(tag)
+
+
+def _after(pattern: re.Pattern[str], text: str, start: int) -> int:
+    match = pattern.match(text, start)
+    return match.end() if match else start
+
+
+def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """The value that `text` means under its JSON schema: a string unless the schema says otherwise."""
+    if schema.get("type", "string") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

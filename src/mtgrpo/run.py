@@ -1,0 +1,110 @@
+"""What is open during a run: the model, the engine that samples from it, the player, the tasks, the log."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Generator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from mtgrpo.engines import Key, RunningEngine
+from mtgrpo.experiment import Experiment
+from mtgrpo.log import Sinks, open_sinks
+from mtgrpo.model.load import load_model, load_tokenizer
+from mtgrpo.rollout.chat import Chat, open_chat
+from mtgrpo.rollout.group import Player
+from mtgrpo.rollout.play import Limits
+from mtgrpo.tasks import Split, TaskStream
+from mtgrpo.types import Sample, Task
+
+EVAL_SEED = 0  # the held-out tasks are the same in every run
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that the stages of a run share."""
+
+    experiment: Experiment
+    folder: Path
+    sinks: Sinks
+    tokenizer: PreTrainedTokenizerFast
+    chat: Chat
+    model: PreTrainedModel
+    engine: RunningEngine
+    player: Player
+    tasks: TaskStream
+    held_out: list[Task]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What can be opened, and found wanting, before a model is loaded."""
+
+    tokenizer: PreTrainedTokenizerFast
+    chat: Chat
+    tasks: TaskStream
+    held_out: list[Task]
+
+
+def check(experiment: Experiment) -> Inputs:
+    """Open the tasks and the tokenizer. Raises ConfigError for whatever the user got wrong; loads no weights."""
+    tasks = experiment.task.open(Split.train, experiment.seed)
+    evaluated = experiment.task.open(Split.eval, EVAL_SEED, repeat=False)
+    held_out = list(itertools.islice(evaluated, experiment.eval.tasks))
+    tokenizer = load_tokenizer(experiment.model.name)
+    return Inputs(tokenizer, open_chat(tokenizer, experiment.chat), tasks, held_out)
+
+
+@contextmanager
+def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
+    """Load the model and open everything else; closes the log at the end."""
+    inputs = check(experiment)
+    folder.mkdir(parents=True, exist_ok=True)
+    sinks = open_sinks(experiment.log, folder)
+    try:
+        model = load_model(experiment.model, experiment.seed)
+        engine = experiment.engine.start(model, experiment.trainer.deterministic)
+        for note in inputs.chat.notes:
+            sinks.note(note)
+        yield Run(
+            experiment=experiment,
+            folder=folder,
+            sinks=sinks,
+            tokenizer=inputs.tokenizer,
+            chat=inputs.chat,
+            model=model,
+            engine=engine,
+            player=make_player(experiment, inputs.chat, model, engine),
+            tasks=inputs.tasks,
+            held_out=inputs.held_out,
+        )
+    finally:
+        sinks.close()
+
+
+def make_player(experiment: Experiment, chat: Chat, model: PreTrainedModel, engine: RunningEngine) -> Player:
+    """Bind the parts of a conversation together."""
+
+    def open_conversation(scope: str, task: str, sibling: int) -> AbstractAsyncContextManager[Sample]:
+        return engine.conversation(Key(experiment.seed, scope, task, sibling))
+
+    own_limit = int(model.config.max_position_embeddings)
+    asked = experiment.environment.max_context_length
+    return Player(
+        environment=experiment.environment,
+        chat=chat,
+        reward=experiment.reward,
+        sampling=experiment.sampling,
+        limits=Limits(
+            context_tokens=min(asked, own_limit) if asked else own_limit,
+            sampled_tokens=experiment.rollout.max_trajectory_tokens,
+            tool_tokens=experiment.rollout.max_trajectory_tool_tokens,
+        ),
+        retries=experiment.rollout.retries,
+        open_conversation=open_conversation,
+        slots=asyncio.Semaphore(experiment.rollout.max_concurrent),
+    )

@@ -1,0 +1,88 @@
+"""The warm start: supervised steps on demonstrations, laid out exactly as the policy's own conversations would be."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtgrpo.algorithms import PerToken
+from mtgrpo.algorithms.average import Average, token_weights
+from mtgrpo.batch.padded import build_batch
+from mtgrpo.environments import Environment
+from mtgrpo.evaluate import evaluate_fully
+from mtgrpo.experiment import Experiment
+from mtgrpo.extension import ConfigError
+from mtgrpo.log import write_summary
+from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.step import Policy
+from mtgrpo.rollout.chat import Chat
+from mtgrpo.rollout.replay import replay
+from mtgrpo.run import Run, open_run
+from mtgrpo.tasks import Split, TaskSource, TaskStream
+from mtgrpo.types import Trajectory
+
+DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
+MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
+
+
+def run_sft(experiment: Experiment, folder: Path) -> None:
+    """The warm start alone; saves a checkpoint that `model.name=FOLDER` takes."""
+
+    async def learn() -> None:
+        if not experiment.sft.steps:
+            raise ConfigError("sft.steps=0: there is nothing to do; set sft.steps above 0")
+        with open_run(experiment, folder) as run:
+            summary = {"time/sft_s": await warm_start(run)}
+            summary |= {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
+            write_summary(folder, summary)
+
+    asyncio.run(learn())
+
+
+async def warm_start(run: Run) -> float:
+    """Take `sft.steps` optimiser steps on demonstrations; returns the seconds it took."""
+    experiment, settings = run.experiment, run.experiment.sft
+    if not settings.steps:
+        return 0.0
+    began = time.perf_counter()
+    run.sinks.stage("warm start", settings.steps)
+    optimizer = Optimizer(run.model, settings.optimizer, settings.steps)
+    policy = Policy(run.model, optimizer, experiment.batch.token_budget, temperature=1.0)
+    stream = experiment.task.open(Split.train, experiment.seed + DEMONSTRATION_SEED)
+    examples = demonstrations(experiment.task, stream, experiment.environment, run.chat, experiment.seed)
+    for step in range(1, settings.steps + 1):
+        batch = build_batch([await anext(examples) for _ in range(settings.batch_size)])
+        weights = token_weights(Average.token_mean, batch.trajectory)
+        metrics = policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
+        elapsed_s = time.perf_counter() - began
+        run.sinks.log({"sft/loss": metrics["loss"], "sft/lr": metrics["lr"], "time/sft_s": elapsed_s}, step)
+    return time.perf_counter() - began
+
+
+async def demonstrations(
+    source: TaskSource, stream: TaskStream, environment: Environment, chat: Chat, seed: int
+) -> AsyncIterator[Trajectory]:
+    """Endless demonstrations of the tasks of `stream`; another one for a task in every epoch."""
+    without = 0
+    for task in stream:
+        messages = source.demonstration(task, seed + stream.epoch)
+        if messages is None:
+            without += 1
+            if without == MAX_WITHOUT:
+                raise ConfigError(
+                    f"task {type(source).__name__} gave no demonstration for {MAX_WITHOUT} tasks in a row; "
+                    "set sft.steps=0 or choose a task that has demonstrations"
+                )
+            continue
+        without = 0
+        yield replay(task, await environment.start(task), messages, chat)
+
+
+def negative_log_likelihood(entries: Tensor, logp: Tensor) -> PerToken:
+    """Cross-entropy of what the demonstrator said, per token."""
+    return PerToken(-logp, torch.zeros_like(logp, dtype=torch.bool))

@@ -1,0 +1,343 @@
+"""Where work comes from. One file = one data set: a dataclass whose `open` gives a stream of tasks.
+
+A stream never loads all of its data, and continues exactly where it was from `state_dict`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import reprlib
+from abc import ABC, abstractmethod
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol, cast, get_args
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.types import Message, Role, Task, ToolCall
+
+MATHS_SYSTEM_PROMPT = "Solve the problem. End with #### and the answer as a plain number."
+
+
+class Split(Enum):
+    """Which part of a data set: `train` is what the policy learns from, `eval` is held out."""
+
+    train = "train"
+    eval = "eval"
+
+
+class TaskStream(Protocol):
+    """Iterates over tasks. `epoch` counts completed passes over the data (0 during the first)."""
+
+    epoch: int
+
+    def __iter__(self) -> Iterator[Task]: ...
+    def __next__(self) -> Task: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class TaskSource(ABC):
+    """Base of all task sources."""
+
+    system_prompt: str = ""  # put before every task's messages unless they begin with a system message
+
+    @abstractmethod
+    def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+        """A stream over `split`, shuffled by `seed`; endless when `repeat`, else one pass in the file's order."""
+
+    def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
+        """What a demonstrator says to `task`: assistant messages and the tools' replies, for the warm start.
+
+        A pure function of (task, seed). None when this source has no demonstration for the task.
+        """
+        return None
+
+    def with_system_prompt(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """`messages` after this source's system prompt, or unchanged where they bring a system message of their own."""
+        if not self.system_prompt or messages[0].role == "system":
+            return messages
+        return (Message("system", self.system_prompt), *messages)
+
+
+class IndexedStream:
+    """A stream over tasks that can be reached by number, in a new order every epoch.
+
+    `task_at(index)` makes task `index` of `length`. `length` None is an endless generated source: the order is
+    0, 1, 2, ... and `epoch` stays 0. `blocks` are the sizes of runs of rows that are stored together (their sum is
+    `length`): the shuffle then orders the runs and the rows inside each, so that every run is read once per epoch.
+    The order is computed, not stored: memory and the cost of resuming do not grow with the data.
+    """
+
+    def __init__(
+        self,
+        length: int | None,
+        task_at: Callable[[int], Task],
+        seed: int,
+        repeat: bool = True,
+        blocks: Sequence[int] = (),
+    ) -> None:
+        self.epoch = 0
+        self._position = 0  # rows delivered in this epoch
+        self._length = length
+        self._task_at = task_at
+        self._seed = seed
+        self._repeat = repeat
+        self._blocks = blocks or (() if length is None else (length,))
+        self._starts = [0, *accumulate(self._blocks)]
+        self._plan: tuple[int, list[int], list[int]] = (-1, [], [])  # epoch, its order of blocks, where each ends
+
+    def __iter__(self) -> Iterator[Task]:
+        return self
+
+    def __next__(self) -> Task:
+        if self.epoch and not self._repeat:
+            raise StopIteration
+        task = self._task_at(self._index())
+        self._position += 1
+        if self._position == self._length:
+            self.epoch += 1
+            self._position = 0
+        return task
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is; JSON-serialisable."""
+        return {"epoch": self.epoch, "position": self._position, "rows": self._length}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`, which a stream opened with the same arguments gave.
+
+        Raises ConfigError when the number of rows is not what it was: the order would be another one.
+        """
+        if state["rows"] != self._length:
+            raise ConfigError(
+                f"the data had {state['rows']} rows when the state was saved and has {self._length} now; "
+                "continue with the data of that run, or start a new run"
+            )
+        self.epoch, self._position = state["epoch"], state["position"]
+
+    def _index(self) -> int:
+        if self._length is None or not self._repeat:
+            return self._position
+        if self._plan[0] != self.epoch:
+            count = len(self._blocks)
+            order = [permuted(number, count, self._key("blocks")) for number in range(count)]
+            self._plan = (self.epoch, order, list(accumulate(self._blocks[block] for block in order)))
+        _, order, ends = self._plan
+        nth = bisect_right(ends, self._position)
+        block = order[nth]
+        size = self._blocks[block]
+        return self._starts[block] + permuted(self._position - (ends[nth] - size), size, self._key(block))
+
+    def _key(self, part: int | str) -> int:
+        return _hash(f"{self._seed}/{self.epoch}/{part}")
+
+
+def permuted(index: int, length: int, key: int) -> int:
+    """Where the permutation of range(length) that `key` draws sends `index`, in constant time and memory.
+
+    A Feistel network over the next power of four, walked until it lands inside the range (Black and Rogaway, "Ciphers
+    with Arbitrary Finite Domains", 2002). Good for shuffling, not for secrecy.
+    """
+    half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    while True:
+        left, right = index >> half_bits, index & mask
+        for round_number in range(12):
+            left, right = right, left ^ (_mix(right + key + (round_number << 32)) & mask)
+        index = left << half_bits | right
+        if index < length:
+            return index
+
+
+def _mix(value: int) -> int:
+    """The output function of SplitMix64 (Steele, Lea and Flood 2014): 64 well-mixed bits."""
+    value = (value * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return value ^ value >> 31
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def held_out(task_id: str, fraction: float) -> bool:
+    """Whether the task of this id belongs to the held-out `fraction`; depends on nothing else, so it never changes."""
+    return _hash(task_id) < fraction * 2**64
+
+
+def data_folder() -> Path | None:
+    """The folder of local data sets: $MTGRPO_DATA, else ../shared/data where that exists, else None.
+
+    Raises ConfigError when $MTGRPO_DATA is set to something that is not a folder.
+    """
+    named = os.environ.get("MTGRPO_DATA")
+    folder = Path(named or "../shared/data")
+    if folder.is_dir():
+        return folder
+    if named:
+        raise ConfigError(
+            f"MTGRPO_DATA={named} is not a folder; set it to the folder that holds the data sets, or unset it"
+        )
+    return None
+
+
+@dataclass
+class Columns:
+    """Which column of a row holds what. A dot reaches into a nested column: `reward_model.ground_truth`."""
+
+    prompt: str = "prompt"  # a string, or a list of messages
+    messages: str = "messages"  # a list of {role, content}; used where a row has no prompt
+    answer: str = "answer"  # a string or a number; may be absent
+    id: str = "id"  # a string or a number; may be absent: the row's number is taken
+
+
+class Rows(ABC):
+    """Rows of a data set that can be reached by number without being loaded together."""
+
+    blocks: Sequence[int]  # the sizes of runs of rows that are stored, and best read, together
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """The row's file and number, for messages to people."""
+
+    @abstractmethod
+    def default_id(self, index: int) -> str:
+        """The id of a row that brings none."""
+
+    @abstractmethod
+    def ids(self, column: str) -> Iterator[str]:
+        """The id of every row, in order."""
+
+    def id_of(self, index: int, row: Mapping[str, Any], column: str) -> str:
+        """The id of `row`, which is row `index`: the value of `column`, else its default."""
+        return _scalar(row, "id", column, self.where(index)) or self.default_id(index)
+
+    def divided(self, split: Split, id_column: str, eval_fraction: float) -> Sequence[int]:
+        """The rows of `split`, ascending, where the ids alone say which rows are held out."""
+        wanted = split is Split.eval
+        ids = enumerate(self.ids(id_column))
+        return array("q", (row for row, task_id in ids if held_out(task_id, eval_fraction) is wanted))
+
+
+def task_from_row(row: Mapping[str, Any], columns: Columns, where: str, default_id: str) -> Task:
+    """The task that a row of a table describes; columns that are not asked for become the task's metadata.
+
+    Raises ConfigError, beginning with `where`, naming the column that is missing or of a wrong type.
+    """
+    used = columns.messages if cell(row, columns.prompt) is None else columns.prompt
+    prompt = cell(row, used)
+    if prompt is None:
+        raise ConfigError(
+            f"{where}: no column {columns.prompt!r} and no column {columns.messages!r}; {_seen(row)}; say which holds "
+            "the prompt with task.columns.prompt=NAME (a string) or task.columns.messages=NAME (a list of messages)"
+        )
+    messages = _messages(prompt, f"{where}: column {used!r}")
+    answer = _scalar(row, "answer", columns.answer, where)
+    task_id = _scalar(row, "id", columns.id, where) or default_id
+    rest = {name: value for name, value in row.items() if name not in (used, columns.answer, columns.id)}
+    return Task(task_id, messages, answer, rest)
+
+
+def cell(row: Mapping[str, Any], column: str) -> Any:
+    """The value of `column`, which may be a dotted path into nested columns; None when absent."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = cast("Mapping[str, Any]", value).get(part)
+    return value
+
+
+def _scalar(row: Mapping[str, Any], option: str, column: str, where: str) -> str:
+    """A string or a number as text; "" where absent, unless the user named the column."""
+    value = cell(row, column)
+    if value is None:
+        if column == getattr(Columns, option):
+            return ""
+        raise ConfigError(f"{where}: no column {column!r}; {_seen(row)}; correct task.columns.{option}={column}")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ConfigError(
+            f"{where}: column {column!r} must be a string or a number, got {_shown(value)}; {_seen(row)}; "
+            f"choose another with task.columns.{option}=NAME"
+        )
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
+    if isinstance(prompt, str):
+        return (Message("user", prompt),)
+    values = cast("list[Any]", prompt) if isinstance(prompt, list) else []
+    messages = tuple(_message(value, f"{where}, message {nth}") for nth, value in enumerate(values, 1))
+    if not messages:
+        raise ConfigError(
+            f"{where} must be a string or a list of messages, got {_shown(prompt)}; choose another with "
+            "task.columns.prompt=NAME or task.columns.messages=NAME"
+        )
+    if messages[-1].role == "assistant":
+        raise ConfigError(
+            f"{where} ends with an assistant message, so there is nothing left to answer; remove that message, or "
+            "choose another column with task.columns.prompt=NAME or task.columns.messages=NAME"
+        )
+    return messages
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: must be an object with role and content, got {_shown(value)}")
+    fields = cast("Mapping[str, Any]", value)
+    role = fields.get("role")
+    if role not in get_args(Role):
+        raise ConfigError(f"{where}: role must be one of {', '.join(get_args(Role))}, got {_shown(role)}")
+    calls = fields.get("tool_calls")
+    content = fields.get("content")
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise ConfigError(f"{where}: content must be a string, got {_shown(content)}")
+    name = fields.get("name")
+    tool_calls = tuple(_tool_call(call, where) for call in calls or ())
+    return Message(cast("Role", role), content, tool_calls=tool_calls, name=name if isinstance(name, str) else "")
+
+
+def _tool_call(value: Any, where: str) -> ToolCall:
+    """A call as {name, arguments} or {function: {name, arguments}}; the arguments may be JSON text."""
+    try:
+        function = value.get("function") or value
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        return ToolCall(str(function["name"]), dict(arguments))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: a tool call must have a name and an object of arguments, got {_shown(value)}"
+        ) from error
+
+
+def _seen(row: Mapping[str, Any]) -> str:
+    """The columns of a row, nested ones by their dotted path."""
+    names: list[str] = []
+    for name, value in row.items():
+        nested = list(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else []
+        names += [f"{name}.{part}" for part in nested] or [name]
+    return f"the columns are {', '.join(names) or 'none'}"
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {reprlib.repr(value)}"

@@ -1,0 +1,196 @@
+"""Generated word problems that need a calculator: the embedded default, learnable from scratch in minutes on a CPU."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass, field
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream
+from mtgrpo.tools import ToolError
+from mtgrpo.tools.calculator import Calculator as CalculatorTool
+from mtgrpo.types import Message, Task, ToolCall
+
+NAMES = ("Tom", "Ann", "Bob", "Eva", "Sam", "Mia", "Leo", "Zoe")
+THINGS = ("pens", "cards", "coins", "books")
+SENTENCES = {
+    "+": ("{name} buys {n} more.", "{name} finds {n} more.", "{name} is given {n} more."),
+    "-": ("{name} sells {n}.", "{name} loses {n}.", "{name} gives away {n}."),
+    "*": ("Then {name} makes it {n} times as many.", "Then the number grows {n} times."),
+}
+LIMIT = 1_000_000  # every partial result lies in [0, LIMIT)
+MAX_PRODUCTS = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A chain: start with `start`, then apply each (operator, operand). `values` holds every partial result."""
+
+    start: int
+    steps: tuple[tuple[str, int], ...]
+    values: tuple[int, ...]
+
+
+@dataclass
+class Demonstrator:
+    """How good the demonstrations are: the share of each kind, drawn independently of the problem.
+
+    All stay consistent after their error, since the calculator really evaluates the wrong call. The rest
+    (1 - the sum) guesses the answer without calling the calculator.
+    """
+
+    right: float = 0.28
+    wrong_number: float = 0.10  # one operand of one call is misread
+    wrong_operator: float = 0.04
+    swapped: float = 0.04  # two neighbouring steps in the wrong order
+    early: float = 0.02  # answers before the last step
+
+    def __post_init__(self) -> None:
+        shares = (self.right, self.wrong_number, self.wrong_operator, self.swapped, self.early)
+        if min(shares) < 0 or sum(shares) > 1 + 1e-9:
+            raise ConfigError(f"task.demonstrator: the shares must be >= 0 and add up to at most 1, got {shares}")
+
+    def kind(self, rng: random.Random) -> str:
+        """Draw a kind of demonstration."""
+        draw = rng.random()
+        for kind in ("right", "wrong_number", "wrong_operator", "swapped", "early"):
+            draw -= getattr(self, kind)
+            if draw < 0:
+                return kind
+        return "guess"
+
+
+@dataclass
+class Calculator(TaskSource):
+    """Chains of + - * over 3-digit numbers, too wide to do in the head; the answer is one integer after `####`.
+
+    Held out by construction: a fifth of all numbers appears as an operand in `eval` tasks only and never in training.
+    """
+
+    min_steps: int = 2
+    max_steps: int = 4
+    seed: int = 0  # another seed gives other problems (both splits), over the same two sets of numbers
+    demonstrator: Demonstrator = field(default_factory=Demonstrator)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_steps <= self.max_steps <= 8:
+            raise ConfigError(
+                f"task.min_steps and task.max_steps must satisfy 1 <= min <= max <= 8, "
+                f"got {self.min_steps} and {self.max_steps}"
+            )
+
+    def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+        """An endless stream; task number i of a split is the same in every run with the same `task.seed` and `seed`."""
+        return IndexedStream(None, lambda index: self._task(split, seed, index), seed, repeat)
+
+    def _task(self, split: Split, seed: int, index: int) -> Task:
+        rng = random.Random(f"calculator/{self.seed}/{seed}/{split.value}/{index}")
+        problem = draw_problem(rng, self.min_steps, self.max_steps, held_out=split is Split.eval)
+        prompt = tell(problem, rng)
+        return Task(
+            id=f"calculator/{self.seed}/{seed}/{split.value}/{index}",
+            messages=self.with_system_prompt((Message("user", prompt),)),
+            answer=str(problem.values[-1]),
+            metadata={"start": problem.start, "steps": problem.steps, "values": problem.values},
+        )
+
+    def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
+        """A demonstration of mixed quality: calls, the calculator's replies, and an answer."""
+        rng = random.Random(f"demonstration/{seed}/{task.id}")
+        problem = Problem(task.metadata["start"], task.metadata["steps"], task.metadata["values"])
+        return demonstrate(problem, self.demonstrator.kind(rng), rng)
+
+
+def numbers(low: int, high: int, held_out: bool) -> list[int]:
+    """The operands in [low, high] that belong to one split: a fifth is held out, by a hash of the number."""
+    return [n for n in range(low, high + 1) if (zlib.crc32(b"n%d" % n) % 5 == 0) == held_out]
+
+
+def draw_problem(rng: random.Random, min_steps: int, max_steps: int, held_out: bool) -> Problem:
+    """Draw until every partial result is within the limit and at most MAX_PRODUCTS products occur."""
+    length = rng.randint(min_steps, max_steps)
+    operands = {"+": _OPERANDS[held_out, False], "-": _OPERANDS[held_out, False], "*": _OPERANDS[held_out, True]}
+    while True:
+        start = value = rng.choice(operands["+"])
+        steps: list[tuple[str, int]] = []
+        values: list[int] = []
+        for _ in range(length):
+            operator = rng.choice("+-*")
+            operand = rng.choice(operands[operator])
+            value = apply(operator, value, operand)
+            steps.append((operator, operand))
+            values.append(value)
+        if all(0 <= v < LIMIT for v in values) and sum(op == "*" for op, _ in steps) <= MAX_PRODUCTS:
+            return Problem(start, tuple(steps), tuple(values))
+
+
+_OPERANDS = {
+    (held_out, product): numbers(12, 99, held_out) if product else numbers(100, 999, held_out)
+    for held_out in (False, True)
+    for product in (False, True)
+}
+
+
+def apply(operator: str, a: int, b: int) -> int:
+    """a operator b, exactly."""
+    return a + b if operator == "+" else a - b if operator == "-" else a * b
+
+
+def tell(problem: Problem, rng: random.Random) -> str:
+    """The problem as a short story."""
+    name, things = rng.choice(NAMES), rng.choice(THINGS)
+    parts = [f"{name} has {problem.start} {things}."]
+    for operator, operand in problem.steps:
+        parts.append(rng.choice(SENTENCES[operator]).format(name=name, n=operand))
+    parts.append(f"How many {things} does {name} have?")
+    return " ".join(parts)
+
+
+def demonstrate(problem: Problem, kind: str, rng: random.Random) -> tuple[Message, ...]:
+    """Messages of one demonstration of the given kind (see Demonstrator)."""
+    if kind == "guess":
+        answer = str(problem.values[-1])
+        return (_answer(answer[0] + "".join(rng.choice("0123456789") for _ in answer[1:])),)
+    steps = list(problem.steps)
+    if kind == "swapped" and len(steps) > 1:
+        first = rng.randrange(len(steps) - 1)
+        steps[first], steps[first + 1] = steps[first + 1], steps[first]
+    if kind == "early" and len(steps) > 1:
+        steps = steps[: rng.randrange(1, len(steps))]
+    wrong = rng.randrange(len(steps))
+    calculator = CalculatorTool()
+    value = str(problem.start)
+    messages: list[Message] = []
+    for index, (operator, operand) in enumerate(steps):
+        left, right = value, str(operand)
+        if index == wrong and kind == "wrong_number":
+            left, right = (_misread(left, rng), right) if rng.random() < 0.5 else (left, _misread(right, rng))
+        if index == wrong and kind == "wrong_operator":
+            operator = rng.choice([op for op in "+-*" if op != operator])
+        expression = f"{left} {operator} {right}"
+        messages.append(Message("assistant", tool_calls=(ToolCall("calculator", {"expression": expression}),)))
+        try:
+            value = calculator(expression)
+        except ToolError as error:
+            value = left
+            messages.append(Message("tool", f"error: {error}", name="calculator"))
+            break
+        messages.append(Message("tool", value, name="calculator"))
+    return (*messages, _answer(value))
+
+
+def _answer(value: str) -> Message:
+    return Message("assistant", f"#### {value}")
+
+
+def _misread(number: str, rng: random.Random) -> str:
+    """One wrong digit, or two neighbours exchanged."""
+    digits = list(number)
+    at = rng.randrange(len(digits))
+    if rng.random() < 0.6 or len(digits) == 1:
+        digits[at] = rng.choice([d for d in "123456789" if d != digits[at]])
+    else:
+        other = (at + 1) % len(digits)
+        digits[at], digits[other] = digits[other], digits[at]
+    return "".join(digits).lstrip("0") or "1"

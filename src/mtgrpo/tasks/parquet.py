@@ -1,0 +1,97 @@
+"""Parquet files of your own."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.tasks import Rows
+from mtgrpo.tasks.jsonl import FileSource
+
+
+@dataclass
+class Parquet(FileSource):
+    """A table with a column of prompts (strings or lists of messages), and answers and ids if there are any.
+
+    One row group is held in memory; the shuffle orders the row groups and the rows inside each.
+    Example: `task=parquet task.path=train.parquet task.columns.answer=reward_model.ground_truth`.
+    """
+
+    suffix: ClassVar[str] = ".parquet"
+
+    def rows(self, files: Sequence[Path]) -> Rows:
+        """Random access to the rows of `files`."""
+        return ParquetRows(files)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowGroup:
+    file: Any  # pyarrow.parquet.ParquetFile
+    path: Path
+    number: int  # within its file
+    first_row: int  # of its file
+
+
+class ParquetRows(Rows):
+    """Random access to the rows of Parquet files, one row group in memory at a time."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        try:
+            from pyarrow import parquet  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+        except ImportError as error:
+            raise ConfigError(
+                "Parquet files need the package pyarrow; install it with: pip install 'mtgrpo[data]'"
+            ) from error
+        self._groups: list[_RowGroup] = []
+        blocks: list[int] = []
+        for path in files:
+            try:
+                file: Any = parquet.ParquetFile(path)
+            except (ValueError, OSError) as error:
+                raise ConfigError(f"{path}: not a Parquet file ({error})") from error
+            first_row = 0
+            for number in range(file.num_row_groups):
+                self._groups.append(_RowGroup(file, path, number, first_row))
+                blocks.append(file.metadata.row_group(number).num_rows)
+                first_row += blocks[-1]
+        self.blocks = blocks
+        self._starts = [0, *accumulate(blocks)]
+        self._loaded: tuple[int, Any] = (-1, None)  # number of a row group, its pyarrow.Table
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        number, row = self._locate(index)
+        if self._loaded[0] != number:
+            group = self._groups[number]
+            self._loaded = (number, group.file.read_row_group(group.number))
+        return self._loaded[1].slice(row, 1).to_pylist()[0]
+
+    def where(self, index: int) -> str:
+        """The file and the row, counted from 1."""
+        number, row = self._locate(index)
+        return f"{self._groups[number].path}, row {self._groups[number].first_row + row + 1}"
+
+    def default_id(self, index: int) -> str:
+        """The name of the file and the row's number."""
+        number, row = self._locate(index)
+        return f"{self._groups[number].path.stem}/{self._groups[number].first_row + row + 1}"
+
+    def ids(self, column: str) -> Iterator[str]:
+        """The id of every row; reads that column alone."""
+        for number, group in enumerate(self._groups):
+            # A nested column is stored under its dotted path; a name that is not there selects no column at all.
+            table = group.file.read_row_group(group.number, columns=[column])
+            for row, values in enumerate(table.to_pylist(), self._starts[number]):
+                yield self.id_of(row, values, column)
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Number of the row group and row within it."""
+        number = bisect_right(self._starts, index) - 1
+        return number, index - self._starts[number]

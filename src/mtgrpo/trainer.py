@@ -1,0 +1,185 @@
+"""The story: stream -> batch -> step -> new weights -> log -> save, until the first limit is reached."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mtgrpo import checkpoint
+from mtgrpo.algorithms.credit import trajectory_advantages
+from mtgrpo.batch.padded import build_batch
+from mtgrpo.evaluate import describe, evaluate, evaluate_fully
+from mtgrpo.experiment import Advantages, Experiment, TrainerSettings
+from mtgrpo.log import trajectories, write_summary
+from mtgrpo.log.curve import save_curve, terminal_curve
+from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.reference import freeze
+from mtgrpo.policy.step import Policy, Signal, train_batch
+from mtgrpo.rollout.stream import play_batch
+from mtgrpo.run import Run, open_run
+from mtgrpo.sft import warm_start
+from mtgrpo.types import Group, Status
+
+Metrics = dict[str, float]
+
+
+@dataclass
+class Curve:
+    """How the run learned: the training reward of every step, and held-out success where it was measured."""
+
+    reward: list[float] = field(default_factory=list[float])
+    success: dict[int, float] = field(default_factory=dict[int, float])  # step -> eval/success
+
+    def draw(self, folder: Path, width: int, height: int) -> str:
+        """Write `curve.png`; returns the curve for a terminal of that size."""
+        steps = range(1, len(self.reward) + 1)
+        held_out = (list(self.success), list(self.success.values()))
+        save_curve(folder / "curve.png", {"training reward": (steps, self.reward), "held-out success": held_out}, "")
+        return terminal_curve(self.reward, "training reward", width, height)
+
+
+def run_training(experiment: Experiment, folder: Path) -> None:
+    """Warm start, evaluate, train, evaluate; everything a run leaves lies in `folder`."""
+    curve = Curve()
+    summary = asyncio.run(train(experiment, folder, curve))
+    size = shutil.get_terminal_size((100, 24))
+    drawn = curve.draw(folder, min(size.columns, 100), 14)
+    if "console" in experiment.log:
+        before, after = summary["eval/success/before"], summary["eval/success/after"]
+        print(f"\n{drawn}\n\nheld-out success {before:.3f} -> {after:.3f}\n{folder}")
+
+
+async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
+    """The whole run; fills `curve` and returns what `summary.json` holds."""
+    began = time.perf_counter()
+    with open_run(experiment, folder) as run:
+        summary: Metrics = {"time/sft_s": await warm_start(run)}
+        summary |= {f"{name}/before": value for name, value in (await evaluate_fully(run)).items()}
+        curve.success[0] = summary["eval/success/before"]
+        steps, seconds = await reinforce(run, curve)
+        summary |= {"train/steps": float(steps), "time/rl_s": seconds}
+        summary |= {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
+        curve.success[steps] = summary["eval/success/after"]
+        summary["time/total_s"] = time.perf_counter() - began
+        write_summary(folder, summary)
+    return summary
+
+
+async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
+    """Play, learn, repeat, until the first limit; returns steps and seconds, evaluation and saving not counted."""
+    experiment = run.experiment
+    policy = Policy(run.model, _optimizer(run), experiment.batch.token_budget, experiment.sampling.temperature)
+    reference = freeze(run.model) if experiment.kl.coef else None
+    limits = Limits(experiment.trainer)
+    run.sinks.stage("reinforcement learning", experiment.trainer.steps)
+    while not (reached := limits.reached(run.tasks.epoch)):
+        began = time.perf_counter()
+        step = limits.steps + 1
+        groups = await play_batch(run.player.at(f"train/{step}"), run.tasks, experiment.rollout)
+        played = time.perf_counter()
+        metrics = learn(run, policy, reference, groups, step)
+        run.engine.version = step
+        ended = time.perf_counter()
+        metrics |= _describe_batch(groups, experiment, played - began, ended - played)
+        limits.count(groups, ended - began)
+        if experiment.eval.every_steps and step % experiment.eval.every_steps == 0:
+            metrics |= await evaluate(run.player, run.held_out, samples=1)
+            curve.success[step] = metrics["eval/success"]
+        trajectories.write(run.folder, step, groups)
+        if experiment.checkpoint.every_steps and step % experiment.checkpoint.every_steps == 0:
+            save(run, policy, step)
+        run.sinks.log(metrics, step)
+        curve.reward.append(metrics["reward/mean"])
+    save(run, policy, limits.steps)
+    run.sinks.note(f"stopped after {limits.steps} steps: {reached}")
+    return limits.steps, limits.seconds
+
+
+def learn(run: Run, policy: Policy, reference: PreTrainedModel | None, groups: Sequence[Group], step: int) -> Metrics:
+    """One rollout batch: credit, layout, update."""
+    experiment = run.experiment
+    seed = experiment.seed * 1_000_003 + step
+    advantage, trained = trajectory_advantages(groups, experiment.algorithm)
+    if len(advantage) == 0:
+        return {}
+    batch = build_batch([t for group in groups for t in group.trajectories if t.status is not Status.FAILED])
+    signal = Signal(_control(advantage, experiment.debug.advantages, seed), trained)
+    metrics = train_batch(
+        policy, batch, signal, experiment.algorithm, experiment.kl, reference, experiment.trainer, seed
+    )
+    return {f"policy/{name}": value for name, value in metrics.items()}
+
+
+def _control(advantage: Tensor, kind: Advantages, seed: int) -> Tensor:
+    """The advantages, or what a control experiment puts in their place."""
+    if kind is Advantages.shuffled:
+        return advantage[torch.randperm(len(advantage), generator=torch.Generator().manual_seed(seed))]
+    return -advantage if kind is Advantages.flipped else advantage
+
+
+def save(run: Run, policy: Policy, step: int) -> None:
+    """Write a checkpoint of the policy and of everything a later run needs to go on."""
+    tensors, rest = checkpoint.flatten(policy.optimizer.state_dict())
+    state = {"step": step, "tasks": run.tasks.state_dict(), "optimizer": rest}
+    keep_last = run.experiment.checkpoint.keep_last
+    checkpoint.save(run.folder, step, run.model, run.tokenizer, tensors, state, keep_last)
+
+
+@dataclass
+class Limits:
+    """Counts what a run has used, and says which limit it has reached."""
+
+    settings: TrainerSettings
+    steps: int = 0
+    turns: int = 0
+    seconds: float = 0.0
+
+    def count(self, groups: Sequence[Group], seconds: float) -> None:
+        """One more step is done."""
+        self.steps += 1
+        self.turns += sum(len(t.turns) for group in groups for t in group.trajectories)
+        self.seconds += seconds
+
+    def reached(self, epoch: int) -> str:
+        """The first limit that is reached, as the user would write it; "" while there is none."""
+        used = {"steps": self.steps, "epochs": epoch, "total_turns": self.turns, "wall_time_s": self.seconds}
+        for name, value in used.items():
+            limit = getattr(self.settings, name)
+            if limit and value >= limit:
+                return f"trainer.{name}={limit}"
+        return ""
+
+
+def _optimizer(run: Run) -> Optimizer:
+    """The optimiser of the reinforcement-learning stage; its schedule counts optimiser steps."""
+    experiment = run.experiment
+    trajectories_per_step = experiment.rollout.prompts_per_step * experiment.rollout.group_size
+    size = experiment.trainer.minibatch_trajectories or trajectories_per_step
+    per_batch = -(-trajectories_per_step // size) * experiment.trainer.updates_per_batch
+    return Optimizer(run.model, experiment.optimizer, experiment.trainer.steps * per_batch)
+
+
+def _describe_batch(groups: Sequence[Group], experiment: Experiment, play_s: float, train_s: float) -> Metrics:
+    """What a batch of rollouts was like; names under perf/ and time/ are measurements of the machine."""
+    found = describe(groups, experiment.reward.success_at, experiment.rollout.group_size)
+    spread = [len({t.reward for t in g.trajectories if t.status is not Status.FAILED}) > 1 for g in groups]
+    tokens = sum(t.sampled_tokens for group in groups for t in group.trajectories)
+    segments = sum(t.segments for group in groups for t in group.trajectories)
+    return {
+        "reward/mean": found.pop("reward", 0.0),
+        "reward/success": found.pop("success", 0.0),
+        "reward/groups_with_variance": sum(spread) / len(spread),
+        **{f"rollout/{name}": value for name, value in found.items()},
+        "rollout/segments": segments / max(1, sum(len(group.trajectories) for group in groups)),
+        "perf/tokens_per_s": tokens / play_s,
+        "time/rollout_s": play_s,
+        "time/train_s": train_s,
+    }

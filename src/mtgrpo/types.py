@@ -1,0 +1,173 @@
+"""The nouns: what flows from a task to a trained token. Plain data; no torch.
+
+    Task -> Trajectory = [Turn, Turn, ...] -> Group = the trajectories of one task
+
+A `Turn` is a pair (context tokens, output tokens) with the log-probabilities the sampling policy gave to the output.
+Nothing else is ever trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, Protocol
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class Finish(Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # the policy sampled a stop token (which is part of the output and is trained)
+    LENGTH = "length"  # a token limit cut it
+
+
+class Status(Enum):
+    """How a trajectory ended. A model's mistake is COMPLETED (with a low reward); FAILED is the world's fault."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"  # a limit on turns or tokens was reached
+    FAILED = "failed"  # tool outage, time-out, crash: never trained, never part of a baseline
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call the model asked for. Example: `ToolCall("calculator", {"expression": "17 * 23"})`."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool as the model sees it: name, description and the JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation. Example: `Message("user", "What is 17 * 23?")`."""
+
+    role: Role
+    content: str = ""
+    reasoning: str = ""  # what an assistant wrote between <think> and </think>
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str = ""  # role tool: the tool that answers
+    error: str = ""  # role assistant: why its tool calls could not be read; "" = they could
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do. Example: `Task("gsm8k/train/7", (Message("user", "..."),), answer="42")`."""
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass
+class Sampling:
+    """How one turn is sampled. The log-probabilities are those of the distribution these settings define."""
+
+    temperature: float = 1.0  # 0 = greedy (log-probabilities are then those of temperature 1)
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    max_new_tokens: int = 512  # per turn
+    stop_ids: list[int] = field(default_factory=list[int])  # end the turn, beside the chat template's own
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"sampling.temperature must be >= 0 (0 = greedy), got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k must be >= 0 (0 = off), got {self.top_k}")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"sampling.min_p must be in [0, 1), got {self.min_p}")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"sampling.max_new_tokens must be >= 1, got {self.max_new_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine returns for one turn: three parallel lists, one entry per sampled token."""
+
+    tokens: list[int]
+    logprobs: list[float]  # nats, under the distribution sampled from
+    versions: list[int]  # the policy version (number of weight updates) that sampled each token
+    finish: Finish
+
+
+class Sample(Protocol):
+    """Continues one conversation: an engine hands one of these to each conversation it opens."""
+
+    async def __call__(self, tokens: Sequence[int], sampling: Sampling) -> Completion: ...
+
+
+@dataclass(slots=True)
+class Turn:
+    """One pair (context, output).
+
+    `new_context` is the context beyond the previous turn's context and output when `extends` is true, else the whole
+    context. A run of turns that extend one another is a segment and shares its tokens in training.
+    """
+
+    new_context: list[int]
+    output: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: Finish
+    message: Message
+    extends: bool = False
+    observations: tuple[Message, ...] = ()  # what the environment answered
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One conversation about one task, from its first turn to its end."""
+
+    task: Task
+    sibling: int = 0  # its number within the group
+    turns: list[Turn] = field(default_factory=list[Turn])
+    status: Status = Status.COMPLETED
+    reason: str = ""  # why it was truncated or failed
+    reward: float = 0.0
+    attempts: int = 1  # how often it was played; above 1 after a failure
+    tool_calls: int = 0
+    tool_errors: int = 0
+
+    @property
+    def final(self) -> str:
+        """The text of the last thing the model said, without its reasoning; "" when it said nothing."""
+        return self.turns[-1].message.content if self.turns else ""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens the policy sampled."""
+        return sum(len(turn.output) for turn in self.turns)
+
+    @property
+    def segments(self) -> int:
+        """Number of runs of turns whose contexts extend one another."""
+        return sum(not turn.extends for turn in self.turns)
+
+    def context(self, index: int) -> list[int]:
+        """The full context tokens of turn `index`."""
+        turn = self.turns[index]
+        if not turn.extends:
+            return list(turn.new_context)
+        return self.context(index - 1) + self.turns[index - 1].output + turn.new_context
+
+
+@dataclass(slots=True)
+class Group:
+    """The trajectories of one task, scored together. Group statistics are over trajectories, never over segments."""
+
+    task: Task
+    trajectories: list[Trajectory]

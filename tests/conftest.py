@@ -1,0 +1,56 @@
+"""What every test shares. `MTGRPO_DATA` names the folder of real data, `MTGRPO_REQUIRE=all` forbids skipping."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import TypeVar
+
+import hypothesis
+import pytest
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+PROJECT = Path(__file__).resolve().parent.parent
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test never depends on the network
+hypothesis.settings.register_profile("mtgrpo", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("mtgrpo")
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of real data sets; a test that asks for it is skipped where there is none."""
+    folder = (PROJECT / os.environ.get("MTGRPO_DATA", "../shared/data")).resolve()
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder}; MTGRPO_DATA names another folder")
+    return folder
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """One torch thread, for equal results and speed on any machine; tests without torch do not pay for it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A skipped test fails where nothing may be missing."""
+    return _required((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A skipped test file fails where nothing may be missing."""
+    return _required((yield))
+
+
+def _required(report: Report) -> Report:
+    expected_failure = hasattr(report, "wasxfail")
+    if report.skipped and not expected_failure and os.environ.get("MTGRPO_REQUIRE") == "all":
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"MTGRPO_REQUIRE=all forbids skipping. {reason}"
+    return report

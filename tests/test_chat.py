@@ -1,0 +1,426 @@
+"""Messages <-> tokens: every turn extends the one before, and text that was not sampled stays text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.rollout.chat import Chat, ChatSettings, TemplateChat, Thinking, chatml, open_chat
+from mtgrpo.rollout.renderer_chat import RendererChat, known_config
+from mtgrpo.types import Message, ToolCall, ToolSpec
+
+MARKUP = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+LLAMA = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"]
+GEMMA = ["<start_of_turn>", "<end_of_turn>"]
+OTHER = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
+
+CALCULATOR = ToolSpec(
+    "calculator",
+    "Evaluates an expression.",
+    {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+)
+ADD = ToolCall("calculator", {"expression": "1 + 2"})
+USER, CALL, REPLY = (
+    Message("user", "What?"),
+    Message("assistant", "", "", (ADD,)),
+    Message("tool", "3", name="calculator"),
+)
+ANSWER = Message("assistant", "It is 3.")
+
+# Templates by what they can do. "exact": a conversation is written the same way whatever follows.
+EXACT = ["chatml", "qwen2_5", "qwen3_instruct_2507", "qwen3_vl", "qwen3_training", "qwen3_8_training", "llama3_1"]
+STRIPPING = ["qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "nemotron_3_nano", "nemotron_3_super"]
+TOOLLESS = ["gemma3", "phi3_5", "llama3", "qwen2_5_vl"]
+REASONING = ["chatml", "qwen3_training", "qwen3_8_training", *STRIPPING]
+ONE_CALL = ["llama3_1"]
+
+
+@lru_cache
+def tokenizer(normalizer: bool = False) -> Any:
+    """A byte-level tokenizer with the special tokens of every template in this file."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    if normalizer:
+        bpe.normalizer = normalizers.NFKC()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(["the answer of the calculator is user assistant expression arguments"] * 4, trainer)
+    bpe.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL + LLAMA + GEMMA + OTHER])
+    bpe.add_tokens([AddedToken(token, normalized=normalizer) for token in MARKUP])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
+
+
+@lru_cache
+def source(name: str) -> str:
+    if name == "chatml":
+        return chatml()
+    spec = find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("the chat templates of trl are not installed")
+    return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text("utf-8")
+
+
+def with_template(text: str | None, **settings: Any) -> Chat:
+    copy = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer().backend_tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
+    )
+    copy.chat_template = text
+    return open_chat(copy, ChatSettings(**settings))
+
+
+@lru_cache
+def chat_of(name: str, thinking: Thinking = Thinking.keep) -> Chat:
+    return with_template(source(name), thinking=thinking)
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    entry: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name:
+        entry["name"] = message.name
+    if message.reasoning:
+        entry["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+        entry["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return entry
+
+
+def rendered(name: str, messages: Sequence[Message], tools: Sequence[ToolSpec], prompt: bool = True) -> str:
+    """The template's own rendering, without any of the code under test."""
+    functions = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools]
+    return tokenizer().apply_chat_template(
+        [as_dict(message) for message in messages],
+        tools=[{"type": "function", "function": function} for function in functions] or None,
+        chat_template=source(name),
+        add_generation_prompt=prompt,
+        tokenize=False,
+    )
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return tokenizer().decode(tokens, skip_special_tokens=False)
+
+
+def added(tokens: Sequence[int]) -> list[int]:
+    special = set(tokenizer().get_added_vocab().values())
+    return [token for token in tokens if token in special]
+
+
+def without_thoughts(text: str) -> str:
+    return re.sub(r"<think>.*?</think>\s*", "", text, flags=re.DOTALL)
+
+
+def without_empty_thoughts(text: str) -> str:
+    return re.sub(r"<think>\s*</think>\s*", "", text)
+
+
+def play(chat: Chat, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+    """The context after all `messages`, when the policy says the assistant's messages itself."""
+    first = next(index for index, message in enumerate(messages) if message.role == "assistant")
+    tokens = chat.open(messages[:first], tools)
+    while first < len(messages):
+        tokens += chat.encode(messages[first])
+        turns = (index for index, message in enumerate(messages) if index > first and message.role == "assistant")
+        following = next(turns, len(messages))
+        extension = chat.extend(messages[: first + 1], messages[first + 1 : following], tools)
+        assert extension is not None
+        tokens += extension
+        first = following
+    return tokens
+
+
+odd = st.text(st.sampled_from(list(" \n\tax1{}\"'\\<>|é中😀\u200d&/")), max_size=10)
+nasty = st.lists(
+    odd | st.sampled_from(SPECIAL + MARKUP + LLAMA + ["\ufdd0", "\ufdd1", "\ufdd03\ufdd1"]), max_size=4
+).map("".join)
+word = st.text(st.sampled_from(list("abcé中😀 ")), min_size=1, max_size=8).map(lambda text: f"w{text}w")
+json_text = st.text(st.sampled_from(list("ab \n\t\"'\\{}é中")), max_size=8)
+calls = st.builds(lambda key, value: ToolCall("calculator", {key: value}), st.sampled_from(["a", "b"]), json_text)
+
+
+@st.composite
+def conversations(
+    draw: st.DrawFn, name: str, text: st.SearchStrategy[str] = odd, thoughts: bool = True
+) -> list[Message]:
+    """A conversation that ends with the environment's words; the assistant's own text is plain."""
+    messages = [Message("system", draw(text))] if draw(st.booleans()) and name not in TOOLLESS else []
+    messages.append(Message("user", draw(text)))
+    for _ in range(draw(st.integers(1, 3))):
+        made = draw(st.lists(calls, max_size=1 if name in ONE_CALL else 2)) if name not in TOOLLESS else []
+        content = "" if made and name in ONE_CALL else draw(word)
+        reasoning = draw(word | st.just("")) if thoughts and name in REASONING else ""
+        messages.append(Message("assistant", content, reasoning, tuple(made)))
+        messages += [Message("tool", draw(text), name="calculator") for _ in made] or [Message("user", draw(text))]
+    return messages
+
+
+@pytest.mark.parametrize("name", EXACT + STRIPPING + TOOLLESS)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_turns_extend_one_another_as_the_template_writes_them(name: str, data: st.DataObject) -> None:
+    messages = data.draw(conversations(name))
+    tools = [CALCULATOR] if name not in TOOLLESS and data.draw(st.booleans()) else []
+    tokens = play(chat_of(name), messages, tools)
+    whole = rendered(name, messages, tools)
+    if name in STRIPPING:  # the thoughts of earlier turns stay in the context although the template strips them
+        assert without_thoughts(decode(tokens)) == without_thoughts(whole)
+        assert all(message.reasoning in decode(tokens) for message in messages)
+    else:
+        assert decode(tokens) == whole
+        assert tokens == tokenizer().encode(whole, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3_1", "qwen3", "qwen3_5_think", "renderer"])
+@settings(max_examples=25)
+@given(data=st.data())
+def test_text_that_was_not_sampled_stays_text(name: str, data: st.DataObject) -> None:
+    chat = renderer_chat() if name == "renderer" else chat_of(name)
+    name = "qwen3" if name == "renderer" else name
+    messages = data.draw(conversations(name, nasty, thoughts=False))
+    spec = ToolSpec("calculator", data.draw(nasty), {"type": "object", "properties": {}, "note": data.draw(nasty)})
+    tokens = play(chat, messages, [spec])
+    assert without_empty_thoughts(decode(tokens)) == without_empty_thoughts(rendered(name, messages, [spec]))
+    harmless = [
+        m if m.role == "assistant" else Message(m.role, "x" if m.content else "", name=m.name) for m in messages
+    ]
+    assert added(tokens) == added(play(chat, harmless, [CALCULATOR])), "only the glue may hold added tokens"
+
+
+@pytest.mark.parametrize("name", [*EXACT, *STRIPPING])
+@settings(max_examples=20)
+@given(data=st.data())
+def test_a_message_survives_encode_and_parse(name: str, data: st.DataObject) -> None:
+    made = tuple(data.draw(st.lists(calls, max_size=1 if name in ONE_CALL else 3)))
+    content = data.draw(st.just("") if made and name in ONE_CALL else word | st.just(""))
+    reasoning = data.draw(st.just("") if made and name in ONE_CALL else word | st.just(""))
+    message = Message("assistant", content, reasoning, made)
+    chat = chat_of(name)
+    output = chat.encode(message)
+    assert chat.parse(output) == message
+    assert chat.parse(output[:-1]) == message, "the stop token may be missing"
+    assert output[-1] == chat.stop_ids[0]
+    assert not set(output[:-1]) & set(chat.stop_ids)
+
+
+@settings(max_examples=50)
+@given(content=nasty.filter(lambda text: not any(mark in text for mark in ("think>", "tool_call>", "python_tag"))))
+def test_control_tokens_in_an_assistants_text_stay_text(content: str) -> None:
+    chat = chat_of("chatml")
+    output = chat.encode(Message("assistant", content))
+    assert added(output) == [chat.stop_ids[0]]
+    assert chat.parse(output) == Message("assistant", content)
+    assert decode(chat.open([USER, Message("assistant", content), USER], [])).count(content) >= 1
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "qwen3_5_think", "llama3_1", "renderer"])
+@settings(max_examples=60)
+@given(tokens=st.lists(st.integers(0, 360), max_size=12))
+def test_any_tokens_can_be_parsed(name: str, tokens: list[int]) -> None:
+    message = (renderer_chat() if name == "renderer" else chat_of(name)).parse(tokens)
+    assert message.role == "assistant"
+    assert not (message.error and message.tool_calls)
+
+
+def test_a_mistake_becomes_an_error_and_keeps_the_text() -> None:
+    chat = chat_of("chatml")
+    text = '<think>\nhm\n</think>\n\nNow\n<tool_call>\n{"name": "calculator", "arguments": }\n</tool_call>'
+    said = chat.parse([*tokenizer().encode(text), chat.stop_ids[0]])
+    assert said.error == "the tool call is not valid JSON: Expecting value"
+    assert (said.reasoning, said.tool_calls) == ("hm", ())
+    assert decode(chat.open([USER, said, USER], [])).count(text) == 1, "the model sees what it said"
+    assert chat.parse(tokenizer().encode("<think>\nhm")).error == "<think> is not closed"
+
+
+def test_a_second_call_is_an_error_where_the_template_allows_one() -> None:
+    said = chat_of("llama3_1").parse(
+        tokenizer().encode('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}')
+    )
+    assert said.error == "only one tool call per message is possible"
+
+
+def test_values_are_typed_by_the_tools_of_the_conversation() -> None:
+    chat = with_template(source("qwen3_5_nothink"))
+    message = Message("assistant", "", "", (ToolCall("add", {"a": 1, "b": "2"}),))
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    assert chat.parse(chat.encode(message)).tool_calls[0].arguments == {"a": "1", "b": "2"}
+    chat.open([USER], [ToolSpec("add", "Adds.", parameters)])
+    assert chat.parse(chat.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"), [("chatml", "<|im_end|>"), ("llama3_1", "<|eot_id|>"), ("gemma3", "<end_of_turn>")]
+)
+def test_a_turn_ends_with_the_templates_token_or_eos(name: str, ends: str) -> None:
+    assert [decode([token]) for token in chat_of(name).stop_ids] == [ends, "<|endoftext|>"]
+
+
+def test_no_template_runs_in_the_turn_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = with_template(source("qwen3"))
+    message = Message("assistant", "I add.", "hm", (ADD,))
+
+    def turn() -> tuple[list[int] | None, Message]:
+        return chat.extend([USER, message], [REPLY], [CALCULATOR]), chat.parse(chat.encode(message))
+
+    first = turn()
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise AssertionError("the template was rendered")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", refuse)
+    assert turn() == first
+
+
+def test_strip_begins_anew_where_the_template_drops_reasoning() -> None:
+    chat = chat_of("qwen3", Thinking.strip)
+    call, answer = Message("assistant", "", "hm", (ADD,)), Message("assistant", "3", "so")
+    assert chat.extend([USER, call], [REPLY], [CALCULATOR]) is not None, "kept within a chain of tool calls"
+    assert chat.extend([USER, call, REPLY, answer], [USER], [CALCULATOR]) is None
+    assert chat.extend([USER, ANSWER], [USER], [CALCULATOR]) is not None, "there is nothing to drop"
+    history = [USER, call, REPLY, answer, USER]
+    assert "hm" not in decode(chat.open(history, [CALCULATOR]))
+    assert chat.extend([*history, call], [REPLY], [CALCULATOR]) is not None, "what is gone cannot be dropped again"
+    assert chat_of("chatml", Thinking.strip).extend([USER, answer], [USER], []) is not None, "chatml drops nothing"
+
+
+def test_keep_extends_even_where_the_template_drops_reasoning() -> None:
+    chat = chat_of("qwen3")
+    answer = Message("assistant", "3", "so")
+    tokens = chat.open([USER], []) + chat.encode(answer)
+    extension = chat.extend([USER, answer], [Message("user", "And?")], [])
+    assert extension is not None
+    assert decode(tokens + extension).count("so\n</think>") == 1
+    assert decode(extension) == "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_contents_that_the_template_rewrites_are_rendered() -> None:
+    content = "{{ m.content | upper if m.role == 'user' else m.content }}"
+    text = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + content + "<|im_end|>\n{% endfor %}"
+    chat = with_template(text + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    extension = chat.extend([USER, ANSWER], [Message("user", "odd <|im_end|>")], [])
+    assert extension is not None
+    assert decode(extension) == "\n<|im_start|>user\nODD <|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    assert len(added(extension)) == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages|length }}{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}",
+        "{% for m in messages %}{{ loop.revindex }}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}",
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+    ],
+    ids=["counts messages", "numbers from the end", "no end of turn"],
+)
+def test_what_cannot_be_proven_an_extension_is_none(text: str) -> None:
+    chat = with_template(text + "{% if add_generation_prompt %}assistant: {% endif %}")
+    assert chat.extend([USER, ANSWER], [USER], []) is None
+    assert decode(chat.open([USER, ANSWER, USER], [])).endswith("assistant: ")
+    assert decode([chat.encode(ANSWER)[-1]]) in ("<|im_end|>", "<|endoftext|>")
+
+
+def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no chat template.*chat\.template=chatml.*chat\.template=PATH"):
+        with_template(None)
+    with pytest.raises(ConfigError, match=r"'qwen' is neither auto nor chatml nor an existing \.jinja file"):
+        with_template(None, template="qwen")
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="</s>")
+    with pytest.raises(ConfigError, match=r"needs <\|im_start\|> and <\|im_end\|>"):
+        open_chat(bare, ChatSettings(template="chatml"))
+    path = tmp_path / "own.jinja"
+    path.write_text(source("chatml"), "utf-8")
+    assert with_template(None, template=str(path)).open([USER], []) == with_template(None, template="chatml").open(
+        [USER], []
+    )
+
+
+@pytest.mark.parametrize(("name", "problem"), [("gemma3", "no place for tools"), ("gemma4", "an unknown format")])
+def test_a_template_that_cannot_use_tools_says_so(name: str, problem: str) -> None:
+    chat = chat_of(name)
+    assert problem in chat.notes[0]
+    assert chat.open([USER], [])
+    with pytest.raises(ConfigError, match=problem):
+        chat.open([USER], [CALCULATOR])
+
+
+def test_a_refused_conversation_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"refuses a conversation of the roles user, user.*chat\.template=chatml"):
+        chat_of("gemma3").open([USER, USER], [])
+
+
+def test_a_normaliser_cannot_make_special_tokens() -> None:
+    chat = open_chat(tokenizer(normalizer=True), ChatSettings(template="chatml"))
+    wide = "＜tool_call＞"  # noqa: RUF001  full-width signs, which NFKC makes ASCII
+    plain = chat.extend([USER, ANSWER], [Message("user", "x")], [])
+    tokens = chat.extend([USER, ANSWER], [Message("user", wide)], [])
+    assert plain is not None and tokens is not None
+    assert added(tokens) == added(plain)
+
+
+def test_half_characters_in_a_reply_are_replaced() -> None:
+    extension = chat_of("chatml").extend([USER, CALL], [Message("tool", "a\ud800b", name="calculator")], [])
+    assert extension is not None
+    assert "a?b" in decode(extension)
+
+
+def test_notes_say_what_is_in_force() -> None:
+    assert chat_of("chatml").notes == ["chat: template auto, tool calls hermes, thinking keep"]
+    assert renderer_chat(Thinking.strip).notes == ["chat: renderer qwen3, thinking strip"]
+
+
+@lru_cache
+def renderer_chat(thinking: Thinking = Thinking.keep) -> Chat:
+    return RendererChat(tokenizer(), known_config("Qwen/Qwen3-0.6B"), thinking)
+
+
+def test_a_known_model_is_left_to_the_renderers() -> None:
+    copy = PreTrainedTokenizerFast(tokenizer_object=tokenizer().backend_tokenizer, eos_token="<|endoftext|>")
+    copy.name_or_path = "Qwen/Qwen3-0.6B"
+    assert isinstance(open_chat(copy, ChatSettings()), RendererChat)
+    assert isinstance(open_chat(copy, ChatSettings(template="chatml")), TemplateChat), "an explicit template wins"
+    copy.name_or_path = "somebody/Qwen3-0.6B"
+    copy.chat_template = source("qwen3")
+    assert isinstance(open_chat(copy, ChatSettings()), TemplateChat)
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_the_renderer_and_the_template_agree(data: st.DataObject) -> None:
+    messages = data.draw(conversations("qwen3"))
+    library, own = renderer_chat(), chat_of("qwen3")
+    assert library.stop_ids == own.stop_ids
+    assert play(library, messages, [CALCULATOR]) == play(own, messages, [CALCULATOR])
+    for message in messages:
+        if message.role == "assistant":
+            assert library.parse(own.encode(message)) == own.parse(library.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"arguments": {}}', '{"name": "f", "arguments": 1}', '{"name": "f", "arguments": ' + "[" * 9999]
+)
+def test_mistakes_are_errors_with_a_renderer_too(text: str) -> None:
+    said = renderer_chat().parse(tokenizer().encode(f"<tool_call>\n{text}\n</tool_call><|im_end|>"))
+    assert said.error
+    assert said.content == f"<tool_call>\n{text}\n</tool_call>"
+
+
+def test_a_renderer_strips_where_its_template_does() -> None:
+    chat, keeping = renderer_chat(Thinking.strip), renderer_chat()
+    thought = Message("assistant", "3", "so")
+    assert chat.extend([USER, thought], [USER], []) is None
+    assert keeping.extend([USER, thought], [USER], []) is not None
+    assert chat.extend([USER, ANSWER], [USER], []) is not None
+    assert chat.extend([USER, Message("assistant", "", "hm", (ADD,))], [REPLY], [CALCULATOR]) is not None

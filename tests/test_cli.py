@@ -1,0 +1,460 @@
+"""The command line: what it accepts, what it refuses and how, and what it starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mtgrpo
+from mtgrpo import cli, extension, options
+from mtgrpo.algorithms import Algorithm
+from mtgrpo.algorithms.average import Average
+from mtgrpo.algorithms.grpo import GRPO
+from mtgrpo.compose import Composed, compose, parse, recipes
+from mtgrpo.environments import Environment
+from mtgrpo.environments.single_turn import SingleTurn
+from mtgrpo.environments.tool_use import ToolUse
+from mtgrpo.experiment import Experiment
+from mtgrpo.extension import ConfigError
+from mtgrpo.helptext import comments
+from mtgrpo.policy.optimizer import Kind
+from mtgrpo.tasks.calculator import Calculator
+from mtgrpo.tasks.gsm8k import Gsm8k
+
+Run = Callable[..., tuple[int, str, str]]
+
+OWN_FILE = '''
+from __future__ import annotations
+from dataclasses import dataclass
+from mtgrpo.algorithms import Algorithm, PerToken
+from mtgrpo.rewards import Reward
+from mtgrpo.tasks import IndexedStream, TaskSource
+from mtgrpo.types import Message, Task, ToolCall
+
+seen = []
+
+@dataclass
+class Half(Reward):
+    """Half a point."""
+    target: float = 0.5  # what everything is worth
+
+    def reward(self, trajectory):
+        return self.target
+
+@dataclass
+class Fails(Reward):
+    """Breaks."""
+
+    def reward(self, trajectory):
+        raise OSError("the grader is away")
+
+@dataclass(kw_only=True)
+class Needy(Reward):
+    target: str
+
+    def reward(self, trajectory):
+        return 1.0
+
+@dataclass
+class Sums(TaskSource):
+    """Sums of small numbers."""
+    largest: int = 9
+
+    def open(self, split, seed, repeat=True):
+        def task(index):
+            return Task(f"{split.value}/{index}", (Message("user", f"What is {index % self.largest} + 1?"),), "2")
+        return IndexedStream(None if repeat else 3, task, seed, repeat)
+
+    def demonstration(self, task, seed):
+        call = Message("assistant", tool_calls=(ToolCall("increment", {"number": 1}),))
+        return (call, Message("tool", "2", name="increment"), Message("assistant", "#### 2"))
+
+@dataclass
+class Reinforce(Algorithm):
+    """REINFORCE."""
+    baseline: float = 0.25  # taken from every reward
+
+    def check(self, group_size):
+        pass
+
+    def advantages(self, rewards):
+        seen.append(rewards.tolist())
+        return rewards - self.baseline
+
+    def loss(self, logp, old_logp, advantage):
+        return PerToken(-logp * advantage, advantage != advantage)
+
+def increment(number: int) -> str:
+    """Add one.
+
+    Args:
+        number: what to add to
+    """
+    return str(number + 1)
+
+class Bare(Reward):
+    level: int = 3
+
+    def reward(self, trajectory):
+        return 0.0
+
+@dataclass
+class Odd(Reward):
+    level: int | list[int] = 3
+
+    def reward(self, trajectory):
+        return 0.0
+
+class Unfinished(Reward):
+    """Has no method."""
+'''
+SMALL = [
+    *("trainer.steps=1", "sft.steps=1", "sft.batch_size=2", "rollout.prompts_per_step=2", "rollout.group_size=2"),
+    *("sampling.max_new_tokens=4", "eval.tasks=2", "eval.samples=2"),
+]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test works in an empty folder of its own."""
+    folder = tmp_path / "place"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(Path(mtgrpo.__file__).parent.parent))  # for the processes that tests start
+    return folder
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    """A file of the user's own, outside the folder of the test."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN_FILE)
+    return str(path)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Types a command in this process; gives exit code, stdout and stderr."""
+
+    def typed(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            cli.main(arguments)
+        assert isinstance(left.value.code, int)
+        return left.value.code, *capsys.readouterr()
+
+    return typed
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a model is a failure."""
+
+    def load(*_: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("mtgrpo.run.load_model", load)
+
+
+def composed(*words: str) -> Composed:
+    return compose(parse(words))
+
+
+def experiment(*words: str) -> Experiment:
+    return composed(*words).experiment
+
+
+# --- what a configuration becomes
+
+
+def test_without_a_word_it_is_the_recipe_calculator() -> None:
+    result = composed()
+    assert result.choices == {
+        "task": "calculator",
+        "environment": "tool_use",
+        "reward": "numeric",
+        "algorithm": "grpo",
+        "engine": "local",
+        "recipe": "calculator",
+    }
+    made = result.experiment
+    assert isinstance(made.task, Calculator) and isinstance(made.environment, ToolUse)
+    assert made.environment.tools == ["calculator"]
+    assert (made.algorithm, made.sft.optimizer.kind) == (GRPO(divide_by_std=False, clip_high=0.28), Kind.muon)
+
+
+@pytest.mark.parametrize("name", sorted(recipes()))
+def test_every_recipe_is_an_experiment_and_short(name: str) -> None:
+    made = experiment(f"recipe={name}")
+    assert type(made) is Experiment
+    assert made.environment.max_turns >= 1
+    assert 10 <= len(recipes()[name].read_text().splitlines()) <= 25
+
+
+def test_the_chosen_option_is_an_object_of_its_own_class() -> None:
+    made = experiment("environment=single_turn", "task=gsm8k")
+    assert type(made.environment) is SingleTurn
+    assert type(made.task) is Gsm8k
+
+
+def test_the_command_line_wins_over_the_recipe_and_the_recipe_over_the_code() -> None:
+    assert GRPO().clip_high == 0.2
+    assert experiment("recipe=gsm8k").algorithm == GRPO(divide_by_std=False, clip_high=0.28)
+    made = experiment("algorithm.clip_high=0.3", "recipe=gsm8k", "algorithm=grpo")
+    assert made.algorithm == GRPO(divide_by_std=False, clip_high=0.3)
+
+
+def test_values_have_the_types_of_the_dataclasses() -> None:
+    made = experiment(
+        "optimizer.betas=[0.5,0.75]", "optimizer.lr=1", "algorithm.average=trajectory_mean", "model.name=tiny", "seed=7"
+    )
+    assert made.optimizer.betas == [0.5, 0.75]
+    assert type(made.optimizer.betas) is list
+    assert type(made.optimizer.lr) is float
+    assert made.algorithm.average is Average.trajectory_mean
+    assert type(made.log) is list
+
+
+@pytest.mark.parametrize("given", ["{calculator: {max_digits: 3}}", "[calculator]", "[]"])
+def test_a_list_or_mapping_of_tools_replaces_that_of_the_recipe(given: str) -> None:
+    made = experiment(f"environment.tools={given}")
+    assert isinstance(made.environment, ToolUse)
+    assert made.environment.tools == yaml.safe_load(given)
+
+
+def test_a_recipe_s_settings_of_a_group_go_with_the_option_it_chose(own: str) -> None:
+    words = ("recipe=gsm8k", "task=calculator", f"algorithm={own}:Reinforce", "environment=single_turn")
+    made = experiment(*words)
+    assert made.task.system_prompt == ""
+    assert made.environment == SingleTurn()
+    assert made.optimizer.lr == 1e-6
+
+
+def test_a_recipe_of_ones_own_is_a_file(place: Path, own: str) -> None:
+    place.joinpath("mine.yaml").write_text(
+        f"defaults: [override /reward: '{own}:Half', override /task: gsm8k]\n"
+        "reward: {target: 0.75}\nseed: 5\nenvironment: {tools: {calculator: {max_digits: 3}}}\n"
+    )
+    result = composed("recipe=mine.yaml", "kl.coef=0.5")
+    made = result.experiment
+    assert (made.seed, made.kl.coef, vars(made.reward)["target"]) == (5, 0.5, 0.75)
+    assert isinstance(made.environment, ToolUse) and made.environment.tools == {"calculator": {"max_digits": 3}}
+    assert result.choices["recipe"] == str(place / "mine.yaml")
+
+
+def test_files_of_a_folder_without_a_class_are_no_options() -> None:
+    assert set(options.options("algorithm")).isdisjoint({"kl", "average", "credit"})
+    assert set(options.options("engine")).isdisjoint({"cache", "sampling"})
+    assert {"grpo"} <= set(options.options("algorithm"))
+    assert options.groups()["algorithm"] is Algorithm
+
+
+def test_a_file_dropped_into_a_folder_is_an_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import mtgrpo.algorithms  # noqa: PLC0415
+
+    tmp_path.joinpath("plain.py").write_text(
+        "from dataclasses import dataclass\nfrom mtgrpo.algorithms.grpo import *\n"
+        "@dataclass\nclass Plain(Algorithm):\n"
+        "    level: float = 2.0\n"
+        "    def advantages(self, rewards): return rewards\n"
+        "    def loss(self, logp, old_logp, advantage): return PerToken(-logp, logp > 0)\n"
+    )
+    monkeypatch.setattr(mtgrpo.algorithms, "__path__", [*mtgrpo.algorithms.__path__, str(tmp_path)])
+    options.options.cache_clear()
+    made = experiment("algorithm=plain", "algorithm.level=3")
+    options.options.cache_clear()
+    assert vars(made.algorithm)["level"] == 3.0
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("rollout.grup_size=2", ["unknown option rollout.grup_size", "did you mean rollout.group_size?"]),
+        ("lr=2", ["unknown option lr; did you mean optimizer.lr or sft.optimizer.lr?"]),
+        ("rolout.seeed=2", ["unknown option rolout.seeed"]),
+        ("task.path=x", ["unknown option task.path", "task=gsm8k or"]),
+        ("sampling={tempratur: 1}", ["unknown option sampling.tempratur; did you mean sampling.temperature?"]),
+        ("sampling.zzz=1", ["unknown option sampling.zzz; there are sampling.temperature, "]),
+        ("zzz=1", ["unknown option zzz", "--help"]),
+        ("checkpoint=x", ["checkpoint=x", "checkpoint.every_steps"]),
+        ("rollout.group_size=abc", ["rollout.group_size=abc: expected an integer"]),
+        ("rollout.group_size=2.5", ["rollout.group_size=2.5: expected an integer"]),
+        ("trainer.deterministic=maybe", ["trainer.deterministic=maybe: expected true or false"]),
+        ("model.name=null", ["model.name=null: expected a text"]),
+        ("optimizer.betas=0.9", ["optimizer.betas=0.9: expected a list such as [0.1,0.2]"]),
+        ("optimizer.betas=[0.9,x]", ["optimizer.betas=[0.9,x]: expected a list such as [0.1,0.2]"]),
+        ("sampling={top_p: x}", ["sampling={top_p: x}: expected a number"]),
+        ("kl.estimator=k9", ["kl.estimator=k9: expected one of k1, k2, k3"]),
+        ("task=gsm8", ["there is no task=gsm8; did you mean gsm8k?", "word_problems", "path/to/file.py:Name"]),
+        ("algorithm=kl", ["there is no algorithm=kl; known: grpo"]),
+        ("reward={target: 1}", ["reward={target: 1}", "choose a reward by its name"]),
+        ("recipe=gsm9k", ["there is no recipe=gsm9k; known: calculator, gsm8k"]),
+        ("recipe=away.yaml", ["there is no file", "away.yaml"]),
+        ("seed=1,2", ["seed=1,2 gives several values", "--multirun", "[1,2]"]),
+        ("seed=${nowhere}", ["seed", "nowhere"]),
+        ("gsm8k", ["cannot read 'gsm8k'", "key=value"]),
+        ("+seed=1", ["'+seed=1'", "plain key=value"]),
+        ("~seed", ["'~seed'", "plain key=value"]),
+        ("hydra.verbose=true", ["hydra.verbose=true", "hydra.run.dir"]),
+        ("hydra.sweep.dir=x", ["hydra.sweep.dir", "--multirun"]),
+        ("hydra.run.dir='out/${seed}'", ["out/${seed}", "plain paths"]),
+        ("--multirn", ["there is no --multirn", "--multirun"]),
+        ("--multirun hydra.run.dir=x", ["hydra.run.dir", "hydra.sweep.dir=PATH"]),
+        ("--multirun rollout.group_size=4,1", ["rollout.group_size must be at least 2, got 1"]),
+        ("--multirun sampling.temperature=interval(0,1)", ["--multirun takes lists"]),
+        ("environment.max_turns=0", ["environment.max_turns", "got 0"]),
+        ("environment.tools=[abacus]", ["'abacus'", "known: calculator"]),
+        ("sampling.temperature=-1", ["sampling.temperature must be >= 0", "got -1.0"]),
+        ("rollout.group_size=1", ["rollout.group_size must be at least 2, got 1"]),
+        ("task=jsonl", ["task.path is not set"]),
+        ("task=jsonl task.path=away.jsonl", ["task.path=away.jsonl", "no such file"]),
+        ("model.name=./nowhere", ["model.name=./nowhere cannot be loaded"]),
+        ("reward=away.py:Reward", ["there is no file", "away.py"]),
+    ],
+)
+def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing(
+    words: str, said: list[str], run: Run, place: Path, no_model: None
+) -> None:
+    arguments = [words] if "{" in words else words.split()
+    code, out, err = run("train", *arguments)
+    assert code == 2
+    assert out == ""
+    assert 1 <= len(err.splitlines()) <= 2
+    assert err.startswith("mtgrpo: ")
+    assert [part for part in said if part not in err] == []
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Nothing", "has no 'Nothing'"),
+        ("increment", "must be a class derived from mtgrpo.rewards.Reward"),
+        ("Sums", "must be a class derived from mtgrpo.rewards.Reward"),
+        ("Bare", "@dataclass"),
+        ("Odd", "level"),
+        ("Unfinished", "does not define reward"),
+        ("Needy", "reward.target is not set and has no default; give reward.target=VALUE"),
+    ],
+)
+def test_an_unfit_class_of_ones_own_is_refused(name: str, said: str, own: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        composed(f"reward={own}:{name}")
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("import nowhere_at_all\n", "line 1: ModuleNotFoundError"), ("x = (\n", "SyntaxError"), ("1 / 0\n", "line 1: Zero")],
+)
+def test_a_broken_file_of_ones_own_is_named(source: str, said: str, place: Path) -> None:
+    place.joinpath("broken.py").write_text(source)
+    for _ in range(2):  # the second attempt must not find half a module
+        with pytest.raises(ConfigError, match="broken.py cannot be imported") as refused:
+            composed("reward=broken.py:Mine")
+        assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("seeed: 1\n", "unknown option seeed; did you mean seed?"),
+        ("rollout: {group_size: many}\n", "rollout.group_size: expected an integer"),
+        ("defaults: [override /rewrd: numeric]\n", "chooses 'rewrd'"),
+        ("a: [\n", "cannot be read"),
+        ("- 1\n", "must hold a mapping"),
+    ],
+)
+def test_a_recipe_of_ones_own_is_checked(content: str, said: str, place: Path) -> None:
+    place.joinpath("mine.yaml").write_text(content)
+    with pytest.raises(ConfigError, match="mine.yaml") as refused:
+        composed("recipe=mine.yaml")
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "did you mean train?"),
+        (["seed=1"], "the commands are train, sft, eval"),
+        (["eval"], "eval needs checkpoint="),
+        (["eval", "checkpoint=away"], "there is no folder"),
+        (["eval", "checkpoint=."], ".hydra/config.yaml"),
+        (["sft", "sft.steps=0"], "sft.steps"),
+    ],
+)
+def test_a_wrong_command_is_refused(arguments: list[str], said: str, run: Run, place: Path) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert list(place.iterdir()) == []
+
+
+# --- what is printed
+
+
+def test_the_general_help_needs_no_torch() -> None:
+    code = (
+        "import sys, mtgrpo.cli\n"
+        "try: mtgrpo.cli.main(['--help'])\n"
+        "finally: assert not {'torch', 'hydra'} & set(sys.modules)"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert all(name in process.stdout for name in (*cli.COMMANDS, *cli.FLAGS))
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, "mtgrpo 0.1.0\n", "")
+
+
+def test_help_lists_every_setting_with_type_value_and_comment(run: Run, own: str) -> None:
+    code, out, err = run("train", "--help", "recipe=gsm8k", f"reward={own}:Half", "seed=4")
+    assert (code, err) == (0, "")
+    made = composed("recipe=gsm8k", f"reward={own}:Half")
+    classes = {group: options.chosen_class(group, made.choices[group]) for group in options.groups()}
+    assert [key for key in options.schema(classes) if f"  {key}  " not in out] == []
+    assert "  rollout.group_size  int = 8                 siblings per task\n" in out
+    assert "  kl.estimator  k1|k2|k3 = k3\n" in out
+    assert "  reward.target  float = 0.5                  what everything is worth\n" in out
+    assert "  seed  int = 4\n" in out
+    assert "* task=gsm8k " in out and "  task=calculator " in out
+    assert "* recipe=gsm8k " in out and "* reward=own.py:Half " in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_comments_stand_behind_above_or_below_a_field(place: Path) -> None:
+    place.joinpath("noted.py").write_text(
+        "class Noted:\n    a: str = '#'  # behind # it\n    # above,\n    # in two lines\n    b: int = 1\n"
+        '    c: int = 2\n    """below"""\n    d: int = (\n        3\n    )  # é\n    e: int = 4\n'
+    )
+    noted = extension.load_file(place / "noted.py").Noted
+    assert comments(noted) == {"a": "behind # it", "b": "above, in two lines", "c": "below", "d": "é", "e": ""}
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--cfg"])
+def test_a_dry_run_prints_the_whole_configuration_and_writes_nothing(
+    flag: str, run: Run, place: Path, no_model: None
+) -> None:
+    code, out, err = run("train", flag, "seed=3", "kl.estimator=k1")
+    assert (code, err) == (0, "")
+    values = yaml.safe_load(out)
+    assert (values["seed"], values["kl"]["estimator"], values["environment"]["tools"]) == (3, "k1", ["calculator"])
+    assert out.startswith("# task=calculator environment=tool_use")
+    assert list(place.iterdir()) == []
+
+
+def test_a_dry_run_of_several_prints_each(run: Run, place: Path, no_model: None) -> None:
+    code, out, _ = run("train", "--dry-run", "-m", "seed=3,4", "kl.coef=range(0,2)", "trainer.steps=5")
+    assert code == 0
+    titles = [line for line in out.splitlines() if line.startswith("# run ")]
+    assert titles == [f"# run {n}: seed={s} kl.coef={c}" for n, (s, c) in enumerate([(3, 0), (3, 1), (4, 0), (4, 1)])]
+    assert list(place.iterdir()) == []

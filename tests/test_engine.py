@@ -1,0 +1,187 @@
+"""The local engine: its log-probabilities are those of a full forward pass, its tokens depend on the seed alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from mtgrpo.engines import Key
+from mtgrpo.engines.local import Local, LocalEngine
+from mtgrpo.model.load import DType, ModelSettings, load_model
+from mtgrpo.types import Completion, Sampling
+
+STOP = 2
+
+
+@dataclass
+class Played:
+    """One conversation: every turn's context and what was sampled."""
+
+    contexts: list[list[int]] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
+
+
+def make_model(dtype: DType = DType.float32, seed: int = 0) -> PreTrainedModel:
+    model = load_model(ModelSettings("tiny", dtype), seed)
+    with torch.no_grad():  # sharper distributions than a fresh model's, so that exactness is worth something
+        model.get_input_embeddings().weight.mul_(8)
+    return model
+
+
+def prompt_of(task: int) -> list[int]:
+    rng = random.Random(task)
+    return [rng.randrange(20, 1000) for _ in range(rng.randrange(5, 40))]
+
+
+async def converse(
+    engine: LocalEngine, key: Key, task: int, sampling: Sampling, turns: int, delays: random.Random | None = None
+) -> Played:
+    played = Played()
+    rng = random.Random(f"{key}")
+    context = prompt_of(task)
+    async with engine.conversation(key) as sample:
+        for _ in range(turns):
+            completion = await sample(context, sampling)
+            played.contexts.append(context)
+            played.completions.append(completion)
+            if delays is not None:
+                await asyncio.sleep(delays.random() * 0.02)
+            reply = [rng.randrange(20, 1000) for _ in range(rng.randrange(1, 20))]
+            context = [*context, *completion.tokens, *reply]
+    return played
+
+
+def play_many(
+    engine: LocalEngine, sampling: Sampling, tasks: int = 4, siblings: int = 3, delay_seed: int | None = None
+) -> list[Played]:
+    async def run() -> list[Played]:
+        delays = None if delay_seed is None else random.Random(delay_seed)
+        return list(
+            await asyncio.gather(
+                *(
+                    converse(
+                        engine, Key(7, "train/1", str(task), sibling), task, sampling, 1 + (task + sibling) % 4, delays
+                    )
+                    for task in range(tasks)
+                    for sibling in range(siblings)
+                )
+            )
+        )
+
+    return asyncio.run(run())
+
+
+def full_logprobs(model: PreTrainedModel, context: list[int], output: list[int], temperature: float) -> list[float]:
+    """One forward pass of transformers over the whole sequence, nothing cached."""
+    with torch.no_grad():
+        logits = model(torch.tensor([context + output])).logits[0, len(context) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(output)[:, None])[:, 0].tolist()
+
+
+def differences(model: PreTrainedModel, conversations: list[Played], temperature: float) -> list[float]:
+    return [
+        abs(a - b)
+        for played in conversations
+        for context, completion in zip(played.contexts, played.completions, strict=True)
+        for a, b in zip(completion.logprobs, full_logprobs(model, context, completion.tokens, temperature), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize(("dtype", "worst", "mean"), [(DType.float64, 1e-9, 1e-9), (DType.float32, 5e-4, 1e-5)])
+def test_logprobs_equal_a_full_forward_at_every_turn(
+    dtype: DType, worst: float, mean: float, temperature: float
+) -> None:
+    model = make_model(dtype)
+    sampling = Sampling(temperature=temperature, max_new_tokens=12, stop_ids=[STOP])
+    found = differences(model, play_many(Local().start(model, True), sampling), temperature)
+    assert len(found) > 200
+    assert max(found) <= worst
+    assert sum(found) / len(found) <= mean
+
+
+def test_same_seed_same_digits_however_slow_the_tools_are() -> None:
+    sampling = Sampling(max_new_tokens=10, stop_ids=[STOP])
+    model = make_model()
+    runs = [play_many(Local().start(model, True), sampling, delay_seed=seed) for seed in (None, 1, 2)]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_a_conversation_does_not_depend_on_the_others() -> None:
+    sampling = Sampling(max_new_tokens=10, stop_ids=[STOP])
+    model = make_model(DType.float64)
+    together = play_many(Local().start(model, False), sampling)
+    engine = Local().start(model, False)
+    alone = asyncio.run(converse(engine, Key(7, "train/1", "2", 1), 2, sampling, 4))
+    assert [c.tokens for c in together[2 * 3 + 1].completions] == [c.tokens for c in alone.completions]
+
+
+def test_another_seed_scope_task_sibling_or_turn_gives_other_tokens() -> None:
+    model = make_model()
+    sampling = Sampling(max_new_tokens=12)
+    keys = [Key(7, "a", "t", 0), Key(8, "a", "t", 0), Key(7, "b", "t", 0), Key(7, "a", "u", 0), Key(7, "a", "t", 1)]
+
+    async def run() -> list[Played]:
+        engine = Local().start(model, True)
+        return [await converse(engine, key, 0, sampling, 1) for key in keys]
+
+    outputs = [tuple(played.completions[0].tokens) for played in asyncio.run(run())]
+    assert len(set(outputs)) == len(keys)
+
+
+def test_greedy_equals_generate() -> None:
+    model = make_model()
+    prompt = prompt_of(3)
+
+    async def run() -> list[int]:
+        async with Local().start(model, True).conversation(Key(0, "eval", "t", 0)) as sample:
+            return (await sample(prompt, Sampling(temperature=0, max_new_tokens=20))).tokens
+
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert asyncio.run(run()) == expected[0, len(prompt) :].tolist()
+
+
+def test_new_weights_in_mid_conversation_drop_what_was_cached() -> None:
+    model = make_model()
+    sampling = Sampling(max_new_tokens=8)
+
+    async def run() -> tuple[list[int], Completion]:
+        engine = Local().start(model, True)
+        async with engine.conversation(Key(0, "train/1", "t", 0)) as sample:
+            first = await sample(prompt_of(1), sampling)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.02)
+            engine.version = 5
+            context = prompt_of(1) + first.tokens + [33, 34]
+            return context, await sample(context, sampling)
+
+    context, second = asyncio.run(run())
+    assert second.versions == [5] * len(second.tokens)
+    expected = full_logprobs(model, context, second.tokens, 1.0)
+    assert max(abs(a - b) for a, b in zip(second.logprobs, expected, strict=True)) < 5e-5
+
+
+def test_an_error_in_decoding_reaches_every_conversation_and_the_engine_goes_on() -> None:
+    model = make_model()
+    engine = Local().start(model, True)
+    sampling = Sampling(max_new_tokens=5)
+
+    async def ask(sibling: int, token: int) -> Completion:
+        async with engine.conversation(Key(0, "train/1", "t", sibling)) as sample:
+            return await sample([token, 5, 6], sampling)
+
+    async def run() -> tuple[list[object], Completion]:
+        broken = await asyncio.gather(ask(0, 10**9), ask(1, 7), return_exceptions=True)
+        return list(broken), await ask(2, 7)
+
+    broken, after = asyncio.run(run())
+    assert all(isinstance(result, IndexError) for result in broken)
+    assert len(after.tokens) == 5

@@ -1,0 +1,148 @@
+"""Tool-call formats: what is written is read back, and whatever is wrong is said, never raised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtgrpo.rollout.formats import FORMATS, Hermes, LlamaJson, Parsed, ToolFormat, XmlTags, split_thinking
+from mtgrpo.types import ToolCall
+
+BY_NAME = {form.name: form for form in FORMATS}
+names = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+json_calls = st.lists(
+    st.builds(ToolCall, names, st.dictionaries(st.text(max_size=6), json_values, max_size=3)), max_size=3
+)
+line = st.text(alphabet=st.characters(blacklist_characters="<>", blacklist_categories=["Cs"]), max_size=8)
+text_calls = st.lists(st.builds(ToolCall, names, st.dictionaries(names, line, max_size=3)), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("form", [Hermes(), LlamaJson()], ids=lambda form: form.name)
+@given(calls=json_calls)
+def test_json_formats_read_what_they_write(form: ToolFormat, calls: list[ToolCall]) -> None:
+    assert form.parse(form.write(calls), {}) == Parsed("", tuple(calls))
+
+
+@given(calls=text_calls)
+def test_xml_reads_what_it_writes(calls: list[ToolCall]) -> None:
+    assert XmlTags().parse(XmlTags().write(calls), {}) == Parsed("", tuple(calls))
+
+
+def test_xml_values_have_the_types_of_the_schema() -> None:
+    types = {"n": "integer", "flag": "boolean", "list": "array", "name": "string"}
+    schemas = {"f": {"properties": {key: {"type": kind} for key, kind in types.items()}}}
+    call = ToolCall("f", {"n": 3, "flag": True, "list": [1, "a"], "name": "3", "unknown": "4"})
+    assert XmlTags().parse(XmlTags().write([call]), schemas).calls == (call,)
+    wrong = ToolCall("f", {"n": "three"})
+    assert XmlTags().parse(XmlTags().write([wrong]), schemas).calls == (wrong,), "left to the tool to refuse"
+
+
+def test_tags_inside_strings_do_not_end_a_call() -> None:
+    call = ToolCall("say", {"text": '</tool_call> <tool_call> "quoted" \n'})
+    assert Hermes().parse("Now: " + Hermes().write([call, call]), {}) == Parsed("Now: ", (call, call))
+
+
+def test_text_around_calls_is_content() -> None:
+    one, two = ToolCall("f", {}), ToolCall("g", {"a": 1})
+    text = f"before\n{Hermes().write([one])} between {Hermes().write([two])} after"
+    assert Hermes().parse(text, {}) == Parsed("before\n between  after", (one, two))
+
+
+def test_llama_json_only_reads_whole_messages_that_begin_a_call() -> None:
+    call = ToolCall("f", {"a": 1})
+    for text in ('{"name": "f", "parameters": {"a": 1}}', ' <|python_tag|>{"name": "f", "arguments": {"a": 1}} \n'):
+        assert LlamaJson().parse(text, {}) == Parsed("", (call,))
+    for text in ('{"answer": 42}', "The answer is {42}.", 'I say {"name": "f", "parameters": {}}', ""):
+        assert LlamaJson().parse(text, {}) == Parsed(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "</tool_call> is missing"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}} and</tool_call>', "</tool_call> is missing"),
+        ("hermes", "text</tool_call>", "</tool_call> without <tool_call>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>', "not valid JSON"),
+        ("hermes", "<tool_call></tool_call>", "not valid JSON"),
+        ("hermes", "<tool_call>", "not valid JSON"),
+        ("hermes", "<tool_call>[1]</tool_call>", "must be a JSON object"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "has no name"),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>', "has no name"),
+        ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>', "has no name"),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', 'has no "arguments"'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', '"arguments" must be a JSON object'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ' + "[" * 10**5, "too deep"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 5000 + "}}</tool_call>", "too long a number"),
+        ("hermes", r'<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>', "half a character"),
+        ("llama3_json", '{"name": "f", "parameters": ', "not valid JSON"),
+        ("llama3_json", '{"name": "f", "parameters": {}} and more', "not valid JSON"),
+        ("llama3_json", "<|python_tag|>print(1)", "not valid JSON"),
+        ("llama3_json", '{"name": "f"}', 'has no "parameters"'),
+        ("xml", "<tool_call>f</tool_call>", "<function=NAME>"),
+        ("xml", "<tool_call><function=></function></tool_call>", "has no name"),
+        ("xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter> is not closed"),
+        ("xml", "<tool_call><function=f>", "</function> is missing"),
+        ("xml", "<tool_call><function=f></function>", "</tool_call> is missing"),
+    ],
+)
+def test_errors_are_said(name: str, text: str, error: str) -> None:
+    said = BY_NAME[name].parse(text, {})
+    assert error in said.error
+    assert (said.content, said.calls) == (text, ())
+
+
+fragments = st.sampled_from(
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<function=f>",
+        "<parameter=a>",
+        "</parameter>",
+        "</function>",
+        "<|python_tag|>",
+        '{"name":',
+        '"f",',
+        "{",
+        "}",
+        '"',
+        "\\ud800",
+        "1",
+        '"arguments":{}}',
+        "<think>",
+        "</think>",
+    ]
+)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@given(pieces=st.lists(fragments, max_size=8))
+def test_any_text_can_be_parsed(form: ToolFormat, pieces: list[str]) -> None:
+    said = form.parse("".join(pieces), {})
+    assert not (said.error and said.calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "expected"),
+    [
+        ("answer", False, ("", "answer", "")),
+        ("<think>\na\n\nb\n</think>\n\nanswer\n", False, ("a\n\nb", "answer\n", "")),
+        ("<think></think>answer", False, ("", "answer", "")),
+        ("a\n</think>\n\nanswer", True, ("a", "answer", "")),
+        ("a</think>answer", False, ("a", "answer", "")),
+        ("<think>a</think>answer", True, ("a", "answer", "")),
+        ("a</think>answer <think>", True, ("a", "answer <think>", "")),
+        ("first <think>a</think>answer", False, ("a", "first answer", "")),
+        ("<think>a", False, ("a", "", "<think> is not closed")),
+        ("a", True, ("a", "", "<think> is not closed")),
+    ],
+)
+def test_thinking_is_split_from_the_rest(text: str, inside: bool, expected: tuple[Any, ...]) -> None:
+    assert split_thinking(text, inside) == expected

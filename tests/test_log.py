@@ -1,0 +1,456 @@
+"""What a run leaves behind: metrics, console output, curves, trajectories, the summary."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.log import Sinks, open_sinks, strict_json, trajectories, write_summary
+from mtgrpo.log import console as console_module
+from mtgrpo.log.curve import save_curve, terminal_curve
+from mtgrpo.types import Finish, Group, Message, Status, Task, ToolCall, Trajectory, Turn
+
+TRAINING = {
+    "reward/mean": 0.712,
+    "reward/success": 0.684,
+    "policy/kl": 0.0123,
+    "policy/entropy": 0.31,
+    "policy/loss": 0.01,
+    "policy/clip_fraction": 0.02,
+    "perf/tokens_per_s": 5120.4,
+}
+
+
+def loads(line: bytes | str) -> Any:
+    """JSON as the standard has it: no NaN, no infinity."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+# ---------------------------------------------------------------- sinks
+
+
+def test_an_unknown_sink_lists_the_known(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"log=wandb.*known: console, jsonl;"):
+        open_sinks(["jsonl", "wandb"], tmp_path)
+    with pytest.raises(ConfigError, match="log=curve"):
+        open_sinks(["curve"], tmp_path)  # a file of the folder, but no sink
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sink_of_your_own(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from mtgrpo.log import Sink\n"
+        "class Mine(Sink):\n"
+        "    def __init__(self, folder): self.file = folder / 'mine.txt'\n"
+        "    def stage(self, name, total): pass\n"
+        "    def log(self, metrics, step): self.file.write_text(f'{step} {metrics}')\n"
+        "    def note(self, text): pass\n"
+        "    def close(self): pass\n"
+        "class Other: pass\n"
+    )
+    sinks = open_sinks([f"{mine}:Mine"], tmp_path)
+    sinks.log({"a": 1.5}, 3)
+    assert (tmp_path / "mine.txt").read_text() == "3 {'a': 1.5}"
+    with pytest.raises(ConfigError, match="Other"):
+        open_sinks([f"{mine}:Other"], tmp_path)
+
+
+class Failing:
+    def __init__(self, closed: list[str]) -> None:
+        self.closed = closed
+
+    def close(self) -> None:
+        self.closed.append("closed")
+        raise OSError("disk full")
+
+
+def test_every_sink_is_closed_though_one_fails() -> None:
+    closed: list[str] = []
+    with pytest.raises(OSError, match="disk full"):
+        Sinks([Failing(closed), Failing(closed)]).close()  # type: ignore[list-item]
+    assert closed == ["closed", "closed"]
+
+
+# ---------------------------------------------------------------- jsonl
+
+
+def test_metrics_are_on_disk_after_every_line_at_full_precision(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    sinks = open_sinks(["jsonl", "jsonl"], folder)
+    sinks.stage("warm start", 2)
+    sinks.log({"policy/loss": 1 / 3}, 1)
+    sinks.stage("reinforcement learning", 5)
+    sinks.log({"reward/mean": 0.1 + 0.2, "policy/kl": math.nan, "perf/tokens_per_s": -math.inf, "n": 3}, 1)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()  # before it is closed
+    assert [loads(line) for line in lines] == [
+        {"stage": "warm start", "step": 1, "policy/loss": 0.3333333333333333},
+        {
+            "stage": "reinforcement learning",
+            "step": 1,
+            "reward/mean": 0.30000000000000004,
+            "policy/kl": None,
+            "perf/tokens_per_s": None,
+            "n": 3,
+        },
+    ]
+    sinks.close()
+
+
+def test_notes_are_kept_and_a_second_run_appends(tmp_path: Path) -> None:
+    for text in ("saved \ud800", "[bold]é[/bold]"):
+        sinks = open_sinks(["jsonl"], tmp_path)
+        sinks.note(text)
+        sinks.log({}, 1)
+        sinks.close()
+    assert (tmp_path / "notes.txt").read_text("utf-8") == "saved \\ud800\n[bold]é[/bold]\n"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(st.characters(), max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(ANYTHING)
+def test_strict_json_is_one_line_that_every_reader_accepts(value: Any) -> None:
+    text = strict_json(value).decode("utf-8")
+    assert text.splitlines() == [text]
+    assert loads(text) == as_json(value)
+
+
+def as_json(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [as_json(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: as_json(inner) for key, inner in value.items()}
+    return str(value) if isinstance(value, bytes) else value
+
+
+def test_strict_json_survives_any_depth() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert strict_json(deep).decode().strip("[]") == '"..."'
+    while deep:  # taken apart by hand: freeing it recursively would overflow
+        deep = deep.pop()
+
+
+def test_the_summary_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_summary(tmp_path, {"success": {"before": 0.2, "after": math.nan}})
+    assert loads((tmp_path / "summary.json").read_bytes()) == {"success": {"before": 0.2, "after": None}}
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_summary(tmp_path, {"success": "half"})
+    assert "before" in loads((tmp_path / "summary.json").read_bytes())["success"]
+
+
+# ---------------------------------------------------------------- console
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run_stage(total: int, steps: int, sinks: Sinks, metrics: Mapping[str, float] = TRAINING) -> None:
+    sinks.stage("reinforcement learning", total)
+    for step in range(1, steps + 1):
+        sinks.log(metrics, step)
+    sinks.close()
+
+
+@pytest.mark.parametrize("total", [10, 21, 41, 60, 101, 250, 1000, 99_999])
+def test_plain_output_is_ten_to_twenty_lines(total: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_stage(total, total, open_sinks(["console"], tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"reinforcement learning ({total} steps)"
+    assert 10 <= len(lines) - 1 <= 21
+    assert lines[1].split()[:2] == ["step", f"{1:>{len(str(total))}}/{total}".split()[0]]
+    assert f"{total}/{total}" in lines[-1]
+    assert "\x1b" not in "".join(lines)
+
+
+def test_plain_output_of_a_stage_of_unknown_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_stage(0, 2000, open_sinks(["console"], tmp_path))
+    assert 10 <= len(capsys.readouterr().out.splitlines()) <= 40
+
+
+def test_a_plain_line_names_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_stage(1, 1, open_sinks(["console"], tmp_path))
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.split("  ") == [
+        *("", "step 1/1", "reward 0.712", "success 68.4%", "KL 0.0123", "entropy 0.310"),
+        *("clipped 2.0%", "5,120 tokens/s", "0:00"),
+    ]
+
+
+def test_the_warm_start_shows_its_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_stage(1, 1, open_sinks(["console"], tmp_path), {"policy/loss": 1.25})
+    assert "  loss 1.2500  " in capsys.readouterr().out
+
+
+def test_evaluations_between_plain_lines_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sinks = open_sinks(["console"], tmp_path)
+    sinks.stage("reinforcement learning", 1000)
+    for step in range(1, 141):
+        sinks.log(TRAINING, step)
+        if step % 70 == 0:
+            sinks.log({"eval/success": step / 200, "eval/pass@8": math.nan}, step)
+    held_out = [line.split() for line in capsys.readouterr().out.splitlines() if "held-out" in line]
+    assert [words[:6] for words in held_out] == [
+        ["step", "70/1000", "held-out", "35.0%", "pass@8", "nan%"],
+        ["step", "140/1000", "held-out", "70.0%", "pass@8", "nan%"],
+    ]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("first", [1, 41])  # 41: resumed
+def test_the_time_left(first: int, clock: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sinks = open_sinks(["console"], tmp_path)
+    sinks.stage("reinforcement learning", 100)
+    for step in range(first, 51):
+        clock[0] += 90.0
+        sinks.log(TRAINING, step)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("ETA 1:15:00")  # 50 steps of 90 s
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_notes_are_data(encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+    sinks = open_sinks(["console"], tmp_path)
+    sinks.note("[red]x[/red] [/nothing] :smile: \x1b[31m\x07\rover\u202e \ud83d")
+    sinks.note("a long word " + "w" * 300)
+    sinks.note("naïve ⣿\nsecond line")
+    lines = raw.getvalue().decode(encoding).split("\n")
+    assert lines[0] == "[red]x[/red] [/nothing] :smile: \\x1b[31m\\x07\\rover\\u202e \\ud83d"
+    assert lines[1] == "a long word " + "w" * 300  # a path stays in one piece
+    shown = {"ascii": "na\\xefve \\u28ff", "latin-1": "naïve \\u28ff", "utf-8": "naïve ⣿"}
+    assert lines[2:4] == [shown[encoding], "second line"]
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 120])
+def test_the_bar_fits_the_terminal(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    for name, value in {"TERM": "xterm", "COLUMNS": str(width), "LINES": "30"}.items():
+        monkeypatch.setenv(name, value)
+    sinks = open_sinks(["console"], tmp_path)
+    sinks.note("before [b]")
+    sinks.log({}, 0)
+    sinks.stage("warm start", 0)
+    sinks.log({"policy/loss": 1.5}, 1)
+    sinks.stage("reinforcement learning", 1000)
+    sinks.log({**TRAINING, "eval/success": 0.5, "eval/greedy": 0.5, "eval/pass@8": 1.0}, 999)
+    sinks.note("during")
+    sinks.close()
+    output = screen.getvalue()
+    assert output.endswith("\x1b[?25h")  # the cursor is back
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", output)]
+    assert max(len(line) for line in lines) <= width
+    if width >= 60:
+        for value in (
+            "before [b]",
+            "loss 1.5000",
+            "999/1000",
+            "KL 0.0123",
+            "5,120 tokens/s",
+            "pass@8 100.0%",
+            "during",
+        ):
+            assert any(value in line for line in lines), value
+
+
+# ---------------------------------------------------------------- curves
+
+
+def plotted(text: str) -> Iterator[list[int]]:
+    """For each column of the plot, the rows (from the top) that have something in it."""
+    lines = text.splitlines()
+    margin = len(lines[-2]) - len(lines[-2].lstrip()) + 1  # the axis, its corner included
+    rows = [line[margin:] for line in lines[1:-2]]
+    for column in range(max(len(row) for row in rows)):
+        yield [number for number, row in enumerate(rows) if row[column : column + 1].strip()]
+
+
+FLOATS = st.floats(-1e50, 1e50, allow_subnormal=False)
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=200), st.sampled_from(["utf-8", "ascii"]))
+def test_rising_values_give_a_rising_curve(values: list[float], encoding: str) -> None:
+    columns = list(plotted(terminal_curve(sorted(values), "reward", 60, 12, encoding)))
+    assert all(columns)
+    for one, other in pairwise(columns):
+        assert max(other) <= max(one) and min(other) <= min(one)
+
+
+@given(
+    st.lists(st.floats(-1e50, 1e50) | st.sampled_from([math.nan, math.inf]), max_size=300),
+    st.integers(40, 150),
+    st.integers(6, 40),
+    st.sampled_from(["utf-8", "ascii", "cp437", "no such encoding"]),
+)
+def test_a_curve_fits_its_frame(values: list[float], width: int, height: int, encoding: str) -> None:
+    lines = terminal_curve(values, "reward", width, height, encoding).splitlines()
+    assert len(lines) <= height
+    assert max(len(line) for line in lines) <= width
+    if encoding != "utf-8":
+        assert all(line.isascii() for line in lines)
+
+
+def test_a_curve_is_labelled() -> None:
+    text = terminal_curve([0.0, 0.25, 0.5, 0.75, 1.0], "reward per step", 40, 10, "utf-8")
+    lines = text.splitlines()
+    assert lines[0] == "reward per step"
+    labels = [float(line.split("┤")[0]) for line in lines if "┤" in line]
+    assert labels[0] == 1.0 and labels[-1] == 0.0 and labels == sorted(labels, reverse=True)
+    assert lines[-1].split(maxsplit=1) == ["1", "step 5"]
+    rows = list(plotted(text))
+    assert rows[0] == [6] and rows[-1] == [0]
+
+
+def test_a_long_curve_shows_the_mean_of_each_column() -> None:
+    rows = list(plotted(terminal_curve([0.0, 1.0] * 5000, "reward", 50, 15, "ascii")))
+    assert {row for column in rows[1:-1] for row in column} <= {5, 6}  # the middle of 12 rows
+
+
+def test_the_encoding_is_that_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert terminal_curve([1, 2, 3], "reward", 60, 10).isascii()
+
+
+def test_a_curve_of_nothing() -> None:
+    assert terminal_curve([math.nan], "reward", 60, 10) == "reward: no values"
+
+
+def test_the_picture_shows_every_series(tmp_path: Path) -> None:
+    steps = list(range(1, 61))
+    rewards = [math.nan if step == 30 else 0.2 + step / 100 for step in steps]
+    series = {"reward": (steps, rewards), "held-out success": ([0, 30, 60], [0.2, 0.5, 0.9])}
+    title = "$100 [/b] on calculator_task"
+    picture = _picture(tmp_path, series, title)
+    assert picture.shape[:2] == (1000, 1600)
+    assert _share(picture, "1f77b4") > 0.002 and _share(picture, "ff7f0e") > 0.001
+    assert _share(_picture(tmp_path, {"reward": series["reward"]}, title), "ff7f0e") == 0
+
+
+@pytest.mark.parametrize("values", [[], [math.nan], [0.5]])
+def test_a_picture_of_almost_nothing(values: list[float], tmp_path: Path) -> None:
+    assert _picture(tmp_path, {"reward": (range(len(values)), values)}, "run").shape[:2] == (1000, 1600)
+
+
+def test_drawing_leaves_no_trace_in_matplotlib(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from mtgrpo.log.curve import save_curve\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        "save_curve(Path(sys.argv[1]), {'a': ([1], [1.0])}, 't')\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code, str(tmp_path / "curve.png")], check=True)
+
+
+def _picture(folder: Path, series: Mapping[str, tuple[Sequence[int], Sequence[float]]], title: str) -> np.ndarray:
+    from matplotlib.image import imread  # noqa: PLC0415
+
+    save_curve(folder / "curve.png", series, title)
+    return imread(folder / "curve.png")
+
+
+def _share(picture: np.ndarray, color: str) -> float:
+    """The part of the picture that has about this colour."""
+    target = np.array([int(color[i : i + 2], 16) for i in (0, 2, 4)]) / 255
+    return float((np.abs(picture[..., :3] - target).max(axis=-1) < 0.1).mean())
+
+
+# ---------------------------------------------------------------- trajectories
+
+
+def test_trajectories_are_readable(tmp_path: Path) -> None:
+    task = Task("calculator/1", (Message("system", "s"), Message("user", "17 * 23?")), answer="391")
+    call = ToolCall("calculator", {"expression": "17 * 23", "precision": math.nan})
+    turns = [
+        Turn(
+            new_context=[1, 2, 3],
+            output=[4, 5],
+            logprobs=[-0.1, -0.2],
+            versions=[7, 8],
+            finish=Finish.STOP,
+            message=Message("assistant", "", reasoning="hm", tool_calls=(call,)),
+            observations=(Message("tool", "391", name="calculator"),),
+        ),
+        Turn(
+            [6], [], [], [], Finish.LENGTH, Message("assistant", "lone \ud83d\u2028é", error="bad JSON"), extends=True
+        ),
+    ]
+    failed = Trajectory(task, 1, status=Status.FAILED, reason="tool outage", reward=math.nan)
+    group = Group(task, [Trajectory(task, 0, turns, Status.TRUNCATED, "max_turns", reward=0.5), failed])
+    trajectories.write(tmp_path, 10, [group, group])
+
+    content = (tmp_path / "trajectories" / "step_000010.jsonl").read_text("utf-8")
+    assert "é" in content  # readable, not escaped
+    records = [loads(line) for line in content.splitlines()]
+    assert [record["sibling"] for record in records] == [0, 1, 0, 1]
+    assert records[0] == {
+        "task": "calculator/1",
+        "sibling": 0,
+        "status": "truncated",
+        "reason": "max_turns",
+        "reward": 0.5,
+        "answer": "391",
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "17 * 23?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning": "hm",
+                "tool_calls": [{"name": "calculator", "arguments": {"expression": "17 * 23", "precision": None}}],
+            },
+            {"role": "tool", "content": "391", "name": "calculator"},
+            {"role": "assistant", "content": "lone \ud83d\u2028é", "error": "bad JSON"},
+        ],
+        "turns": [
+            {"new_context_tokens": 3, "output_tokens": 2, "finish": "stop", "extends": False}
+            | {"version_min": 7, "version_max": 8},
+            {"new_context_tokens": 1, "output_tokens": 0, "finish": "length", "extends": True}
+            | {"version_min": None, "version_max": None},
+        ],
+    }
+    assert records[1]["status"] == "failed" and records[1]["reward"] is None and len(records[1]["messages"]) == 2

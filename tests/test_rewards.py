@@ -1,0 +1,189 @@
+"""Rewards: exact about right answers, robust about everything else."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtgrpo.extension import ConfigError, find, names
+from mtgrpo.rewards import Reward
+from mtgrpo.rewards.exact_match import ExactMatch
+from mtgrpo.rewards.numeric import Numeric
+from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+
+
+def said(text: str, answer: str, metadata: dict[str, Any] | None = None) -> Trajectory:
+    task = Task("task/1", (Message("user", "?"),), answer, metadata or {})
+    return Trajectory(task, turns=[Turn([], [], [], [], Finish.STOP, Message("assistant", text))])
+
+
+def test_every_file_in_the_folder_is_one_option() -> None:
+    assert {"numeric", "exact_match"} <= set(names("mtgrpo.rewards"))
+    for name in names("mtgrpo.rewards"):
+        assert issubclass(find("mtgrpo.rewards", name, Reward), Reward)
+
+
+RIGHT = [
+    ("#### 72", "72"),
+    ("24 + 48 = 72\n#### 72\n", "72"),
+    ("####72.", "72"),
+    ("#### $1,200.00", "1200"),
+    ("#### 1200", "1,200"),
+    ("#### 20%", "20"),
+    ("#### -3", "-3"),
+    ("#### \u22123", "-3"),
+    ("#### -$5", "-5"),
+    ("#### +7", "7"),
+    ("#### **72** apples", "72"),
+    ("#### .5", "0.50"),
+    ("#### 1/2", "0.5"),
+    ("#### 007", "7"),
+    ("#### 1 #### 2 #### 72", "72"),
+    (r"so \boxed{72}", "72"),
+    (r"\boxed{1} then \boxed{\$1,234\%}", "1234"),
+    (r"\boxed{\frac{1}{2}}", "1/2"),
+    (r"\boxed{-\dfrac{1}{2}}", "-0.5"),
+    (r"\boxed{10{,}000}", "10000"),
+    (r"\boxed{5} #### 72", "72"),
+    ("#### \u0667\u0662", "72"),
+    ("#### 72", "They sold 72 clips.\n#### 72"),
+    ("#### 0.1", "0.10"),
+    ("#### 12345678901234567890.5", "12345678901234567890.50"),
+]
+
+
+@pytest.mark.parametrize("text, answer", RIGHT)
+def test_numeric_accepts(text: str, answer: str) -> None:
+    assert Numeric().reward(said(text, answer)) == 1.0
+
+
+WRONG = [
+    ("", "72"),
+    ("#### 24 - 72", "-72"),
+    ("72", "72"),
+    ("The answer is 72.", "72"),
+    ("####", "72"),
+    ("#### the answer is 72", "72"),
+    ("#### 72 #### none", "72"),
+    ("#### 72 #### 71", "72"),
+    (r"#### ? \boxed{72}", "72"),
+    (r"\boxed{72} \boxed{71}", "72"),
+    (r"\boxed{}", "72"),
+    ("#### 72.0001", "72"),
+    ("#### 7", "72"),
+    ("#### 720", "72"),
+    ("#### 72,5", "72"),
+    ("#### 72:30", "72"),
+    ("#### 72e3", "72"),
+    ("#### 72^2", "72"),
+    ("#### 1.2.3", "1.2"),
+    ("#### 72/0", "72"),
+    ("#### 1,23", "123"),
+    ("#### -72", "72"),
+    ("#### 7\u00b2", "7"),
+    ("#### 12345678901234567891", "12345678901234567890"),
+    ("#### nan", "72"),
+    ("#### inf", "72"),
+]
+
+
+@pytest.mark.parametrize("text, answer", WRONG)
+def test_numeric_refuses(text: str, answer: str) -> None:
+    assert Numeric().reward(said(text, answer)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text, worth",
+    [
+        ("First 24, then 72.", 1.0),
+        ("It is 72, not 71", 0.0),
+        ("#### 71, or 72", 0.0),
+        ("costs $72 in all", 1.0),
+        ("at 10:72", 0.0),
+        ("144 - 72", 1.0),
+        ("so -72", 0.0),
+        ("none", 0.0),
+    ],
+)
+def test_numeric_without_a_marker_takes_the_last_number(text: str, worth: float) -> None:
+    assert Numeric(require_marker=False).reward(said(text, "72")) == worth
+    assert Numeric().reward(said(text, "72")) == 0.0
+
+
+def test_numeric_grades_the_last_message_only() -> None:
+    trajectory = said("#### 72", "72")
+    trajectory.turns.append(Turn([], [], [], [], Finish.STOP, Message("assistant", "#### 71")))
+    assert Numeric().reward(trajectory) == 0.0
+    assert Numeric().reward(Trajectory(trajectory.task)) == 0.0
+
+
+@given(number=st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**9), max_value=10**9))
+def test_numeric_does_not_mind_the_notation(number: Any) -> None:
+    for text in (f"{number:f}", f"{number:,f}", f"{number:f}00", f"{number:f}%"):
+        assert Numeric().reward(said(f"#### {text}", f"{number:f}")) == 1.0
+    assert Numeric().reward(said(f"#### {number + 1:f}", f"{number:f}")) == 0.0
+
+
+@given(text=st.text() | st.text(alphabet="0123456789.,:/^-+$#%e \\boxed{frac}\u00b2\u0667\u2460"), marker=st.booleans())
+def test_numeric_survives_garbage(text: str, marker: bool) -> None:
+    for worded in (text, "#### " + text, r"\boxed{" + text):
+        assert Numeric(require_marker=marker).reward(said(worded, "72")) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("unit", ["9", "1.", "1,111", "9/", "\\boxed{", "####", "- ", "$", "1:", "{", "\u0667"])
+def test_numeric_is_quick_on_huge_texts(unit: str) -> None:
+    text = unit * 50_000
+    start = time.perf_counter()
+    for worded in (text, "#### " + text, r"\boxed{" + text, "#### 72" + text):
+        assert Numeric(require_marker=False).reward(said(worded, "73")) == 0.0
+    assert time.perf_counter() - start < 2.0
+
+
+def test_numeric_refuses_a_task_whose_answer_is_no_number() -> None:
+    with pytest.raises(ConfigError, match=r"task/1.*'Paris'.*task\.columns\.answer=.*exact_match"):
+        Numeric().reward(said("#### 72", "Paris"))
+
+
+@pytest.mark.parametrize(
+    "text, answer, worth",
+    [
+        ("The Eiffel Tower!", "eiffel tower", 1.0),
+        ("  Paris\n", "Paris.", 1.0),
+        ("It is Paris", "Paris", 0.0),
+        ("", "Paris", 0.0),
+        ("A", "A", 1.0),
+        ("", "A", 0.0),
+        ("the", "A", 0.0),
+        ("+", "+", 1.0),
+        ("", "+", 0.0),
+        ("-", "+", 0.0),
+        ("\u201cJane\u2019s\u201d house", "janes house", 1.0),
+        ("ÉCOLE", "école", 1.0),
+        ("another", "other", 0.0),
+    ],
+)
+def test_exact_match_compares_as_squad_does(text: str, answer: str, worth: float) -> None:
+    assert ExactMatch().reward(said(text, answer)) == worth
+
+
+def test_exact_match_takes_any_of_several_answers() -> None:
+    metadata = {"answers": ["USA", "the United States"]}
+    assert ExactMatch().reward(said("United States", "America", metadata)) == 1.0
+    assert ExactMatch().reward(said("america", "America", metadata)) == 1.0
+    assert ExactMatch().reward(said("usa", "", metadata)) == 1.0
+    assert ExactMatch().reward(said("UK", "America", metadata)) == 0.0
+
+
+def test_exact_match_refuses_a_task_without_an_answer() -> None:
+    with pytest.raises(ConfigError, match=r"task/1 has no answer.*task\.columns\.answer="):
+        ExactMatch().reward(said("x", ""))
+
+
+@given(text=st.text())
+def test_exact_match_always_accepts_the_answer_itself(text: str) -> None:
+    if text:
+        assert ExactMatch().reward(said(text, text)) == 1.0

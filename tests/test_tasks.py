@@ -1,0 +1,575 @@
+"""Task sources: streams are lazy, shuffled, resumable; data from outside is checked with errors people can act on."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtgrpo import tasks
+from mtgrpo.extension import ConfigError, find, names
+from mtgrpo.rewards.numeric import Numeric
+from mtgrpo.tasks import Columns, IndexedStream, Split, TaskSource, held_out, permuted
+from mtgrpo.tasks.gsm8k import Gsm8k, solve_with_calculator
+from mtgrpo.tasks.hub import Hub, HubRows
+from mtgrpo.tasks.jsonl import Jsonl
+from mtgrpo.tasks.parquet import Parquet
+from mtgrpo.tasks.word_problems import WordProblems
+from mtgrpo.tools.calculator import Calculator
+from mtgrpo.types import Finish, Message, Task, ToolCall, Trajectory, Turn
+
+
+def numbered(index: int) -> Task:
+    return Task(str(index), (Message("user", f"question {index}"),))
+
+
+def take(stream: Iterable[Task], count: int) -> list[str]:
+    return [task.id for _, task in zip(range(count), stream, strict=False)]
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]], row_group_size: int = 1000) -> Path:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=row_group_size)
+    return path
+
+
+def error_of(action: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        action()
+    return str(caught.value)
+
+
+# The shuffle and the stream
+
+
+@given(length=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+def test_permuted_is_a_permutation(length: int, key: int) -> None:
+    assert sorted(permuted(index, length, key) for index in range(length)) == list(range(length))
+
+
+def test_permuted_draws_every_order_about_equally_often() -> None:
+    draws = 12_000
+    counts = Counter(tuple(permuted(index, 4, key * 0x9E3779B9) for index in range(4)) for key in range(draws))
+    assert len(counts) == 24
+    assert max(abs(count - draws / 24) for count in counts.values()) < 0.25 * draws / 24
+
+
+def test_permuted_is_the_same_on_every_machine_and_version() -> None:
+    assert [permuted(index, 10, 7) for index in range(10)] == [0, 7, 3, 1, 8, 2, 6, 4, 5, 9]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> list[int]:
+    return draw(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))
+
+
+@given(blocks=layouts(), seed=st.integers(0, 99))
+def test_each_epoch_delivers_every_row_once_and_every_block_in_one_run(blocks: list[int], seed: int) -> None:
+    length = sum(blocks)
+    block_of = [number for number, size in enumerate(blocks) for _ in range(size)]
+    stream = IndexedStream(length, numbered, seed, blocks=blocks)
+    for epoch in range(3):
+        assert stream.epoch == epoch
+        rows = [int(row) for row in take(stream, length)]
+        assert sorted(rows) == list(range(length))
+        runs = [block_of[row] for row in rows]
+        changes = sum(before != after for before, after in pairwise(runs))
+        assert changes == len(set(runs)) - 1
+    assert stream.epoch == 3
+
+
+@given(
+    blocks=layouts(), seed=st.integers(0, 99), before=st.integers(0, 60), after=st.integers(1, 40), repeat=st.booleans()
+)
+def test_resuming_anywhere_continues_exactly(
+    blocks: list[int], seed: int, before: int, after: int, repeat: bool
+) -> None:
+    stream = IndexedStream(sum(blocks), numbered, seed, repeat, blocks)
+    take(stream, before)
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = IndexedStream(sum(blocks), numbered, seed, repeat, blocks)
+    resumed.load_state_dict(state)
+    assert resumed.epoch == stream.epoch
+    assert take(resumed, after) == take(stream, after)
+    assert resumed.state_dict() == stream.state_dict()
+
+
+def test_seeds_and_epochs_have_orders_of_their_own() -> None:
+    stream = IndexedStream(100, numbered, 0)
+    orders = [take(stream, 100), take(stream, 100), take(IndexedStream(100, numbered, 1), 100)]
+    assert len({tuple(order) for order in orders}) == 3
+    assert take(IndexedStream(100, numbered, 0), 200) == orders[0] + orders[1]
+
+
+def test_one_pass_keeps_the_order_and_stays_ended() -> None:
+    stream = IndexedStream(5, numbered, 3, repeat=False)
+    assert take(stream, 99) == ["0", "1", "2", "3", "4"]
+    assert stream.epoch == 1
+    assert next(stream, None) is None
+
+
+def test_a_generated_source_counts_up_without_an_end() -> None:
+    stream = IndexedStream(None, numbered, 3)
+    assert take(stream, 1000) == [str(index) for index in range(1000)]
+    resumed = IndexedStream(None, numbered, 3)
+    resumed.load_state_dict(stream.state_dict())
+    assert next(resumed).id == "1000"
+    assert resumed.epoch == 0
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    state = IndexedStream(10, numbered, 0).state_dict()
+    message = error_of(lambda: IndexedStream(11, numbered, 0).load_state_dict(state))
+    assert "10 rows" in message and "11 now" in message
+
+
+# JSON Lines
+
+
+def test_every_file_in_the_folder_is_one_option() -> None:
+    assert {"gsm8k", "word_problems", "jsonl", "parquet", "hub"} <= set(names("mtgrpo.tasks"))
+    for name in names("mtgrpo.tasks"):
+        assert issubclass(find("mtgrpo.tasks", name, TaskSource), TaskSource)
+
+
+def test_jsonl_maps_columns_and_keeps_the_rest_as_metadata(tmp_path: Path) -> None:
+    row = {"question": "2+2?", "solution": {"value": 4.0}, "uid": 17, "answers": ["four"]}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    columns = Columns(prompt="question", answer="solution.value", id="uid")
+    source = Jsonl(path=str(path), columns=columns, eval_fraction=0, system_prompt="Be brief.")
+    task = next(source.open(Split.train, 0))
+    assert (task.id, task.answer) == ("17", "4")
+    assert task.messages == (Message("system", "Be brief."), Message("user", "2+2?"))
+    assert task.metadata == {"solution": {"value": 4.0}, "answers": ["four"]}
+
+
+def test_jsonl_reads_conversations_with_tool_calls(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1+1"}'}}
+    messages = [
+        {"role": "system", "content": "You calculate."},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "name": "calculator"},
+        {"role": "user", "content": "And again?"},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
+    source = Jsonl(path=str(path), eval_fraction=0, system_prompt="not used: the row has its own")
+    assert next(source.open(Split.train, 0)).messages == (
+        Message("system", "You calculate."),
+        Message("user", "1+1?"),
+        Message("assistant", tool_calls=(ToolCall("calculator", {"expression": "1+1"}),)),
+        Message("tool", "2", name="calculator"),
+        Message("user", "And again?"),
+    )
+
+
+def test_jsonl_names_rows_without_an_id_by_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x"}\n\n{"prompt": "é", "id": "mine"}\n  \n{"prompt": "z"}', encoding="utf-8")
+    tasks_read = list(Jsonl(path=str(path), eval_fraction=0).open(Split.train, 0, repeat=False))
+    assert [(task.id, task.messages[0].content) for task in tasks_read] == [("a/1", "x"), ("mine", "é"), ("a/5", "z")]
+
+
+def test_jsonl_splits_are_disjoint_complete_and_stable(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{number}", "id": f"id{number}"} for number in range(2000)]
+    source = Jsonl(path=str(write_jsonl(tmp_path / "a.jsonl", rows)))
+    train, held = (take(source.open(split, 0, repeat=False), 9999) for split in (Split.train, Split.eval))
+    assert not set(train) & set(held)
+    assert set(train) | set(held) == {row["id"] for row in rows}
+    assert 0.08 < len(held) / len(rows) < 0.12
+    # More rows in another order leave every row where it was.
+    more = [{"prompt": "new", "id": f"new{number}"} for number in range(500)]
+    bigger = Jsonl(path=str(write_jsonl(tmp_path / "b.jsonl", more + rows[::-1])))
+    assert set(take(bigger.open(Split.eval, 5, repeat=False), 9999)) >= set(held)
+    assert not set(take(bigger.open(Split.train, 5, repeat=False), 9999)) & set(held)
+
+
+def test_jsonl_folder_never_trains_on_the_files_held_out(tmp_path: Path) -> None:
+    for name in ("a", "b", "test"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}] * 3)
+    source = Jsonl(path=str(tmp_path), eval_path=str(tmp_path / "test.jsonl"))
+    assert take(source.open(Split.train, 0, repeat=False), 99) == ["a/1", "a/2", "a/3", "b/1", "b/2", "b/3"]
+    assert take(source.open(Split.eval, 0, repeat=False), 99) == ["test/1", "test/2", "test/3"]
+    source.path = source.eval_path
+    assert "holds only the held-out files" in error_of(lambda: source.open(Split.train, 0))
+
+
+def test_jsonl_of_200k_rows_is_streamed(tmp_path: Path) -> None:
+    path = tmp_path / "big.jsonl"
+    filler = "word " * 20
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(f'{{"prompt": "{number} {filler}", "answer": {number}}}\n' for number in range(200_000))
+    assert path.stat().st_size > 20e6
+    tracemalloc.start()
+    stream = Jsonl(path=str(path), eval_fraction=0).open(Split.train, 0)
+    for task in (next(stream) for _ in range(2000)):
+        assert task.messages[0].content.startswith(task.answer + " ")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8e6  # three numbers a row
+
+
+BAD_ROWS = {
+    "no prompt": ({"question": "x", "meta": {"n": 1}}, ["'prompt'", "question, meta.n", "task.columns.prompt="]),
+    "prompt of a wrong type": ({"prompt": 3}, ["'prompt'", "int 3", "task.columns.prompt="]),
+    "no messages": ({"messages": []}, ["'messages'", "list []", "task.columns.messages="]),
+    "message without a role": ({"messages": [{"content": "x"}]}, ["'messages'", "message 1", "role"]),
+    "message without content": ({"messages": [{"role": "user"}]}, ["message 1", "content must be a string"]),
+    "message that is none": ({"messages": ["x"]}, ["message 1", "role and content"]),
+    "bad tool call": ({"messages": [{"role": "user", "tool_calls": [{"name": "f"}]}]}, ["message 1", "tool call"]),
+    "nothing left to say": ({"messages": [{"role": "assistant", "content": "x"}]}, ["ends with an assistant message"]),
+    "answer of a wrong type": ({"prompt": "x", "answer": ["4"]}, ["'answer'", "list", "task.columns.answer="]),
+    "id of a wrong type": ({"prompt": "x", "id": True}, ["'id'", "bool", "task.columns.id="]),
+    "no object": (["x"], ["JSON object"]),
+}
+
+
+@pytest.mark.parametrize("row, parts", BAD_ROWS.values(), ids=list(BAD_ROWS))
+def test_bad_rows_are_named(tmp_path: Path, row: Any, parts: list[str]) -> None:
+    path = write_jsonl(tmp_path / "bad.jsonl", [row, {"prompt": "good"}])
+    first = error_of(lambda: Jsonl(path=str(path), eval_fraction=0).open(Split.train, 0))
+    path = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "good"}, row])
+    later = error_of(lambda: list(Jsonl(path=str(path), eval_fraction=0).open(Split.train, 0, repeat=False)))
+    assert f"{path}, line 1" in first
+    assert f"{path}, line 2" in later
+    for part in parts:
+        assert part in first and part in later
+
+
+@pytest.mark.parametrize("line", [b'{"prompt": "x"', b"prompt", b'{"prompt": "\xff\xfe"}'])
+def test_broken_json_is_found_before_anything_is_computed(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"prompt": "good"}\n' * 3 + line + b"\n")
+    message = error_of(lambda: Jsonl(path=str(path)).open(Split.train, 0))
+    assert f"{path}, line 4" in message and "not valid JSON" in message
+
+
+def test_a_column_the_user_named_must_exist(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "solution": "4"}])
+    source = Jsonl(path=str(path), columns=Columns(answer="solutoin"), eval_fraction=0)
+    message = error_of(lambda: source.open(Split.train, 0))
+    assert "'solutoin'" in message and "prompt, solution" in message and "task.columns.answer=solutoin" in message
+
+
+def test_missing_files_are_named_with_their_option(tmp_path: Path) -> None:
+    assert "task.path is not set" in error_of(lambda: Jsonl().open(Split.train, 0))
+    message = error_of(lambda: Jsonl(path=str(tmp_path / "none.jsonl")).open(Split.train, 0))
+    assert "task.path=" in message and "none.jsonl" in message
+    assert "holds no .jsonl file" in error_of(lambda: Jsonl(path=str(tmp_path)).open(Split.train, 0))
+    path = str(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}]))
+    source = Jsonl(path=path, eval_path=str(tmp_path / "b.jsonl"))
+    assert "task.eval_path=" in error_of(lambda: source.open(Split.eval, 0))
+    assert "no rows for split eval" in error_of(lambda: Jsonl(path=path, eval_fraction=0).open(Split.eval, 0))
+    assert "task.eval_fraction" in error_of(lambda: Jsonl(path=path, eval_fraction=1).open(Split.eval, 0))
+
+
+# Parquet
+
+
+def test_parquet_reads_verl_files_through_columns(tmp_path: Path) -> None:
+    rows = [
+        {
+            "data_source": "made/here",
+            "prompt": [{"role": "user", "content": f"{number}+1?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
+            "extra_info": {"split": "train", "index": number},
+        }
+        for number in range(20)
+    ]
+    path = write_parquet(tmp_path / "train.parquet", rows, row_group_size=6)
+    columns = Columns(answer="reward_model.ground_truth", id="extra_info.index")
+    read = [
+        task
+        for split in Split
+        for task in Parquet(path=str(path), columns=columns, eval_fraction=0.3).open(split, 0, repeat=False)
+    ]
+    assert sorted(task.id for task in read) == sorted(str(number) for number in range(20))
+    for task in read:
+        assert task.messages == (Message("user", f"{task.id}+1?"),)
+        assert task.answer == str(int(task.id) + 1)
+        assert task.metadata["data_source"] == "made/here"
+
+
+def test_parquet_reads_each_row_group_once_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name in ("a", "b"):
+        write_parquet(tmp_path / f"{name}.parquet", [{"prompt": f"{name}{row}"} for row in range(50)], 20)
+    source = Parquet(path=str(tmp_path))
+    stream = source.open(Split.train, 4)
+    expected = {f"{name}/{row}" for name in "ab" for row in range(1, 51) if not held_out(f"{name}/{row}", 0.1)}
+    reads: list[int] = []
+    read_row_group = parquet.ParquetFile.read_row_group
+
+    def counted(self: Any, number: int, **options: Any) -> Any:
+        reads.append(number)
+        return read_row_group(self, number, **options)
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", counted)
+    order = take(stream, len(expected))
+    assert set(order) == expected and order != sorted(order)
+    assert len(reads) <= 6
+    assert order == take(source.open(Split.train, 4), len(expected))
+    assert order != take(source.open(Split.train, 5), len(expected))
+
+
+def test_parquet_resumes_exactly(tmp_path: Path) -> None:
+    source = Parquet(path=str(write_parquet(tmp_path / "a.parquet", [{"prompt": str(row)} for row in range(40)], 7)))
+    for position in (0, 1, 17, 36, 50):
+        stream = source.open(Split.train, 1)
+        take(stream, position)
+        resumed = source.open(Split.train, 1)
+        resumed.load_state_dict(stream.state_dict())
+        assert take(resumed, 60) == take(stream, 60)
+
+
+def test_parquet_errors_name_file_and_row(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [{"prompt": text} for text in ["x", "y", None]], 2)
+    message = error_of(lambda: list(Parquet(path=str(path), eval_fraction=0).open(Split.train, 0, repeat=False)))
+    assert f"{path}, row 3" in message and "task.columns.prompt=" in message
+    bad = tmp_path / "b.parquet"
+    bad.write_text("not a table")
+    assert f"{bad}: not a Parquet file" in error_of(lambda: Parquet(path=str(bad)).open(Split.train, 0))
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.parquet").write_text("")
+    for source in (Parquet(path=str(tmp_path)), Hub(path=str(tmp_path))):
+        assert "pip install 'mtgrpo[data]'" in error_of(lambda source=source: source.open(Split.train, 0))
+
+
+# The hub
+
+
+@pytest.fixture
+def hub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the layout of a data set on the hub: two files to train on, one to test on."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "made"
+    folder.mkdir()
+    write_jsonl(folder / "train-0.jsonl", [{"prompt": f"a{row}", "answer": row} for row in range(30)])
+    write_jsonl(folder / "train-1.jsonl", [{"prompt": f"b{row}", "answer": row} for row in range(20)])
+    write_jsonl(folder / "test-0.jsonl", [{"prompt": f"t{row}", "answer": row} for row in range(5)])
+    return folder
+
+
+def prompts(stream: Iterable[Task], count: int) -> list[str]:
+    return [task.messages[-1].content for _, task in zip(range(count), stream, strict=False)]
+
+
+def test_hub_streams_shuffles_and_resumes(hub_folder: Path) -> None:
+    source = Hub(path=str(hub_folder), shuffle_buffer=8)
+    stream = source.open(Split.train, 3)
+    first, second = prompts(stream, 50), prompts(stream, 50)
+    assert stream.epoch == 2
+    everything = {f"a{row}" for row in range(30)} | {f"b{row}" for row in range(20)}
+    assert len(first) == len(second) == 50 and set(first) == set(second) == everything
+    other = prompts(source.open(Split.train, 4), 50)
+    assert len({tuple(first), tuple(second), tuple(other)}) == 3
+    for position in (0, 1, 49, 50, 63):
+        stream = source.open(Split.train, 3)
+        prompts(stream, position)
+        resumed = source.open(Split.train, 3)
+        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        assert prompts(resumed, 37) == (first + second)[position : position + 37]
+
+
+def test_hub_evaluates_in_order_once(hub_folder: Path) -> None:
+    source = Hub(path=str(hub_folder))
+    stream = source.open(Split.eval, 0, repeat=False)
+    read = list(stream)
+    assert [task.answer for task in read] == ["0", "1", "2", "3", "4"]
+    assert stream.epoch == 1 and next(stream, None) is None
+    resumed = source.open(Split.eval, 0, repeat=False)
+    resumed.load_state_dict(stream.state_dict())
+    assert next(resumed, None) is None
+    assert len({task.id for task in read}) == 5
+    assert [task.id for task in read] == take(source.open(Split.eval, 9, repeat=False), 5)
+
+
+def test_hub_errors_name_the_option(hub_folder: Path) -> None:
+    assert "task.path is not set" in error_of(lambda: Hub().open(Split.train, 0))
+    message = error_of(lambda: Hub(path=str(hub_folder), eval_split="validation").open(Split.eval, 0))
+    assert "split validation" in message and "['train', 'test']" in message and "task.eval_split" in message
+    assert "task.path" in error_of(lambda: Hub(path=str(hub_folder / "none")).open(Split.train, 0))
+    columns = Columns(prompt="question")
+    message = error_of(lambda: Hub(path=str(hub_folder), columns=columns).open(Split.train, 0))
+    assert "prompt, answer" in message and "task.columns.prompt=" in message
+    assert "shuffle_buffer" in error_of(lambda: Hub(path=str(hub_folder), shuffle_buffer=0).open(Split.train, 0))
+
+
+# GSM8K and SVAMP
+
+
+@pytest.fixture
+def no_local_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MTGRPO_DATA", raising=False)
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+
+
+def grade(task: Task, messages: tuple[Message, ...]) -> float:
+    turns = [Turn([], [], [], [], Finish.STOP, message) for message in messages if message.role == "assistant"]
+    return Numeric().reward(Trajectory(task, turns=turns))
+
+
+def check_demonstration(task: Task, messages: tuple[Message, ...]) -> None:
+    assert grade(task, messages) == 1.0
+    *calls, last = messages
+    assert last.role == "assistant" and not last.tool_calls
+    assert calls
+    for asked, answered in zip(calls[::2], calls[1::2], strict=True):
+        assert asked.role == "assistant" and answered.role == "tool" and answered.name == "calculator"
+        (call,) = asked.tool_calls
+        assert call.name == "calculator"
+        assert answered.content == str(Calculator()(**call.arguments))
+
+
+@pytest.mark.parametrize(
+    "source, split, rows, demonstrated",
+    [
+        (Gsm8k(), Split.train, 7473, 7001),
+        (Gsm8k(), Split.eval, 1319, 1208),
+        (WordProblems(), Split.train, 707, 706),
+        (WordProblems(), Split.eval, 293, 293),
+    ],
+    ids=["gsm8k-train", "gsm8k-eval", "svamp-train", "svamp-eval"],
+)
+def test_real_problems_and_their_demonstrations(
+    data_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: TaskSource,
+    split: Split,
+    rows: int,
+    demonstrated: int,
+) -> None:
+    monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
+    read = list(source.open(split, 0, repeat=False))
+    assert len(read) == rows == len({task.id for task in read})
+    count = 0
+    for task in read:
+        assert [message.role for message in task.messages] == ["system", "user"]
+        assert task.answer.removeprefix("-").isdecimal()
+        assert "<<" not in task.messages[1].content and "####" not in task.messages[1].content
+        demonstration = source.demonstration(task, 0)
+        if demonstration:
+            count += 1
+            check_demonstration(task, demonstration)
+    assert count == demonstrated
+
+
+def test_svamp_splits_are_disjoint(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
+    train, held = (take(WordProblems().open(split, 0), 293) for split in (Split.train, Split.eval))
+    assert not set(train) & set(held)
+
+
+def test_gsm8k_demonstration_is_the_gold_solution(tmp_path: Path) -> None:
+    answer = "48/2 = <<48/2=24>>24 clips in May.\nShe sold <<48+24=72>>72 in all.\n#### 72"
+    write_jsonl(tmp_path / "train.jsonl", [{"question": "How many clips?", "answer": answer}])
+    source = Gsm8k(path=str(tmp_path), system_prompt="")
+    task = next(source.open(Split.train, 0))
+    assert (task.id, task.answer, task.messages) == ("gsm8k/train/0", "72", (Message("user", "How many clips?"),))
+    assert source.demonstration(task, 0) == (
+        Message("assistant", tool_calls=(ToolCall("calculator", {"expression": "48/2"}),)),
+        Message("tool", "24", name="calculator"),
+        Message("assistant", tool_calls=(ToolCall("calculator", {"expression": "48+24"}),)),
+        Message("tool", "72", name="calculator"),
+        Message("assistant", "#### 72"),
+    )
+
+
+@pytest.mark.parametrize(
+    "calculations, answer",
+    [
+        ([], "4"),
+        ([("10/3", "3.33")], "3.33"),
+        ([("2+2", "4"), ("4/0", "1")], "1"),
+        ([("2+x", "4")], "4"),
+        ([("2+2", "4")], "5"),
+        ([("2+2", "four")], "4"),
+    ],
+)
+def test_a_solution_the_calculator_does_not_confirm_is_no_demonstration(
+    calculations: list[tuple[str, str]], answer: str
+) -> None:
+    assert solve_with_calculator(calculations, answer) is None
+
+
+def test_word_problems_compose_text_and_equation(tmp_path: Path) -> None:
+    row = {"ID": "chal-1", "Body": "Tom has 3 bags of 4", "Question": "How many?", "Equation": "( 3.0 * 4.0 )"}
+    rows = [{**row, "ID": f"chal-{number}", "Answer": 12.0} for number in range(20)]
+    source = WordProblems(path=str(write_jsonl(tmp_path / "svamp.jsonl", rows)), system_prompt="")
+    task = next(source.open(Split.train, 0))
+    assert task.messages == (Message("user", "Tom has 3 bags of 4. How many?"),)
+    demonstration = source.demonstration(task, 0)
+    assert demonstration is not None
+    assert demonstration[0].tool_calls == (ToolCall("calculator", {"expression": "3*4"}),)
+    assert source.demonstration(Task("x", task.messages, "13", task.metadata), 0) is None
+
+
+@pytest.mark.parametrize("source, file", [(Gsm8k(), "train.jsonl"), (WordProblems(), "svamp.jsonl")])
+def test_another_layout_is_refused_with_its_columns(source: TaskSource, file: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / file, [{"problem": "x", "solution": "y", "ID": row} for row in range(9)])
+    path = path.parent if isinstance(source, Gsm8k) else path
+    opened = type(source)(path=str(path))  # pyright: ignore[reportCallIssue]
+    message = error_of(lambda: opened.open(Split.train, 0))
+    assert f"{file}, line " in message and "problem, solution, ID" in message and "task=jsonl" in message
+    missing = type(source)(path=str(tmp_path / "none"))  # pyright: ignore[reportCallIssue]
+    assert "task.path=" in error_of(lambda: missing.open(Split.train, 0))
+
+
+@pytest.mark.usefixtures("no_local_data")
+@pytest.mark.parametrize("source", [Gsm8k(), WordProblems()])
+def test_without_files_and_network_the_error_says_what_to_set(
+    source: TaskSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    message = error_of(lambda: source.open(Split.train, 0))
+    assert "no network" in message and "task.path" in message and "MTGRPO_DATA" in message
+
+
+@pytest.mark.usefixtures("no_local_data")
+def test_without_files_the_hub_is_read(hub_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"question": f"{row}?", "answer": f"x\n#### {row},000"} for row in range(10)]
+    write_jsonl(hub_folder / "train-0.jsonl", rows)
+    (hub_folder / "train-1.jsonl").unlink()
+    (hub_folder / "test-0.jsonl").unlink()
+    monkeypatch.setattr(
+        "mtgrpo.tasks.gsm8k.HubRows", lambda name, subset, split, cure: HubRows(str(hub_folder), "", split, cure)
+    )
+    read = list(Gsm8k().open(Split.train, 0, repeat=False))
+    assert [task.answer for task in read] == [f"{row}000" for row in range(10)]
+
+
+@pytest.mark.usefixtures("no_local_data")
+def test_the_data_folder_is_found_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tasks.data_folder() is None
+    (tmp_path / "shared" / "data").mkdir(parents=True)
+    assert tasks.data_folder() == Path("../shared/data")
+    monkeypatch.setenv("MTGRPO_DATA", str(tmp_path))
+    assert tasks.data_folder() == tmp_path
+    monkeypatch.setenv("MTGRPO_DATA", str(tmp_path / "none"))
+    assert "MTGRPO_DATA=" in error_of(tasks.data_folder)
