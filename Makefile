@@ -1,6 +1,6 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-real test-all clean
+.PHONY: help setup demo lint test test-real test-all bench bench-learning docs clean
 
 BIN := .venv/bin
 # Two test processes, each with one thread: more only fight over the cores of a small machine.
@@ -30,6 +30,16 @@ test-real: setup ## tests of the real parts: servers, several processes, real da
 
 test-all: test test-real ## test, test-real, then the slow tests (learning, chaos, stress)
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
+
+bench: bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
+
+bench-learning: setup ## does it learn, and do the controls not? three seeds, about an hour on two cores
+	$(BIN)/python benchmarks/learning.py
+	$(BIN)/python benchmarks/learning.py --recipe word_problems_tiny --arms grpo sft
+	$(BIN)/python benchmarks/learning.py --recipe gsm8k_tiny --arms grpo sft
+
+docs: setup ## rewrite docs/options.txt, the list of all options, from the code
+	$(BIN)/mtgrpo train --help > docs/options.txt
 
 clean: ## remove .venv, caches and build leftovers; runs in outputs/ stay
 	rm -rf .venv .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +19,15 @@ from transformers import PreTrainedTokenizerFast
 from mtgrpo.extension import ConfigError
 from mtgrpo.rollout.chat import Chat, ChatSettings, TemplateChat, Thinking, chatml, open_chat
 from mtgrpo.rollout.renderer_chat import RendererChat, known_config
+from mtgrpo.rollout.wire import Wire
 from mtgrpo.types import Message, ToolCall, ToolSpec
 
 MARKUP = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 LLAMA = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"]
 GEMMA = ["<start_of_turn>", "<end_of_turn>"]
-OTHER = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
+OTHER = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|end|>"]
+GLM = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "[gMASK]", "<sop>"]
 
 CALCULATOR = ToolSpec(
     "calculator",
@@ -48,8 +51,8 @@ ONE_CALL = ["llama3_1"]
 
 
 @lru_cache
-def tokenizer(normalizer: bool = False) -> Any:
-    """A byte-level tokenizer with the special tokens of every template in this file."""
+def tokenizer(normalizer: bool = False, text: str = "the answer of the calculator is user assistant expression") -> Any:
+    """A byte-level tokenizer, trained on `text`, with the special tokens of every template in this file."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -58,8 +61,8 @@ def tokenizer(normalizer: bool = False) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    bpe.train_from_iterator(["the answer of the calculator is user assistant expression arguments"] * 4, trainer)
-    bpe.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL + LLAMA + GEMMA + OTHER])
+    bpe.train_from_iterator([text] * 4, trainer)
+    bpe.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL + LLAMA + GEMMA + GLM + OTHER])
     bpe.add_tokens([AddedToken(token, normalized=normalizer) for token in MARKUP])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
 
@@ -241,7 +244,9 @@ def test_a_mistake_becomes_an_error_and_keeps_the_text() -> None:
     said = chat.parse([*tokenizer().encode(text), chat.stop_ids[0]])
     assert said.error == "the tool call is not valid JSON: Expecting value"
     assert (said.reasoning, said.tool_calls) == ("hm", ())
-    assert decode(chat.open([USER, said, USER], [])).count(text) == 1, "the model sees what it said"
+    context = chat.open([USER, said, USER], [])
+    assert decode(context).count(text) == 1, "the model sees what it said"
+    assert tokenizer().convert_tokens_to_ids("</tool_call>") in context, "in the tokens with which it said it"
     assert chat.parse(tokenizer().encode("<think>\nhm")).error == "<think> is not closed"
 
 
@@ -289,6 +294,7 @@ def test_strip_begins_anew_where_the_template_drops_reasoning() -> None:
     call, answer = Message("assistant", "", "hm", (ADD,)), Message("assistant", "3", "so")
     assert chat.extend([USER, call], [REPLY], [CALCULATOR]) is not None, "kept within a chain of tool calls"
     assert chat.extend([USER, call, REPLY, answer], [USER], [CALCULATOR]) is None
+    assert chat.extend([USER, call, REPLY, ANSWER], [USER], [CALCULATOR]) is None, "reasoning before the last message"
     assert chat.extend([USER, ANSWER], [USER], [CALCULATOR]) is not None, "there is nothing to drop"
     history = [USER, call, REPLY, answer, USER]
     assert "hm" not in decode(chat.open(history, [CALCULATOR]))
@@ -304,6 +310,21 @@ def test_keep_extends_even_where_the_template_drops_reasoning() -> None:
     assert extension is not None
     assert decode(tokens + extension).count("so\n</think>") == 1
     assert decode(extension) == "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_reasoning_that_the_template_has_no_field_for_is_kept_in_the_text() -> None:
+    reasoned = Message("assistant", "3", "so")
+    assert "<think>\nso\n</think>\n\n3<|im_end|>" in decode(chat_of("qwen2_5").open([USER, reasoned, USER], []))
+    dropped = source("qwen2_5").replace("message.content", "message.content.split('</think>')[-1]")
+    chat = with_template(dropped)
+    assert "so" not in decode(chat.open([USER, reasoned, USER], []))
+    assert decode(chat.encode(reasoned)) == "<think>\nso\n</think>\n\n3<|im_end|>", "which is how it was said"
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "nemotron_3_nano", "nemotron_3_ultra"])
+def test_an_answer_closes_the_thinking_that_its_prompt_opened(name: str) -> None:
+    text = decode(chat_of(name).open([USER], []) + chat_of(name).encode(ANSWER))
+    assert text.count("<think>") == text.count("</think>") == 1
 
 
 def test_contents_that_the_template_rewrites_are_rendered() -> None:
@@ -330,6 +351,12 @@ def test_what_cannot_be_proven_an_extension_is_none(text: str) -> None:
     assert chat.extend([USER, ANSWER], [USER], []) is None
     assert decode(chat.open([USER, ANSWER, USER], [])).endswith("assistant: ")
     assert decode([chat.encode(ANSWER)[-1]]) in ("<|im_end|>", "<|endoftext|>")
+
+
+def test_a_turn_that_ends_with_the_next_role_is_not_extended() -> None:
+    chat = chat_of("glm4moe_training")  # ends a call with <|observation|> and an answer with <|user|>
+    assert chat.extend([USER, CALL], [REPLY, USER], [CALCULATOR]) is None
+    assert chat.extend([USER, ANSWER], [USER], [CALCULATOR]) is not None
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
@@ -368,6 +395,18 @@ def test_a_normaliser_cannot_make_special_tokens() -> None:
     tokens = chat.extend([USER, ANSWER], [Message("user", wide)], [])
     assert plain is not None and tokens is not None
     assert added(tokens) == added(plain)
+
+
+def test_a_vocabulary_that_holds_special_strings_whole_spells_them_out() -> None:
+    vocabulary = {character: number for number, character in enumerate("<>/_abcdefghijklmnopqrstuvwxyz|\n")}
+    vocabulary |= {"<tool_call>": 100, "<|im_start|>": 101, "<|im_end|>": 102}
+    bpe = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
+    bpe.decoder = decoders.Fuse()
+    bpe.add_special_tokens(["<tool_call>", "<|im_start|>", "<|im_end|>"])
+    wire = Wire(PreTrainedTokenizerFast(tokenizer_object=bpe))
+    assert wire.encode("<tool_call>") == [100]
+    assert wire.decode(wire.encode(wire.escape("a<tool_call>"))) == "a<tool_call>"
+    assert max(wire.encode(wire.escape("<tool_call><|im_end|>"))) < 100
 
 
 def test_half_characters_in_a_reply_are_replaced() -> None:
@@ -424,3 +463,21 @@ def test_a_renderer_strips_where_its_template_does() -> None:
     assert keeping.extend([USER, thought], [USER], []) is not None
     assert chat.extend([USER, ANSWER], [USER], []) is not None
     assert chat.extend([USER, Message("assistant", "", "hm", (ADD,))], [REPLY], [CALCULATOR]) is not None
+
+
+def test_a_renderer_may_not_change_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = RendererChat(tokenizer(), known_config("Qwen/Qwen3-0.6B"), Thinking.keep)
+    assert chat.extend([USER, ANSWER], [USER], []) is not None
+    other = SimpleNamespace(token_ids=list(range(100)))
+    monkeypatch.setattr(chat, "_renderer", SimpleNamespace(bridge_to_next_turn=lambda *_, **__: other))
+    assert chat.extend([USER, ANSWER], [USER], []) is None
+
+
+def test_a_token_may_run_across_the_end_of_the_prompt() -> None:
+    merging = tokenizer(text="\n\n")
+    chat = RendererChat(merging, known_config("Qwen/Qwen3.5-4B"), Thinking.keep)
+    prompt, output = chat.open([USER], []), chat.encode(ANSWER)
+    text = merging.decode(prompt + output)
+    assert text.endswith("<think>\n\n</think>\n\nIt is 3.<|im_end|>")
+    assert merging.encode(text, add_special_tokens=False)[: len(prompt)] != prompt, "one token would cross the end"
+    assert chat.parse(output) == ANSWER

@@ -39,6 +39,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return load_tokenizer("tiny")
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
 Save = Callable[..., Path]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,8 +20,7 @@ from mtgrpo import cli, extension, options
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.grpo import GRPO
-from mtgrpo.compose import Composed, compose, parse, recipes
-from mtgrpo.environments import Environment
+from mtgrpo.compose import Composed, compose, parse, read_run, recipes, write_record
 from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.experiment import Experiment
@@ -26,6 +29,7 @@ from mtgrpo.helptext import comments
 from mtgrpo.policy.optimizer import Kind
 from mtgrpo.tasks.calculator import Calculator
 from mtgrpo.tasks.gsm8k import Gsm8k
+from mtgrpo.types import Message, Task
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -353,12 +357,16 @@ def test_an_unfit_class_of_ones_own_is_refused(name: str, said: str, own: str) -
 
 @pytest.mark.parametrize(
     ("source", "said"),
-    [("import nowhere_at_all\n", "line 1: ModuleNotFoundError"), ("x = (\n", "SyntaxError"), ("1 / 0\n", "line 1: Zero")],
+    [
+        ("import nowhere_at_all\n", "line 1: ModuleNotFoundError"),
+        ("x = (\n", "SyntaxError"),
+        ("1 / 0\n", "line 1: Zero"),
+    ],
 )
 def test_a_broken_file_of_ones_own_is_named(source: str, said: str, place: Path) -> None:
     place.joinpath("broken.py").write_text(source)
     for _ in range(2):  # the second attempt must not find half a module
-        with pytest.raises(ConfigError, match="broken.py cannot be imported") as refused:
+        with pytest.raises(ConfigError, match=r"broken\.py cannot be imported") as refused:
             composed("reward=broken.py:Mine")
         assert said in str(refused.value)
 
@@ -375,7 +383,7 @@ def test_a_broken_file_of_ones_own_is_named(source: str, said: str, place: Path)
 )
 def test_a_recipe_of_ones_own_is_checked(content: str, said: str, place: Path) -> None:
     place.joinpath("mine.yaml").write_text(content)
-    with pytest.raises(ConfigError, match="mine.yaml") as refused:
+    with pytest.raises(ConfigError, match=r"mine\.yaml") as refused:
         composed("recipe=mine.yaml")
     assert said in str(refused.value)
 
@@ -389,6 +397,7 @@ def test_a_recipe_of_ones_own_is_checked(content: str, said: str, place: Path) -
         (["eval", "checkpoint=away"], "there is no folder"),
         (["eval", "checkpoint=."], ".hydra/config.yaml"),
         (["sft", "sft.steps=0"], "sft.steps"),
+        (["train", "task=jsonl", "task.path=."], "holds no .jsonl file"),
     ],
 )
 def test_a_wrong_command_is_refused(arguments: list[str], said: str, run: Run, place: Path) -> None:
@@ -429,6 +438,8 @@ def test_help_lists_every_setting_with_type_value_and_comment(run: Run, own: str
     assert "* task=gsm8k " in out and "  task=calculator " in out
     assert "* recipe=gsm8k " in out and "* reward=own.py:Half " in out
     assert max(map(len, out.splitlines())) <= 100
+    assert max(map(len, cli.USAGE.splitlines())) <= 100
+    assert run("eval", "--help", "checkpoint=x", "hydra.run.dir=y")[0] == 0
 
 
 def test_comments_stand_behind_above_or_below_a_field(place: Path) -> None:
@@ -458,3 +469,145 @@ def test_a_dry_run_of_several_prints_each(run: Run, place: Path, no_model: None)
     titles = [line for line in out.splitlines() if line.startswith("# run ")]
     assert titles == [f"# run {n}: seed={s} kl.coef={c}" for n, (s, c) in enumerate([(3, 0), (3, 1), (4, 0), (4, 1)])]
     assert list(place.iterdir()) == []
+
+
+# --- what is started
+
+
+def test_parts_of_ones_own_make_a_run(run: Run, place: Path, own: str) -> None:
+    parts = [f"task={own}:Sums", f"reward={own}:Half", f"algorithm={own}:Reinforce", "task.largest=5"]
+    words = [
+        *SMALL,
+        *parts,
+        "reward.target=0.75",
+        "algorithm.truncated=keep",
+        f"environment.tools=[calculator,'{own}:increment']",
+    ]
+    code, _, err = run("train", *words)
+    assert code == 0, err
+    (folder,) = place.glob("outputs/*-*-*/*-*-*")
+    module = extension.load_file(Path(own))
+    assert module.seen == [[0.75, 0.75], [0.75, 0.75]]
+    played = [json.loads(line) for line in (folder / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
+    assert {(line["task"], line["reward"]) for line in played} >= {("train/0", 0.75), ("train/1", 0.75)}
+    assert played[0]["messages"][0]["content"] == "What is 0 + 1?"
+
+    record = folder / ".hydra"
+    assert yaml.safe_load((record / "overrides.yaml").read_text()) == words
+    assert yaml.safe_load((record / "config.yaml").read_text())["reward"] == {"success_at": 1.0, "target": 0.75}
+    choices = yaml.safe_load((record / "hydra.yaml").read_text())["hydra"]["runtime"]["choices"]
+    assert choices["algorithm"] == f"{own}:Reinforce"
+
+    (checkpoint,) = (folder / "checkpoints").glob("step_*")
+    code, _, err = run("eval", f"checkpoint={checkpoint}", "reward.target=0.25", "hydra.run.dir=measured")
+    assert code == 0, err
+    summary = json.loads((place / "measured" / "summary.json").read_text())
+    assert summary["eval/reward"] == 0.25
+    again = read_run(place / "measured").values
+    assert (again["task"]["largest"], again["reward"]["target"], again["eval"]["tasks"]) == (5, 0.25, 2)
+
+
+def test_the_tools_of_ones_own_are_given_to_the_environment(own: str) -> None:
+    made = experiment(f"environment.tools=['{own}:increment']")
+    opening = asyncio.run(made.environment.start(Task("1", (Message("user", "1 + 1?"),))))
+    assert [(tool.name, tool.description) for tool in opening.tools] == [("increment", "Add one.")]
+
+
+def test_the_checkpoint_s_run_is_the_recipe_of_its_evaluation(place: Path, own: str) -> None:
+    first = composed("recipe=gsm8k", "seed=3", f"reward={own}:Half", "rollout.group_size=4", "log=[jsonl]")
+    write_record(first, [], place)
+    again = compose([], run=place)
+    assert (again.values, again.choices) == (first.values, first.choices)
+    other = compose(parse(["task=calculator", "seed=4"]), run=place)
+    assert other.experiment.task == Calculator()
+    assert (other.experiment.seed, other.experiment.rollout.group_size) == (4, 4)
+
+
+def test_the_warm_start_alone(run: Run, place: Path) -> None:
+    code, _, err = run("sft", *SMALL, "hydra.run.dir='a place'")
+    assert code == 0, err
+    assert (place / "a place" / "summary.json").is_file()
+    assert len(list((place / "a place" / "checkpoints").iterdir())) == 1
+
+
+def test_a_run_needs_an_empty_folder(run: Run, place: Path, no_model: None) -> None:
+    place.joinpath("taken").mkdir()
+    place.joinpath("taken", "file").touch()
+    for words in (["hydra.run.dir=taken"], ["hydra.sweep.dir=taken", "-m"], ["hydra.run.dir=taken/file/below"]):
+        code, _, err = run("train", *words)
+        assert code == 2
+        assert "taken" in err and len(err.splitlines()) == 1
+    assert [path.name for path in place.rglob("*")] == ["taken", "file"]
+
+
+def test_runs_of_one_second_have_folders_of_their_own(place: Path) -> None:
+    folders = [cli.new_folder(Path("outputs"), None) for _ in range(5)]
+    assert len(set(folders)) == 5
+    assert all(folder.is_dir() for folder in folders)
+    pattern = r"outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d(-\d)?"
+    assert [str(folder) for folder in folders if not re.fullmatch(pattern, str(folder))] == []
+
+
+@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (ConfigError("no such thing"), 2)])
+def test_how_a_run_ends_is_in_the_exit_code(
+    raised: BaseException, code: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr("mtgrpo.trainer.run_training", stop)
+    left, _, err = run("train")
+    assert left == code
+    assert "Traceback" not in err
+
+
+def test_a_defect_is_shown_with_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("mtgrpo.trainer.run_training", stop)
+    with pytest.raises(ZeroDivisionError):  # Python prints it and leaves with 1
+        cli.main(["train"])
+
+
+def test_several_runs_are_processes_whose_failures_count(
+    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = place / "process"
+    process.write_text(
+        f"#!{sys.executable}\nimport sys\nopen('calls', 'a').write(repr(sys.argv[1:]) + '\\n')\n"
+        "sys.exit(3 if 'seed=2' in sys.argv else 0)\n"
+    )
+    process.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(process))
+    code, out, _ = run("train", "seed=1,2,3", "kl.coef=0.5", "-m", 'hydra.sweep.dir="the user\'s sweep"')
+    assert code == 1
+    calls = [ast.literal_eval(line) for line in (place / "calls").read_text().splitlines()]
+    assert calls == [
+        ["-m", "mtgrpo", "train", f"seed={n + 1}", "kl.coef=0.5", rf"hydra.run.dir='the user\'s sweep/{n}'"]
+        for n in range(3)
+    ]
+    assert out.splitlines()[-2:] == ["2 of 3 runs done, in the user's sweep", "run 1 (seed=2) failed with exit code 3"]
+    code, out, _ = run("train", "seed=1,3", "-m")
+    assert code == 0
+    assert re.search(r"2 of 2 runs done, in multirun/[-\d]+/[-\d]+$", out.strip())
+
+
+@pytest.mark.real
+def test_several_real_runs(place: Path, own: str) -> None:
+    words = [*SMALL, f"reward={own}:Fails,{own}:Half", "--multirun"]
+    command = [sys.executable, "-m", "mtgrpo", "train", *words]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert "OSError: the grader is away" in process.stderr
+    assert "run 0 (reward=" in process.stdout
+    (sweep,) = place.glob("multirun/*/*")
+    assert not (sweep / "0" / "summary.json").exists()
+    assert json.loads((sweep / "1" / "summary.json").read_text())["eval/reward/after"] == 0.5
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "mtgrpo", "trian"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == "mtgrpo: there is no command 'trian'; did you mean train?\n"

@@ -99,33 +99,26 @@ def test_errors_are_said(name: str, text: str, error: str) -> None:
     assert (said.content, said.calls) == (text, ())
 
 
-fragments = st.sampled_from(
-    [
-        "<tool_call>",
-        "</tool_call>",
-        "<function=f>",
-        "<parameter=a>",
-        "</parameter>",
-        "</function>",
-        "<|python_tag|>",
-        '{"name":',
-        '"f",',
-        "{",
-        "}",
-        '"',
-        "\\ud800",
-        "1",
-        '"arguments":{}}',
-        "<think>",
-        "</think>",
-    ]
-)
+tags = ["<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<|python_tag|>"]
+pieces = [
+    '{"name": "f", "arguments": {}}',
+    '{"name":',
+    "{",
+    "}",
+    '"',
+    "\\ud800",
+    "1",
+    "\n",
+    " x ",
+    "<think>",
+    "</think>",
+]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@given(pieces=st.lists(fragments, max_size=8))
-def test_any_text_can_be_parsed(form: ToolFormat, pieces: list[str]) -> None:
-    said = form.parse("".join(pieces), {})
+@given(text=st.lists(st.sampled_from(tags + pieces), max_size=8).map("".join))
+def test_any_text_can_be_parsed(form: ToolFormat, text: str) -> None:
+    said = form.parse(text, {})
     assert not (said.error and said.calls)
 
 

@@ -53,8 +53,9 @@ mtgrpo COMMAND [KEY=VALUE ...]
   mtgrpo train seed=1,2,3 algorithm.clip_high=0.28 --multirun
   mtgrpo train reward=path/to/file.py:MyReward task=jsonl task.path=my.jsonl
 
-A run is kept in outputs/DATE/TIME, several in multirun/DATE/TIME; hydra.run.dir=PATH and hydra.sweep.dir=PATH
-choose another place. Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wrong."""
+A run is kept in outputs/DATE/TIME, several in multirun/DATE/TIME; hydra.run.dir=PATH and
+hydra.sweep.dir=PATH choose another place.
+Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wrong."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def run_command(arguments: Sequence[str]) -> int:
     if "--help" in flags:
         from mtgrpo.helptext import help_text  # noqa: PLC0415
 
+        words = [word for word in words if not word.startswith(("checkpoint=", "hydra."))]
         show(f"mtgrpo {command} [KEY=VALUE ...]: {COMMANDS[command]}\n\n{help_text(words)}")
         return 0
     return _start(command, words, multirun="--multirun" in flags, dry="--dry-run" in flags)
@@ -173,8 +175,8 @@ def checked_job(command: str, overrides: Sequence[Override]) -> Job:
         if checkpoint:  # which brings its own tokenizer
             experiment = replace(experiment, model=replace(experiment.model, name=str(checkpoint)))
         check(experiment)
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no file {error.filename}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename or 'the input'}: {error.strerror or error}") from error
     return Job(command, list(overrides), composed, checkpoint)
 
 
@@ -234,6 +236,7 @@ def _run(job: Job, folder: Path) -> None:
 def _run_several(command: str, overrides: Sequence[Override], folder: str, dry: bool) -> int:
     """One fresh process per combination, one after the other; all are checked before the first begins."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: PLC0415
+    from hydra.core.override_parser.types import Quote, QuotedString  # noqa: PLC0415
     from hydra.errors import HydraException  # noqa: PLC0415
 
     from mtgrpo.compose import parse  # noqa: PLC0415
@@ -243,7 +246,7 @@ def _run_several(command: str, overrides: Sequence[Override], folder: str, dry: 
     except HydraException as error:
         raise ConfigError(f"--multirun takes lists such as seed=1,2,3 and ranges: {error}") from error
     varied = tuple(f"{override.key_or_group}=" for override in overrides if override.is_sweep_override())
-    titles = [" ".join(word for word in words if word.startswith(varied)) for words in combinations]
+    titles = [" ".join(w.replace("\\", "") for w in words if w.startswith(varied)) for words in combinations]
     jobs = [checked_job(command, parse(words)) for words in combinations]
     if dry:
         for number, (title, job) in enumerate(zip(titles, jobs, strict=True)):
@@ -253,8 +256,8 @@ def _run_several(command: str, overrides: Sequence[Override], folder: str, dry: 
     failures: list[str] = []
     for number, (title, words) in enumerate(zip(titles, combinations, strict=True)):
         print(f"run {number} of {len(jobs)}: {title}", flush=True)
-        place = str(root / str(number)).replace("\\", "\\\\").replace("'", "\\'")
-        process = [sys.executable, "-m", "mtgrpo", command, *words, f"hydra.run.dir='{place}'"]
+        place = QuotedString(str(root / str(number)), Quote.single).with_quotes()
+        process = [sys.executable, "-m", "mtgrpo", command, *words, f"hydra.run.dir={place}"]
         code = subprocess.run(process, check=False).returncode
         if code:
             failures.append(f"run {number} ({title}) failed with exit code {code}")

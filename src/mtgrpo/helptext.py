@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ def summary(cls: type) -> str:
     return " ".join(paragraph.split()) if not paragraph.startswith(f"{cls.__name__}(") else ""
 
 
+@functools.cache
 def comments(cls: type) -> dict[str, str]:
     """What the source of a dataclass says of each field: the comment behind it, or above it, or the string below it."""
     try:

@@ -20,7 +20,7 @@ from mtgrpo.log import Sink
 _SHOWN = {  # metric: how it is written, in order of importance
     "reward/mean": "reward {:.3f}",
     "reward/success": "success {:.1%}",
-    "policy/loss": "loss {:.4f}",
+    "sft/loss": "loss {:.4f}",
     "policy/kl": "KL {:.4f}",
     "policy/entropy": "entropy {:.3f}",
     "policy/clip_fraction": "clipped {:.1%}",
@@ -110,8 +110,7 @@ class Console(Sink):
 
 
 def _pieces(metrics: Mapping[str, float]) -> list[str]:
-    hidden = {"policy/loss"} if "reward/mean" in metrics else set[str]()  # of no meaning in reinforcement learning
-    return [form.format(metrics[name]) for name, form in _SHOWN.items() if name in metrics and name not in hidden]
+    return [form.format(metrics[name]) for name, form in _SHOWN.items() if name in metrics]
 
 
 def _next_line(step: int, total: int) -> int:

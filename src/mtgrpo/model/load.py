@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from mtgrpo.extension import ConfigError
 from mtgrpo.model import tiny
+
+logging.disable_progress_bar()  # it would write through the console's own
 
 
 class DType(Enum):

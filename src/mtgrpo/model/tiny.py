@@ -20,6 +20,22 @@ TOKENIZER = Path(__file__).parent / "tiny_tokenizer"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 VOCABULARY = 2048
+# How transformers' `parse_response` reads an answer of the shipped chat template; other libraries rely on it.
+RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -104,6 +120,7 @@ def build_tokenizer(texts: Iterable[str], chat_template: str, vocabulary: int = 
         pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
         chat_template=chat_template,
+        response_template=RESPONSE,
         model_max_length=4096,
         clean_up_tokenization_spaces=False,
     )

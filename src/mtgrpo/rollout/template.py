@@ -137,12 +137,8 @@ def learn(write: Callable[[Sequence[str]], str | None], count: int) -> Glue | No
     for index in range(count):
         values = [*names[:index], _PROBES[0], *names[index + 1 :]]
         seen = write(values)
-        for trim in _TRIMS:
-            if Glue(literals, slots, (*trims, trim, *[str] * (count - index - 1))).fill(values) == seen:
-                trims.append(trim)
-                break
-        else:
-            return None
+        glues = (Glue(literals, slots, (*trims, trim, *[str] * (count - index - 1))) for trim in _TRIMS)
+        trims.append(next((glue.trims[index] for glue in glues if glue.fill(values) == seen), str))
     glue = Glue(literals, slots, tuple(trims))
     for shift in range(len(_PROBES)):
         values = [_PROBES[(index + shift) % len(_PROBES)] for index in range(count)]

@@ -1,0 +1,204 @@
+"""Does it learn, and is it the reinforcement that does it? `python benchmarks/learning.py [--recipe R] [--arms A ...]`
+
+For each seed one warm start, and from its weights:
+
+    grpo       the recipe as it is
+    shuffled   the same with advantages permuted over the batch: must not learn
+    flipped    the same with the opposite sign, a third of the steps: must fall
+    sft        the warm start continued on new demonstrations for as many seconds as GRPO took; the learning rate is the
+               best of three on the first seed
+    own        supervised steps on the policy's own successes, sampled anew each step, for as many seconds
+
+Every arm runs through the command line in a process of its own, but `own`, which is no feature of the package. Success
+is the mean of the recipe's samples at temperature 1 over its held-out tasks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import finish
+
+from mtgrpo.algorithms.average import Average, token_weights
+from mtgrpo.batch.padded import build_batch
+from mtgrpo.compose import compose, parse
+from mtgrpo.evaluate import evaluate_fully
+from mtgrpo.experiment import Experiment
+from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.step import Policy
+from mtgrpo.rollout.stream import play_batch
+from mtgrpo.run import open_run
+from mtgrpo.sft import negative_log_likelihood
+
+LEARNING_RATES = (0.02, 0.01, 0.005)  # of the matrices, for the arm `sft`; the warm start's is the first
+# Fixed before the benchmark was run. What a recipe must show: for the calculator alone.
+MUST = {
+    "before at least": 0.10,
+    "before at most": 0.45,
+    "after at least": 0.85,
+    "gain at least": 0.45,
+    "shuffled gain at most": 0.10,
+    "flipped gain below": 0.0,
+    "sft gain at most": 0.20,
+}
+ARMS = ("grpo", "shuffled", "flipped", "sft", "own")
+Summary = dict[str, float]
+
+
+def command(words: list[str], folder: Path) -> Summary:
+    """Run `mtgrpo` with `words`; what it measured."""
+    if not (folder / "summary.json").exists():
+        arguments = [sys.executable, "-m", "mtgrpo", *words, f"hydra.run.dir={folder}", "log=[jsonl]"]
+        subprocess.run(arguments, check=True)
+    return json.loads((folder / "summary.json").read_text())
+
+
+def checkpoint_of(folder: Path) -> Path:
+    """The last checkpoint of the run in `folder`."""
+    return sorted((folder / "checkpoints").glob("step_*"))[-1]
+
+
+def share_with_variance(folder: Path) -> list[float]:
+    """For every step of a run, the share of groups whose rewards differ."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["reward/groups_with_variance"] for row in rows if "reward/groups_with_variance" in row]
+
+
+async def own_successes(experiment: Experiment, seconds: float, folder: Path) -> Summary:
+    """Sample, keep what succeeded, imitate it; for `seconds`, evaluation not counted."""
+    with open_run(experiment, folder) as run:
+        optimizer = Optimizer(run.model, experiment.optimizer, 0)
+        policy = Policy(run.model, optimizer, experiment.batch.token_budget, 1.0)
+        began, step = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds:
+            step += 1
+            groups = await play_batch(run.player.at(f"train/{step}"), run.tasks, experiment.rollout)
+            good = [t for g in groups for t in g.trajectories if t.reward >= experiment.reward.success_at]
+            if good:
+                batch = build_batch(good)
+                weights = token_weights(Average.token_mean, batch.trajectory)
+                policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
+            run.engine.version = step
+        return {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Where the arms of one seed begin: the weights of its warm start."""
+
+    recipe: str
+    seed: int
+    folder: Path
+    extra: list[str]
+
+    @property
+    def start(self) -> list[str]:
+        """The words that every arm has in common."""
+        weights = checkpoint_of(self.folder / "warm_start")
+        return [f"recipe={self.recipe}", f"model.name={weights}", *self.extra]
+
+    def warm(self) -> Summary:
+        """The warm start itself."""
+        words = ["sft", f"recipe={self.recipe}", f"seed={self.seed}", *self.extra]
+        return command(words, self.folder / "warm_start")
+
+    def train(self, name: str, *words: str) -> Summary:
+        """One arm of reinforcement learning."""
+        return command(["train", *self.start, f"seed={self.seed}", "sft.steps=0", *words], self.folder / name)
+
+    def continued(self, rate: float, steps: int) -> Summary:
+        """More supervised steps, on demonstrations of other tasks where they are generated."""
+        words = [f"seed={self.seed + 1000}", f"sft.steps={steps}", f"sft.optimizer.muon_lr={rate}"]
+        return command(["sft", *self.start, *words], self.folder / f"sft_{rate}")
+
+
+def run_seed(seed: Seed, names: list[str], rates: tuple[float, ...]) -> dict[str, Any]:
+    """The arms `names` of one seed. `rates` are the learning rates that the arm `sft` tries."""
+    warm = seed.warm()
+    experiment = compose(parse([*seed.start, f"seed={seed.seed}"])).experiment
+    arms = {"grpo": seed.train("grpo")}
+    seconds = arms["grpo"]["time/rl_s"]
+    variance = share_with_variance(seed.folder / "grpo")
+    best = rates[0]
+    if "shuffled" in names:
+        arms["shuffled"] = seed.train("shuffled", "debug.advantages=shuffled")
+    if "flipped" in names:
+        steps = max(1, experiment.trainer.steps // 3)
+        arms["flipped"] = seed.train("flipped", "debug.advantages=flipped", f"trainer.steps={steps}")
+    if "sft" in names:
+        steps = max(1, round(seconds * experiment.sft.steps / warm["time/sft_s"]))
+        tried = {rate: seed.continued(rate, steps) for rate in rates}
+        best = max(tried, key=lambda rate: tried[rate]["eval/success/after"])
+        arms["sft"] = tried[best]
+    if "own" in names:
+        arms["own"] = asyncio.run(own_successes(experiment, seconds, seed.folder / "own"))
+    before = warm["eval/success/after"]
+    for name, arm in arms.items():
+        print(f"seed {seed.seed}  {name:9} success {before:.3f} -> {arm['eval/success/after']:.3f}", flush=True)
+    return {
+        "before": {name: value for name, value in warm.items() if name.startswith("eval/")},
+        "arms": arms,
+        "sft_learning_rate": best,
+        "groups_with_variance": {"first step": variance[0], "mean": sum(variance) / len(variance)},
+        "seconds": {"warm start": warm["time/sft_s"], "grpo": seconds},
+    }
+
+
+def judge(seeds: list[dict[str, Any]]) -> dict[str, bool]:
+    """Which of MUST hold for every seed."""
+    before = [s["before"]["eval/success/after"] for s in seeds]
+    after = {arm: [s["arms"][arm]["eval/success/after"] for s in seeds] for arm in ARMS}
+    gain = {arm: [a - b for a, b in zip(values, before, strict=True)] for arm, values in after.items()}
+    return {
+        "before at least": min(before) >= MUST["before at least"],
+        "before at most": max(before) <= MUST["before at most"],
+        "after at least": min(after["grpo"]) >= MUST["after at least"],
+        "gain at least": min(gain["grpo"]) >= MUST["gain at least"],
+        "shuffled gain at most": max(gain["shuffled"]) <= MUST["shuffled gain at most"],
+        "flipped gain below": max(gain["flipped"]) < MUST["flipped gain below"],
+        "sft gain at most": max(gain["sft"]) <= MUST["sft gain at most"],
+    }
+
+
+def main() -> None:
+    """Parse arguments, run every seed, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="calculator")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="grpo always runs")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/benchmarks/learning"), help="keeps finished arms")
+    parser.add_argument("--file", help="below benchmarks/results; default learning.json or learning_RECIPE.json")
+    parser.add_argument("--set", nargs="*", default=[], help="more overrides for every arm, e.g. trainer.steps=5")
+    given = parser.parse_args()
+    seeds: dict[int, dict[str, Any]] = {}
+    rates = LEARNING_RATES
+    for number in given.seeds:
+        folder = (given.folder / given.recipe / f"seed_{number}").resolve()
+        seeds[number] = run_seed(Seed(given.recipe, number, folder, given.set), given.arms, rates)
+        rates = (seeds[number]["sft_learning_rate"],)
+    found = list(seeds.values())
+    ratios: dict[str, float | None] = {
+        f"learning.{arm}": sum(s["arms"][arm]["eval/success/after"] for s in found) / len(found)
+        for arm in found[0]["arms"]
+    }
+    ratios["learning.before"] = sum(s["before"]["eval/success/after"] for s in found) / len(found)
+    detail: dict[str, Any] = {"recipe": given.recipe, "seeds": seeds, "overrides": given.set}
+    if given.recipe == "calculator" and set(given.arms) == set(ARMS):
+        detail["must"] = {name: {"limit": MUST[name], "held": held} for name, held in judge(found).items()}
+        for name, verdict in detail["must"].items():
+            print(f"{'held  ' if verdict['held'] else 'BROKEN'}  {name} {verdict['limit']}")
+    default = "learning.json" if given.recipe == "calculator" else f"learning_{given.recipe}.json"
+    finish("learning", ratios, detail, given.file or default)
+
+
+if __name__ == "__main__":
+    main()

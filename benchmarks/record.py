@@ -1,0 +1,44 @@
+"""What every benchmark ends with: one JSON line, also written to benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> str:
+    """Processor, cores and GPU in one line."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores{gpu}"
+
+
+def versions() -> dict[str, str]:
+    """What was measured with."""
+    packages = ("mtgrpo", "torch", "transformers")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def finish(benchmark: str, ratios: dict[str, float | None], detail: dict[str, Any], file: str | None) -> None:
+    """Print the JSON line; write it to benchmarks/results/`file` unless that is None."""
+    line = {
+        "benchmark": benchmark,
+        "ratios": ratios,
+        "detail": detail,
+        "machine": machine(),
+        "versions": versions(),
+    }
+    text = json.dumps(line)
+    if file is not None:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / file).write_text(text + "\n")
+    print(text)

@@ -1,0 +1,69 @@
+"""Every code block of the README: commands run with --dry-run, files as they stand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mtgrpo import cli
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+OPTIONS = Path(__file__).parents[1] / "docs" / "options.txt"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.M | re.S)
+
+
+def commands() -> list[str]:
+    lines = [line.partition("#")[0] for block in blocks("console") for line in block.splitlines()]
+    return [part.strip() for line in lines for part in line.split(";") if part.strip().startswith("mtgrpo")]
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_folder: Path) -> Path:
+    """A folder with the README's own files, and a finished run at the path the README names."""
+    monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "problems.jsonl").write_text("".join(blocks("json")))
+    for name, block in zip(("tools.py", "short.py"), blocks("python"), strict=True):
+        (tmp_path / name).write_text(block)
+    (path,) = re.findall(r"checkpoint=(\S+)/checkpoints/step_000060", README)
+    words = ["sft.steps=1", "trainer.steps=1", "rollout.prompts_per_step=1", "eval.tasks=1", "eval.samples=1"]
+    with pytest.raises(SystemExit) as done:
+        cli.main(["train", *words, f"hydra.run.dir={path}", "log=[jsonl]"])
+    assert done.value.code == 0
+    checkpoints = tmp_path / path / "checkpoints"
+    (checkpoints / "step_000001").rename(checkpoints / "step_000060")
+    return tmp_path
+
+
+def test_every_command_is_accepted(newcomer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = commands()
+    assert len(found) >= 10
+    for command in found:
+        words = shlex.split(command)[1:]
+        if "--help" not in words:
+            words.append("--dry-run")
+        needs_hub = "recipe=gsm8k" in words or "recipe=jsonl" in words  # their model is on the hub; take one at hand
+        words = [word for word in words if not word.startswith("model.name=")]
+        words += ["model.name=tiny"] if needs_hub else []
+        with pytest.raises(SystemExit) as done:
+            cli.main(words)
+        assert done.value.code == 0, (command, capsys.readouterr().err)
+
+
+def test_every_path_exists() -> None:
+    root = Path(__file__).parents[1]
+    paths = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert len(paths) >= 6
+    assert [path for path in paths if not (root / path).exists()] == []
+
+
+def test_the_list_of_options_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    assert OPTIONS.read_text() == capsys.readouterr().out, "run `make docs`"
