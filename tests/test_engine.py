@@ -185,3 +185,78 @@ def test_an_error_in_decoding_reaches_every_conversation_and_the_engine_goes_on(
     broken, after = asyncio.run(run())
     assert all(isinstance(result, IndexError) for result in broken)
     assert len(after.tokens) == 5
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_an_error_among_more_conversations_than_before_is_survived(deterministic: bool) -> None:
+    engine = Local().start(make_model(), deterministic)
+    sampling = Sampling(max_new_tokens=5)
+
+    async def ask(sibling: int, token: int) -> Completion:
+        async with engine.conversation(Key(0, "train/1", "t", sibling)) as sample:
+            return await sample([token, 5, 6], sampling)
+
+    async def run() -> tuple[list[object], list[Completion]]:
+        before = await asyncio.gather(ask(0, 7), ask(1, 8))
+        broken = await asyncio.gather(*(ask(sibling, 10**9) for sibling in range(5)), return_exceptions=True)
+        assert before == await asyncio.gather(ask(0, 7), ask(1, 8))
+        return list(broken), list(await asyncio.gather(*(ask(sibling, 7) for sibling in range(5))))
+
+    broken, after = asyncio.run(run())
+    assert [str(error) for error in broken] == ["index out of range in self"] * 5
+    assert [len(completion.tokens) for completion in after] == [5] * 5
+
+
+def test_a_conversation_that_has_not_spoken_yet_survives_the_end_of_another() -> None:
+    model = make_model()
+    sampling = Sampling(max_new_tokens=5)
+
+    async def run() -> Completion:
+        engine = Local().start(model, False)
+        async with engine.conversation(Key(0, "train/1", "t", 1)) as first:
+            await first(prompt_of(1), sampling)
+            opened = engine.conversation(Key(0, "train/1", "t", 2))
+            second = await opened.__aenter__()
+        completion = await second(prompt_of(2), sampling)
+        await opened.__aexit__(None, None, None)
+        return completion
+
+    completion = asyncio.run(run())
+    expected = full_logprobs(model, prompt_of(2), completion.tokens, 1.0)
+    assert max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True)) < 5e-4
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 128])
+def test_siblings_share_a_prompt_of_any_length(length: int) -> None:
+    """Also one that fills the buffers exactly."""
+    model = make_model()
+    prompt = [20 + number % 900 for number in range(length)]
+
+    async def ask(engine: LocalEngine, sibling: int) -> Completion:
+        async with engine.conversation(Key(0, "train/1", "t", sibling)) as sample:
+            return await sample(prompt, Sampling(max_new_tokens=5))
+
+    async def run() -> list[Completion]:
+        engine = Local().start(model, True)
+        return list(await asyncio.gather(*(ask(engine, sibling) for sibling in range(3))))
+
+    for completion in asyncio.run(run()):
+        expected = full_logprobs(model, prompt, completion.tokens, 1.0)
+        assert max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True)) < 5e-4
+
+
+def test_conversations_that_come_and_go_keep_their_own_past() -> None:
+    """Slots are given away and moved while others go on."""
+    model = make_model(DType.float64)
+    sampling = Sampling(max_new_tokens=6, stop_ids=list(range(200)))
+    places = asyncio.Semaphore(4)
+
+    async def one(engine: LocalEngine, number: int) -> Played:
+        async with places:
+            return await converse(engine, Key(7, "train/1", str(number), 0), number, sampling, 1 + number * 7 % 5)
+
+    async def run() -> list[Played]:
+        engine = Local().start(model, False)
+        return list(await asyncio.gather(*(one(engine, number) for number in range(14))))
+
+    assert max(differences(model, asyncio.run(run()), 1.0)) <= 1e-9

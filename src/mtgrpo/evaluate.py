@@ -14,23 +14,36 @@ from mtgrpo.run import Run, open_run
 from mtgrpo.types import Group, Status, Task, Trajectory
 
 
-async def evaluate(player: Player, tasks: Sequence[Task], samples: int, prefix: str = "eval") -> dict[str, float]:
-    """Sampled at temperature 1, `samples` per task: success (mean over samples), pass@k, tool use, turns, length."""
-    sampled = player.at("eval", temperature=1.0)
-    groups = await asyncio.gather(*(sampled.play_group(task, samples) for task in tasks))
-    return {f"{prefix}/{name}": value for name, value in describe(groups, player.reward.success_at, samples).items()}
+class NothingPlayedError(RuntimeError):
+    """Every conversation of an evaluation failed: there is nothing to measure. The message gives a reason."""
+
+
+async def evaluate(player: Player, tasks: Sequence[Task], samples: int) -> dict[str, float]:
+    """Sampled at temperature 1, `samples` per task: success (mean over samples), pass@k, tool use, turns, length.
+
+    Raises NothingPlayedError.
+    """
+    groups = await _play(player.at("eval", temperature=1.0), tasks, samples)
+    return {f"eval/{name}": value for name, value in describe(groups, player.reward.success_at, samples).items()}
 
 
 async def evaluate_greedy(player: Player, tasks: Sequence[Task]) -> dict[str, float]:
-    """The most likely token everywhere, once per task."""
-    greedy = player.at("greedy", temperature=0.0)
-    groups = await asyncio.gather(*(greedy.play_group(task, 1) for task in tasks))
+    """The most likely token everywhere, once per task. Raises NothingPlayedError."""
+    groups = await _play(player.at("greedy", temperature=0.0), tasks, 1)
     return {"eval/greedy": describe(groups, player.reward.success_at, 1)["success"]}
+
+
+async def _play(player: Player, tasks: Sequence[Task], samples: int) -> list[Group]:
+    groups = await asyncio.gather(*(player.play_group(task, samples) for task in tasks))
+    if not any(_scored(group) for group in groups):
+        reason = groups[0].trajectories[0].reason
+        raise NothingPlayedError(f"every conversation of the evaluation failed, the first because of {reason}")
+    return list(groups)
 
 
 def describe(groups: Sequence[Group], success_at: float, samples: int) -> dict[str, float]:
     """Means over trajectories, failed ones left out; pass@samples is the share of tasks that any sample solves."""
-    played = [t for group in groups for t in group.trajectories if t.status is not Status.FAILED]
+    played = [t for group in groups for t in _scored(group)]
     if not played:
         return {"failed": 1.0}
 

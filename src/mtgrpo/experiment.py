@@ -13,7 +13,7 @@ from mtgrpo.engines import Engine
 from mtgrpo.environments import Environment
 from mtgrpo.extension import ConfigError
 from mtgrpo.model.load import ModelSettings
-from mtgrpo.policy.optimizer import OptimizerSettings
+from mtgrpo.policy.optimizer import OptimizerSettings, Schedule
 from mtgrpo.policy.step import Updates
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.chat import ChatSettings
@@ -48,6 +48,12 @@ class WarmStart:
     batch_size: int = 32  # demonstrations per step
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
 
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch_size < 1:
+            raise ConfigError(
+                f"sft.steps must be >= 0 (0 = none) and sft.batch_size >= 1, got {self.steps} and {self.batch_size}"
+            )
+
 
 @dataclass
 class Evaluation:
@@ -56,6 +62,12 @@ class Evaluation:
     every_steps: int = 0  # also during training, with one sample per task; 0 = only before and after
     tasks: int = 200
     samples: int = 8  # per task at temperature 1; pass@8 needs 8
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0:
+            raise ConfigError(f"eval.every_steps must be >= 0 (0 = only before and after), got {self.every_steps}")
+        if self.tasks < 1 or self.samples < 1:
+            raise ConfigError(f"eval.tasks and eval.samples must be >= 1, got {self.tasks} and {self.samples}")
 
 
 class Advantages(Enum):
@@ -70,7 +82,7 @@ class Advantages(Enum):
 class Debug:
     """Controls and probes."""
 
-    advantages: Advantages = Advantages.normal
+    advantages: Advantages = Advantages.normal  # shuffled and flipped are controls that must not learn
 
 
 @dataclass
@@ -99,6 +111,11 @@ class Experiment:
 
     def __post_init__(self) -> None:
         self.algorithm.check(self.rollout.group_size)
+        if not self.trainer.steps and self.optimizer.schedule is not Schedule.constant:
+            raise ConfigError(
+                f"optimizer.schedule={self.optimizer.schedule.value} needs to know the last step: set trainer.steps, "
+                "or optimizer.schedule=constant"
+            )
         if self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 is greedy: nothing is explored; training needs a value above 0")
         if self.sampling.top_p < 1 or self.sampling.top_k or self.sampling.min_p:

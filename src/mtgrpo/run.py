@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.experiment import Experiment
-from mtgrpo.log import Sinks, open_sinks
+from mtgrpo.log import Sinks, open_sinks, sink_class
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.rollout.chat import Chat, open_chat
 from mtgrpo.rollout.group import Player
@@ -52,6 +52,8 @@ class Inputs:
 
 def check(experiment: Experiment) -> Inputs:
     """Open the tasks and the tokenizer. Raises ConfigError for whatever the user got wrong; loads no weights."""
+    for name in experiment.log:
+        sink_class(name)
     tasks = experiment.task.open(Split.train, experiment.seed)
     evaluated = experiment.task.open(Split.eval, EVAL_SEED, repeat=False)
     held_out = list(itertools.islice(evaluated, experiment.eval.tasks))

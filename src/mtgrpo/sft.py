@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mtgrpo import checkpoint
 from mtgrpo.algorithms import PerToken
 from mtgrpo.algorithms.average import Average, token_weights
 from mtgrpo.batch.padded import build_batch
@@ -38,6 +40,8 @@ def run_sft(experiment: Experiment, folder: Path) -> None:
             raise ConfigError("sft.steps=0: there is nothing to do; set sft.steps above 0")
         with open_run(experiment, folder) as run:
             summary = {"time/sft_s": await warm_start(run)}
+            step = experiment.sft.steps
+            checkpoint.save(folder, step, run.model, run.tokenizer, {}, {"step": step}, experiment.checkpoint.keep_last)
             summary |= {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
             write_summary(folder, summary)
 
@@ -80,7 +84,7 @@ async def demonstrations(
                 )
             continue
         without = 0
-        yield replay(task, await environment.start(task), messages, chat)
+        yield replay(task, await copy.copy(environment).start(task), messages, chat)
 
 
 def negative_log_likelihood(entries: Tensor, logp: Tensor) -> PerToken:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from mtgrpo import checkpoint
 from mtgrpo.algorithms.credit import trajectory_advantages
 from mtgrpo.batch.padded import build_batch
-from mtgrpo.evaluate import describe, evaluate, evaluate_fully
+from mtgrpo.evaluate import NothingPlayedError, describe, evaluate, evaluate_fully
 from mtgrpo.experiment import Advantages, Experiment, TrainerSettings
 from mtgrpo.log import trajectories, write_summary
 from mtgrpo.log.curve import save_curve, terminal_curve
@@ -91,8 +92,11 @@ async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
         metrics |= _describe_batch(groups, experiment, played - began, ended - played)
         limits.count(groups, ended - began)
         if experiment.eval.every_steps and step % experiment.eval.every_steps == 0:
-            metrics |= await evaluate(run.player, run.held_out, samples=1)
-            curve.success[step] = metrics["eval/success"]
+            try:
+                metrics |= await evaluate(run.player, run.held_out, samples=1)
+                curve.success[step] = metrics["eval/success"]
+            except NothingPlayedError as error:  # an outage, which may be over at the next step
+                run.sinks.note(str(error))
         trajectories.write(run.folder, step, groups)
         if experiment.checkpoint.every_steps and step % experiment.checkpoint.every_steps == 0:
             save(run, policy, step)
@@ -174,8 +178,8 @@ def _describe_batch(groups: Sequence[Group], experiment: Experiment, play_s: flo
     tokens = sum(t.sampled_tokens for group in groups for t in group.trajectories)
     segments = sum(t.segments for group in groups for t in group.trajectories)
     return {
-        "reward/mean": found.pop("reward", 0.0),
-        "reward/success": found.pop("success", 0.0),
+        "reward/mean": found.pop("reward", math.nan),
+        "reward/success": found.pop("success", math.nan),
         "reward/groups_with_variance": sum(spread) / len(spread),
         **{f"rollout/{name}": value for name, value in found.items()},
         "rollout/segments": segments / max(1, sum(len(group.trajectories) for group in groups)),

@@ -75,9 +75,9 @@ class Sampling:
     """How one turn is sampled. The log-probabilities are those of the distribution these settings define."""
 
     temperature: float = 1.0  # 0 = greedy (log-probabilities are then those of temperature 1)
-    top_p: float = 1.0
-    top_k: int = 0  # 0 = off
-    min_p: float = 0.0
+    top_p: float = 1.0  # keep the most likely tokens that hold this share of the probability
+    top_k: int = 0  # keep that many; 0 = off
+    min_p: float = 0.0  # keep what is at least this share of the most likely token's probability
     max_new_tokens: int = 512  # per turn
     stop_ids: list[int] = field(default_factory=list[int])  # end the turn, beside the chat template's own
 

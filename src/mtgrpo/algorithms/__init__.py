@@ -36,8 +36,8 @@ class PerToken:
 class Algorithm(ABC):
     """Base of all algorithms."""
 
-    average: Average = Average.token_mean
-    truncated: Truncated = Truncated.penalise
+    average: Average = Average.token_mean  # how tokens are weighed
+    truncated: Truncated = Truncated.penalise  # what a trajectory that reached a limit is worth
 
     def check(self, group_size: int) -> None:
         """Raise ConfigError when this algorithm cannot compare groups of that size."""

@@ -16,12 +16,12 @@ class Average(Enum):
 
 
 def token_weights(average: Average, trajectory: Tensor) -> Tensor:
-    """One weight per sampled token, summing to 1 over an optimiser step.
+    """One weight per sampled token [tokens] fp64, summing to 1 over an optimiser step.
 
     trajectory [tokens] int64: which trajectory each sampled token of the whole step belongs to. Computed before any
     mask, so that leaving tokens out never rescales the rest.
     """
     if average is Average.token_mean:
-        return torch.full(trajectory.shape, 1.0 / len(trajectory))
+        return torch.full(trajectory.shape, 1.0 / len(trajectory), dtype=torch.float64)
     _, index, counts = torch.unique(trajectory, return_inverse=True, return_counts=True)
-    return 1.0 / (counts[index] * len(counts))
+    return 1.0 / (counts[index] * len(counts)).double()

@@ -22,10 +22,10 @@ class GRPO(Algorithm):
     `divide_by_std=false` leaves the division out (Dr. GRPO, arXiv:2503.20783); std is the unbiased one (n - 1).
     """
 
-    clip_low: float = 0.2
+    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2
     divide_by_std: bool = True
-    epsilon: float = 1e-6
+    epsilon: float = 1e-6  # added to the standard deviation
 
     def __post_init__(self) -> None:
         if not (0 < self.clip_low <= 1 and self.clip_high > 0):
@@ -36,7 +36,8 @@ class GRPO(Algorithm):
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Centre by the group's mean, scale by its standard deviation. A group of one has advantage 0."""
-        centred = rewards - rewards.mean()
+        shifted = rewards - rewards[0]  # equal rewards are then 0 exactly, whatever the mean is rounded to
+        centred = shifted - shifted.mean()
         if not self.divide_by_std or len(rewards) < 2:
             return centred
         return centred / (rewards.std() + self.epsilon)

@@ -22,7 +22,7 @@ class Estimator(Enum):
 class KL:
     """A penalty in the loss: coef * estimate. coef 0 = no reference model is kept."""
 
-    coef: float = 0.0
+    coef: float = 0.0  # weight of the penalty in the loss
     estimator: Estimator = Estimator.k3
 
     def __post_init__(self) -> None:

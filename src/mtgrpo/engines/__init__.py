@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from mtgrpo.types import Sample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Key:
     """Names one conversation; its random numbers are a function of this key, the turn and the position alone."""
 

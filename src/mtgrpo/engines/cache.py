@@ -49,14 +49,12 @@ class SlotCache:
             seen.append(all_rows[:, :, : self._visible])
         return seen[0], seen[1]
 
-    def copy(self, source: int, targets: list[int], length: int) -> None:
-        """Copy the first `length` positions of one slot to others."""
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one slot to another."""
         for buffers in (self._keys, self._values):
             for layer, buffer in enumerate(buffers):
-                needed = max(targets) + 1
-                if needed > buffer.shape[0]:
-                    buffer = buffers[layer] = _grown(buffer, buffer, needed, length)
-                buffer[targets, :, :length] = buffer[source, :, :length]
+                buffer = buffers[layer] = _grown(buffer, buffer, target + 1, length)
+                buffer[target, :, :length] = buffer[source, :, :length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions visible to the coming forward (transformers asks)."""

@@ -38,7 +38,7 @@ class Local(Engine):
 @dataclass(eq=False)
 class _Conversation:
     key: Key
-    slot: int
+    slot: int = -1  # where its keys and values lie; -1 = nowhere yet
     cached: list[int] = field(default_factory=list[int])  # the tokens whose keys and values lie in the slot
     version: int = 0  # the policy version that computed them
     turns: int = 0
@@ -64,7 +64,7 @@ class LocalEngine:
         self._model = model
         self._deterministic = deterministic
         self._cache = SlotCache()
-        self._open: list[_Conversation] = []  # index = slot
+        self._open: list[_Conversation] = []  # within a step, index = slot
         self._waiting: list[_Request] = []
         self._decoding: list[_Request] = []
         self._unanswered: list[_Request] = []  # these two, and those within the present step
@@ -74,7 +74,7 @@ class LocalEngine:
     @asynccontextmanager
     async def conversation(self, key: Key) -> AsyncGenerator[Sample]:
         """Open a conversation; its keys and values are dropped when the context ends."""
-        conversation = _Conversation(key, slot=len(self._open))
+        conversation = _Conversation(key)
         self._open.append(conversation)
 
         async def sample_turn(tokens: Sequence[int], sampling: Sampling) -> Completion:
@@ -86,15 +86,11 @@ class LocalEngine:
             self._close(conversation)
 
     def _close(self, conversation: _Conversation) -> None:
-        """Free the slot by moving the last conversation into it, so that the used slots stay contiguous."""
+        """Forget the conversation; its slot is given away at the next step."""
+        self._open.remove(conversation)
         self._waiting = [r for r in self._waiting if r.conversation is not conversation]
         self._decoding = [r for r in self._decoding if r.conversation is not conversation]
         self._unanswered = [r for r in self._unanswered if r.conversation is not conversation]
-        last = self._open.pop()
-        if last is not conversation:
-            self._cache.copy(last.slot, [conversation.slot], len(last.cached))
-            last.slot = conversation.slot
-            self._open[last.slot] = last
         self._changed.set()
 
     async def _submit(self, conversation: _Conversation, tokens: Sequence[int], sampling: Sampling) -> Completion:
@@ -117,6 +113,7 @@ class LocalEngine:
                 self._step()
         except Exception as error:
             for request in self._unanswered:
+                request.conversation.cached = []  # what the step has left of it is not known
                 if not request.reply.done():
                     request.reply.set_exception(error)
             self._waiting, self._decoding, self._unanswered = [], [], []
@@ -131,17 +128,34 @@ class LocalEngine:
         while self._deterministic and len(self._waiting) + len(self._decoding) < len(self._open):
             self._changed.clear()
             await self._changed.wait()
+            await asyncio.sleep(0)  # where one conversation ended, the next that waited for its place opens first
 
     @torch.no_grad()
     def _step(self) -> None:
+        self._assign_slots()
         if self._waiting and len(self._waiting) >= PREFILL_SHARE * len(self._decoding):
             self._prefill()
         if self._decoding:
             self._decode()
 
+    def _assign_slots(self) -> None:
+        """Give the open conversations the slots 0, 1, ...: new ones fill the gaps, then the last ones move into them.
+
+        The result depends on who has come and gone since the last step, not on the order in which they did.
+        """
+        count = len(self._open)
+        used = {conversation.slot for conversation in self._open}
+        gaps = [slot for slot in range(count) if slot not in used]
+        placeless = [conversation for conversation in self._open if not 0 <= conversation.slot < count]
+        for gap, conversation in zip(gaps, sorted(placeless, key=lambda c: (c.slot, c.key)), strict=True):
+            if conversation.cached:
+                self._cache.copy(conversation.slot, gap, len(conversation.cached))
+            conversation.slot = gap
+        self._open.sort(key=lambda conversation: conversation.slot)
+
     def _prefill(self) -> None:
         """Compute keys and values of all new tokens of the waiting requests, and sample each one's first token."""
-        requests = sorted(self._waiting, key=lambda r: (r.conversation.key.task, r.conversation.key.sibling))
+        requests = sorted(self._waiting, key=lambda request: request.conversation.key)
         self._waiting = []
         leaders: dict[tuple[int, ...], _Request] = {}
         leader_of: list[_Request] = []
@@ -155,7 +169,7 @@ class LocalEngine:
                 conversation = request.conversation
                 conversation.cached = list(request.tokens)
                 conversation.version = self.version
-                self._cache.copy(leader.conversation.slot, [conversation.slot], len(conversation.cached))
+                self._cache.copy(leader.conversation.slot, conversation.slot, len(conversation.cached))
         self._sample(requests, torch.stack([hidden[id(leader)] for leader in leader_of]))
 
     def _prefill_rows(self, requests: list[_Request]) -> Tensor:

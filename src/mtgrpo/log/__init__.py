@@ -77,7 +77,7 @@ def open_sinks(names: Sequence[str], folder: Path) -> Sinks:
 
     Raises ConfigError for a name that is not a sink.
     """
-    kinds = [_sink(name) for name in dict.fromkeys(names)]
+    kinds = [sink_class(name) for name in dict.fromkeys(names)]
     folder.mkdir(parents=True, exist_ok=True)
     return Sinks([kind(folder) for kind in kinds])
 
@@ -116,7 +116,8 @@ def _plain(value: Any, depth: int) -> Any:
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
-def _sink(name: str) -> type[Sink]:
+def sink_class(name: str) -> type[Sink]:
+    """The sink called `name`. Raises ConfigError for a name that is none."""
     known: dict[str, type[Sink]] = {}
     for module in extension.names(__name__):
         with suppress(ConfigError):  # a file without a sink

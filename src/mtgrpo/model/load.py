@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.utils import logging
 
 from mtgrpo.extension import ConfigError
 from mtgrpo.model import tiny
+from mtgrpo.model.logprobs import head_logits
 
 logging.disable_progress_bar()  # it would write through the console's own
 
@@ -30,8 +32,8 @@ class DType(Enum):
 class ModelSettings:
     """Which model is trained. `tiny`, `tiny-2m` and `tiny-30m` are Qwen3-shaped models from scratch."""
 
-    name: str = "tiny"
-    dtype: DType = DType.float32
+    name: str = "tiny"  # or a folder, or a name on the Hugging Face hub
+    dtype: DType = DType.float32  # what the forward computes in; weights stay fp32
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
@@ -52,11 +54,12 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
 
     A from-scratch model's weights are a function of `seed`. Raises ConfigError when the model cannot be found.
     """
+    weights = torch.float64 if settings.dtype is DType.float64 else torch.float32
     if settings.name in tiny.SHAPES:
         model: PreTrainedModel = tiny.build_model(tiny.SHAPES[settings.name], seed)
     else:
         try:
-            model = AutoModelForCausalLM.from_pretrained(settings.name, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(settings.name, dtype=weights)
         except (OSError, ValueError) as error:
             raise ConfigError(_not_found(settings.name, error)) from error
     model.eval()
@@ -65,7 +68,8 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
         _compute_in_double(model)
     if settings.dtype is DType.bfloat16:
         body = model.base_model
-        body.forward = torch.autocast(model.device.type, torch.bfloat16)(body.forward)
+        body.forward = MethodType(_bfloat16_forward, body)  # bound, so that a copy of the model runs its own weights
+    _check_head(model, settings.name)
     return model
 
 
@@ -73,6 +77,25 @@ def _not_found(name: str, error: Exception) -> str:
     reason = str(error).splitlines()[0]
     known = ", ".join(tiny.SHAPES)
     return f"model.name={name} cannot be loaded ({reason}); give a folder, a name on the Hugging Face hub, or {known}"
+
+
+@torch.no_grad()
+def _check_head(model: PreTrainedModel, name: str) -> None:
+    """Body and head by themselves must give the model's logits: some families cap or scale them afterwards."""
+    ids = torch.tensor([[1, 2, 3]], device=model.device)
+    parts = head_logits(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    whole = model(input_ids=ids, use_cache=False).logits.to(parts)
+    if not torch.allclose(parts, whole, rtol=1e-3, atol=1e-3):
+        difference = (parts - whole).abs().max().item()
+        raise ConfigError(
+            f"model.name={name} ({type(model).__name__}) changes its logits after the head, by up to {difference:.3g}; "
+            "such models are not supported"
+        )
+
+
+def _bfloat16_forward(body: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(body.device.type, torch.bfloat16):
+        return type(body).forward(body, *args, **kwargs)
 
 
 def _compute_in_double(model: PreTrainedModel) -> None:

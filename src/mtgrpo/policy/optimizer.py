@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
 
 from mtgrpo.extension import ConfigError
 
@@ -34,14 +35,14 @@ class Schedule(Enum):
 class OptimizerSettings:
     """The optimiser of one training stage."""
 
-    kind: Kind = Kind.adamw
+    kind: Kind = Kind.adamw  # muon: for hidden matrices, with AdamW for the rest
     lr: float = 1e-6
     muon_lr: float = 0.02  # of the matrices when kind=muon; `lr` is that of the rest
     weight_decay: float = 0.0
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     schedule: Schedule = Schedule.constant
     warmup_steps: int = 0
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.muon_lr <= 0:
@@ -50,12 +51,25 @@ class OptimizerSettings:
             raise ConfigError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
         if self.max_grad_norm <= 0:
             raise ConfigError(f"optimizer.max_grad_norm must be > 0, got {self.max_grad_norm}")
+        if self.weight_decay < 0 or self.warmup_steps < 0:
+            raise ConfigError(
+                "optimizer.weight_decay and optimizer.warmup_steps must be >= 0, "
+                f"got {self.weight_decay} and {self.warmup_steps}"
+            )
 
 
 class Optimizer:
-    """Clips, steps and schedules. One `step` is one optimiser step of the schedule."""
+    """Clips, steps and schedules. One `step` is one optimiser step of the schedule.
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings, total_steps: int) -> None:
+    Raises ConfigError for a schedule that falls when `total_steps` is 0, that is unknown.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: OptimizerSettings, total_steps: int) -> None:
+        if total_steps < 1 and settings.schedule is not Schedule.constant:
+            raise ConfigError(
+                f"optimizer.schedule={settings.schedule.value} falls until the last step, but the number of steps is "
+                "not limited: set the stage's steps above 0 or optimizer.schedule=constant"
+            )
         self._settings = settings
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizers = _optimizers(model, settings)
@@ -67,8 +81,13 @@ class Optimizer:
         return float(self._schedulers[-1].get_last_lr()[0])
 
     def step(self) -> float:
-        """Clip the gradient, update, advance the schedule; returns the gradient norm before clipping."""
+        """Clip the gradient, update, advance the schedule; returns the gradient norm before clipping.
+
+        Raises RuntimeError, before any weight changes, when the gradient is not finite.
+        """
         norm = nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm)
+        if not norm.isfinite():
+            raise RuntimeError(f"the gradient's norm is {norm.item()}: the loss is not finite; weights are unchanged")
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -103,13 +122,16 @@ def factor(settings: OptimizerSettings, step: int, total_steps: int) -> float:
     return 1.0
 
 
-def _optimizers(model: nn.Module, settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
+def _optimizers(model: PreTrainedModel, settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
+    head = model.get_output_embeddings()
+    outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+    outer_weights = {id(parameter) for module in outer for parameter in module.parameters()}
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        hidden_matrix = parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
+        hidden_matrix = parameter.dim() == 2 and id(parameter) not in outer_weights
         (matrices if settings.kind is Kind.muon and hidden_matrix else others).append(parameter)
     found: list[torch.optim.Optimizer] = []
     if matrices:

@@ -131,15 +131,15 @@ def train_batch(
         return PerToken(per_token.loss + kl.coef * penalty, per_token.clipped)
 
     collected: list[Metrics] = []
-    for index, members in enumerate(steps):
+    for members in steps:
         inside = torch.isin(batch.trajectory, members)
-        weights = torch.zeros(len(batch))
-        weights[inside] = token_weights(algorithm.average, batch.trajectory[inside])
         entries = (inside & matters[batch.trajectory]).nonzero()[:, 0]
         if len(entries) == 0:
             continue
+        weights = torch.zeros(len(batch), dtype=torch.float64)
+        weights[inside] = token_weights(algorithm.average, batch.trajectory[inside])
         collected.append(policy.update(batch, entries, weights, loss))
-        if index == 0 and collected[0]["clip_fraction"] > 0:
+        if len(collected) == 1 and collected[0]["clip_fraction"] > 0:
             raise RuntimeError(
                 f"the first update of a batch clips {collected[0]['clip_fraction']:.2%} of its tokens although the "
                 "weights have not changed: the forward pass is not reproducible"

@@ -35,7 +35,7 @@ class ChatSettings:
     """How messages become tokens."""
 
     template: str = "auto"  # auto = the tokenizer's own; "chatml"; or the path of a .jinja file
-    thinking: Thinking = Thinking.keep
+    thinking: Thinking = Thinking.keep  # keep: the policy sees its earlier thoughts; strip: as the template has it
 
 
 class Chat(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -65,20 +66,26 @@ class Player:
 
     async def play_one(self, task: Task, sibling: int) -> Trajectory:
         """Play one sibling; a failure of the world is retried with a fresh environment, then recorded."""
-        trajectory = Trajectory(task)
-        for attempt in range(self.retries + 1):
-            try:
-                scope = f"{self.scope}/attempt{attempt}"
-                async with self.slots, self.open_conversation(scope, task.id, sibling) as sample:
-                    trajectory = await play(task, self.environment, self.chat, sample, self.sampling, self.limits)
-            except ConfigError:
-                raise
-            except Exception as error:  # whatever a tool or an engine raises is data: it is counted and shown
-                trajectory = Trajectory(task, status=Status.FAILED, reason=f"{type(error).__name__}: {error}")
-            trajectory.attempts = attempt + 1
-            if trajectory.status is not Status.FAILED:
-                break
+        async with self.slots:  # kept for all attempts: who plays when must not depend on when others failed
+            trajectory = await self._attempt(task, sibling, 0)
+            for attempt in range(1, self.retries + 1):
+                if trajectory.status is not Status.FAILED:
+                    break
+                trajectory = await self._attempt(task, sibling, attempt)
+                trajectory.attempts = attempt + 1
         trajectory.sibling = sibling
         if trajectory.status is not Status.FAILED:
-            trajectory.reward = self.reward.reward(trajectory)
+            trajectory.reward = float(self.reward.reward(trajectory))
+            if not math.isfinite(trajectory.reward):
+                name = type(self.reward).__name__
+                raise ConfigError(f"reward {name} gave {trajectory.reward} for task {task.id}; it must be finite")
         return trajectory
+
+    async def _attempt(self, task: Task, sibling: int, attempt: int) -> Trajectory:
+        try:
+            async with self.open_conversation(f"{self.scope}/attempt{attempt}", task.id, sibling) as sample:
+                return await play(task, self.environment, self.chat, sample, self.sampling, self.limits)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a tool or an engine raises is data: it is counted and shown
+            return Trajectory(task, status=Status.FAILED, reason=f"{type(error).__name__}: {error}")

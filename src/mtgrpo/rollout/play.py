@@ -63,9 +63,10 @@ async def play(
         if added is None:
             context = new_context = chat.open(messages, opening.tools)
             extends = False
+            fresh = sum(len(chat.encode(Message("assistant", message.content))) for message in reply.messages)
         else:
             context, new_context, extends = [*context, *completion.tokens, *added], added, True
-        fresh = len(added) if added is not None else 0
+            fresh = len(added)
         tool_tokens += fresh
         if fresh > environment.max_tool_tokens:
             return _truncated(trajectory, "max_tool_tokens")

@@ -40,9 +40,9 @@ class Demonstrator:
     (1 - the sum) guesses the answer without calling the calculator.
     """
 
-    right: float = 0.28
+    right: float = 0.28  # every call right
     wrong_number: float = 0.10  # one operand of one call is misread
-    wrong_operator: float = 0.04
+    wrong_operator: float = 0.04  # in one call
     swapped: float = 0.04  # two neighbouring steps in the wrong order
     early: float = 0.02  # answers before the last step
 
@@ -68,8 +68,8 @@ class Calculator(TaskSource):
     Held out by construction: a fifth of all numbers appears as an operand in `eval` tasks only and never in training.
     """
 
-    min_steps: int = 2
-    max_steps: int = 4
+    min_steps: int = 2  # dependent calculations per problem
+    max_steps: int = 5
     seed: int = 0  # another seed gives other problems (both splits), over the same two sets of numbers
     demonstrator: Demonstrator = field(default_factory=Demonstrator)
 

@@ -1,0 +1,617 @@
+"""The update: its gradient is the one the formulas say, however the batch is stored, cut or ordered."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from mtgrpo.algorithms import PerToken
+from mtgrpo.algorithms.average import Average
+from mtgrpo.algorithms.grpo import GRPO
+from mtgrpo.algorithms.kl import KL, Estimator
+from mtgrpo.batch.padded import Batch, build_batch
+from mtgrpo.extension import ConfigError
+from mtgrpo.model.load import DType, ModelSettings, load_model
+from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings, Schedule, factor
+from mtgrpo.policy.reference import freeze
+from mtgrpo.policy.step import Metrics, Policy, Signal, TokenLoss, Updates, train_batch
+from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+
+TASK = Task("test/0", (Message("user", "?"),))
+TEMPERATURE = 0.7
+ONE_MICRO_BATCH = 10**9
+
+
+def make_model(dtype: DType = DType.float64, seed: int = 0) -> PreTrainedModel:
+    model = load_model(ModelSettings("tiny", dtype), seed)
+    with torch.no_grad():  # a fresh model is nearly uniform: sharper, so that ratios and entropies differ by token
+        model.get_input_embeddings().weight.mul_(6)
+    return model
+
+
+def make_trajectory(seed: int, turns: int) -> Trajectory:
+    rng = random.Random(seed)
+
+    def tokens(least: int, most: int) -> list[int]:
+        return [rng.randrange(20, 1000) for _ in range(rng.randint(least, most))]
+
+    trajectory = Trajectory(TASK)
+    for number in range(turns):
+        output = tokens(1, 6)
+        logprobs = [-rng.random() for _ in output]
+        turn = Turn(tokens(2, 9), output, logprobs, [0] * len(output), Finish.STOP, Message("assistant"), number > 0)
+        trajectory.turns.append(turn)
+    return trajectory
+
+
+PLAYED = [make_trajectory(seed, turns) for seed, turns in enumerate([1, 4, 2, 3])]
+ADVANTAGE = torch.tensor([1.0, -0.5, 0.0, 2.0])
+ALL = torch.ones(4, dtype=torch.bool)
+
+
+class Descent:
+    """Stands in for the optimiser: plain gradient descent that keeps every gradient it was given."""
+
+    def __init__(self, model: PreTrainedModel, lr: float) -> None:
+        self.lr = lr
+        self.gradients: list[dict[str, Tensor]] = []
+        self._model = model
+
+    @torch.no_grad()
+    def step(self) -> float:
+        gradient: dict[str, Tensor] = {}
+        for name, parameter in self._model.named_parameters():
+            assert parameter.grad is not None
+            gradient[name] = parameter.grad
+            parameter -= self.lr * parameter.grad
+            parameter.grad = None
+        self.gradients.append(gradient)
+        return 1.0
+
+
+class Watched(Policy):
+    """Keeps what every optimiser step was asked to do, and its metrics."""
+
+    def __init__(self, model: PreTrainedModel, lr: float = 0.0, token_budget: int = ONE_MICRO_BATCH) -> None:
+        self.descent = Descent(model, lr)
+        super().__init__(model, self.descent, token_budget, TEMPERATURE)  # type: ignore[arg-type]
+        self.steps: list[tuple[Tensor, Tensor]] = []
+        self.metrics: list[Metrics] = []
+
+    def update(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Metrics:
+        self.steps.append((entries, weights))
+        self.metrics.append(super().update(batch, entries, weights, loss))
+        return self.metrics[-1]
+
+
+@dataclass
+class Recording(GRPO):
+    """GRPO that keeps what its loss is given."""
+
+    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def loss(self, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> PerToken:
+        self.seen.append((logp.detach().clone(), old_logp.clone()))
+        return super().loss(logp, old_logp, advantage)
+
+
+def train(
+    policy: Policy,
+    played: Sequence[Trajectory] = PLAYED,
+    advantage: Tensor = ADVANTAGE,
+    trained: Tensor = ALL,
+    algorithm: GRPO | None = None,
+    kl: KL | None = None,
+    reference: PreTrainedModel | None = None,
+    updates: Updates | None = None,
+    seed: int = 0,
+) -> Metrics:
+    return train_batch(
+        policy,
+        build_batch(played),
+        Signal(advantage, trained),
+        algorithm or GRPO(),
+        kl or KL(),
+        reference,
+        updates or Updates(),
+        seed,
+    )
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def plain_logprobs(model: PreTrainedModel, trajectory: Trajectory) -> Iterator[Tensor]:
+    """Of each turn's output, from transformers' own forward over that turn's whole context and nothing else."""
+    for number, turn in enumerate(trajectory.turns):
+        context = trajectory.context(number)
+        ids = torch.tensor([context + turn.output], device=model.device)
+        logprobs = (model(input_ids=ids).logits[0] / TEMPERATURE).log_softmax(-1)
+        yield torch.stack([logprobs[len(context) + i - 1, token] for i, token in enumerate(turn.output)])
+
+
+def reinforce_gradient(
+    model: PreTrainedModel, weight_of: Callable[[int], float], advantage: Tensor = ADVANTAGE
+) -> dict[str, Tensor]:
+    """Of - sum over trajectories of weight * advantage * sum of log-probabilities, by plain autograd."""
+    loss = torch.zeros((), dtype=torch.float64, device=model.device)
+    for index, trajectory in enumerate(PLAYED):
+        total = torch.cat(list(plain_logprobs(model, trajectory))).sum()
+        loss = loss - weight_of(index) * advantage[index].item() * total
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+def size(trajectory: Trajectory) -> int:
+    return sum(len(turn.output) for turn in trajectory.turns)
+
+
+ALL_TOKENS = sum(map(size, PLAYED))
+
+
+# --- the gradient ---
+
+
+@pytest.mark.parametrize("average", Average)
+def test_the_gradient_at_ratio_one_is_that_of_reinforce(average: Average) -> None:
+    policy = Watched(make_model())
+    train(policy, algorithm=GRPO(average=average))
+
+    def weight_of(index: int) -> float:
+        return 1 / ALL_TOKENS if average is Average.token_mean else 1 / (len(PLAYED) * size(PLAYED[index]))
+
+    expected = reinforce_gradient(policy.model, weight_of)
+    assert largest_difference(policy.descent.gradients[0], expected) < 1e-10
+    assert max(gradient.abs().max().item() for gradient in expected.values()) > 1e-2
+
+
+def test_loss_and_entropy_are_averages_over_the_sampled_tokens() -> None:
+    policy = Watched(make_model())
+    metrics = train(policy, advantage=torch.tensor([1.0, -0.5, 0.25, 2.0]))
+    sizes = [size(trajectory) for trajectory in PLAYED]
+    expected = -(sizes[0] - 0.5 * sizes[1] + 0.25 * sizes[2] + 2 * sizes[3]) / ALL_TOKENS
+    assert metrics["loss"] == pytest.approx(expected, abs=1e-12)
+    entropies: list[float] = []
+    for trajectory in PLAYED:
+        for number, turn in enumerate(trajectory.turns):
+            context = trajectory.context(number)
+            ids = torch.tensor([context + turn.output], device=policy.model.device)
+            probabilities = (policy.model(input_ids=ids).logits[0] / TEMPERATURE).softmax(-1)
+            here = -(probabilities * probabilities.log()).sum(-1)
+            entropies += here[len(context) - 1 : -1].tolist()
+    assert metrics["entropy"] == pytest.approx(sum(entropies) / ALL_TOKENS, abs=1e-10)
+    assert (metrics["trained_tokens"], metrics["updates"]) == (ALL_TOKENS, 1)
+
+
+def stored_with(trajectory: Trajectory, breaks: set[int]) -> Trajectory:
+    """The same turns in other segments: one begins at every turn of `breaks`."""
+    turns = [
+        replace(turn, new_context=trajectory.context(number), extends=False) if number in breaks else turn
+        for number, turn in enumerate(trajectory.turns)
+    ]
+    return replace(trajectory, turns=turns)
+
+
+def gradients(
+    played: Sequence[Trajectory] = PLAYED,
+    advantage: Tensor = ADVANTAGE,
+    average: Average = Average.token_mean,
+    token_budget: int = ONE_MICRO_BATCH,
+) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """Losses and gradients of three descents with a KL penalty: the ratio is 1 in the first alone."""
+    policy = Watched(copy.deepcopy(MODEL), lr=5e-4, token_budget=token_budget)
+    algorithm = GRPO(average=average)
+    train(policy, played, advantage, algorithm=algorithm, kl=KL(0.1), reference=REFERENCE, updates=Updates(0, 3))
+    return [metrics["loss"] for metrics in policy.metrics], policy.descent.gradients
+
+
+def near(model: PreTrainedModel) -> PreTrainedModel:
+    found = freeze(model)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in found.parameters():
+        parameter += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return found
+
+
+MODEL = make_model()
+REFERENCE = near(MODEL)
+
+
+@functools.cache
+def expected_gradients(average: Average) -> tuple[list[float], list[dict[str, Tensor]]]:
+    return gradients(average=average)
+
+
+def assert_the_same(found: tuple[list[float], list[dict[str, Tensor]]], average: Average) -> None:
+    losses, steps = expected_gradients(average)
+    assert found[0] == pytest.approx(losses, abs=1e-10)
+    for step, expected in zip(found[1], steps, strict=True):
+        assert largest_difference(step, expected) < 1e-10
+
+
+def test_the_invariances_are_tested_off_policy_and_with_clipping() -> None:
+    policy = Watched(copy.deepcopy(MODEL), lr=5e-4)
+    train(policy, kl=KL(0.1), reference=REFERENCE, updates=Updates(0, 3))
+    assert policy.metrics[0]["clip_fraction"] == 0
+    assert 0 < policy.metrics[2]["clip_fraction"] < 1
+    losses, _ = expected_gradients(Average.token_mean)
+    assert abs(losses[0] - losses[2]) > 0.01
+    assert expected_gradients(Average.trajectory_mean)[0] != pytest.approx(losses, abs=0.01)
+
+
+@pytest.mark.parametrize("average", Average)
+@pytest.mark.parametrize("breaks", [{1}, {2, 3}, {1, 2, 3}])
+def test_segments_change_neither_loss_nor_gradient(average: Average, breaks: set[int]) -> None:
+    stored = [stored_with(trajectory, breaks) for trajectory in PLAYED]
+    assert sum(t.segments for t in stored) > sum(t.segments for t in PLAYED)
+    assert_the_same(gradients(stored, average=average), average)
+
+
+@pytest.mark.parametrize("average", Average)
+@pytest.mark.parametrize("token_budget", [1, 50])
+def test_the_micro_batch_cut_changes_neither_loss_nor_gradient(average: Average, token_budget: int) -> None:
+    assert_the_same(gradients(average=average, token_budget=token_budget), average)
+
+
+@pytest.mark.parametrize("average", Average)
+def test_the_order_of_trajectories_changes_neither_loss_nor_gradient(average: Average) -> None:
+    order = [2, 0, 3, 1]
+    assert_the_same(gradients([PLAYED[i] for i in order], ADVANTAGE[order], average), average)
+
+
+@pytest.mark.parametrize("trained", [ALL, torch.tensor([True, False, True, True])])
+def test_tokens_without_a_loss_stay_in_the_normaliser(trained: Tensor) -> None:
+    policy = Watched(make_model())
+    metrics = train(policy, trained=trained)  # the third trajectory has advantage 0
+    expected = reinforce_gradient(policy.model, lambda _: 1 / ALL_TOKENS, ADVANTAGE * trained)
+    assert largest_difference(policy.descent.gradients[0], expected) < 1e-10
+    computed = [index for index in range(4) if ADVANTAGE[index] and trained[index]]
+    entries, weights = policy.steps[0]
+    assert set(build_batch(PLAYED).trajectory[entries].tolist()) == set(computed)
+    assert metrics["trained_tokens"] == sum(size(PLAYED[index]) for index in computed)
+    assert weights.sum().item() == pytest.approx(1, abs=1e-12)
+
+
+def test_only_sampled_tokens_are_predicted() -> None:
+    policy = Watched(make_model())
+    predicted: list[int] = []
+    head = policy.model.get_output_embeddings()
+    hook = head.register_forward_hook(lambda _module, inputs, _output: predicted.append(inputs[0].shape[0]))
+    algorithm = Recording()
+    train(policy, advantage=torch.ones(4), algorithm=algorithm)
+    hook.remove()
+    assert predicted == [ALL_TOKENS]  # the head never sees another place
+    with torch.no_grad():
+        expected = torch.cat([logp for trajectory in PLAYED for logp in plain_logprobs(policy.model, trajectory)])
+    assert torch.allclose(algorithm.seen[0][0], expected, rtol=0, atol=1e-10)
+
+
+def test_what_the_engine_reported_is_compared_and_never_trained_on() -> None:
+    first, second = Watched(make_model()), Watched(make_model())
+    with torch.no_grad():
+        true = [[logp.tolist() for logp in plain_logprobs(first.model, trajectory)] for trajectory in PLAYED]
+
+    def reported(offset: float) -> list[Trajectory]:
+        return [
+            replace(
+                trajectory,
+                turns=[
+                    replace(turn, logprobs=[value + offset for value in values])
+                    for turn, values in zip(trajectory.turns, logprobs, strict=True)
+                ],
+            )
+            for trajectory, logprobs in zip(PLAYED, true, strict=True)
+        ]
+
+    honest, wrong = train(first, reported(0)), train(second, reported(0.5))
+    assert honest["mismatch/max_abs_dlogp"] < 1e-10
+    assert honest["mismatch/kl"] == pytest.approx(0, abs=1e-12)
+    assert wrong["mismatch/max_abs_dlogp"] == pytest.approx(0.5, abs=1e-10)
+    assert wrong["mismatch/kl"] == pytest.approx(math.exp(-0.5) - 0.5, abs=1e-10)
+    assert largest_difference(first.descent.gradients[0], second.descent.gradients[0]) == 0
+
+
+# --- several updates ---
+
+
+def test_a_single_update_has_ratio_exactly_one_in_any_precision() -> None:
+    for dtype in DType:
+        algorithm, policy = Recording(), Watched(make_model(dtype), token_budget=60)
+        metrics = train(policy, algorithm=algorithm)
+        assert len(algorithm.seen) > 1
+        assert all(torch.equal(logp, old) for logp, old in algorithm.seen)
+        assert metrics["clip_fraction"] == 0
+
+
+def test_old_logprobs_are_those_before_the_first_update() -> None:
+    algorithm, policy = Recording(), Watched(make_model(), lr=5e-4)
+    with torch.no_grad():
+        logprobs = [torch.cat(list(plain_logprobs(policy.model, trajectory))) for trajectory in PLAYED]
+    train(policy, algorithm=algorithm, updates=Updates(0, 3))
+    expected = torch.cat([logprobs[index] for index in (0, 1, 3)])
+    for _, old in algorithm.seen:
+        assert torch.allclose(old, expected, rtol=0, atol=1e-10)
+        assert torch.equal(old, algorithm.seen[0][1])
+    moved = [(logp - old).abs().max().item() for logp, old in algorithm.seen]
+    assert moved[0] < 1e-10
+    assert min(moved[1:]) > 0.01
+    assert policy.metrics[0]["clip_fraction"] == 0
+    assert policy.metrics[2]["clip_fraction"] > 0
+
+
+def test_later_minibatches_of_the_first_pass_are_already_off_policy() -> None:
+    policy = Watched(make_model(), lr=0.2)
+    metrics = train(policy, advantage=torch.tensor([1.0, -0.5, 0.25, 2.0]), updates=Updates(1, 1))
+    fractions = [step["clip_fraction"] for step in policy.metrics]
+    assert metrics["updates"] == len(fractions) == 4
+    assert fractions[0] == 0
+    assert max(fractions[1:]) > 0
+    assert metrics["clip_fraction"] == pytest.approx(sum(fractions) / 4)
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 1000))
+def test_every_pass_takes_every_trajectory_once(minibatch: int, passes: int, seed: int) -> None:
+    steps = minibatches(Updates(minibatch, passes), seed)
+    per_pass = math.ceil(4 / minibatch)
+    assert len(steps) == per_pass * passes
+    for first in range(0, len(steps), per_pass):
+        assert sorted(i for step in steps[first : first + per_pass] for i in step) == [0, 1, 2, 3]
+    assert steps == minibatches(Updates(minibatch, passes), seed)
+
+
+def test_the_order_of_minibatches_differs_by_pass_and_seed() -> None:
+    orders = [minibatches(Updates(1, 6), seed) for seed in range(3)]
+    assert orders[0] != orders[1] != orders[2]
+    assert len({str(orders[0][first : first + 4]) for first in range(0, 24, 4)}) > 1
+
+
+def minibatches(updates: Updates, seed: int) -> list[list[int]]:
+    """Which trajectories each optimiser step took, seen from its weights, which must sum to 1."""
+
+    class Idle(Policy):
+        def __init__(self) -> None:
+            self.steps: list[list[int]] = []
+
+        def logprobs(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> Tensor:
+            return torch.zeros(len(entries), dtype=torch.float64)
+
+        def update(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Metrics:
+            assert weights.sum().item() == pytest.approx(1, abs=1e-12)
+            assert torch.equal(entries, weights.nonzero()[:, 0])
+            self.steps.append(sorted(set(batch.trajectory[entries].tolist())))
+            return {"clip_fraction": 0.0}
+
+    policy = Idle()
+    train(policy, advantage=torch.ones(4), updates=updates, seed=seed)
+    return policy.steps
+
+
+def test_a_batch_without_signal_changes_nothing() -> None:
+    policy = Watched(make_model(), lr=1.0)
+    assert train(policy, advantage=torch.zeros(4)) == {"updates": 0, "trained_tokens": 0}
+    assert policy.metrics == []
+
+
+def test_trajectories_without_a_token_are_harmless() -> None:
+    """A conversation whose opening fills the context is cut before its first turn."""
+    silent = Trajectory(TASK)
+    policy = Watched(make_model())
+    train(policy, [silent, *PLAYED], torch.tensor([-1.0, *ADVANTAGE.tolist()]), torch.ones(5, dtype=torch.bool))
+    expected = reinforce_gradient(policy.model, lambda _: 1 / ALL_TOKENS)
+    assert largest_difference(policy.descent.gradients[0], expected) < 1e-10
+    one_each = train(
+        policy, [silent, PLAYED[0]], torch.tensor([-1.0, 1.0]), torch.ones(2, dtype=torch.bool), updates=Updates(1, 1)
+    )
+    assert one_each["updates"] == 1
+    alone = train(policy, [silent], torch.tensor([-1.0]), torch.ones(1, dtype=torch.bool))
+    assert alone == {"updates": 0, "trained_tokens": 0}
+
+
+def test_a_forward_pass_that_is_not_reproducible_is_noticed() -> None:
+    policy = Watched(make_model())
+    calls = 0
+
+    def disturb(_module: nn.Module, _inputs: object, logits: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return logits * (1 + calls)
+
+    policy.model.get_output_embeddings().register_forward_hook(disturb)
+    with pytest.raises(RuntimeError, match="not reproducible"):
+        train(policy, updates=Updates(0, 2))
+
+
+@pytest.mark.parametrize("bad", [{"minibatch_trajectories": -1}, {"updates_per_batch": 0}])
+def test_impossible_updates_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        Updates(**bad)
+
+
+# --- the reference ---
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_the_reference_does_not_follow_the_policy(dtype: DType) -> None:
+    policy = Watched(make_model(dtype), lr=0.05)
+    reference = freeze(policy.model)
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    batch = build_batch(PLAYED)
+    entries = torch.arange(len(batch))
+    before = policy.logprobs(batch, entries)
+    assert torch.equal(policy.logprobs(batch, entries, reference), before)
+    metrics = [train(policy, kl=KL(0.01), reference=reference) for _ in range(2)]
+    assert torch.equal(policy.logprobs(batch, entries, reference), before)
+    assert not torch.equal(policy.logprobs(batch, entries), before)
+    assert metrics[0]["kl"] == 0
+    assert metrics[1]["kl"] > 1e-4
+
+
+@pytest.mark.parametrize("estimator", [Estimator.k2, Estimator.k3])
+def test_the_penalty_pulls_towards_the_reference(estimator: Estimator) -> None:
+    policy = Watched(make_model(), lr=1e-3)
+    reference = freeze(policy.model)
+    train(policy, updates=Updates(0, 3))  # away
+    kl = KL(1.0, estimator)
+    found = [train(policy, advantage=torch.zeros(4), kl=kl, reference=reference)["kl"] for _ in range(6)]
+    assert found[0] > 0.01
+    assert all(later < earlier for earlier, later in itertools.pairwise(found))
+    assert found[-1] < found[0] / 2
+
+
+def test_the_penalty_is_added_to_the_loss_token_by_token() -> None:
+    policy = Watched(make_model())
+    metrics = train(policy, kl=KL(0.3, Estimator.k1), reference=REFERENCE)
+    with torch.no_grad():
+        logp, ref = (
+            torch.cat([logp for trajectory in PLAYED for logp in plain_logprobs(model, trajectory)])
+            for model in (policy.model, REFERENCE)
+        )
+    kl = (logp - ref).mean().item()
+    several = train(policy, kl=KL(0.3, Estimator.k1), reference=REFERENCE, updates=Updates(1, 3))
+    assert several["kl"] == pytest.approx(kl, abs=1e-10)  # a mean over all that was computed; here nothing moves
+    sizes = [size(trajectory) for trajectory in PLAYED]
+    surrogate = -(sizes[0] - 0.5 * sizes[1] + 2 * sizes[3]) / ALL_TOKENS
+    assert metrics["kl"] == pytest.approx(kl, abs=1e-10)
+    assert metrics["loss"] == pytest.approx(surrogate + 0.3 * kl, abs=1e-6)  # 0.3 times, not the mean of something
+    assert metrics["trained_tokens"] == ALL_TOKENS  # also the tokens whose advantage is 0
+
+
+# --- the optimiser ---
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Schedule.constant, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        (Schedule.linear, [0.5, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0]),
+        (Schedule.wsd, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
+    ],
+)
+def test_schedules(schedule: Schedule, expected: list[float]) -> None:
+    chosen = OptimizerSettings(schedule=schedule, warmup_steps=2)
+    assert [factor(chosen, step, 12) for step in range(13)] == pytest.approx(expected)
+
+
+def test_the_cosine_schedule() -> None:
+    chosen = OptimizerSettings(schedule=Schedule.cosine, warmup_steps=1)
+    found = [factor(chosen, step, 13) for step in (0, 1, 3, 5, 7, 9, 13, 20)]
+    root = math.sqrt(3)
+    assert found == pytest.approx([1, 1, (2 + root) / 4, 0.75, 0.5, 0.25, 0, 0])  # at 0, 30, 60, 90, 120, 180 degrees
+
+
+def step_with(optimizer: Optimizer, model: PreTrainedModel, seed: int, scale: float = 1.0) -> float:
+    """One step on a random gradient of that norm."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = list(model.parameters())
+    found = [torch.randn(parameter.shape, generator=generator) for parameter in parameters]
+    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in found))
+    for parameter, gradient in zip(parameters, found, strict=True):
+        parameter.grad = (gradient * scale / norm).to(parameter)
+    return optimizer.step()
+
+
+def test_the_schedule_sets_the_size_of_the_step() -> None:
+    model = load_model(ModelSettings("tiny"), 0)
+    chosen = OptimizerSettings(lr=1e-3, schedule=Schedule.linear, warmup_steps=2)
+    optimizer = Optimizer(model, chosen, total_steps=4)
+    rates: list[float] = []
+    for _ in range(4):
+        rates.append(optimizer.lr)
+        before = model.model.norm.weight.detach().clone()
+        step_with(optimizer, model, seed=0)  # with equal gradients, Adam's step is the learning rate, up to its epsilon
+        moved = (model.model.norm.weight - before).abs().median().item()
+        assert moved == pytest.approx(rates[-1], rel=1e-2)
+    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.5e-3])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("norm", "applied"), [(5.0, 0.5), (0.25, 0.25)])
+def test_gradients_are_clipped_at_max_grad_norm(norm: float, applied: float) -> None:
+    model = load_model(ModelSettings("tiny"), 0)
+    optimizer = Optimizer(model, OptimizerSettings(max_grad_norm=0.5), 10)
+    assert step_with(optimizer, model, seed=0, scale=norm) == pytest.approx(norm, rel=1e-5)
+    moments = optimizer.state_dict()["optimizers"][0]["state"].values()  # after one step: (1 - 0.9) * gradient
+    total = math.sqrt(sum(moment["exp_avg"].square().sum().item() for moment in moments))
+    assert total == pytest.approx(0.1 * applied, rel=1e-4)
+
+
+def untied_qwen() -> PreTrainedModel:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=40, **sizes, **heads))
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=24, n_embd=32, n_layer=1, n_head=2))
+
+
+@pytest.mark.parametrize("build", [lambda: load_model(ModelSettings("tiny"), 0), untied_qwen, gpt2])
+def test_muon_moves_hidden_matrices_alone(build: Callable[[], PreTrainedModel]) -> None:
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = Optimizer(model, OptimizerSettings(kind=Kind.muon, lr=1e-12, muon_lr=0.1), 10)
+    step_with(optimizer, model, seed=0)
+    moved = {name for name, value in model.state_dict().items() if (value - before[name]).abs().max() > 1e-3}
+    layers = ("_proj.weight", "c_attn.weight", "c_proj.weight", "c_fc.weight")
+    assert moved == {name for name in before if name.endswith(layers)}
+    assert moved
+    assert optimizer.lr == 1e-12
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_an_optimizer_continues_from_its_state(kind: Kind) -> None:
+    chosen = OptimizerSettings(kind=kind, lr=1e-3, schedule=Schedule.cosine, warmup_steps=2, weight_decay=0.1)
+    model = load_model(ModelSettings("tiny"), 0)
+    optimizer = Optimizer(model, chosen, total_steps=8)
+    for seed in range(3):
+        step_with(optimizer, model, seed)
+    resumed_model = copy.deepcopy(model)
+    resumed = Optimizer(resumed_model, chosen, total_steps=8)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    fresh_model = copy.deepcopy(model)
+    fresh = Optimizer(fresh_model, chosen, total_steps=8)
+    for seed in range(3, 6):
+        assert resumed.lr == optimizer.lr
+        for one, weights in ((optimizer, model), (resumed, resumed_model), (fresh, fresh_model)):
+            step_with(one, weights, seed)
+    assert largest_difference(dict(model.named_parameters()), dict(resumed_model.named_parameters())) == 0
+    assert largest_difference(dict(model.named_parameters()), dict(fresh_model.named_parameters())) > 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"lr": 0.0},
+        {"muon_lr": -1.0},
+        {"betas": [0.9]},
+        {"betas": [0.9, 1.0]},
+        {"max_grad_norm": 0.0},
+        {"weight_decay": -0.1},
+        {"warmup_steps": -1},
+    ],
+)
+def test_bad_settings_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"optimizer.*{next(iter(bad))}"):
+        OptimizerSettings(**bad)
+
+
+def test_a_falling_schedule_needs_a_number_of_steps() -> None:
+    model = load_model(ModelSettings("tiny"), 0)
+    with pytest.raises(ConfigError, match=r"optimizer\.schedule=linear"):
+        Optimizer(model, OptimizerSettings(schedule=Schedule.linear), total_steps=0)
+    Optimizer(model, OptimizerSettings(), total_steps=0)

@@ -1,0 +1,369 @@
+"""Whole runs of minute size: what they leave behind, what they depend on, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtgrpo import checkpoint, trainer
+from mtgrpo.compose import compose, parse
+from mtgrpo.evaluate import NothingPlayedError, run_evaluation
+from mtgrpo.experiment import Experiment
+from mtgrpo.extension import ConfigError
+from mtgrpo.policy.step import Signal
+from mtgrpo.run import check, open_run
+from mtgrpo.sft import demonstrations, run_sft
+from mtgrpo.tasks import Split
+from mtgrpo.trainer import Curve, run_training, train
+from mtgrpo.types import Status
+
+# Half of all tokens end a turn: a fresh model would otherwise hardly ever come to an end.
+ENDING = f"sampling.stop_ids={list(range(1024))}".replace(" ", "")
+SMALL = [
+    *("trainer.steps=2", "sft.steps=2", "sft.batch_size=4", "rollout.prompts_per_step=2", "rollout.group_size=2"),
+    *("sampling.max_new_tokens=12", "eval.tasks=2", "eval.samples=2", "eval.every_steps=0", "log=[jsonl]"),
+]
+
+OWN = '''
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+from mtgrpo.environments import Reply
+from mtgrpo.environments.tool_use import ToolUse
+from mtgrpo.rewards import Reward
+from mtgrpo.types import Message, ToolCall
+
+used = []
+down = threading.Event()
+
+def dawdle(number: int) -> str:
+    """Take a random time."""
+    used.append(number)
+    time.sleep(random.random() * 0.01)  # from the clock's seed: other times in every run
+    if down.is_set():
+        raise OSError("the line is dead")
+    return str(number)
+
+@dataclass
+class Busy(ToolUse):
+    """The model's first two messages are taken for calls of `dawdle`, whatever they say."""
+
+    async def start(self, task):
+        self.turn = 0
+        return await super().start(task)
+
+    async def step(self, message):
+        self.turn += 1
+        call = ToolCall("dawdle", {"number": len(message.content)})
+        return await super().step(Message("assistant", tool_calls=(call,) if self.turn < 3 else ()))
+
+@dataclass
+class Length(Reward):
+    """Every conversation has a worth of its own."""
+
+    def reward(self, trajectory):
+        return float(sum(turn.output[0] % 7 for turn in trajectory.turns))
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def experiment(*words: str) -> Experiment:
+    return compose(parse([*SMALL, *words])).experiment
+
+
+def ran(folder: Path, *words: str) -> Path:
+    """A run without its picture, which takes longer than the run."""
+    asyncio.run(train(experiment(*words), folder, Curve()))
+    return folder
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def played(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def summary(folder: Path) -> dict[str, float]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def digits(values: dict[str, Any]) -> dict[str, Any]:
+    """What is not a measurement of the machine."""
+    return {name: value for name, value in values.items() if not name.startswith(("perf/", "time/"))}
+
+
+def everything(folder: Path) -> list[Any]:
+    """All that a run computed, and said."""
+    conversations = [path.read_text() for path in sorted((folder / "trajectories").iterdir())]
+    return [digits(row) for row in rows(folder)] + [digits(summary(folder))] + conversations
+
+
+def busy(own: Path, *words: str) -> list[str]:
+    """A run with the tools of the file `own`: every conversation calls one twice."""
+    return [f"environment={own}:Busy", f"environment.tools=['{own}:dawdle']", f"reward={own}:Length", ENDING, *words]
+
+
+# --- what a run leaves behind
+
+
+def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
+    words = ("eval.samples=8", "eval.every_steps=1", "checkpoint.every_steps=1", "checkpoint.keep_last=0")
+    folder = tmp_path / "run"
+    run_training(experiment(*words), folder)
+    assert {path.name for path in folder.iterdir()} == {
+        *("metrics.jsonl", "notes.txt", "summary.json", "curve.png", "trajectories", "checkpoints")
+    }
+    assert [path.name for path in sorted((folder / "trajectories").iterdir())] == [
+        "step_000001.jsonl",
+        "step_000002.jsonl",
+    ]
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step_000001", "step_000002"]
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    found = summary(folder)
+    measured = [f"eval/{name}/{when}" for name in ("success", "greedy", "pass@8") for when in ("before", "after")]
+    assert set(found) >= {*measured, "time/sft_s", "time/rl_s", "time/total_s", "train/steps"}
+    assert found["train/steps"] == 2
+    assert 0 < found["time/sft_s"] + found["time/rl_s"] < found["time/total_s"]
+    stages = [(row["stage"], row["step"]) for row in rows(folder)]
+    assert stages == [
+        *(("warm start", 1), ("warm start", 2), ("evaluation", 1)),
+        *(("reinforcement learning", 1), ("reinforcement learning", 2), ("evaluation", 1)),
+    ]
+    steps = [row for row in rows(folder) if row["stage"] == "reinforcement learning"]
+    assert all({"reward/mean", "eval/success", "perf/tokens_per_s", "time/rollout_s"} <= set(row) for row in steps)
+    assert [row["eval/success"] for row in rows(folder) if row["stage"] == "evaluation"] == [
+        found["eval/success/before"],
+        found["eval/success/after"],
+    ]
+    assert [line["sibling"] for line in played(folder, 1)] == [0, 1, 0, 1]
+    assert {line["task"].split("/")[3] for line in played(folder, 1)} == {"train"}
+    state, _ = checkpoint.load_state(folder / "checkpoints" / "step_000002")
+    assert (state["step"], state["tasks"]["position"]) == (2, 4)
+
+
+def test_the_warm_start_alone_leaves_a_policy_to_go_on_from(tmp_path: Path) -> None:
+    run_sft(experiment(), tmp_path / "sft")
+    (saved,) = (tmp_path / "sft" / "checkpoints").iterdir()
+    assert saved.name == "step_000002"
+    checkpoint.verify(saved)
+    after = summary(tmp_path / "sft")
+    going_on = summary(ran(tmp_path / "run", "sft.steps=0", f"model.name={saved}"))
+    at_once = summary(ran(tmp_path / "at_once"))
+    for name in ("eval/success", "eval/greedy", "eval/sampled_tokens", "eval/turns"):
+        assert after[f"{name}/after"] == going_on[f"{name}/before"] == at_once[f"{name}/before"]
+    assert digits(going_on) == digits(at_once)
+
+
+def test_a_checkpoint_measures_as_the_run_did(tmp_path: Path, own: Path) -> None:
+    words = busy(own, "reward.success_at=10", "eval.tasks=4", "eval.samples=4")
+    after = digits(summary(ran(tmp_path / "run", *words)))
+    run_evaluation(experiment(*words), tmp_path / "measured", tmp_path / "run" / "checkpoints" / "step_000002")
+    measured = digits(summary(tmp_path / "measured"))
+    assert len(measured) > 8
+    assert measured == {name: after[f"{name}/after"] for name in measured}
+    assert 0 < measured["eval/success"] < 1, "the test is too easy"
+
+
+# --- what a run depends on
+
+
+def test_the_seed_alone_decides_every_digit(tmp_path: Path, own: Path) -> None:
+    """However long the tools take, and however few conversations are open at once."""
+    words = busy(own, "rollout.prompts_per_step=4", "rollout.max_concurrent=3")
+    first, second = (everything(ran(tmp_path / name, *words)) for name in ("first", "second"))
+    assert first == second
+    assert first != everything(ran(tmp_path / "other", *words, "seed=1"))
+    steps = [row for row in rows(tmp_path / "first") if row["stage"] == "reinforcement learning"]
+    assert all(row["rollout/tool_rate"] > 0.5 and row["policy/grad_norm"] > 0 for row in steps)
+    assert all(row["policy/mismatch/max_abs_dlogp"] < 5e-4 for row in steps)
+
+
+@pytest.mark.parametrize("kind", ["normal", "shuffled", "flipped"])
+def test_controls_reach_the_update(kind: str, tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advantages that are trained on, against those of the rewards."""
+    credited: list[torch.Tensor] = []
+    given: list[torch.Tensor] = []
+    credit, update = trainer.trajectory_advantages, trainer.train_batch
+
+    def spy_credit(*arguments: Any) -> Any:
+        advantage, trained = credit(*arguments)
+        credited.append(advantage.clone())
+        return advantage, trained
+
+    def spy_update(policy: Any, batch: Any, signal: Signal, *rest: Any) -> Any:
+        given.append(signal.advantage.clone())
+        return update(policy, batch, signal, *rest)
+
+    monkeypatch.setattr(trainer, "trajectory_advantages", spy_credit)
+    monkeypatch.setattr(trainer, "train_batch", spy_update)
+    words = busy(own, "rollout.prompts_per_step=4", "sft.steps=0", f"debug.advantages={kind}")
+    ran(tmp_path / "run", *words)
+    assert len(given) == len(credited) == 2
+    for before, after in zip(credited, given, strict=True):
+        assert len(before.unique()) > 3
+        if kind == "shuffled":
+            assert torch.equal(before.sort().values, after.sort().values)
+            assert not torch.equal(before, after)
+        else:
+            assert torch.equal(after, -before if kind == "flipped" else before)
+    moved = [not torch.equal(a.sort().indices, b.sort().indices) for a, b in zip(credited, given, strict=True)]
+    assert all(moved) == (kind != "normal")
+
+
+def test_demonstrations_do_not_touch_the_environment_that_is_played(own: Path) -> None:
+    made = experiment(*busy(own))
+    before = dict(vars(made.environment))
+
+    async def one() -> int:
+        with_chat = check(made).chat
+        source = made.task
+        stream = source.open(Split.train, 0)
+        examples = demonstrations(source, stream, made.environment, with_chat, 0)
+        return len((await anext(examples)).turns)
+
+    assert asyncio.run(one()) >= 1
+    assert vars(made.environment) == before
+
+
+# --- how a run ends
+
+
+def note(folder: Path) -> str:
+    return (folder / "notes.txt").read_text().splitlines()[-1]
+
+
+def test_a_run_ends_at_its_number_of_steps(tmp_path: Path) -> None:
+    folder = ran(tmp_path / "run", "sft.steps=0", "trainer.epochs=9", "trainer.total_turns=1000")
+    assert note(folder) == "stopped after 2 steps: trainer.steps=2"
+    assert summary(folder)["train/steps"] == 2
+
+
+def test_a_run_ends_after_its_epochs(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": f"What is {number} + 1?", "answer": number + 1}) + "\n" for number in range(5)]
+    tmp_path.joinpath("train.jsonl").write_text("".join(lines))
+    tmp_path.joinpath("held_out.jsonl").write_text("".join(lines[:2]))
+    files = [f"task.path={tmp_path}/train.jsonl", f"task.eval_path={tmp_path}/held_out.jsonl"]
+    words = ["task=jsonl", *files, "sft.steps=0", "trainer.steps=0", "trainer.epochs=2", "trainer.total_turns=1000"]
+    folder = ran(tmp_path / "run", *words)
+    assert note(folder) == "stopped after 5 steps: trainer.epochs=2"
+    tasks = [line["task"] for step in range(1, 6) for line in played(folder, step)]
+    assert {task: tasks.count(task) for task in tasks} == {f"train/{number}": 4 for number in range(1, 6)}
+
+
+def test_a_run_ends_after_its_turns(tmp_path: Path, own: Path) -> None:
+    words = busy(own, "environment.max_turns=2", "trainer.steps=0", "trainer.total_turns=15", "sft.steps=0")
+    folder = ran(tmp_path / "run", *words)
+    steps = len(list((folder / "trajectories").iterdir()))
+    turns = [sum(len(line["turns"]) for line in played(folder, step)) for step in range(1, steps + 1)]
+    assert note(folder) == f"stopped after {steps} steps: trainer.total_turns=15"
+    assert sum(turns[:-1]) < 15 <= sum(turns)
+
+
+def test_a_run_ends_after_its_time(tmp_path: Path) -> None:
+    folder = ran(tmp_path / "run", "sft.steps=0", "trainer.steps=0", "trainer.wall_time_s=0.5")
+    found = summary(folder)
+    assert note(folder) == f"stopped after {found['train/steps']:.0f} steps: trainer.wall_time_s=0.5"
+    took = [row["time/rollout_s"] + row["time/train_s"] for row in rows(folder) if "time/rollout_s" in row]
+    assert sum(took[:-1]) < 0.5 <= found["time/rl_s"] == pytest.approx(sum(took))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trainer.steps=0"], "the run never ends"),
+        (["trainer.steps=-1"], "must be >= 0"),
+        (["eval.tasks=0"], "eval.tasks and eval.samples must be >= 1, got 0 and 2"),
+        (["eval.samples=0"], "eval.tasks and eval.samples must be >= 1, got 2 and 0"),
+        (["eval.every_steps=-1"], "eval.every_steps must be >= 0"),
+        (["sft.batch_size=0"], "sft.batch_size >= 1, got 2 and 0"),
+        (["sft.steps=-1"], "sft.steps must be >= 0"),
+    ],
+)
+def test_impossible_lengths_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        experiment(*words)
+
+
+# --- when the world fails
+
+
+def test_a_world_that_fails_from_the_start_ends_the_run_with_the_reason(tmp_path: Path, own: Path) -> None:
+    made = experiment(*busy(own, "sft.steps=0"))
+    module = vars(type(made.environment))["step"].__globals__
+    module["down"].set()
+    with pytest.raises(NothingPlayedError, match="OSError: the line is dead"):
+        run_training(made, tmp_path / "run")
+
+
+def test_an_outage_during_training_trains_nothing_and_passes(
+    tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = experiment(*busy(own, "sft.steps=0", "trainer.steps=3", "eval.every_steps=1"))
+    down = vars(type(made.environment))["step"].__globals__["down"]
+    play_batch, evaluate = trainer.play_batch, trainer.evaluate
+    batches: list[int] = []
+
+    async def play_with_outage(*arguments: Any) -> Any:
+        batches.append(0)
+        if len(batches) == 2:
+            down.set()
+        return await play_batch(*arguments)
+
+    async def evaluate_in_outage(*arguments: Any, **named: Any) -> Any:
+        try:
+            return await evaluate(*arguments, **named)
+        finally:
+            down.clear()
+
+    monkeypatch.setattr(trainer, "play_batch", play_with_outage)
+    monkeypatch.setattr(trainer, "evaluate", evaluate_in_outage)
+    curve = Curve()
+    found = asyncio.run(train(made, tmp_path / "run", curve))
+    steps = [row for row in rows(tmp_path / "run") if row["stage"] == "reinforcement learning"]
+    assert [row["rollout/failed"] for row in steps] == [0, 1, 0]
+    assert [row["reward/mean"] is None for row in steps] == [False, True, False]
+    assert ["policy/updates" in row for row in steps] == [True, False, True]
+    assert ["eval/success" in row for row in steps] == [True, False, True]
+    assert math.isnan(curve.reward[1]) and sorted(curve.success) == [0, 1, 3]
+    assert "the line is dead" in (tmp_path / "run" / "notes.txt").read_text()
+    assert {line["status"] for line in played(tmp_path / "run", 2)} == {Status.FAILED.value}
+    assert found["train/steps"] == 3
+    assert curve.draw(tmp_path, 60, 12)
+
+
+def test_prompts_that_are_too_long_are_truncated_and_train_nothing(tmp_path: Path) -> None:
+    folder = ran(tmp_path / "run", "environment.max_context_length=10", "sft.steps=0")
+    steps = [row for row in rows(folder) if row["stage"] == "reinforcement learning"]
+    assert [(row["rollout/truncated"], row["rollout/turns"], row["reward/mean"]) for row in steps] == [(1, 0, 0)] * 2
+
+
+def test_a_task_without_demonstrations_cannot_be_warm_started(tmp_path: Path) -> None:
+    for name in ("train", "held_out"):
+        tmp_path.joinpath(f"{name}.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}\n')
+    files = [f"task.path={tmp_path}/train.jsonl", f"task.eval_path={tmp_path}/held_out.jsonl"]
+    with pytest.raises(ConfigError, match=r"Jsonl gave no demonstration for 1000 tasks in a row; set sft\.steps=0"):
+        ran(tmp_path / "run", "task=jsonl", *files)
+
+
+def test_an_opened_run_is_closed_when_its_stage_breaks(tmp_path: Path) -> None:
+    made = experiment()
+    with pytest.raises(ZeroDivisionError), open_run(made, tmp_path / "run") as run:
+        raise ZeroDivisionError
+    with pytest.raises(ValueError, match="closed"):
+        run.sinks.note("after the end")
