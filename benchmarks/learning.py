@@ -33,6 +33,7 @@ from mtgrpo.batch.padded import build_batch
 from mtgrpo.compose import compose, parse
 from mtgrpo.evaluate import evaluate_fully
 from mtgrpo.experiment import Experiment
+from mtgrpo.log import write_summary
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.rollout.stream import play_batch
@@ -57,7 +58,15 @@ Summary = dict[str, float]
 def command(words: list[str], folder: Path) -> Summary:
     """Run `mtgrpo` with `words`; what it measured."""
     if not (folder / "summary.json").exists():
-        arguments = [sys.executable, "-m", "mtgrpo", *words, f"hydra.run.dir={folder}", "log=[jsonl]"]
+        arguments = [
+            sys.executable,
+            "-m",
+            "mtgrpo",
+            *words,
+            f"hydra.run.dir={folder}",
+            "log=[jsonl]",
+            "eval.every_steps=0",
+        ]
         subprocess.run(arguments, check=True)
     return json.loads((folder / "summary.json").read_text())
 
@@ -75,6 +84,8 @@ def share_with_variance(folder: Path) -> list[float]:
 
 async def own_successes(experiment: Experiment, seconds: float, folder: Path) -> Summary:
     """Sample, keep what succeeded, imitate it; for `seconds`, evaluation not counted."""
+    if (folder / "summary.json").exists():
+        return json.loads((folder / "summary.json").read_text())
     with open_run(experiment, folder) as run:
         optimizer = Optimizer(run.model, experiment.optimizer, 0)
         policy = Policy(run.model, optimizer, experiment.batch.token_budget, 1.0)
@@ -88,7 +99,8 @@ async def own_successes(experiment: Experiment, seconds: float, folder: Path) ->
                 weights = token_weights(Average.token_mean, batch.trajectory)
                 policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
             run.engine.version = step
-        return {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
+        write_summary(folder, {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()})
+    return json.loads((folder / "summary.json").read_text())
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,7 @@ class Seed:
     recipe: str
     seed: int
     folder: Path
+    before: str  # the recipe whose warm start comes first; "" = from scratch
     extra: list[str]
 
     @property
@@ -109,6 +122,10 @@ class Seed:
     def warm(self) -> Summary:
         """The warm start itself."""
         words = ["sft", f"recipe={self.recipe}", f"seed={self.seed}", *self.extra]
+        if self.before:
+            first = self.folder.parents[1] / self.before / self.folder.name / "warm_start"
+            command(["sft", f"recipe={self.before}", f"seed={self.seed}"], first)
+            words.append(f"model.name={checkpoint_of(first)}")
         return command(words, self.folder / "warm_start")
 
     def train(self, name: str, *words: str) -> Summary:
@@ -173,6 +190,7 @@ def main() -> None:
     """Parse arguments, run every seed, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="calculator")
+    parser.add_argument("--before", default="", help="a recipe whose warm start the recipe's own begins from")
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="grpo always runs")
     parser.add_argument("--folder", type=Path, default=Path("outputs/benchmarks/learning"), help="keeps finished arms")
@@ -183,7 +201,7 @@ def main() -> None:
     rates = LEARNING_RATES
     for number in given.seeds:
         folder = (given.folder / given.recipe / f"seed_{number}").resolve()
-        seeds[number] = run_seed(Seed(given.recipe, number, folder, given.set), given.arms, rates)
+        seeds[number] = run_seed(Seed(given.recipe, number, folder, given.before, given.set), given.arms, rates)
         rates = (seeds[number]["sft_learning_rate"],)
     found = list(seeds.values())
     ratios: dict[str, float | None] = {
@@ -191,7 +209,7 @@ def main() -> None:
         for arm in found[0]["arms"]
     }
     ratios["learning.before"] = sum(s["before"]["eval/success/after"] for s in found) / len(found)
-    detail: dict[str, Any] = {"recipe": given.recipe, "seeds": seeds, "overrides": given.set}
+    detail: dict[str, Any] = {"recipe": given.recipe, "before": given.before, "seeds": seeds, "overrides": given.set}
     if given.recipe == "calculator" and set(given.arms) == set(ARMS):
         detail["must"] = {name: {"limit": MUST[name], "held": held} for name, held in judge(found).items()}
         for name, verdict in detail["must"].items():

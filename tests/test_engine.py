@@ -260,3 +260,53 @@ def test_conversations_that_come_and_go_keep_their_own_past() -> None:
         return list(await asyncio.gather(*(one(engine, number) for number in range(14))))
 
     assert max(differences(model, asyncio.run(run()), 1.0)) <= 1e-9
+
+
+def test_a_conversation_goes_on_after_an_error() -> None:
+    model = make_model()
+
+    async def run() -> Completion:
+        engine = Local().start(model, True)
+        async with engine.conversation(Key(0, "train/1", "t", 0)) as sample:
+            with pytest.raises(IndexError):
+                await sample([*prompt_of(1), 10**9], Sampling(max_new_tokens=5))
+            return await sample([*prompt_of(1), 7], Sampling(max_new_tokens=5))
+
+    completion = asyncio.run(run())
+    expected = full_logprobs(model, [*prompt_of(1), 7], completion.tokens, 1.0)
+    assert max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True)) < 5e-4
+
+
+@pytest.mark.parametrize("cancelled", ["asking", "silent"])
+def test_a_cancelled_conversation_is_neither_waited_for_nor_played_on(cancelled: str) -> None:
+    model = make_model()
+    sampling = Sampling(max_new_tokens=5)
+
+    async def run() -> tuple[list[int], Completion]:
+        engine = Local().start(model, True)
+        opened = asyncio.Event()
+
+        async def leaves() -> None:
+            async with engine.conversation(Key(0, "train/1", "t", 0)) as sample:
+                opened.set()
+                if cancelled == "asking":
+                    await sample(prompt_of(4), sampling)
+                await asyncio.Event().wait()
+
+        async with engine.conversation(Key(0, "train/1", "t", 1)) as sample:
+            context = prompt_of(5) + (await sample(prompt_of(5), sampling)).tokens + [33, 34]
+            left = asyncio.create_task(leaves())
+            await opened.wait()
+            if cancelled == "asking":
+                left.cancel()
+                await asyncio.wait([left])
+                return context, await asyncio.wait_for(sample(context, sampling), 20)
+            asked = asyncio.create_task(sample(context, sampling))
+            done, _ = await asyncio.wait([asked], timeout=0.1)
+            assert not done, "another open conversation was not waited for"
+            left.cancel()
+            return context, await asyncio.wait_for(asked, 20)
+
+    context, completion = asyncio.run(run())
+    expected = full_logprobs(model, context, completion.tokens, 1.0)
+    assert max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True)) < 5e-4

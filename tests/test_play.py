@@ -448,14 +448,13 @@ def test_few_places_and_slow_unsteady_tools_change_no_digit() -> None:
 
     @dataclass
     class Slow(Talk):
-        seed: int = 0
-
         async def start(self, task: Task) -> Opening:
             self.length = 1 + int(task.id) % 4
             return await super().start(task)
 
         async def step(self, message: Message) -> Reply:
-            await asyncio.sleep(delays.random() * 0.01)
+            for _ in range(delays.randrange(6)):  # turns of the event loop: every order comes up, on any machine
+                await asyncio.sleep(0)
             if len(message.content) % 5 == 1:
                 raise OSError("closed")
             reply = await super().step(message)
@@ -471,7 +470,7 @@ def test_few_places_and_slow_unsteady_tools_change_no_digit() -> None:
     delays = random.Random(0)
     first = digits()
     assert len({attempts for _, attempts in first}) > 1, "nothing failed: the test is too easy"
-    for seed in (1, 2):
+    for seed in range(1, 9):
         delays = random.Random(seed)
         assert digits() == first
 

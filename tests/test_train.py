@@ -171,13 +171,17 @@ def test_the_warm_start_alone_leaves_a_policy_to_go_on_from(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_measures_as_the_run_did(tmp_path: Path, own: Path) -> None:
-    words = busy(own, "reward.success_at=10", "eval.tasks=4", "eval.samples=4")
+    words = busy(own, "reward.success_at=10", "eval.tasks=6", "eval.samples=3")
     after = digits(summary(ran(tmp_path / "run", *words)))
     run_evaluation(experiment(*words), tmp_path / "measured", tmp_path / "run" / "checkpoints" / "step_000002")
     measured = digits(summary(tmp_path / "measured"))
     assert len(measured) > 8
     assert measured == {name: after[f"{name}/after"] for name in measured}
     assert 0 < measured["eval/success"] < 1, "the test is too easy"
+    run_evaluation(experiment(*words, "seed=1"), tmp_path / "again", tmp_path / "run" / "checkpoints" / "step_000002")
+    again = digits(summary(tmp_path / "again"))
+    assert again["eval/greedy"] == measured["eval/greedy"]  # nothing is drawn
+    assert again["eval/reward"] != measured["eval/reward"]  # other samples for the same tasks
 
 
 # --- what a run depends on

@@ -125,10 +125,14 @@ class LocalEngine:
         the batch does not depend on the speed of tools.
         """
         await asyncio.sleep(0)
-        while self._deterministic and len(self._waiting) + len(self._decoding) < len(self._open):
-            self._changed.clear()
-            await self._changed.wait()
-            await asyncio.sleep(0)  # where one conversation ended, the next that waited for its place opens first
+        while self._deterministic:
+            if self._changed.is_set():  # whoever ended may have let another in, which is on its way
+                self._changed.clear()
+                await asyncio.sleep(0)
+            elif len(self._waiting) + len(self._decoding) < len(self._open):
+                await self._changed.wait()
+            else:
+                return
 
     @torch.no_grad()
     def _step(self) -> None:
