@@ -27,7 +27,7 @@ TEMPLATE = Path(tiny.__file__).parents[1] / "rollout" / "chatml.jinja"
 
 
 def conversations() -> Iterator[str]:
-    """Rendered demonstrations, cut where a reply begins (it is encoded by itself), of a task seed that nothing else uses."""
+    """Rendered demonstrations of a task seed that nothing else uses, cut where a reply begins."""
     source = Calculator(seed=1_000_000, max_steps=5)
     render = jinja2.Environment(autoescape=False, trim_blocks=True, lstrip_blocks=True)
     render.policies["json.dumps_kwargs"] = {"sort_keys": False, "ensure_ascii": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tracemalloc
 from collections import Counter
@@ -573,3 +574,25 @@ def test_the_data_folder_is_found_or_refused(tmp_path: Path, monkeypatch: pytest
     assert tasks.data_folder() == tmp_path
     monkeypatch.setenv("MTGRPO_DATA", str(tmp_path / "none"))
     assert "MTGRPO_DATA=" in error_of(tasks.data_folder)
+
+
+def test_varied_word_problems_keep_wording_and_equation(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
+    plain, varied = WordProblems(), WordProblems(vary_numbers=True)
+    originals = {task.id: task for task, _ in zip(plain.open(Split.train, 0), range(1000), strict=False)}
+    first = [task for task, _ in zip(varied.open(Split.train, 5), range(800), strict=False)]
+    again = [task for task, _ in zip(varied.open(Split.train, 5), range(800), strict=False)]
+    assert first == again
+    other = 0
+    for task in first:
+        original = originals[task.id]
+        text, new_text = original.messages[-1].content, task.messages[-1].content
+        assert re.sub(r"\d+", "#", text) == re.sub(r"\d+", "#", new_text)
+        messages = varied.demonstration(task, 0)
+        if messages is not None:  # the calculator agrees with the answer
+            assert messages[-1].content == f"#### {task.answer}"
+            assert int(task.answer) >= 0
+        other += text != new_text
+    assert other > 600
+    held_out = [list(source.open(Split.eval, 0, repeat=False)) for source in (plain, varied)]
+    assert held_out[0] == held_out[1]

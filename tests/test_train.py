@@ -253,9 +253,15 @@ def note(folder: Path) -> str:
 
 
 def test_a_run_ends_at_its_number_of_steps(tmp_path: Path) -> None:
-    folder = ran(tmp_path / "run", "sft.steps=0", "trainer.epochs=9", "trainer.total_turns=1000")
+    folder = ran(tmp_path / "run", "sft.steps=0", "trainer.total_turns=1000")
     assert note(folder) == "stopped after 2 steps: trainer.steps=2"
     assert summary(folder)["train/steps"] == 2
+
+
+def test_epochs_of_endless_problems_are_refused() -> None:
+    experiment = compose(parse(["trainer.epochs=3"])).experiment
+    with pytest.raises(ConfigError, match="trainer.steps"):
+        check(experiment)
 
 
 def test_a_run_ends_after_its_epochs(tmp_path: Path) -> None:

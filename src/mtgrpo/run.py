@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.experiment import Experiment
+from mtgrpo.extension import ConfigError
 from mtgrpo.log import Sinks, open_sinks, sink_class
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.rollout.chat import Chat, open_chat
@@ -55,6 +56,11 @@ def check(experiment: Experiment) -> Inputs:
     for name in experiment.log:
         sink_class(name)
     tasks = experiment.task.open(Split.train, experiment.seed)
+    if experiment.trainer.epochs and tasks.endless:
+        raise ConfigError(
+            f"trainer.epochs={experiment.trainer.epochs}: task {type(experiment.task).__name__} makes endless problems "
+            "and has no epochs; set trainer.steps instead"
+        )
     evaluated = experiment.task.open(Split.eval, EVAL_SEED, repeat=False)
     held_out = list(itertools.islice(evaluated, experiment.eval.tasks))
     tokenizer = load_tokenizer(experiment.model.name)

@@ -97,6 +97,9 @@ async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
                 curve.success[step] = metrics["eval/success"]
             except NothingPlayedError as error:  # an outage, which may be over at the next step
                 run.sinks.note(str(error))
+        failed = [t for group in groups for t in group.trajectories if t.status is Status.FAILED]
+        if failed:
+            run.sinks.note(f"step {step}: {len(failed)} conversations failed, the first because of {failed[0].reason}")
         trajectories.write(run.folder, step, groups)
         if experiment.checkpoint.every_steps and step % experiment.checkpoint.every_steps == 0:
             save(run, policy, step)

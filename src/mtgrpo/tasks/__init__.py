@@ -33,9 +33,10 @@ class Split(Enum):
 
 
 class TaskStream(Protocol):
-    """Iterates over tasks. `epoch` counts completed passes over the data (0 during the first)."""
+    """Iterates over tasks. `epoch` counts completed passes over the data (0 during the first, always if `endless`)."""
 
     epoch: int
+    endless: bool  # a generated source: it never repeats
 
     def __iter__(self) -> Iterator[Task]: ...
     def __next__(self) -> Task: ...
@@ -85,6 +86,7 @@ class IndexedStream:
         blocks: Sequence[int] = (),
     ) -> None:
         self.epoch = 0
+        self.endless = length is None
         self._position = 0  # rows delivered in this epoch
         self._length = length
         self._task_at = task_at

@@ -54,6 +54,8 @@ class Hub(TaskSource):
 class HubStream:
     """A stream over a `datasets.IterableDataset`, one row ahead so that `epoch` rises with the last row of a pass."""
 
+    endless = False
+
     def __init__(self, source: Hub, data: Any, repeat: bool) -> None:
         self.epoch = 0
         self._position = 0  # rows delivered in this epoch
