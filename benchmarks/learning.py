@@ -3,7 +3,7 @@
 For each seed one warm start, and from its weights:
 
     grpo       the recipe as it is
-    shuffled   the same with advantages permuted over the batch: must not learn
+    shuffled   the same with advantages permuted over the batch, half of the steps: must not learn
     flipped    the same with the opposite sign, a third of the steps: must fall
     sft        the warm start continued on new demonstrations for as many seconds as GRPO took; the learning rate is the
                best of three on the first seed
@@ -147,7 +147,8 @@ def run_seed(seed: Seed, names: list[str], rates: tuple[float, ...]) -> dict[str
     variance = share_with_variance(seed.folder / "grpo")
     best = rates[0]
     if "shuffled" in names:
-        arms["shuffled"] = seed.train("shuffled", "debug.advantages=shuffled")
+        steps = max(1, experiment.trainer.steps // 2)
+        arms["shuffled"] = seed.train("shuffled", "debug.advantages=shuffled", f"trainer.steps={steps}")
     if "flipped" in names:
         steps = max(1, experiment.trainer.steps // 3)
         arms["flipped"] = seed.train("flipped", "debug.advantages=flipped", f"trainer.steps={steps}")

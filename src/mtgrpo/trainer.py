@@ -79,18 +79,18 @@ async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
     experiment = run.experiment
     policy = Policy(run.model, _optimizer(run), experiment.batch.token_budget, experiment.sampling.temperature)
     reference = freeze(run.model) if experiment.kl.coef else None
-    limits = Limits(experiment.trainer)
+    budget = Budget(experiment.trainer)
     run.sinks.stage("reinforcement learning", experiment.trainer.steps)
-    while not (reached := limits.reached(run.tasks.epoch)):
+    while not (reached := budget.reached(run.tasks.epoch)):
         began = time.perf_counter()
-        step = limits.steps + 1
+        step = budget.steps + 1
         groups = await play_batch(run.player.at(f"train/{step}"), run.tasks, experiment.rollout)
         played = time.perf_counter()
         metrics = learn(run, policy, reference, groups, step)
         run.engine.version = step
         ended = time.perf_counter()
         metrics |= _describe_batch(groups, experiment, played - began, ended - played)
-        limits.count(groups, ended - began)
+        budget.count(groups, ended - began)
         if experiment.eval.every_steps and step % experiment.eval.every_steps == 0:
             try:
                 metrics |= await evaluate(run.player, run.held_out, samples=1)
@@ -105,9 +105,9 @@ async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
             save(run, policy, step)
         run.sinks.log(metrics, step)
         curve.reward.append(metrics["reward/mean"])
-    save(run, policy, limits.steps)
-    run.sinks.note(f"stopped after {limits.steps} steps: {reached}")
-    return limits.steps, limits.seconds
+    save(run, policy, budget.steps)
+    run.sinks.note(f"stopped after {budget.steps} steps: {reached}")
+    return budget.steps, budget.seconds
 
 
 def learn(run: Run, policy: Policy, reference: PreTrainedModel | None, groups: Sequence[Group], step: int) -> Metrics:
@@ -141,7 +141,7 @@ def save(run: Run, policy: Policy, step: int) -> None:
 
 
 @dataclass
-class Limits:
+class Budget:
     """Counts what a run has used, and says which limit it has reached."""
 
     settings: TrainerSettings
