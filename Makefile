@@ -25,10 +25,10 @@ lint: setup ## ruff, pyright and the import rules
 test: lint ## lint, then the fast tests
 	$(PYTEST)
 
-test-real: setup ## tests of the real parts: servers, several processes, real data from end to end
+test-real: setup ## the tests on real data from end to end, and of a sweep over several processes
 	$(PYTEST) -m "real and not slow and not gpu" --timeout 900
 
-test-all: test test-real ## test, test-real, then the slow tests (learning, chaos, stress)
+test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
 bench: bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json

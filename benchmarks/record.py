@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+CPUINFO = Path("/proc/cpuinfo")  # Linux only
 
 
 def machine() -> str:
     """Processor, cores and GPU in one line."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores{gpu}"
 

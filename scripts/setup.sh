@@ -2,8 +2,9 @@
 # Makes .venv ready: `scripts/setup.sh dev` for tests and tools, `scripts/setup.sh run` for running mtgrpo alone.
 #
 # Instant when nothing changed: .venv/.setup-<kind>-<key> stands for a finished install, the key being the hash of
-# pyproject.toml, constraints.txt and the Python version. A .venv that was left half installed, that belongs to another
-# place or that lost its interpreter is built again from nothing. PYTHON=python3.12 chooses another interpreter.
+# pyproject.toml, constraints.txt and the Python version. A .venv that this script made is built again from nothing when
+# it was left half installed, was moved or lost its interpreter. One that somebody else made is used if it works, and
+# never removed. PYTHON=python3.12 chooses another interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,15 +20,20 @@ venv_python=.venv/bin/python
 say() { echo "setup: $*"; }
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 
-# .venv/.made holds the folder and the interpreter that .venv was made with; it is written when .venv is complete.
+# .venv/.made holds the folder of .venv, the interpreter it is made with, and "adopted" if somebody else made it.
 made_in() { sed -n 1p .venv/.made 2>/dev/null || true; }
 made_with() { sed -n 2p .venv/.made 2>/dev/null || true; }
+ours() { [ -e .venv/.made ] && [ "$(sed -n 3p .venv/.made)" != adopted ]; }
+
+supported() { case $1 in 3.11 | 3.12 | 3.13) ;; *) return 1 ;; esac }
 
 choose_python() {
     if [ -n "${PYTHON:-}" ]; then
         echo "$PYTHON"
     elif [ -x "$(made_with)" ]; then
         made_with
+    elif supported "$(version_of $venv_python)" && ! ours; then
+        echo $venv_python
     else
         echo python3
     fi
@@ -36,27 +42,44 @@ choose_python() {
 check_python() {
     local found
     found=$(version_of "$python") || found=""
-    case $found in
-        3.11 | 3.12 | 3.13) ;;
-        *)
-            echo "setup: mtgrpo needs Python 3.11, 3.12 or 3.13, but '$python' is ${found:-no working Python}." >&2
-            echo "setup: choose another with, for example: PYTHON=python3.12 make setup" >&2
-            exit 1
-            ;;
-    esac
+    if ! supported "$found"; then
+        echo "setup: mtgrpo needs Python 3.11, 3.12 or 3.13, but '$python' is ${found:-no working Python}." >&2
+        echo "setup: choose another with, for example: PYTHON=python3.12 make setup" >&2
+        exit 1
+    fi
 }
 
 usable() {
     [ "$(made_in)" = "$PWD" ] && [ ! -e .venv/.installing ] && [ "$(version_of $venv_python)" = "$(version_of "$python")" ]
 }
 
+# Also one whose last install was interrupted: pip can take that up again.
+adoptable() {
+    [ ! -e .venv/.made ] || [ "$(made_in)" = "$PWD" ] || return 1
+    [ "$(version_of $venv_python)" = "$(version_of "$python")" ] && "$venv_python" -m pip --version >/dev/null 2>&1
+}
+
 make_venv() {
-    if [ -e .venv ]; then
-        say "the .venv here is unfinished, was moved or has another Python: making it again"
-        rm -rf .venv
+    local interpreter
+    interpreter=$("$python" -c 'import sys; print(sys.executable)')
+    if [ ! -e .venv ] || ours; then
+        if [ -e .venv ]; then
+            say "the .venv here is unfinished, was moved or has another Python: making it again"
+            rm -rf .venv
+        fi
+        # Marked before it is filled, so that one left half made is known as ours.
+        mkdir .venv
+        printf '%s\n%s\n' "$PWD" "$interpreter" >.venv/.made
+        touch .venv/.installing
+        "$python" -m venv .venv
+    elif adoptable; then
+        say "using the .venv that is here"
+        printf '%s\n%s\nadopted\n' "$PWD" "$interpreter" >.venv/.made
+    else
+        echo "setup: the .venv here was not made by this script, and it was moved or is no working" \
+            "Python $(version_of "$python") with pip: remove it or move it away, then try again" >&2
+        exit 1
     fi
-    "$python" -m venv .venv
-    printf '%s\n%s\n' "$PWD" "$("$python" -c 'import sys; print(sys.executable)')" >.venv/.made
 }
 
 key() {
@@ -83,6 +106,8 @@ install_torch() {
     elif nvidia-smi -L >/dev/null 2>&1; then
         say "installing torch for this machine's NVIDIA GPU"
         install "$torch_range" -c constraints.txt
+    # A machine with a folder of wheels of its own takes torch from there: the option below would replace the indexes it
+    # is configured with, and the CPU build it names may be out of reach.
     elif [ "$(uname)" != Linux ] || [[ "$("$venv_python" -m pip config list)" == *find-links* ]]; then
         say "installing torch"
         install "$torch_range" -c constraints.txt

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,19 @@ def test_everything_public_has_a_docstring() -> None:
             if isinstance(node, Definition) and not node.name.startswith("_") and ast.get_docstring(node) is None:
                 missing.append(f"{_name(path)}:{node.lineno} {node.name}")
     assert missing == []
+
+
+def test_the_package_names_its_parts_and_layers_as_they_are() -> None:
+    package = PROJECT / "src/mtgrpo"
+    described = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    parts = re.findall(r"^    (\w+) {2,}\S", described, re.MULTILINE)
+    modules = {path.stem for path in package.glob("*.py")} | {
+        path.parent.name for path in package.glob("*/__init__.py")
+    }
+    assert sorted(parts) == sorted(modules - {"__init__", "__main__"})
+    contract = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    layers = [re.sub(r"[()]", "", layer) for layer in contract["layers"]]
+    assert "".join(f"    {layer}\n" for layer in layers) in described
 
 
 def test_importing_the_package_is_light() -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local, LocalEngine
 from mtgrpo.model.load import DType, ModelSettings, load_model
-from mtgrpo.types import Completion, Sampling
+from mtgrpo.types import Completion, EngineError, Sampling
 
 STOP = 2
 
@@ -183,7 +183,7 @@ def test_an_error_in_decoding_reaches_every_conversation_and_the_engine_goes_on(
         return list(broken), await ask(2, 7)
 
     broken, after = asyncio.run(run())
-    assert all(isinstance(result, IndexError) for result in broken)
+    assert all(isinstance(result, EngineError) for result in broken)
     assert len(after.tokens) == 5
 
 
@@ -203,7 +203,7 @@ def test_an_error_among_more_conversations_than_before_is_survived(deterministic
         return list(broken), list(await asyncio.gather(*(ask(sibling, 7) for sibling in range(5))))
 
     broken, after = asyncio.run(run())
-    assert [str(error) for error in broken] == ["index out of range in self"] * 5
+    assert [str(error) for error in broken] == ["decoding failed: IndexError: index out of range in self"] * 5
     assert [len(completion.tokens) for completion in after] == [5] * 5
 
 
@@ -268,7 +268,7 @@ def test_a_conversation_goes_on_after_an_error() -> None:
     async def run() -> Completion:
         engine = Local().start(model, True)
         async with engine.conversation(Key(0, "train/1", "t", 0)) as sample:
-            with pytest.raises(IndexError):
+            with pytest.raises(EngineError):
                 await sample([*prompt_of(1), 10**9], Sampling(max_new_tokens=5))
             return await sample([*prompt_of(1), 7], Sampling(max_new_tokens=5))
 

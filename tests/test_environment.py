@@ -51,6 +51,10 @@ def breaks() -> str:
     """Break."""
     raise OSError("the disk is full")
 
+def leaves() -> str:
+    """End the program."""
+    raise SystemExit(3)
+
 def refuses() -> str:
     """Refuse."""
     raise ToolError("not today")
@@ -128,6 +132,19 @@ async def test_calls_that_cannot_be_read_are_an_observation() -> None:
     assert (reply.tool_calls, reply.tool_errors) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        (Message("assistant", error="unclosed <think>"), "error: unclosed <think>"),
+        (calls(("calculator", {}), ("abacus", {})), "error: there are no tools"),
+    ],
+)
+async def test_without_tools_the_user_answers_and_no_call_is_counted(message: Message, answer: str) -> None:
+    environment = await opened(ToolUse())
+    assert await environment.step(message) == Reply((Message("user", answer),), tool_calls=0, tool_errors=0)
+    assert await environment.step(Message("assistant", "4")) == Reply(done=True)
+
+
 async def test_the_calls_of_one_message_run_at_once(own: str) -> None:
     environment = await opened(ToolUse(tools=[f"{own}:meet"], timeout_s=60))
     reply = await environment.step(calls(("meet", {"name": "a"}), ("meet", {"name": "b"})))
@@ -139,6 +156,12 @@ async def test_a_tool_that_breaks_raises_with_its_name_and_cause(own: str) -> No
     with pytest.raises(RuntimeError, match=r"^the tool breaks failed: OSError: the disk is full$") as failure:
         await environment.step(calls(("breaks", {})))
     assert isinstance(failure.value.__cause__, OSError)
+
+
+async def test_a_tool_that_ends_the_program_fails_the_rollout_alone(own: str) -> None:
+    environment = await opened(ToolUse(tools=[f"{own}:leaves"]))
+    with pytest.raises(RuntimeError, match=r"^the tool leaves failed: RuntimeError: SystemExit: 3$"):
+        await environment.step(calls(("leaves", {})))
 
 
 async def test_a_tool_that_hangs_raises_with_its_name(own: str) -> None:

@@ -28,16 +28,17 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_folder: Path)
     """A folder with the README's own files, and a finished run at the path the README names."""
     monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "problems.jsonl").write_text("".join(blocks("json")))
+    for name in ("problems.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text("".join(blocks("json")))
     for name, block in zip(("tools.py", "short.py"), blocks("python"), strict=True):
         (tmp_path / name).write_text(block)
-    (path,) = re.findall(r"checkpoint=(\S+)/checkpoints/step_000060", README)
+    (path,) = re.findall(r"checkpoint=(\S+)/checkpoints/step_000070", README)
     words = ["sft.steps=1", "trainer.steps=1", "rollout.prompts_per_step=1", "eval.tasks=1", "eval.samples=1"]
     with pytest.raises(SystemExit) as done:
         cli.main(["train", *words, f"hydra.run.dir={path}", "log=[jsonl]"])
     assert done.value.code == 0
     checkpoints = tmp_path / path / "checkpoints"
-    (checkpoints / "step_000001").rename(checkpoints / "step_000060")
+    (checkpoints / "step_000001").rename(checkpoints / "step_000070")
     return tmp_path
 
 

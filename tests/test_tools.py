@@ -349,6 +349,48 @@ async def test_errors_of_the_tool_come_through() -> None:
         await tools.call(breaks, {}, 5)
 
 
+class Stop(BaseException):
+    """What no one catches by accident."""
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("error", [SystemExit(3), StopIteration("end"), Stop("now")])
+async def test_no_tool_can_end_the_program(error: BaseException, blocking: bool) -> None:
+    def raises() -> None:
+        raise error
+
+    async def raises_later() -> None:
+        await asyncio.sleep(0)
+        raise error
+
+    raises.blocking = blocking  # type: ignore[attr-defined]
+    for tool in (raises, raises_later):
+        with pytest.raises(RuntimeError, match=type(error).__name__) as failure:
+            await tools.call(tool, {}, 60)
+        assert failure.value.__cause__ is error
+
+
+async def test_a_tool_in_a_thread_cannot_interrupt_or_cancel() -> None:
+    for error in (KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()):
+
+        def raises(error: BaseException = error) -> None:
+            raise error
+
+        with pytest.raises(RuntimeError, match=type(error).__name__):
+            await tools.call(raises, {}, 60)
+
+
+async def test_a_call_can_be_given_up() -> None:
+    async def hangs() -> None:
+        await asyncio.Event().wait()
+
+    calling = asyncio.ensure_future(tools.call(hangs, {}, 60))
+    await asyncio.sleep(0)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+
+
 async def test_a_tool_that_takes_too_long_is_a_timeout() -> None:
     release = threading.Event()
 

@@ -260,7 +260,7 @@ def test_a_run_ends_at_its_number_of_steps(tmp_path: Path) -> None:
 
 def test_epochs_of_endless_problems_are_refused() -> None:
     experiment = compose(parse(["trainer.epochs=3"])).experiment
-    with pytest.raises(ConfigError, match="trainer.steps"):
+    with pytest.raises(ConfigError, match=r"trainer\.steps"):
         check(experiment)
 
 

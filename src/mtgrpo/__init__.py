@@ -1,6 +1,6 @@
 """mtgrpo: GRPO training of language-model agents over multi-turn conversations that use tools.
 
-    task -> rollout (turns, tools) -> reward -> advantage -> forest -> loss -> optimiser -> weights -> engine
+    task -> rollout (turns, tools) -> reward -> advantage -> batch -> loss -> optimiser -> weights -> engine
 
 The parts, in the order of the data:
 
@@ -11,13 +11,13 @@ The parts, in the order of the data:
     tasks         where work comes from; one file = one data set
     rewards       what a trajectory is worth; one file = one reward
     algorithms    advantage and per-token loss; one file = one algorithm
-    model         the language model: loading, attention, log-probabilities
-    batch         turns -> forest of shared prefixes -> micro-batches
+    model         the language model: loading, log-probabilities
+    batch         turns -> rows of tokens -> micro-batches
     rollout       messages <-> tokens, the turn loop, groups of siblings
     policy        the optimiser step
     engines       who samples
     log           where metrics go; one file = one sink
-    checkpoint    save, verify, resume
+    checkpoint    save, verify, find
     experiment    the whole configuration as one dataclass
     run           what is open during a run
     trainer       the story: rollout -> batch -> step -> log -> save
@@ -35,7 +35,8 @@ A part imports only from parts below it, and parts on one line never meet:
     compose
     options
     trainer
-    evaluate | sft
+    sft
+    evaluate
     run
     experiment
     rollout | policy | engines | log | checkpoint

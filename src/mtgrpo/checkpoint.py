@@ -1,6 +1,6 @@
 """Save, verify, find and prune checkpoints. Tensors are safetensors, the rest is JSON: nothing is ever unpickled.
 
-checkpoints/step_000060/    model.safetensors, config.json, tokenizer files    a folder that `model.name=` takes
+checkpoints/step_000070/    model.safetensors, config.json, tokenizer files    a folder that `model.name=` takes
                             optimizer.safetensors                              the tensors of the training state
                             state.json                                         the rest, and what every file must be
 """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
-    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000060",
+    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070",
 }
 FLAGS = {
     "--help": "-h",
@@ -174,6 +174,8 @@ def checked_job(command: str, overrides: Sequence[Override]) -> Job:
         experiment = composed.experiment
         if checkpoint:  # which brings its own tokenizer
             experiment = replace(experiment, model=replace(experiment.model, name=str(checkpoint)))
+        if command == "train":
+            experiment.check_training()
         check(experiment)
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename or 'the input'}: {error.strerror or error}") from error
@@ -267,14 +269,14 @@ def _run_several(command: str, overrides: Sequence[Override], folder: str, dry: 
 
 def _checkpoint(given: str) -> Path:
     if not given:
-        raise ConfigError("eval needs checkpoint=RUN/checkpoints/step_000060")
+        raise ConfigError("eval needs checkpoint=RUN/checkpoints/step_000070")
     path = Path(given).expanduser().resolve()
     if not path.is_dir():
         raise ConfigError(f"checkpoint={given}: there is no folder {path}")
     if not (path.parent.parent / ".hydra" / "config.yaml").is_file():
         raise ConfigError(
             f"checkpoint={given}: {path.parent.parent} holds no .hydra/config.yaml; "
-            "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000060"
+            "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000070"
         )
     return path
 

@@ -42,7 +42,10 @@ async def _play(player: Player, tasks: Sequence[Task], samples: int) -> list[Gro
 
 
 def describe(groups: Sequence[Group], success_at: float, samples: int) -> dict[str, float]:
-    """Means over trajectories, failed ones left out; pass@samples is the share of tasks that any sample solves."""
+    """Means over trajectories, failed ones left out; pass@samples is the share of tasks that any sample solves.
+
+    A success ends by itself, within all limits, with a reward of at least `success_at`.
+    """
     played = [t for group in groups for t in _scored(group)]
     if not played:
         return {"failed": 1.0}
@@ -50,9 +53,12 @@ def describe(groups: Sequence[Group], success_at: float, samples: int) -> dict[s
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)
 
-    solved = [any(t.reward >= success_at for t in scored) for g in groups if (scored := _scored(g))]
+    def succeeded(trajectory: Trajectory) -> bool:
+        return trajectory.status is Status.COMPLETED and trajectory.reward >= success_at
+
+    solved = [any(map(succeeded, scored)) for g in groups if (scored := _scored(g))]
     return {
-        "success": mean([float(t.reward >= success_at) for t in played]),
+        "success": mean([float(succeeded(t)) for t in played]),
         "reward": mean([t.reward for t in played]),
         f"pass@{samples}": mean([float(s) for s in solved]),
         "tool_rate": mean([float(t.tool_calls > 0) for t in played]),
@@ -85,5 +91,6 @@ def run_evaluation(experiment: Experiment, folder: Path, checkpoint: Path) -> No
         settings = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, name=str(checkpoint)))
         with open_run(settings, folder) as run:
             write_summary(folder, await evaluate_fully(run))
+            run.sinks.note(f"the measurements are in {folder / 'summary.json'}")
 
     asyncio.run(measure())

@@ -29,7 +29,7 @@ class TrainerSettings(Updates):
     steps: int = 100  # rollout batches
     epochs: int = 0  # passes over the training tasks
     total_turns: int = 0  # model turns played, over the run
-    wall_time_s: float = 0.0  # of the reinforcement-learning stage
+    wall_time_s: float = 0.0  # spent playing and learning; evaluation and saving are not counted
     deterministic: bool = True  # the batch composition, and so every digit, depends on the seed alone
 
     def __post_init__(self) -> None:
@@ -116,6 +116,9 @@ class Experiment:
                 f"optimizer.schedule={self.optimizer.schedule.value} needs to know the last step: set trainer.steps, "
                 "or optimizer.schedule=constant"
             )
+
+    def check_training(self) -> None:
+        """Raise ConfigError for what can be evaluated but not trained."""
         if self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 is greedy: nothing is explored; training needs a value above 0")
         if self.sampling.top_p < 1 or self.sampling.top_k or self.sampling.min_p:

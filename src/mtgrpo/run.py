@@ -100,15 +100,21 @@ def make_player(experiment: Experiment, chat: Chat, model: PreTrainedModel, engi
     def open_conversation(scope: str, task: str, sibling: int) -> AbstractAsyncContextManager[Sample]:
         return engine.conversation(Key(experiment.seed, scope, task, sibling))
 
-    own_limit = int(model.config.max_position_embeddings)
+    # Beyond a sliding window the engine, which sees all that is cached, would not be the model that is trained.
+    limits = [getattr(model.config, name, None) for name in ("max_position_embeddings", "sliding_window")]
+    own_limit = min((int(limit) for limit in limits if limit), default=0)
     asked = experiment.environment.max_context_length
+    if not own_limit and not asked:
+        raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")
+    if own_limit and asked > own_limit:
+        raise ConfigError(f"environment.max_context_length={asked} is more than the model's own {own_limit} tokens")
     return Player(
         environment=experiment.environment,
         chat=chat,
         reward=experiment.reward,
         sampling=experiment.sampling,
         limits=Limits(
-            context_tokens=min(asked, own_limit) if asked else own_limit,
+            context_tokens=asked or own_limit,
             sampled_tokens=experiment.rollout.max_trajectory_tokens,
             tool_tokens=experiment.rollout.max_trajectory_tool_tokens,
         ),

@@ -41,9 +41,12 @@ def run_sft(experiment: Experiment, folder: Path) -> None:
         with open_run(experiment, folder) as run:
             summary = {"time/sft_s": await warm_start(run)}
             step = experiment.sft.steps
-            checkpoint.save(folder, step, run.model, run.tokenizer, {}, {"step": step}, experiment.checkpoint.keep_last)
+            saved = checkpoint.save(
+                folder, step, run.model, run.tokenizer, {}, {"step": step}, experiment.checkpoint.keep_last
+            )
             summary |= {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
             write_summary(folder, summary)
+            run.sinks.note(f"the weights are in {saved}")
 
     asyncio.run(learn())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mtgrpo import checkpoint
-from mtgrpo.algorithms.credit import trajectory_advantages
+from mtgrpo.algorithms.credit import trained_reward, trajectory_advantages
 from mtgrpo.batch.padded import build_batch
 from mtgrpo.evaluate import NothingPlayedError, describe, evaluate, evaluate_fully
 from mtgrpo.experiment import Advantages, Experiment, TrainerSettings
@@ -43,7 +43,7 @@ class Curve:
         """Write `curve.png`; returns the curve for a terminal of that size."""
         steps = range(1, len(self.reward) + 1)
         held_out = (list(self.success), list(self.success.values()))
-        save_curve(folder / "curve.png", {"training reward": (steps, self.reward), "held-out success": held_out}, "")
+        save_curve(folder / "curve.png", {"training reward": (steps, self.reward), "held-out success": held_out})
         return terminal_curve(self.reward, "training reward", width, height)
 
 
@@ -60,6 +60,7 @@ def run_training(experiment: Experiment, folder: Path) -> None:
 
 async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
     """The whole run; fills `curve` and returns what `summary.json` holds."""
+    experiment.check_training()
     began = time.perf_counter()
     with open_run(experiment, folder) as run:
         summary: Metrics = {"time/sft_s": await warm_start(run)}
@@ -91,7 +92,8 @@ async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
         ended = time.perf_counter()
         metrics |= _describe_batch(groups, experiment, played - began, ended - played)
         budget.count(groups, ended - began)
-        if experiment.eval.every_steps and step % experiment.eval.every_steps == 0:
+        over = budget.reached(run.tasks.epoch)
+        if experiment.eval.every_steps and step % experiment.eval.every_steps == 0 and not over:
             try:
                 metrics |= await evaluate(run.player, run.held_out, samples=1)
                 curve.success[step] = metrics["eval/success"]
@@ -101,7 +103,7 @@ async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
         if failed:
             run.sinks.note(f"step {step}: {len(failed)} conversations failed, the first because of {failed[0].reason}")
         trajectories.write(run.folder, step, groups)
-        if experiment.checkpoint.every_steps and step % experiment.checkpoint.every_steps == 0:
+        if experiment.checkpoint.every_steps and step % experiment.checkpoint.every_steps == 0 and not over:
             save(run, policy, step)
         run.sinks.log(metrics, step)
         curve.reward.append(metrics["reward/mean"])
@@ -128,6 +130,7 @@ def learn(run: Run, policy: Policy, reference: PreTrainedModel | None, groups: S
 def _control(advantage: Tensor, kind: Advantages, seed: int) -> Tensor:
     """The advantages, or what a control experiment puts in their place."""
     if kind is Advantages.shuffled:
+        seed += 2**40  # another order than the mini-batches'
         return advantage[torch.randperm(len(advantage), generator=torch.Generator().manual_seed(seed))]
     return -advantage if kind is Advantages.flipped else advantage
 
@@ -177,7 +180,10 @@ def _optimizer(run: Run) -> Optimizer:
 def _describe_batch(groups: Sequence[Group], experiment: Experiment, play_s: float, train_s: float) -> Metrics:
     """What a batch of rollouts was like; names under perf/ and time/ are measurements of the machine."""
     found = describe(groups, experiment.reward.success_at, experiment.rollout.group_size)
-    spread = [len({t.reward for t in g.trajectories if t.status is not Status.FAILED}) > 1 for g in groups]
+    truncated = experiment.algorithm.truncated
+    spread = [
+        len({trained_reward(t, truncated) for t in g.trajectories if t.status is not Status.FAILED}) > 1 for g in groups
+    ]
     tokens = sum(t.sampled_tokens for group in groups for t in group.trajectories)
     segments = sum(t.segments for group in groups for t in group.trajectories)
     return {

@@ -79,7 +79,7 @@ class Sampling:
     top_k: int = 0  # keep that many; 0 = off
     min_p: float = 0.0  # keep what is at least this share of the most likely token's probability
     max_new_tokens: int = 512  # per turn
-    stop_ids: list[int] = field(default_factory=list[int])  # end the turn, beside the chat template's own
+    stop_ids: list[int] = field(default_factory=list[int])  # end a turn, beside the chat template's own
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -102,6 +102,10 @@ class Completion:
     logprobs: list[float]  # nats, under the distribution sampled from
     versions: list[int]  # the policy version (number of weight updates) that sampled each token
     finish: Finish
+
+
+class EngineError(RuntimeError):
+    """The engine itself is broken (its cause says how): ends the run, unlike a tool that fails."""
 
 
 class Sample(Protocol):

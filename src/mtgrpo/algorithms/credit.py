@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from mtgrpo.algorithms import Algorithm, Truncated
-from mtgrpo.types import Group, Status
+from mtgrpo.types import Group, Status, Trajectory
+
+
+def trained_reward(trajectory: Trajectory, truncated: Truncated) -> float:
+    """The reward that training sees: as scored, or at most 0 where a truncated trajectory is penalised."""
+    if truncated is Truncated.penalise and trajectory.status is Status.TRUNCATED:
+        return min(0.0, trajectory.reward)
+    return trajectory.reward
 
 
 def trajectory_advantages(groups: Sequence[Group], algorithm: Algorithm) -> tuple[Tensor, Tensor]:
@@ -22,10 +29,8 @@ def trajectory_advantages(groups: Sequence[Group], algorithm: Algorithm) -> tupl
         played = [t for t in group.trajectories if t.status is not Status.FAILED]
         if not played:
             continue
-        cut = [t.status is Status.TRUNCATED for t in played]
-        rewards = torch.tensor([t.reward for t in played], dtype=torch.float64)
-        if algorithm.truncated is Truncated.penalise:
-            rewards = torch.where(torch.tensor(cut), rewards.clamp(max=0), rewards)
+        rewards = torch.tensor([trained_reward(t, algorithm.truncated) for t in played], dtype=torch.float64)
         advantages.append(algorithm.advantages(rewards).float())
-        trained += [algorithm.truncated is not Truncated.mask or not truncated for truncated in cut]
+        masked = algorithm.truncated is Truncated.mask
+        trained += [not (masked and t.status is Status.TRUNCATED) for t in played]
     return torch.cat(advantages), torch.tensor(trained, dtype=torch.bool)

@@ -33,6 +33,8 @@ class GRPO(Algorithm):
                 "algorithm.clip_low must be in (0, 1] and algorithm.clip_high above 0, "
                 f"got {self.clip_low} and {self.clip_high}"
             )
+        if self.epsilon <= 0:
+            raise ConfigError(f"algorithm.epsilon must be above 0, got {self.epsilon}")
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Centre by the group's mean, scale by its standard deviation. A group of one has advantage 0."""

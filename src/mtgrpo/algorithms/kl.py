@@ -32,7 +32,9 @@ class KL:
     def per_token(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
         """The estimate for each sampled token [tokens]; d = logp - ref_logp.
 
-        k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k3 is never negative and unbiased in value.
+        k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k3 is never negative and unbiased in value. As a term of the loss
+        and on-policy, k2 has the exact gradient of the reverse KL, k3 agrees with it to first order in d, and k1 has
+        none in expectation (arXiv:2510.01555).
         """
         d = logp - ref_logp
         if self.estimator is Estimator.k1:

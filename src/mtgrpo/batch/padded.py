@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtgrpo.extension import ConfigError
 from mtgrpo.types import Trajectory
 
 
@@ -23,7 +24,7 @@ class Batch:
     row: Tensor  # int64
     position: Tensor  # int64, >= 1
     token: Tensor  # int64
-    behaviour_logp: Tensor  # fp32 (fp64 kept), what the engine reported
+    behaviour_logp: Tensor  # fp64, what the engine reported
     trajectory: Tensor  # int64, index into the trajectories the batch was made of
     turn: Tensor  # int64, index of the turn within its trajectory
 
@@ -36,6 +37,10 @@ class BatchSettings:
     """How much is computed at once."""
 
     token_budget: int = 16_384  # padded tokens per micro-batch; a longer row is a micro-batch of its own
+
+    def __post_init__(self) -> None:
+        if self.token_budget < 1:
+            raise ConfigError(f"batch.token_budget must be >= 1, got {self.token_budget}")
 
 
 @dataclass(frozen=True)

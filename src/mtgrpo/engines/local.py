@@ -21,7 +21,7 @@ from mtgrpo.engines import Engine, Key
 from mtgrpo.engines.cache import SlotCache
 from mtgrpo.engines.sampling import sample, stream_key, uniforms
 from mtgrpo.model.logprobs import head_logits
-from mtgrpo.types import Completion, Finish, Sample, Sampling
+from mtgrpo.types import Completion, EngineError, Finish, Sample, Sampling
 
 PREFILL_SHARE = 0.25  # prefill once this share of the live conversations waits for it: batched, yet seldom stalling
 
@@ -115,7 +115,9 @@ class LocalEngine:
             for request in self._unanswered:
                 request.conversation.cached = []  # what the step has left of it is not known
                 if not request.reply.done():
-                    request.reply.set_exception(error)
+                    broken = EngineError(f"decoding failed: {type(error).__name__}: {error}")
+                    broken.__cause__ = error
+                    request.reply.set_exception(broken)
             self._waiting, self._decoding, self._unanswered = [], [], []
 
     async def _settle(self) -> None:

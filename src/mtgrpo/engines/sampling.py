@@ -42,9 +42,9 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniform: NDArray[np.flo
     logprobs = torch.log_softmax(logits / temperatures[:, None], dim=-1)
     if any(s.top_p < 1 or s.top_k or s.min_p for s in settings):
         logprobs = truncate(logprobs, settings)
-    cumulative = logprobs.exp().cumsum(-1)
-    point = torch.from_numpy(uniform).to(logits)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, point, right=True).clamp(max=logits.shape[-1] - 1)[:, 0]
+    cumulative = logprobs.double().exp().cumsum(-1)  # fp64: a uniform close to 1 would round to 1 in fp32
+    point = torch.from_numpy(uniform).to(cumulative)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, point, right=True)[:, 0]
     greedy = [s.temperature == 0 for s in settings]
     if any(greedy):
         tokens = torch.where(torch.tensor(greedy, device=logits.device), logprobs.argmax(-1), tokens)

@@ -19,7 +19,8 @@ class ToolUse(Environment):
     """The model may call `tools`, several at once; a message without a call ends the conversation.
 
     A call that cannot be made (unreadable, unknown tool, wrong arguments, refused by the tool) is answered with
-    "error: <why>". A tool that breaks or takes longer than `timeout_s` fails the rollout.
+    "error: <why>". A tool that breaks or takes longer than `timeout_s` fails the rollout. Without tools there are no
+    calls to count, and the answer to what looks like one comes from the user.
     """
 
     tools: Any = None  # [calculator, path/to/file.py:search], or with settings {calculator: {max_digits: 20}}
@@ -39,10 +40,12 @@ class ToolUse(Environment):
         return Opening(task.messages, tuple(self._specs.values()))
 
     async def step(self, message: Message) -> Reply:
+        if not message.error and not message.tool_calls:
+            return Reply(done=True)
+        if not self._tools:  # then a chat template may have no role "tool"
+            return Reply((Message("user", f"error: {message.error or 'there are no tools'}"),))
         if message.error:
             return Reply((Message("tool", f"error: {message.error}"),), tool_calls=1, tool_errors=1)
-        if not message.tool_calls:
-            return Reply(done=True)
         # Every call is waited for, also after one has failed: nothing of this conversation runs on behind its back.
         answers = await asyncio.gather(*map(self._answer, message.tool_calls), return_exceptions=True)
         observations: list[Message] = []
@@ -59,6 +62,6 @@ class ToolUse(Environment):
 
     async def _answer(self, call: ToolCall) -> str:
         if call.name not in self._tools:
-            raise ToolError(f"there is no tool {call.name!r}; the tools are: {', '.join(self._tools) or 'none'}")
+            raise ToolError(f"there is no tool {call.name!r}; the tools are: {', '.join(self._tools)}")
         tools.check_arguments(self._specs[call.name], call.arguments)
         return await tools.call(self._tools[call.name], call.arguments, self.timeout_s)

@@ -11,7 +11,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -118,10 +118,7 @@ def _plain(value: Any, depth: int) -> Any:
 
 def sink_class(name: str) -> type[Sink]:
     """The sink called `name`. Raises ConfigError for a name that is none."""
-    known: dict[str, type[Sink]] = {}
-    for module in extension.names(__name__):
-        with suppress(ConfigError):  # a file without a sink
-            known[module] = extension.find(__name__, module, Sink)
+    known = extension.options(__name__, Sink)
     kind: Any = extension.find(__name__, name, Sink) if ".py:" in name else known.get(name)
     if not (isinstance(kind, type) and issubclass(kind, Sink)):
         raise ConfigError(

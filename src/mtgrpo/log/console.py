@@ -27,7 +27,6 @@ _SHOWN = {  # metric: how it is written, in order of importance
     "perf/tokens_per_s": "{:,.0f} tokens/s",
     "eval/success": "held-out {:.1%}",
     "eval/greedy": "greedy {:.1%}",
-    "eval/pass@8": "pass@8 {:.1%}",
 }
 _LINES = 20  # at most about so many lines per stage where lines are plain
 
@@ -110,7 +109,9 @@ class Console(Sink):
 
 
 def _pieces(metrics: Mapping[str, float]) -> list[str]:
-    return [form.format(metrics[name]) for name, form in _SHOWN.items() if name in metrics]
+    pieces = [form.format(metrics[name]) for name, form in _SHOWN.items() if name in metrics]
+    passed = [name for name in metrics if name.startswith("eval/pass@")]
+    return pieces + [f"{name.removeprefix('eval/')} {metrics[name]:.1%}" for name in passed]
 
 
 def _next_line(step: int, total: int) -> int:

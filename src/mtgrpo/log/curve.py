@@ -49,7 +49,7 @@ def terminal_curve(values: Sequence[float], title: str, width: int, height: int,
     return "\n".join(lines)
 
 
-def save_curve(path: Path, series: Mapping[str, tuple[Sequence[int], Sequence[float]]], title: str) -> None:
+def save_curve(path: Path, series: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> None:
     """Write a PNG of 1600 x 1000 pixels with each series (steps, values) by its name.
 
     Long series are drawn pale with their moving average over them, short ones with their points and end values.
@@ -69,7 +69,6 @@ def save_curve(path: Path, series: Mapping[str, tuple[Sequence[int], Sequence[fl
             axes.plot(xs, ys, color=color, linewidth=1.2, marker="o", markersize=6, label=name)
             for point in {*points[:1], *points[-1:]}:
                 axes.annotate(f"{point[1]:.2f}", point, (0, 8), textcoords="offset points", ha="center", color=color)
-    axes.set_title(title, parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel(" / ".join(series))
     axes.margins(y=0.12)

@@ -74,7 +74,7 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
 
 
 def _not_found(name: str, error: Exception) -> str:
-    reason = str(error).splitlines()[0]
+    reason = str(error).partition("\n")[0]
     known = ", ".join(tiny.SHAPES)
     return f"model.name={name} cannot be loaded ({reason}); give a folder, a name on the Hugging Face hub, or {known}"
 

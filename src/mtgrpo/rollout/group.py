@@ -14,7 +14,7 @@ from mtgrpo.extension import ConfigError
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.chat import Chat
 from mtgrpo.rollout.play import Limits, play
-from mtgrpo.types import Group, Sample, Sampling, Status, Task, Trajectory
+from mtgrpo.types import EngineError, Group, Sample, Sampling, Status, Task, Trajectory
 
 OpenConversation = Callable[[str, str, int], AbstractAsyncContextManager[Sample]]  # (scope, task id, sibling)
 
@@ -31,7 +31,13 @@ class Rollout:
     retries: int = 1  # fresh attempts for a conversation that failed through no fault of the model
 
     def __post_init__(self) -> None:
-        for name in ("group_size", "prompts_per_step", "max_concurrent", "max_trajectory_tokens"):
+        for name in (
+            "group_size",
+            "prompts_per_step",
+            "max_concurrent",
+            "max_trajectory_tokens",
+            "max_trajectory_tool_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rollout.{name} must be >= 1, got {getattr(self, name)}")
         if self.retries < 0:
@@ -85,7 +91,7 @@ class Player:
         try:
             async with self.open_conversation(f"{self.scope}/attempt{attempt}", task.id, sibling) as sample:
                 return await play(task, self.environment, self.chat, sample, self.sampling, self.limits)
-        except ConfigError:
+        except (ConfigError, EngineError):
             raise
-        except Exception as error:  # whatever a tool or an engine raises is data: it is counted and shown
+        except Exception as error:  # whatever a tool or an environment raises is data: it is counted and shown
             return Trajectory(task, status=Status.FAILED, reason=f"{type(error).__name__}: {error}")

@@ -46,7 +46,8 @@ class Tool(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do the work and return what the model sees (made a string by `str`); may be a coroutine function.
 
-        Raise ToolError for the model's mistakes. Any other exception is the tool's own failure and fails the rollout.
+        Raise ToolError for the model's mistakes. Any other exception, also SystemExit, is the tool's own failure and
+        fails the rollout.
         """
 
 
@@ -117,6 +118,8 @@ def check_arguments(spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
 async def call(tool: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> str:
     """What the tool answers to checked arguments, as a string. Raises TimeoutError after `timeout_s` seconds.
 
+    What the tool raises comes through if it is an Exception; SystemExit and the like, which would end the whole
+    program, become RuntimeError, and so does StopIteration, which no coroutine can raise.
     A blocking tool runs in a thread of its own. Python cannot stop a thread: after a time-out it runs on, unheard.
     """
     function = _function(tool)
@@ -132,6 +135,10 @@ async def call(tool: Callable[..., Any], arguments: Mapping[str, Any], timeout_s
         if limit.expired():
             raise TimeoutError(f"no answer within {timeout_s:g} s") from None
         raise
+    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+        raise  # the last three come from outside: this call is given up, or the person wants to stop
+    except BaseException as error:
+        raise _failure(error) from error
 
 
 def _in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
@@ -145,11 +152,21 @@ def _in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
     def run() -> None:
         try:
             result.set_result(work())
-        except BaseException as error:
+        except StopIteration as error:  # an asyncio future refuses it, and whoever waits would wait for ever
+            result.set_exception(_failure(error))
+        except Exception as error:
             result.set_exception(error)
+        except BaseException as error:
+            result.set_exception(_failure(error))
 
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
     return asyncio.wrap_future(result)
+
+
+def _failure(error: BaseException) -> RuntimeError:
+    failure = RuntimeError(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _build(name: str, found: Any, settings: Any) -> Callable[..., Any]:
