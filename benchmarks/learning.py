@@ -21,7 +21,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from mtgrpo.compose import compose, parse
 from mtgrpo.evaluate import evaluate_fully
 from mtgrpo.experiment import Experiment
 from mtgrpo.log import write_summary
-from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.optimizer import Optimizer, Schedule
 from mtgrpo.policy.step import Policy
 from mtgrpo.rollout.stream import play_batch
 from mtgrpo.run import open_run
@@ -87,7 +87,8 @@ async def own_successes(experiment: Experiment, seconds: float, folder: Path) ->
     if (folder / "summary.json").exists():
         return json.loads((folder / "summary.json").read_text())
     with open_run(experiment, folder) as run:
-        optimizer = Optimizer(run.model, experiment.optimizer, 0)
+        settings = replace(experiment.optimizer, schedule=Schedule.constant)  # how many steps fit is not known
+        optimizer = Optimizer(run.model, settings, 0)
         policy = Policy(run.model, optimizer, experiment.batch.token_budget, 1.0)
         began, step = time.perf_counter(), 0
         while time.perf_counter() - began < seconds:
