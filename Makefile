@@ -36,7 +36,7 @@ bench: bench-learning ## every benchmark (hours); each writes benchmarks/results
 bench-learning: setup ## does it learn, and do the controls not? three seeds, about an hour on two cores
 	$(BIN)/python benchmarks/learning.py
 	$(BIN)/python benchmarks/learning.py --recipe word_problems_tiny --before calculator --arms grpo sft
-	$(BIN)/python benchmarks/learning.py --recipe gsm8k_tiny --before calculator --arms grpo sft
+	$(BIN)/python benchmarks/learning.py --recipe gsm8k_tiny --before calculator --arms grpo sft --rates 0.01
 
 docs: setup ## rewrite docs/options.txt, the list of all options, from the code
 	$(BIN)/mtgrpo train --help > docs/options.txt

@@ -195,12 +195,13 @@ def main() -> None:
     parser.add_argument("--before", default="", help="a recipe whose warm start the recipe's own begins from")
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="grpo always runs")
+    parser.add_argument("--rates", type=float, nargs="+", default=LEARNING_RATES, help="that the arm sft tries")
     parser.add_argument("--folder", type=Path, default=Path("outputs/benchmarks/learning"), help="keeps finished arms")
     parser.add_argument("--file", help="below benchmarks/results; default learning.json or learning_RECIPE.json")
     parser.add_argument("--set", nargs="*", default=[], help="more overrides for every arm, e.g. trainer.steps=5")
     given = parser.parse_args()
     seeds: dict[int, dict[str, Any]] = {}
-    rates = LEARNING_RATES
+    rates = tuple[float, ...](given.rates)
     for number in given.seeds:
         folder = (given.folder / given.recipe / f"seed_{number}").resolve()
         seeds[number] = run_seed(Seed(given.recipe, number, folder, given.before, given.set), given.arms, rates)
