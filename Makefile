@@ -33,7 +33,7 @@ test-all: test test-real ## test, test-real, then the slow tests: does it learn
 
 bench: bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
 
-bench-learning: setup ## does it learn, and do the controls not? three seeds, about an hour on two cores
+bench-learning: setup ## does it learn, and do the controls not? three seeds and their controls; over an hour on two cores
 	$(BIN)/python benchmarks/learning.py
 	$(BIN)/python benchmarks/learning.py --recipe word_problems_tiny --before calculator --arms grpo sft
 	$(BIN)/python benchmarks/learning.py --recipe gsm8k_tiny --before calculator --arms grpo sft --rates 0.01
