@@ -1,6 +1,6 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-real test-all bench bench-learning docs clean
+.PHONY: help setup demo lint test test-real test-all bench bench-forest bench-learning docs clean
 
 BIN := .venv/bin
 # Two test processes, each with one thread: more only fight over the cores of a small machine.
@@ -31,7 +31,11 @@ test-real: setup ## the tests on real data from end to end, and of a sweep over 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
+
+bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
+	$(BIN)/python benchmarks/forest.py
+	$(BIN)/python benchmarks/logprobs.py
 
 bench-learning: setup ## does it learn, and do the controls not? three seeds and their controls; over an hour on two cores
 	$(BIN)/python benchmarks/learning.py

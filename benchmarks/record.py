@@ -13,6 +13,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 CPUINFO = Path("/proc/cpuinfo")  # Linux only
+STATUS = Path("/proc/self/status")
 
 
 def machine() -> str:
@@ -21,6 +22,12 @@ def machine() -> str:
     names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores{gpu}"
+
+
+def resident(field: str) -> int:
+    """Bytes of this process: VmRSS (now) or VmHWM (the most so far). getrusage's peak may be the parent process's."""
+    lines = STATUS.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def versions() -> dict[str, str]:

@@ -17,7 +17,7 @@ from mtgrpo.algorithms.average import Average, token_weights
 from mtgrpo.algorithms.credit import trajectory_advantages
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.kl import KL, Estimator
-from mtgrpo.batch.padded import build_batch
+from mtgrpo.batch.forest import build_batch
 from mtgrpo.extension import ConfigError
 from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
 

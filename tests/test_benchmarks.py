@@ -20,3 +20,25 @@ def test_the_machine_is_described_on_any_system(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(record, "CPUINFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Fast 3000\n")
     assert record.machine().startswith("Fast 3000, ")
+
+
+def test_all_sides_of_the_forest_benchmark_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    forest = load_file(RECORD.parent / "forest.py")
+    forest.check("2m")  # one gradient
+    scenario = forest.Scenario(2, 3, 40, (10, 10), 3, observed=10)
+    sides = forest.Sides("2m", scenario, forest.TOKEN_BUDGET)
+    found = {side: sides.work(side) for side in forest.SIDES}
+    assert found["per_turn_packed"].tokens == 6 * (49 + 69 + 89)
+    assert found["per_turn_padded"].tokens == 18 * 90
+    assert found["merged_padded"].tokens == 6 * 90
+    assert found["forest"].tokens == 2 * 40 + 6 * 49
+    assert found["forest"].flops < found["merged_padded"].flops < found["per_turn_packed"].flops
+
+
+def test_the_head_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    head = load_file(RECORD.parent / "logprobs.py")
+    table = head.times((64, 300, 8), ["full", "chunked"], 1)
+    assert table["chunked"]["ratio"] > 0
+    assert "chunked" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -11,13 +12,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mtgrpo.extension import ConfigError
 from mtgrpo.model import tiny
 from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer, save_model
 from mtgrpo.model.logprobs import sampled_logprobs
+from mtgrpo.model.value import values
 
 PROJECT = Path(__file__).resolve().parent.parent
 IDS = torch.randint(20, 1000, (3, 11), generator=torch.Generator().manual_seed(0))
@@ -38,6 +41,12 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
+def score(model: PreTrainedModel, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of TOKEN."""
+    hidden = model.base_model(input_ids=IDS.to(model.device), use_cache=False).last_hidden_state[ROW, PARENT]
+    return sampled_logprobs(hidden, model.get_output_embeddings(), torch.arange(len(TOKEN)), TOKEN, temperature)
+
+
 # --- log-probabilities ---
 
 
@@ -45,7 +54,7 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(DType.float32, 1e-5), (DType.float64, 1e-12)])
 def test_logprobs_are_those_of_a_plain_forward(temperature: float, dtype: DType, tolerance: float) -> None:
     model = make_model(dtype)
-    logp, entropy = sampled_logprobs(model, IDS, ROW, PARENT, TOKEN, temperature)
+    logp, entropy = score(model, temperature)
     with torch.no_grad():
         plain = (model(input_ids=IDS.to(model.device)).logits / temperature).log_softmax(-1).cpu()
     for i in range(len(TOKEN)):
@@ -54,15 +63,6 @@ def test_logprobs_are_those_of_a_plain_forward(temperature: float, dtype: DType,
         expected = -sum(p * lp for p, lp in zip(distribution.exp().tolist(), distribution.tolist(), strict=True))
         assert entropy[i].item() == pytest.approx(expected, abs=10 * tolerance)
     assert logp.requires_grad
-    assert not entropy.requires_grad
-
-
-def test_padding_to_the_right_changes_nothing() -> None:
-    model = make_model(DType.float64)
-    short, _ = sampled_logprobs(model, IDS[:1, :6], ROW[:1], PARENT[:1], TOKEN[:1], 1.0)
-    padded = torch.cat([IDS[:1, :6], torch.zeros(1, 20, dtype=torch.long)], dim=1)
-    long, _ = sampled_logprobs(model, padded, ROW[:1], PARENT[:1], TOKEN[:1], 1.0)
-    assert short.item() == pytest.approx(long.item(), abs=1e-12)
 
 
 # --- precision ---
@@ -72,7 +72,7 @@ def seen_by(model: PreTrainedModel, module: nn.Module) -> tuple[Tensor, Tensor]:
     """Input and output of `module` during one forward."""
     seen: list[Tensor] = []
     hook = module.register_forward_hook(lambda _module, inputs, output: seen.extend((inputs[0], output)))
-    sampled_logprobs(model, IDS, ROW, PARENT, TOKEN, 1.0)
+    score(model)
     hook.remove()
     return seen[0], seen[1]
 
@@ -80,15 +80,14 @@ def seen_by(model: PreTrainedModel, module: nn.Module) -> tuple[Tensor, Tensor]:
 def test_bfloat16_computes_the_layers_in_bfloat16_and_the_head_in_float32() -> None:
     model = make_model(DType.bfloat16)
     assert seen_by(model, model.model.layers[1].mlp.up_proj)[1].dtype is torch.bfloat16
-    assert [tensor.dtype for tensor in seen_by(model, model.get_output_embeddings())] == [torch.float32] * 2
-    logp, entropy = sampled_logprobs(model, IDS, ROW, PARENT, TOKEN, 1.0)
+    logp, entropy = score(model)
     assert (logp.dtype, entropy.dtype) == (torch.float32, torch.float32)
     logp.sum().backward()
     for parameter in model.parameters():
         assert parameter.dtype is torch.float32
         assert parameter.grad is not None
         assert parameter.grad.dtype is torch.float32
-    exact, _ = sampled_logprobs(make_model(DType.float64), IDS, ROW, PARENT, TOKEN, 1.0)
+    exact, _ = score(make_model(DType.float64))
     error = (logp - exact).abs().max().item()
     assert 1e-5 < error < 0.1
 
@@ -96,18 +95,18 @@ def test_bfloat16_computes_the_layers_in_bfloat16_and_the_head_in_float32() -> N
 def test_a_copy_of_a_bfloat16_model_runs_its_own_weights() -> None:
     model = make_model(DType.bfloat16)
     duplicate = copy.deepcopy(model)
-    before, _ = sampled_logprobs(model, IDS, ROW, PARENT, TOKEN, 1.0)
+    before, _ = score(model)
     with torch.no_grad():
         for parameter in duplicate.parameters():
             parameter.mul_(1.5)
-    assert torch.equal(sampled_logprobs(model, IDS, ROW, PARENT, TOKEN, 1.0)[0], before)
-    assert not torch.equal(sampled_logprobs(duplicate, IDS, ROW, PARENT, TOKEN, 1.0)[0], before)
+    assert torch.equal(score(model)[0], before)
+    assert not torch.equal(score(duplicate)[0], before)
     assert seen_by(duplicate, duplicate.model.layers[1].mlp.up_proj)[1].dtype is torch.bfloat16
 
 
 def test_float64_differs_from_float32_by_rounding_alone() -> None:
-    single, _ = sampled_logprobs(make_model(), IDS, ROW, PARENT, TOKEN, 1.0)
-    exact, entropy = sampled_logprobs(make_model(DType.float64), IDS, ROW, PARENT, TOKEN, 1.0)
+    single, _ = score(make_model())
+    exact, entropy = score(make_model(DType.float64))
     assert exact.dtype is entropy.dtype is torch.float64
     assert 1e-9 < (single - exact).abs().max().item() < 1e-4
 
@@ -127,7 +126,7 @@ def test_float64_resolves_differences_far_below_single_precision() -> None:
     parameter = model.model.layers[0].mlp.up_proj.weight
 
     def total() -> Tensor:
-        return sampled_logprobs(model, IDS, ROW, PARENT, TOKEN, 1.0)[0].sum()
+        return score(model)[0].sum()
 
     (gradient,) = torch.autograd.grad(total(), parameter)
     with torch.no_grad():
@@ -158,8 +157,8 @@ def test_a_saved_model_is_loaded_again(dtype: DType, tmp_path: Path) -> None:
     save_model(model, TOKENIZER, tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} <= {".safetensors", ".json", ".jinja"}
     loaded = load_model(ModelSettings(str(tmp_path), dtype), seed=99)
-    expected, _ = sampled_logprobs(model, IDS, ROW, PARENT, TOKEN, 1.0)
-    found, _ = sampled_logprobs(loaded, IDS, ROW, PARENT, TOKEN, 1.0)
+    expected, _ = score(model)
+    found, _ = score(loaded)
     assert torch.equal(found, expected)
     assert weights(loaded).keys() == weights(model).keys()
     assert not loaded.training
@@ -171,6 +170,88 @@ def test_an_unknown_model_is_named_with_what_could_be_meant(tmp_path: Path) -> N
     for load in (lambda name: load_model(ModelSettings(name), 0), load_tokenizer):
         with pytest.raises(ConfigError, match=r"nothing-here.*tiny"):
             load(str(tmp_path / "nothing-here"))
+
+
+@pytest.mark.parametrize("value_head", [False, True])
+def test_which_file_holds_the_weights_is_written_down(value_head: bool, tmp_path: Path) -> None:
+    """vLLM reads every .safetensors file of a folder whose index does not say otherwise."""
+    model = load_model(ModelSettings("tiny", value_head=value_head), 0)
+    save_model(model, TOKENIZER, tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 + value_head
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index.values()) == {"model.safetensors"}
+    assert index.keys() == load_file(tmp_path / "model.safetensors").keys()
+
+
+# --- the value head ---
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_a_new_value_head_is_zero_and_changes_nothing_else(dtype: DType) -> None:
+    rng = torch.get_rng_state()
+    plain, model = (load_model(ModelSettings("tiny", dtype, value_head=on), 0) for on in (False, True))
+    assert torch.equal(torch.get_rng_state(), rng)
+    expected = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad
+        assert parameter.dtype is (torch.float64 if dtype is DType.float64 else torch.float32)
+        assert torch.equal(parameter, expected[name] if name in expected else torch.zeros_like(parameter))
+    assert [name for name, _ in model.named_parameters() if name not in expected] == [
+        "value_head.weight",
+        "value_head.bias",
+    ]
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_values_are_linear_in_the_hidden_states(dtype: DType) -> None:
+    model = with_value_head(dtype)
+    hidden = model.base_model(input_ids=IDS.to(model.device), use_cache=False).last_hidden_state[0]
+    found = values(model, hidden)
+    head = model.get_submodule("value_head")
+    assert found.shape == (len(hidden),)
+    assert found.dtype is (torch.float64 if dtype is DType.float64 else torch.float32)
+    expected = hidden.double() @ head.weight[0].double() + head.bias.double()
+    assert (found.double() - expected).abs().max().item() < (1e-13 if dtype is DType.float64 else 1e-5)
+    assert values(model, hidden.bfloat16()).dtype is found.dtype
+
+
+def with_value_head(dtype: DType = DType.float32) -> PreTrainedModel:
+    model = load_model(ModelSettings("tiny", dtype, value_head=True), 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.get_submodule("value_head").parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_a_saved_value_head_is_loaded_again(dtype: DType, tmp_path: Path) -> None:
+    model = with_value_head(dtype)
+    save_model(model, TOKENIZER, tmp_path)
+    expected = weights(model)
+    loaded = weights(load_model(ModelSettings(str(tmp_path), dtype, value_head=True), 1))
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    without = weights(load_model(ModelSettings(str(tmp_path), dtype), 1))
+    assert without.keys() == {name for name in expected if not name.startswith("value_head.")}
+
+
+def test_without_a_saved_one_the_value_head_starts_at_zero(tmp_path: Path) -> None:
+    save_model(make_model(), TOKENIZER, tmp_path)
+    head = load_model(ModelSettings(str(tmp_path), value_head=True), 0).get_submodule("value_head")
+    assert all(not parameter.any() for parameter in head.parameters())
+
+
+def test_other_libraries_see_an_ordinary_model_folder(tmp_path: Path) -> None:
+    model = with_value_head()
+    save_model(make_model(), TOKENIZER, tmp_path / "plain")
+    save_model(model, TOKENIZER, tmp_path / "with")
+    plain, found = ({path.name for path in (tmp_path / name).iterdir()} for name in ("plain", "with"))
+    assert found - plain == {"value_head.safetensors"}
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "with", output_loading_info=True)
+    assert not any(report.values())
+    logits = model(input_ids=IDS.to(model.device)).logits.cpu()
+    assert torch.equal(loaded(input_ids=IDS).logits, logits)
 
 
 # --- the tiny tokenizer ---

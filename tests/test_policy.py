@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from mtgrpo.algorithms import PerToken
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.kl import KL, Estimator
-from mtgrpo.batch.padded import Batch, build_batch
+from mtgrpo.batch.forest import Batch, build_batch
 from mtgrpo.extension import ConfigError
 from mtgrpo.model.load import DType, ModelSettings, load_model
+from mtgrpo.model.logprobs import sampled_logprobs
+from mtgrpo.policy import forward
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings, Schedule, factor
 from mtgrpo.policy.reference import freeze
 from mtgrpo.policy.step import Metrics, Policy, Signal, TokenLoss, Updates, train_batch
@@ -59,6 +62,7 @@ def make_trajectory(seed: int, turns: int) -> Trajectory:
 PLAYED = [make_trajectory(seed, turns) for seed, turns in enumerate([1, 4, 2, 3])]
 ADVANTAGE = torch.tensor([1.0, -0.5, 0.0, 2.0])
 ALL = torch.ones(4, dtype=torch.bool)
+LONGEST = max(len(t.context(i)) + len(turn.output) - 1 for t in PLAYED for i, turn in enumerate(t.turns))
 
 
 class Descent:
@@ -262,9 +266,45 @@ def test_segments_change_neither_loss_nor_gradient(average: Average, breaks: set
 
 
 @pytest.mark.parametrize("average", Average)
-@pytest.mark.parametrize("token_budget", [1, 50])
+@pytest.mark.parametrize("token_budget", [LONGEST, 50])
 def test_the_micro_batch_cut_changes_neither_loss_nor_gradient(average: Average, token_budget: int) -> None:
     assert_the_same(gradients(average=average, token_budget=token_budget), average)
+
+
+def test_a_shared_token_receives_the_weight_of_each_trajectory_also_when_clipped() -> None:
+    """Siblings that sampled the same tokens, with other advantages and other old log-probabilities."""
+    first = make_trajectory(9, 2)
+    cut = replace(first.turns[1], output=first.turns[1].output[:1], logprobs=first.turns[1].logprobs[:1], versions=[0])
+    played = [first, replace(first), Trajectory(TASK, turns=[first.turns[0], cut]), make_trajectory(3, 1)]
+    batch = build_batch(played)
+    assert len(batch.node.unique()) < len(batch)
+    policy = Watched(make_model())
+    plain = torch.cat([logp for trajectory in played for logp in plain_logprobs(policy.model, trajectory)])
+    generator = torch.Generator().manual_seed(0)
+    old = plain.detach() + 0.3 * torch.randn(len(batch), generator=generator, dtype=torch.float64)
+    advantage = torch.tensor([1.5, -1.0, 0.7, -0.4], dtype=torch.float64)[batch.trajectory]
+    weights = torch.rand(len(batch), generator=generator, dtype=torch.float64)
+    expected = GRPO().loss(plain, old, advantage)
+    assert 0 < expected.clipped.sum() < len(batch)
+    names, parameters = zip(*policy.model.named_parameters(), strict=True)
+    gradient = dict(zip(names, torch.autograd.grad((expected.loss * weights).sum(), parameters), strict=True))
+    entries = torch.arange(len(batch))
+    metrics = policy.update(
+        batch, entries, weights, lambda chosen, logp: GRPO().loss(logp, old[chosen], advantage[chosen])
+    )
+    assert largest_difference(policy.descent.gradients[0], gradient) < 1e-10
+    clipped = (expected.clipped * weights).sum() / weights.sum()
+    assert metrics["clip_fraction"] == pytest.approx(clipped.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_log_probabilities_that_are_not_finite_stop_the_update(broken: float) -> None:
+    policy = Watched(make_model())
+    with torch.no_grad():
+        policy.model.model.norm.weight[0] = broken
+    with pytest.raises(RuntimeError, match=r"sampled tokens is not finite, the first that of token \d+ with nan"):
+        train(policy)
+    assert not policy.descent.gradients
 
 
 @pytest.mark.parametrize("average", Average)
@@ -286,15 +326,18 @@ def test_tokens_without_a_loss_stay_in_the_normaliser(trained: Tensor) -> None:
     assert weights.sum().item() == pytest.approx(1, abs=1e-12)
 
 
-def test_only_sampled_tokens_are_predicted() -> None:
+def test_only_sampled_tokens_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Watched(make_model())
     predicted: list[int] = []
-    head = policy.model.get_output_embeddings()
-    hook = head.register_forward_hook(lambda _module, inputs, _output: predicted.append(inputs[0].shape[0]))
+
+    def watch(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        predicted.append(len(hidden))
+        return sampled_logprobs(hidden, *rest)
+
+    monkeypatch.setattr(forward, "sampled_logprobs", watch)
     algorithm = Recording()
     train(policy, advantage=torch.ones(4), algorithm=algorithm)
-    hook.remove()
-    assert predicted == [ALL_TOKENS]  # the head never sees another place
+    assert predicted == [ALL_TOKENS, *[1] * forward.CHECKED]  # the head never sees another place
     with torch.no_grad():
         expected = torch.cat([logp for trajectory in PLAYED for logp in plain_logprobs(policy.model, trajectory)])
     assert torch.allclose(algorithm.seen[0][0], expected, rtol=0, atol=1e-10)
@@ -426,12 +469,12 @@ def test_a_forward_pass_that_is_not_reproducible_is_noticed() -> None:
     policy = Watched(make_model())
     calls = 0
 
-    def disturb(_module: nn.Module, _inputs: object, logits: Tensor) -> Tensor:
+    def disturb(_module: nn.Module, _inputs: object, hidden: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return logits * (1 + calls)
+        return hidden * (2 if calls > 1 + forward.CHECKED else 1)  # after the check of the first micro-batch
 
-    policy.model.get_output_embeddings().register_forward_hook(disturb)
+    policy.model.model.norm.register_forward_hook(disturb)
     with pytest.raises(RuntimeError, match="not reproducible"):
         train(policy, updates=Updates(0, 2))
 
@@ -459,6 +502,15 @@ def test_the_reference_does_not_follow_the_policy(dtype: DType) -> None:
     assert not torch.equal(policy.logprobs(batch, entries), before)
     assert metrics[0]["kl"] == 0
     assert metrics[1]["kl"] > 1e-4
+
+
+def test_the_reference_of_a_wholly_trained_model_shares_nothing() -> None:
+    model = make_model()
+    reference = freeze(model)
+    kept, copied = ({weight.data_ptr() for weight in one.parameters()} for one in (model, reference))
+    assert len(copied) == len(kept)
+    assert copied.isdisjoint(kept)
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("estimator", [Estimator.k2, Estimator.k3])

@@ -16,12 +16,14 @@ from mtgrpo.compose import compose, parse
 from mtgrpo.evaluate import NothingPlayedError, run_evaluation
 from mtgrpo.experiment import Experiment
 from mtgrpo.extension import ConfigError
+from mtgrpo.policy.reference import freeze
 from mtgrpo.policy.step import Signal
-from mtgrpo.run import check, open_run
+from mtgrpo.rollout.stream import play_batch
+from mtgrpo.run import Run, check, open_run
 from mtgrpo.sft import demonstrations, run_sft
 from mtgrpo.tasks import Split
 from mtgrpo.trainer import Curve, run_training, train
-from mtgrpo.types import Status
+from mtgrpo.types import Group, Status
 
 # Half of all tokens end a turn: a fresh model would otherwise hardly ever come to an end.
 CONSTANT = "optimizer.schedule=constant"  # a schedule that falls needs a number of steps
@@ -387,3 +389,34 @@ def test_an_opened_run_is_closed_when_its_stage_breaks(tmp_path: Path) -> None:
         raise ZeroDivisionError
     with pytest.raises(ValueError, match="closed"):
         run.sinks.note("after the end")
+
+
+async def five_batches(run: Run) -> list[list[Group]]:
+    return [await play_batch(run.player.at(str(i)), run.tasks, run.experiment.rollout) for i in range(5)]
+
+
+def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) -> None:
+    """Five updates on the same recorded conversations: one loss, one gradient norm, whatever the layout."""
+    words = [f"environment={own}:Busy", f"environment.tools=[{own}:dawdle]", f"reward={own}:Length", ENDING, CONSTANT]
+    words += ["rollout.group_size=4", "optimizer.lr=1e-3", "trainer.updates_per_batch=2", "kl.coef=0.01"]
+    words += ["environment.max_turns=4", "sft.steps=0"]
+    found: dict[str, list[dict[str, float]]] = {}
+    recorded: list[list[Group]] = []
+    for attention in ("forest", "sdpa"):
+        with open_run(experiment(*words, f"model.attention={attention}"), tmp_path / attention) as run:
+            recorded = recorded or asyncio.run(five_batches(run))
+            policy = trainer.Policy(run.model, trainer._optimizer(run), run.experiment.batch.token_budget, 1.0)
+            reference = freeze(run.model)
+            found[attention] = [trainer.learn(run, policy, reference, groups, i) for i, groups in enumerate(recorded)]
+    for forest, padded in zip(found["forest"], found["sdpa"], strict=True):
+        assert forest["policy/computed_tokens"] < 0.7 * padded["policy/computed_tokens"]
+        for name in ("policy/loss", "policy/grad_norm", "policy/kl", "policy/entropy"):
+            assert forest[name] == pytest.approx(padded[name], rel=1e-4, abs=1e-6)
+    assert len({metrics["policy/loss"] for metrics in found["forest"]}) == 5
+
+
+def test_the_layout_is_told_and_a_context_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_context_length=600.*batch\.token_budget=512.*to at least 600"):
+        ran(tmp_path / "long", "environment.max_context_length=600", "batch.token_budget=512")
+    with open_run(experiment("batch.token_budget=512"), tmp_path / "short") as run:
+        assert run.player.limits.context_tokens == 512

@@ -12,7 +12,7 @@ The parts, in the order of the data:
     rewards       what a trajectory is worth; one file = one reward
     algorithms    advantage and per-token loss; one file = one algorithm
     model         the language model: loading, log-probabilities
-    batch         turns -> rows of tokens -> micro-batches
+    batch         turns -> token forest -> micro-batches
     rollout       messages <-> tokens, the turn loop, groups of siblings
     policy        the optimiser step
     engines       who samples

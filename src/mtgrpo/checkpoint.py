@@ -1,6 +1,7 @@
 """Save, verify, find and prune checkpoints. Tensors are safetensors, the rest is JSON: nothing is ever unpickled.
 
 checkpoints/step_000070/    model.safetensors, config.json, tokenizer files    a folder that `model.name=` takes
+                            (LoRA: adapter_model.safetensors, adapter_config.json)
                             optimizer.safetensors                              the tensors of the training state
                             state.json                                         the rest, and what every file must be
 """

@@ -7,7 +7,7 @@ from enum import Enum
 
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.algorithms.kl import KL
-from mtgrpo.batch.padded import BatchSettings
+from mtgrpo.batch.packing import BatchSettings
 from mtgrpo.checkpoint import CheckpointSettings
 from mtgrpo.engines import Engine
 from mtgrpo.environments import Environment

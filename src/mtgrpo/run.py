@@ -15,6 +15,7 @@ from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.experiment import Experiment
 from mtgrpo.extension import ConfigError
 from mtgrpo.log import Sinks, open_sinks, sink_class
+from mtgrpo.model.attention import describe_attention
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.rollout.chat import Chat, open_chat
 from mtgrpo.rollout.group import Player
@@ -76,7 +77,7 @@ def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
     try:
         model = load_model(experiment.model, experiment.seed)
         engine = experiment.engine.start(model, experiment.trainer.deterministic)
-        for note in inputs.chat.notes:
+        for note in (*inputs.chat.notes, describe_attention(model)):
             sinks.note(note)
         yield Run(
             experiment=experiment,
@@ -108,13 +109,19 @@ def make_player(experiment: Experiment, chat: Chat, model: PreTrainedModel, engi
         raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")
     if own_limit and asked > own_limit:
         raise ConfigError(f"environment.max_context_length={asked} is more than the model's own {own_limit} tokens")
+    budget = experiment.batch.token_budget
+    if asked > budget:
+        raise ConfigError(
+            f"environment.max_context_length={asked}: such a context does not fit batch.token_budget={budget}; "
+            f"set batch.token_budget to at least {asked}"
+        )
     return Player(
         environment=experiment.environment,
         chat=chat,
         reward=experiment.reward,
         sampling=experiment.sampling,
         limits=Limits(
-            context_tokens=asked or own_limit,
+            context_tokens=asked or min(own_limit, budget),
             sampled_tokens=experiment.rollout.max_trajectory_tokens,
             tool_tokens=experiment.rollout.max_trajectory_tool_tokens,
         ),

@@ -14,7 +14,7 @@ from torch import Tensor
 from mtgrpo import checkpoint
 from mtgrpo.algorithms import PerToken
 from mtgrpo.algorithms.average import Average, token_weights
-from mtgrpo.batch.padded import build_batch
+from mtgrpo.batch.forest import build_batch
 from mtgrpo.environments import Environment
 from mtgrpo.evaluate import evaluate_fully
 from mtgrpo.experiment import Experiment

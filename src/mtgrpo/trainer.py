@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from mtgrpo import checkpoint
 from mtgrpo.algorithms.credit import trained_reward, trajectory_advantages
-from mtgrpo.batch.padded import build_batch
+from mtgrpo.batch.forest import build_batch
 from mtgrpo.evaluate import NothingPlayedError, describe, evaluate, evaluate_fully
 from mtgrpo.experiment import Advantages, Experiment, TrainerSettings
 from mtgrpo.log import trajectories, write_summary

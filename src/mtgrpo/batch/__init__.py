@@ -1,1 +1,1 @@
-"""Trajectories into tensors: rows of tokens, and one flat entry for each sampled token."""
+"""Trajectories into tensors: a forest of tokens, and one flat entry for each sampled token."""

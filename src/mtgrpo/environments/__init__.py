@@ -36,7 +36,7 @@ class Environment(ABC):
     """Base of all environments."""
 
     max_turns: int = 8  # model turns per conversation; reaching it ends the trajectory as truncated
-    max_context_length: int = 0  # tokens of context and output together; 0 = the model's own limit
+    max_context_length: int = 0  # tokens of context and output together; 0 = what model and batch.token_budget allow
     max_tool_tokens: int = 1024  # tokens the environment may add in one turn; more truncates the trajectory
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Environment(ABC):
             )
         if self.max_context_length < 0:
             raise ConfigError(
-                "environment.max_context_length must be >= 0 (0 = the model's own limit), "
+                "environment.max_context_length must be >= 0 (0 = what model and batch.token_budget allow), "
                 f"got {self.max_context_length}"
             )
 

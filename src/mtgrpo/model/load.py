@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from mtgrpo.extension import ConfigError
 from mtgrpo.model import tiny
+from mtgrpo.model.attention import Attention, choose_attention
 from mtgrpo.model.logprobs import head_logits
+from mtgrpo.model.lora import LoRA, add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
+from mtgrpo.model.value import add_value_head, save_value_head, without_value_head
 
 logging.disable_progress_bar()  # it would write through the console's own
 
@@ -34,6 +40,16 @@ class ModelSettings:
 
     name: str = "tiny"  # or a folder, or a name on the Hugging Face hub
     dtype: DType = DType.float32  # what the forward computes in; weights stay fp32
+    attention: Attention = Attention.auto  # how a training batch is laid out, and the kernel
+    lora: LoRA = field(default_factory=LoRA)
+    value_head: bool = False  # also learn what return to expect, from zero or as it was saved with the model
+
+    def __post_init__(self) -> None:
+        if self.lora.rank and self.name in tiny.SHAPES:
+            raise ConfigError(
+                f"model.lora.rank={self.lora.rank}: model.name={self.name} is a model from scratch, so there is "
+                "nothing to adapt; train it first with model.lora.rank=0, then give model.name=FOLDER"
+            )
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
@@ -50,31 +66,68 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 
 def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
-    """The model in evaluation mode (no dropout), on the GPU where there is one.
+    """The model in evaluation mode (no dropout), on the GPU where there is one. What requires grad is to be trained.
 
-    A from-scratch model's weights are a function of `seed`. Raises ConfigError when the model cannot be found.
+    The weights of a from-scratch model and of new adapters are a function of `seed`. Raises ConfigError when the model
+    cannot be found or adapted.
     """
     weights = torch.float64 if settings.dtype is DType.float64 else torch.float32
     if settings.name in tiny.SHAPES:
         model: PreTrainedModel = tiny.build_model(tiny.SHAPES[settings.name], seed)
     else:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(settings.name, dtype=weights)
-        except (OSError, ValueError) as error:
-            raise ConfigError(_not_found(settings.name, error)) from error
+        model = _load_pretrained(settings, weights, seed)
+    if settings.value_head:
+        add_value_head(model, weights, Path(settings.name))
     model.eval()
     model.to(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # pyright: ignore[reportCallIssue, reportArgumentType]
-    if settings.dtype is DType.float64:
-        _compute_in_double(model)
-    if settings.dtype is DType.bfloat16:
-        body = model.base_model
-        body.forward = MethodType(_bfloat16_forward, body)  # bound, so that a copy of the model runs its own weights
+    compute_in(model, settings.dtype)
+    choose_attention(model, settings.attention)
     _check_head(model, settings.name)
     return model
 
 
-def _not_found(name: str, error: Exception) -> str:
+def compute_in(model: PreTrainedModel, dtype: DType) -> None:
+    """Make the model's forward compute in `dtype`; its weights become fp64 for float64 and stay what they are else."""
+    if dtype is DType.float64:
+        _compute_in_double(model)
+    if dtype is DType.bfloat16:
+        body = model.base_model
+        body.forward = MethodType(_bfloat16_forward, body)  # bound, so that a copy of the model runs its own weights
+
+
+def computes_in(model: PreTrainedModel) -> torch.dtype:
+    """What the forward computes in."""
+    return torch.bfloat16 if "forward" in vars(model.base_model) else model.dtype
+
+
+def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -> PreTrainedModel:
+    """The model that `settings.name` says, with its own adapter, a new one or none."""
+    name = settings.name
+    try:
+        adapter = find_adapter(name)
+    except (OSError, ValueError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(_not_found(name, error)) from error
+    base = str(adapter.base_model_name_or_path) if adapter else name
+    if Path(base).is_dir():
+        base = str(Path(base).resolve())  # an adapter's folder will name it, and may be read from anywhere
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype=weights)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_not_found(name, error, base if adapter else "")) from error
+    if adapter:
+        load_adapter(model, adapter, name, settings.lora)
+    elif settings.lora.rank:
+        add_adapter(model, settings.lora, seed)
+    return model
+
+
+def _not_found(name: str, error: Exception, base: str = "") -> str:
     reason = str(error).partition("\n")[0]
+    if base:
+        return (
+            f"model.name={name} is an adapter of {base}, which cannot be loaded ({reason}); put that model back, or "
+            f"write where it is now as base_model_name_or_path in {name}/adapter_config.json"
+        )
     known = ", ".join(tiny.SHAPES)
     return f"model.name={name} cannot be loaded ({reason}); give a folder, a name on the Hugging Face hub, or {known}"
 
@@ -104,16 +157,44 @@ def _compute_in_double(model: PreTrainedModel) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child).__name__.endswith("RMSNorm"):
-                setattr(module, name, _double_norm(child))
+                setattr(module, name, _DoubleNorm(child))
 
 
-def _double_norm(norm: Any) -> nn.RMSNorm:
-    replacement = nn.RMSNorm(norm.weight.shape[0], eps=norm.variance_epsilon, dtype=torch.float64)
-    replacement.weight = norm.weight
-    return replacement
+class _DoubleNorm(nn.RMSNorm):
+    """An RMS norm of transformers', with its own weight, in the precision of its input."""
+
+    def __init__(self, norm: Any) -> None:
+        eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+        super().__init__(norm.weight.shape[0], eps=eps, dtype=torch.float64)
+        self.weight = norm.weight
+        with torch.no_grad():  # some families, Gemma's among them, scale by 1 + weight
+            self.offset = round((norm(torch.ones_like(norm.weight)) - norm.weight).mean().item())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalised input."""
+        return rms_norm(x, self.normalized_shape, self.weight + self.offset, self.eps)
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a folder that transformers, vLLM and `model.name=FOLDER` can load: safetensors, no pickle."""
-    model.save_pretrained(folder)
+    """Write a folder that transformers, vLLM and `model.name=FOLDER` can load: safetensors, no pickle.
+
+    Of a model with adapters, only these and the name of their base are written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if has_adapter(model):
+        save_adapter(model, folder)
+    else:
+        model.save_pretrained(folder, state_dict=without_value_head(model))
+        _write_index(folder)
+    save_value_head(model, folder)
     tokenizer.save_pretrained(folder)
+
+
+def _write_index(folder: Path) -> None:
+    """Say which file holds the weights: vLLM would read every .safetensors file of the folder, not only the model's."""
+    weights, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    if weights.is_file():  # else it is in several files, and transformers wrote the index
+        with safe_open(weights, "pt") as file:
+            names = sorted(file.keys())
+        content = {"metadata": {"total_size": weights.stat().st_size}, "weight_map": dict.fromkeys(names, weights.name)}
+        index.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,10 +1,41 @@
-"""The trainer's forward: log-probabilities of sampled tokens, from hidden states at their parents only."""
+"""Log-probabilities of sampled tokens and entropies, without ever holding [rows, vocabulary] logits.
+
+The logits are computed in tiles of at most `ROWS` rows and `TILE_BYTES`, small enough to stay in the processor's cache.
+The forward keeps of each tile t the row's maximum m_t, log-normaliser l_t and entropy H_t, and merges them:
+
+    l = logsumexp_t l_t      logp(token) = logit - l      w_t = exp(l_t - l)      H = sum_t w_t (H_t - log w_t)
+
+The backward computes each tile anew, turns it in place into the gradient with respect to the logits
+
+    d = g (onehot(token) - p) - e p (log p + H)      g, e = gradients of logp and H, p = exp(logit - l)
+
+and multiplies it into the gradients. The last `KEPT_BYTES` of tiles are kept from the forward instead, so that nothing
+is computed twice where the logits are small.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, cast
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
+
+ROWS = 2048  # of a tile, at most; enough for the matrix products to run at full speed
+TILE_BYTES = 16 * 2**20  # the forward and the backward each work on two tiles
+KEPT_BYTES = 64 * 2**20  # of tiles that the backward does not compute again
+CUT = -1e30  # the logit of a token that was not kept: its probability is exactly 0, and 0 * CUT is 0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tokens that top-k, top-p or min-p kept: of row i, token[offset[i]:offset[i + 1]], one at least."""
+
+    offset: Tensor  # [rows + 1] int64
+    token: Tensor  # [total] int64
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -16,17 +47,214 @@ def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def sampled_logprobs(
-    model: PreTrainedModel, ids: Tensor, row: Tensor, parent: Tensor, token: Tensor, temperature: float
+    hidden: Tensor, head: nn.Linear, row: Tensor, token: Tensor, temperature: float, kept: Kept | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token under the policy at `temperature`, and the entropy it was drawn with.
+    """Log-probability of token[i] after hidden[row[i]], and the entropy of the distribution after every row.
 
-    ids [rows, width] right-padded; row, parent, token [n]. Returns two tensors [n], in fp32 (fp64 for fp64 models);
-    only the log-probabilities carry gradient. The head runs at the n parents alone.
+    hidden [rows, hidden_size]; row, token [n] int64, in any order, several tokens of a row allowed. The distribution
+    is softmax(head(hidden) / temperature), renormalised over `kept` if given. Computed in fp32, or in fp64 if hidden or
+    head is; autocast is ignored. Returns logp [n] and entropy [rows] in nats; both carry gradient, once.
+
+    Raises ValueError for a row or token out of range, a row that keeps no token, a sampled token that is not kept.
     """
-    device = model.device
-    hidden = model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
-    logits = head_logits(model, hidden[row.to(device), parent.to(device)])
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    with torch.no_grad():
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, token.to(device)[:, None])[:, 0], entropy
+    device, vocabulary, weight = hidden.device, head.out_features, head.weight
+    bias = cast("Tensor | None", head.bias)
+    row, token = row.to(device), token.to(device)
+    _check(row, token, len(hidden), vocabulary)
+    cuts = None
+    if kept is not None:
+        cuts = _check_kept(kept, row, token, len(hidden), vocabulary)
+        union, index = cuts[1].unique(return_inverse=True)
+        if 0 < len(union) < vocabulary // 2:  # the rest of the head is not needed
+            weight = weight.index_select(0, union)
+            bias = None if bias is None else bias.index_select(0, union)
+            token, cuts = torch.searchsorted(union, token), (cuts[0], index)
+    wide = torch.float64 in (hidden.dtype, weight.dtype)
+    dtype = torch.float64 if wide else torch.float32
+    plan = _Plan.of(row, token, len(hidden), len(weight), dtype.itemsize, temperature, cuts)
+    with torch.autocast(device.type, enabled=False):
+        bias = None if bias is None else bias.to(dtype)
+        return _Tiled.apply(hidden.to(dtype), weight.to(dtype), bias, plan, torch.is_grad_enabled())
+
+
+def _check(row: Tensor, token: Tensor, rows: int, vocabulary: int) -> None:
+    wrong = ((row < 0) | (row >= rows) | (token < 0) | (token >= vocabulary)).nonzero()[:1, 0].tolist()
+    for i in wrong:
+        pair = f"pair {i} is token {token[i].item()} of row {row[i].item()}"
+        raise ValueError(f"{pair}, but there are {rows} rows and a vocabulary of {vocabulary} tokens")
+
+
+def _check_kept(kept: Kept, row: Tensor, token: Tensor, rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """The rows [total] and tokens [total] of `kept`."""
+    offset, cut_token = kept.offset.to(row.device), kept.token.to(row.device)
+    if len(offset) != rows + 1 or offset[0] != 0 or offset[-1] != len(cut_token):
+        raise ValueError(f"kept.offset must lead from 0 to {len(cut_token)} in {rows + 1} values, is {offset.tolist()}")
+    count = offset.diff()
+    for i in (count <= 0).nonzero()[:1, 0].tolist():
+        raise ValueError(f"row {i} keeps {count[i].item()} tokens, must keep one at least")
+    cut_row = torch.arange(rows, device=row.device).repeat_interleave(count)
+    _check(cut_row, cut_token, rows, vocabulary)
+    found = torch.isin(row * vocabulary + token, cut_row * vocabulary + cut_token)
+    for i in (~found).nonzero()[:1, 0].tolist():
+        pair = f"token {token[i].item()} of row {row[i].item()}"
+        raise ValueError(f"pair {i}, {pair}, is not among the tokens that the row keeps: its log-probability is -inf")
+    return cut_row, cut_token
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A block of rows and a range of the vocabulary, with what lies in it."""
+
+    rows: slice
+    tokens: slice
+    column: int  # which range of the vocabulary
+    pairs: Tensor  # numbers of the pairs
+    pair_at: tuple[Tensor, Tensor]  # their rows and columns within the tile
+    kept_at: tuple[Tensor, Tensor] | None  # rows and columns of the kept tokens
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.stop - self.rows.start, self.tokens.stop - self.tokens.start
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Where everything lies: the tiles, by blocks of rows and then by ranges of the vocabulary."""
+
+    row: Tensor
+    column: Tensor  # [n] the range of the vocabulary that holds each pair's token
+    columns: int
+    temperature: float
+    tiles: list[_Tile]
+
+    @staticmethod
+    def of(
+        row: Tensor,
+        token: Tensor,
+        rows: int,
+        vocabulary: int,
+        itemsize: int,
+        temperature: float,
+        cuts: tuple[Tensor, Tensor] | None,
+    ) -> _Plan:
+        blocks = max(1, ceil(rows / ROWS))
+        height = max(1, ceil(rows / blocks))
+        blocks = max(1, ceil(rows / height))
+        width = min(vocabulary, max(1, TILE_BYTES // (height * itemsize)))
+        columns = ceil(vocabulary / width)
+        width = ceil(vocabulary / columns)
+        columns = ceil(vocabulary / width)
+
+        def split(row: Tensor, token: Tensor) -> tuple[Tensor, ...]:
+            """For every tile, which of the places [row, token] lie in it."""
+            tile = row // height * columns + token // width
+            return tile.argsort(stable=True).split(tile.bincount(minlength=blocks * columns).tolist())
+
+        pairs = split(row, token)
+        kept = None if cuts is None else split(*cuts)
+        tiles: list[_Tile] = []
+        for i in range(blocks * columns):
+            top, left = i // columns * height, i % columns * width
+            kept_at = None
+            if cuts is not None and kept is not None:
+                kept_at = (cuts[0][kept[i]] - top, cuts[1][kept[i]] - left)
+            pair_at = (row[pairs[i]] - top, token[pairs[i]] - left)
+            across, down = slice(left, min(left + width, vocabulary)), slice(top, min(top + height, rows))
+            tiles.append(_Tile(down, across, i % columns, pairs[i], pair_at, kept_at))
+        return _Plan(row, token // width, columns, temperature, tiles)
+
+    def buffer(self, like: Tensor) -> Tensor:
+        """Room for any one tile: fresh memory for each costs more than what is computed in it."""
+        return like.new_empty(max(height * width for height, width in (tile.shape for tile in self.tiles)))
+
+    def logits(self, tile: _Tile, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+        """head(hidden) / temperature of one tile, in `buffer`."""
+        logits = _view(buffer, tile)
+        scale = 1 / self.temperature
+        add, beta = (logits, 0.0) if bias is None else (bias[tile.tokens], scale)
+        torch.addmm(add, hidden[tile.rows], weight[tile.tokens].t(), beta=beta, alpha=scale, out=logits)
+        if tile.kept_at is not None:
+            found = logits[tile.kept_at]
+            logits.fill_(CUT)[tile.kept_at] = found
+        return logits
+
+
+def _view(buffer: Tensor, tile: _Tile) -> Tensor:
+    height, width = tile.shape
+    return buffer[: height * width].view(height, width)
+
+
+class _Tiled(torch.autograd.Function):
+    """The module's formulas. Everything is of one dtype; `keep` = a backward may follow."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        maximum, log_sum, entropy = hidden.new_empty(3, plan.columns, len(hidden))
+        logp = hidden.new_empty(len(plan.row))
+        room, more = plan.buffer(hidden), plan.buffer(hidden)
+        keep = keep and any(ctx.needs_input_grad)
+        saved = plan.tiles[-max(1, KEPT_BYTES // max(1, room.nbytes)) :] if keep else []
+        stored: list[Tensor] = []
+        for number, tile in enumerate(plan.tiles, len(saved) - len(plan.tiles)):
+            at = (tile.column, tile.rows)
+            logits = plan.logits(tile, hidden, weight, bias, room)
+            maximum[at] = logits.amax(-1)
+            logits.sub_(maximum[at][:, None])
+            logp[tile.pairs] = logits[tile.pair_at]
+            if number >= 0:
+                more = torch.empty_like(room)
+                stored.append(more)
+            weights = torch.exp(logits, out=_view(more, tile))
+            total = weights.sum(-1)
+            log_sum[at] = total.log()
+            entropy[at] = log_sum[at] - logits.mul_(weights).sum(-1) / total
+        log_share = maximum + log_sum
+        normaliser = log_share.logsumexp(0)
+        log_share -= normaliser
+        entropy = (log_share.exp() * (entropy - log_share)).sum(0)
+        logp += (maximum - normaliser)[plan.column, plan.row]
+        share = (maximum - normaliser).exp_()  # what a stored tile's exp(logit - m_t) lacks to be a probability
+        ctx.save_for_backward(hidden, weight, bias, share, normaliser, entropy, *stored)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares neither names nor number
+        ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, share, normaliser, entropy, *stored = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        needed = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        d_hidden, d_weight, d_bias = (torch.zeros_like(x) if need else None for x, need in needed)
+        onehot = None if grad_logp is None else grad_logp / plan.temperature
+        spread = hidden.new_zeros(len(hidden))  # the gradient is p * -spread + onehot, but for the entropy's p log p
+        if onehot is not None:
+            spread.index_put_((plan.row,), onehot, accumulate=True)
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy / plan.temperature
+            spread.addcmul_(grad_entropy, entropy)
+        room, more = plan.buffer(hidden), plan.buffer(hidden)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for number, tile in enumerate(plan.tiles, len(stored) - len(plan.tiles)):
+                rows, tokens = tile.rows, tile.tokens
+                if number >= 0:
+                    d = torch.mul(_view(stored[number], tile), share[tile.column, rows, None], out=_view(room, tile))
+                else:
+                    d = plan.logits(tile, hidden, weight, bias, room).sub_(normaliser[rows, None]).exp_()
+                p_log_p = None if grad_entropy is None else torch.xlogy(d, d, out=_view(more, tile))
+                d.mul_(-spread[rows, None])
+                if grad_entropy is not None and p_log_p is not None:
+                    d.addcmul_(p_log_p, grad_entropy[rows, None], value=-1)
+                if onehot is not None:
+                    d.index_put_(tile.pair_at, onehot[tile.pairs], accumulate=True)
+                if d_hidden is not None:
+                    d_hidden[rows].addmm_(d, weight[tokens])
+                if d_weight is not None:
+                    d_weight[tokens].addmm_(d.t(), hidden[rows])
+                if d_bias is not None:
+                    d_bias[tokens] += d.sum(0)
+        return d_hidden, d_weight, d_bias, None, None

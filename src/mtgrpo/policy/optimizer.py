@@ -123,8 +123,8 @@ def factor(settings: OptimizerSettings, step: int, total_steps: int) -> float:
 
 
 def _optimizers(model: PreTrainedModel, settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
-    head = model.get_output_embeddings()
-    outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+    heads = (model.get_output_embeddings(), getattr(model, "value_head", None))
+    outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module in heads]
     outer_weights = {id(parameter) for module in outer for parameter in module.parameters()}
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -138,5 +138,6 @@ def _optimizers(model: PreTrainedModel, settings: OptimizerSettings) -> list[tor
         found.append(torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay))
     first, second = settings.betas
     decay = settings.weight_decay
-    found.append(torch.optim.AdamW(others, lr=settings.lr, betas=(first, second), weight_decay=decay, foreach=True))
+    if others:  # adapters are all matrices
+        found.append(torch.optim.AdamW(others, lr=settings.lr, betas=(first, second), weight_decay=decay, foreach=True))
     return found

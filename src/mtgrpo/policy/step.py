@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from mtgrpo.algorithms import Algorithm, PerToken
 from mtgrpo.algorithms.average import token_weights
 from mtgrpo.algorithms.kl import KL
-from mtgrpo.batch.padded import Batch, micro_batches
+from mtgrpo.batch.forest import Batch
+from mtgrpo.batch.packing import MicroBatch, Packing, pack
 from mtgrpo.extension import ConfigError
-from mtgrpo.model.logprobs import sampled_logprobs
+from mtgrpo.policy.forward import Scores, check_forest, flops_of, layout_of, score
 from mtgrpo.policy.optimizer import Optimizer
 
 Metrics = dict[str, float]
@@ -53,37 +54,59 @@ class Policy:
         self.optimizer = optimizer
         self._token_budget = token_budget
         self._temperature = temperature
+        self._checked = False  # whether the forest was compared with the plain path
+
+    def pack(self, batch: Batch, entries: Tensor) -> Packing:
+        """The micro-batches that read `entries` [n]."""
+        return pack(batch, entries, self._token_budget, flops_of(self.model), layout_of(self.model))
+
+    def score(self, micro: MicroBatch, model: PreTrainedModel | None = None) -> Scores:
+        """The scores of a micro-batch. Raises RuntimeError if they are not finite, or not those of a plain forward."""
+        scores = score(model or self.model, micro, self._temperature)
+        wrong = (~scores.logp.detach().isfinite()).nonzero()[:, 0]
+        if len(wrong):
+            raise RuntimeError(
+                f"the log-probability of {len(wrong)} of {len(scores.logp)} sampled tokens is not finite, the first "
+                f"that of token {int(micro.token[wrong[0].cpu()])} with {scores.logp[wrong[0]].item()}: the weights "
+                "have diverged, or what was sampled has probability 0 under the policy"
+            )
+        if not self._checked:
+            check_forest(model or self.model, micro, scores, self._temperature)
+            self._checked = True
+        return scores
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> Tensor:
         """Log-probabilities of `entries` [n] under `model` (default: this policy), without gradient."""
         result = torch.zeros(len(batch), dtype=torch.float64)
-        for micro in micro_batches(batch, entries, self._token_budget):
-            logp, _ = sampled_logprobs(
-                model or self.model, micro.ids, micro.row, micro.parent, micro.token, self._temperature
-            )
-            result[micro.entries] = logp.double().cpu()
+        for micro in self.pack(batch, entries).micro_batches[0]:
+            result[micro.entries] = self.score(micro, model).logp.double().cpu()[micro.target]
         return result[entries]
 
     def update(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Metrics:
         """One optimiser step on sum_i weights[i] * loss_i over `entries`.
 
-        entries [n] int64: what has a loss; weights [len(batch)]: the share of each token (see average.py).
+        entries [n] int64: what has a loss; weights [len(batch)]: the share of each token (see average.py). A token that
+        several trajectories share is computed once and has one loss, and one weight, for each of them.
         """
         total, clipped, entropy, weight = 0.0, 0.0, 0.0, 0.0
-        for micro in micro_batches(batch, entries, self._token_budget):
-            logp, token_entropy = sampled_logprobs(
-                self.model, micro.ids, micro.row, micro.parent, micro.token, self._temperature
-            )
-            per_token = loss(micro.entries, logp)
-            share = weights[micro.entries].to(logp)
+        packing = self.pack(batch, entries)
+        for micro in packing.micro_batches[0]:
+            scores = self.score(micro)
+            target = micro.target.to(scores.logp.device)
+            per_token = loss(micro.entries, scores.logp[target])
+            share = weights[micro.entries].to(scores.logp)
             value = (per_token.loss * share).sum()
             value.backward()
             total += value.item()
             clipped += (per_token.clipped * share).sum().item()
-            entropy += (token_entropy * share).sum().item()
+            entropy += (scores.entropy.detach()[target] * share).sum().item()
             weight += share.sum().item()
         metrics = {"loss": total, "lr": self.optimizer.lr, "grad_norm": self.optimizer.step()}
+        metrics |= {
+            "computed_tokens": float(packing.computed),
+            "repeated_tokens": float(packing.computed - packing.distinct),
+        }
         if weight:
             metrics |= {"clip_fraction": clipped / weight, "entropy": entropy / weight}
         return metrics

@@ -1,0 +1,209 @@
+"""Turns -> token forest: what several rows have in common at their start is stored, and computed, once.
+
+The nodes stand in depth-first order, each tree from its root: a node comes before what follows it, and all that
+follows it is the range of nodes up to its `subtree_end`. A batch is a forest plus one entry per sampled token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mtgrpo.types import Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Token rows that share their prefixes. All tensors are [nodes] int64, in depth-first order.
+
+    A node is a token after a certain context: the path from its root. Token q sees token k exactly when
+    k <= q < subtree_end[k], that is when k is q itself or above it.
+    """
+
+    token: Tensor
+    parent: Tensor  # -1 = a root
+    depth: Tensor  # 0 = a root; also the position in its rows
+    subtree_end: Tensor  # one past the last node below this one
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    def paths(self) -> list[list[int]]:
+        """The token rows from root to leaf, depth-first. Duplicates and rows that begin another are gone."""
+        return [self.token[path].tolist() for path in self.leaf_paths()]
+
+    def leaf_paths(self) -> Iterator[Tensor]:
+        """The node numbers [length] int64 from root to leaf, one path for each leaf, depth-first."""
+        path, start = torch.empty(0, dtype=torch.long), 0
+        for stop in self.leaf_ends().tolist():  # a leaf follows what is new on its path
+            path = torch.cat([path[: self.depth[start]], torch.arange(start, stop)])
+            yield path
+            start = stop
+
+    def leaf_ends(self) -> Tensor:
+        """One past each leaf, [leaves] int64."""
+        after = torch.arange(1, len(self) + 1)
+        return after[self.subtree_end == after]
+
+    def with_ancestors(self, nodes: Tensor) -> Tensor:
+        """`nodes` [n] and all that is above them, each once, in order; [m] int64."""
+        marked = torch.zeros(len(self) + 1, dtype=torch.long)
+        marked[nodes + 1] = 1
+        before = marked.cumsum(0)  # [k] = how many marked nodes come before node k
+        return (before[self.subtree_end] > before[:-1]).nonzero()[:, 0]
+
+    def subset(self, nodes: Tensor) -> Forest:
+        """The forest of `nodes` [n] int64 alone: in order, and with each node all that is above it."""
+        parent = self.parent[nodes]
+        return Forest(
+            token=self.token[nodes],
+            parent=torch.where(parent < 0, -1, torch.searchsorted(nodes, parent)),
+            depth=self.depth[nodes],
+            subtree_end=torch.searchsorted(nodes, self.subtree_end[nodes]),
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sampled tokens of some trajectories: one entry each, in the order of trajectory, turn and position.
+
+    The tensors are [entries]. A token that two trajectories sampled in the same context is one node with two entries.
+    """
+
+    forest: Forest
+    node: Tensor  # int64, never a root: what predicts the token is the hidden state of the node's parent
+    behaviour_logp: Tensor  # fp64, what the engine reported
+    trajectory: Tensor  # int64, index into the trajectories the batch was made of
+    turn: Tensor  # int64, index of the turn within its trajectory
+
+    def __len__(self) -> int:
+        return len(self.node)
+
+    @property
+    def token(self) -> Tensor:
+        """The sampled tokens, int64."""
+        return self.forest.token[self.node]
+
+
+def build_forest(rows: Sequence[Sequence[int]]) -> tuple[Forest, list[Tensor]]:
+    """The forest of `rows` of token ids (below 2^32), and for each row its node numbers [len(row)] int64."""
+    order, tokens = _sort(rows)
+    lengths = np.array([len(rows[i]) for i in order], dtype=np.int64)
+    row = np.repeat(np.arange(len(rows)), lengths)  # of each token; rows in sorted order from here on
+    column = np.arange(len(tokens)) - np.repeat(lengths.cumsum() - lengths, lengths)
+    new = column >= _common_prefixes(tokens, lengths, row, column)[row]
+    node = _number(new, column)
+
+    count = int(new.sum())
+    forest = {name: np.empty(count, dtype=np.int64) for name in ("token", "parent", "depth", "subtree_end")}
+    forest["token"][node] = tokens
+    forest["parent"][node] = np.where(column == 0, -1, np.roll(node, 1))
+    forest["depth"][node] = column
+    # The rows of a node are neighbours; its subtree ends with the last of them, whose value is assigned last.
+    forest["subtree_end"][node] = np.bincount(row[new], minlength=len(rows)).cumsum()[row]
+
+    found: list[Tensor] = [torch.empty(0, dtype=torch.long)] * len(rows)
+    for i, nodes in zip(order, torch.from_numpy(node).split(lengths.tolist()), strict=True):
+        found[i] = nodes
+    return Forest(**{name: torch.from_numpy(values) for name, values in forest.items()}), found
+
+
+def _sort(rows: Sequence[Sequence[int]]) -> tuple[list[int], NDArray[np.int64]]:
+    """The order in which rows with a common prefix are neighbours, shorter first, and all tokens in this order."""
+    everything = np.fromiter(chain.from_iterable(rows), dtype=">u4").tobytes()  # big-endian: bytes sort as tokens do
+    keys: list[bytes] = []
+    start = 0
+    for row in rows:
+        stop = start + 4 * len(row)
+        keys.append(everything[start:stop])
+        start = stop
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    return order, np.frombuffer(b"".join(keys[i] for i in order), dtype=">u4").astype(np.int64)
+
+
+def _common_prefixes(
+    tokens: NDArray[np.int64], lengths: NDArray[np.int64], row: NDArray[np.int64], column: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """How many tokens each row has in common with the row before it, [rows]."""
+    length_before = np.concatenate([[0], lengths[:-1]])[row]
+    above = np.arange(len(tokens)) - length_before  # the token of the row before in the same column, if it has one
+    differs = (column >= length_before) | (tokens != tokens[above])
+    common = lengths.copy()
+    np.minimum.at(common, row[differs], column[differs])
+    return common
+
+
+def _number(new: NDArray[np.bool_], column: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The node of each token: the next number for a new one, else that of the last new token in its column."""
+    # Small integer types sort fastest. The first token of each column is new, so none is filled from another column.
+    by_column = np.argsort(column.astype(np.min_scalar_type(column.max(initial=0))), kind="stable")
+    last_new = np.maximum.accumulate(np.where(new[by_column], np.arange(len(new)), 0))
+    node = new.cumsum() - 1
+    node[by_column] = node[by_column][last_new]
+    return node
+
+
+def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
+    """Lay the turns out as a forest: one row per segment, where a turn that extends the one before continues its row.
+
+    Raises ValueError for turns that cannot be trained on; says which, and what is wrong.
+    """
+    rows: list[list[int]] = []
+    places: list[tuple[int, int, int]] = []  # of each turn's output: row, start, stop
+    labels: list[tuple[int, int]] = []  # of each turn: trajectory, turn
+    behaviour: list[float] = []
+    for index, trajectory in enumerate(trajectories):
+        row: list[int] = []
+        for number, turn in enumerate(trajectory.turns):
+            if not turn.extends:
+                row = []
+                rows.append(row)
+            row.extend(turn.new_context)
+            problem = _problem(turn, first=number == 0, context_length=len(row))
+            if problem:
+                raise ValueError(f"task {trajectory.task.id!r}, sibling {trajectory.sibling}, turn {number}: {problem}")
+            places.append((len(rows) - 1, len(row), len(row) + len(turn.output)))
+            labels.append((index, number))
+            row.extend(turn.output)
+            behaviour.extend(turn.logprobs)
+    forest, nodes = build_forest(rows)
+    none = torch.empty(0, dtype=torch.long)  # so that there is something to join where there are no turns
+    lengths = torch.tensor([stop - start for _, start, stop in places], dtype=torch.long)
+    label = torch.tensor(labels, dtype=torch.long).reshape(-1, 2).repeat_interleave(lengths, dim=0)
+    return Batch(
+        forest=forest,
+        node=torch.cat([none, *(nodes[row][start:stop] for row, start, stop in places)]),
+        behaviour_logp=torch.tensor(behaviour, dtype=torch.float64),
+        trajectory=label[:, 0],
+        turn=label[:, 1],
+    )
+
+
+def _problem(turn: Turn, first: bool, context_length: int) -> str:
+    """Why a turn cannot be trained on and what to do; "" when it can."""
+    if first and turn.extends:
+        return "extends=True, but no turn precedes it; give its whole context with extends=False"
+    if len(turn.logprobs) != len(turn.output):
+        return (
+            f"{len(turn.output)} output tokens but {len(turn.logprobs)} log-probabilities; the engine must report "
+            "one for each sampled token"
+        )
+    if turn.output and context_length == 0:
+        return (
+            f"output position 0, token {turn.output[0]}, was sampled from an empty context, so nothing predicts it; "
+            "a context needs at least one token, such as one that begins a text"
+        )
+    for position, logprob in enumerate(turn.logprobs):
+        if not math.isfinite(logprob):
+            return (
+                f"output position {position}, token {turn.output[position]}, has log-probability {logprob}; sampled "
+                "tokens have finite ones: look for overflow in the engine's model, or drop the trajectory"
+            )
+    return ""

@@ -1,0 +1,294 @@
+"""Forest attention: every token sees its ancestors, in the attention of any softmax-attention transformers model.
+
+    node q sees node k   <=>   k <= q < subtree_end[k]        (nodes in depth-first order)
+
+Cut where it branches, a forest is a list of runs: chains of consecutive nodes. A run sees itself causally, and all that
+is below it sees the whole of it. So on CPU the attention of a run [a, b) whose subtree ends at e is two dense calls:
+rows [a, b) on columns [a, b), causal; rows [b, e) on columns [a, b), unmasked. No score is computed only to be masked.
+What a row gathers from several calls is merged by log-sum-exp, which is exact, and so is the backward pass, since the
+flash kernel's backward needs the merged output and log-sum-exp only. On a GPU it is FlexAttention with the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from mtgrpo.extension import ConfigError
+
+BLOCK = 128  # FlexAttention's tile, in tokens
+CHAIN = 256  # rows of a causal call on CPU
+WINDOW_ROWS = 512  # rows computed at once where a sliding window cuts the context
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Attention(Enum):
+    """How a training batch is laid out, and the kernel of its attention."""
+
+    auto = "auto"  # forest where the model can, else sdpa
+    forest = "forest"  # every distinct token once
+    sdpa = "sdpa"  # padded rows, one per conversation
+    flash_attention_2 = "flash_attention_2"  # the same rows with the flash-attn package, on a GPU
+
+
+def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:
+    """Set the model's attention. Raises ConfigError when the model or the machine cannot do what is wanted."""
+    obstacle = _obstacle(model)
+    if wanted is Attention.auto:
+        wanted = Attention.sdpa if obstacle else Attention.forest
+    if wanted is Attention.forest and obstacle:
+        raise ConfigError(f"model.attention=forest: {obstacle}; set model.attention=auto")
+    if wanted is Attention.flash_attention_2 and not is_flash_attn_2_available():
+        raise ConfigError("model.attention=flash_attention_2 needs a GPU and the flash-attn package; set it to auto")
+    model.set_attn_implementation(wanted.value)
+
+
+def uses_forest(model: PreTrainedModel) -> bool:
+    """Whether the model computes forests; else it takes padded rows."""
+    return _implementation(model) == Attention.forest.value
+
+
+def describe_attention(model: PreTrainedModel) -> str:
+    """One line for the user: the layout and the kernel."""
+    if uses_forest(model):
+        kernel = "FlexAttention" if model.device.type == "cuda" else "two flash calls for each run of the forest"
+        return f"attention: token forest, every distinct token computed once ({kernel})"
+    obstacle = _obstacle(model)
+    reason = f", because {obstacle}" if obstacle else ""
+    return f"attention: padded rows, {_implementation(model)}{reason}"
+
+
+def _implementation(model: PreTrainedModel) -> str:
+    return str(model.config._attn_implementation)  # pyright: ignore[reportPrivateUsage]  (has no public name)
+
+
+def _obstacle(model: PreTrainedModel) -> str:
+    """Why the model cannot compute forests; "" when it can."""
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    name = type(model).__name__
+    if others or model._is_stateful:  # pyright: ignore[reportPrivateUsage]
+        return f"{name} has layers that are not softmax attention ({', '.join(others) or 'recurrent'})"
+    if not (model._supports_attention_backend and model._supports_sdpa):  # pyright: ignore[reportPrivateUsage]
+        return f"the attention of {name} cannot be replaced"
+    return ""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One dense attention call: rows [start, end) see the columns, all of them, causally, or as `mask` says."""
+
+    start: int
+    end: int
+    columns: slice | Tensor
+    causal: bool = False
+    mask: Tensor | None = None  # [rows, columns], 0 or -inf
+    first: bool = True  # no earlier piece has these rows
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Who sees whom in a forest: made once per micro-batch, used by every layer.
+
+    depth, subtree_end: [nodes] int64, in depth-first order, on the model's device.
+    """
+
+    depth: Tensor
+    subtree_end: Tensor
+    _cache: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False)
+
+    def sees(self, window: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """The rule, as FlexAttention's `mask_mod`; window 0 = none."""
+        depth, subtree_end = self.depth, self.subtree_end
+
+        def rule(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            visible = (k <= q) & (q < subtree_end[k])
+            return visible & (depth[q] - depth[k] < window) if window else visible
+
+        return rule
+
+    def pieces(self, window: int, dtype: torch.dtype) -> list[Piece]:
+        """The dense calls that make up the attention on CPU."""
+        if not window or int(self.depth.max()) < window:
+            window = 0
+        key = window, dtype
+        if key not in self._cache:
+            self._cache[key] = self._window_pieces(window, dtype) if window else self._run_pieces()
+        return self._cache[key]
+
+    def _run_pieces(self) -> list[Piece]:
+        ends = self.subtree_end
+        continues = (self.depth[1:] == self.depth[:-1] + 1) & (ends[1:] == ends[:-1])
+        starts = [0, *((~continues).nonzero()[:, 0] + 1).tolist()]
+        runs = list(zip(starts, [*starts[1:], len(ends)], strict=True))
+        own = [piece for a, b in runs for piece in _causal(a, b)]
+        above = [Piece(b, e, slice(a, b), first=False) for a, b in runs if (e := int(ends[a])) > b]
+        return own + above
+
+    def _window_pieces(self, window: int, dtype: torch.dtype) -> list[Piece]:
+        nodes = torch.arange(len(self.depth))
+        rule = self.sees(window)
+        found: list[Piece] = []
+        for start in range(0, len(nodes), WINDOW_ROWS):
+            rows = nodes[start : start + WINDOW_ROWS, None]
+            end = start + len(rows)
+            reachable = (self.subtree_end[:end] > start) & (
+                self.depth[:end] > int(self.depth[start:end].min()) - window
+            )
+            columns = reachable.nonzero()[:, 0]
+            visible = rule(rows, rows, rows, columns)
+            mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+            found.append(Piece(start, end, columns, mask=mask))
+        return found
+
+    def block_mask(self, window: int) -> BlockMask:
+        """FlexAttention's table of tiles: which are seen at all, which in full."""
+        if window not in self._cache:
+            self._cache[window] = self._build_block_mask(window)
+        return self._cache[window]
+
+    def _build_block_mask(self, window: int) -> BlockMask:
+        count = len(self.depth)
+        tiles = -(-count // BLOCK)
+        start = torch.arange(tiles, device=self.depth.device) * BLOCK
+        padding = tiles * BLOCK - count
+        ends = nn.functional.pad(self.subtree_end, (0, padding)).view(tiles, BLOCK)
+        last = nn.functional.pad(self.subtree_end, (0, padding), value=count).view(tiles, BLOCK).amin(1)
+        below = start[:, None] > start  # tile of columns entirely before tile of rows
+        seen = (ends.amax(1) > start[:, None]) & (below | (start[:, None] == start))
+        full = below & (last >= (start[:, None] + BLOCK).clamp(max=count))
+        if window:
+            depth = nn.functional.pad(self.depth, (0, padding), value=-1).view(tiles, BLOCK)
+            lowest = nn.functional.pad(self.depth, (0, padding), value=2**31).view(tiles, BLOCK).amin(1)
+            seen &= lowest[:, None] - depth.amax(1) < window
+            full &= depth.amax(1)[:, None] - lowest < window
+        tables = [_tile_table(seen & ~full), _tile_table(full)]
+        return BlockMask.from_kv_blocks(
+            *tables[0], *tables[1], BLOCK_SIZE=BLOCK, mask_mod=self.sees(window), seq_lengths=(count, count)
+        )
+
+
+def _causal(start: int, end: int) -> list[Piece]:
+    """A chain of nodes that see one another causally, halved until the kernel, which skips no tile, wastes little."""
+    if end - start <= CHAIN:
+        return [Piece(start, end, slice(start, end), causal=True)]
+    middle = (start + end) // 2
+    lower_left = Piece(middle, end, slice(start, middle), first=False)
+    return [*_causal(start, middle), *_causal(middle, end), lower_left]
+
+
+def _tile_table(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """[row tiles, column tiles] bool -> how many columns each row has, and which: the first that many are meant."""
+    indices = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1).to(torch.int32)[None, None], indices.to(torch.int32)[None, None]
+
+
+class _ForestAttention(torch.autograd.Function):
+    """The pieces on CPU. Tensors are [key heads, query heads per key head, nodes, head size]; keys may be expanded."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: list[Piece], scale: float) -> Tensor:
+        groups, heads, nodes, size = query.shape
+        output: Tensor = query.new_empty(nodes, groups, heads, size).permute(1, 2, 0, 3)
+        sums: Tensor = query.new_empty(groups, heads, nodes, dtype=torch.promote_types(query.dtype, torch.float32))
+        for p in pieces:
+            rows, columns = slice(p.start, p.end), p.columns
+            part, part_sum = _flash(
+                query[:, :, rows],
+                key[:, :, columns],
+                value[:, :, columns],
+                0.0,
+                p.causal,
+                attn_mask=p.mask,
+                scale=scale,
+            )
+            if p.first:
+                output[:, :, rows], sums[:, :, rows] = part, part_sum
+            else:
+                earlier = sums[:, :, rows]
+                output[:, :, rows].lerp_(part, torch.sigmoid(part_sum - earlier)[..., None].to(part.dtype))
+                torch.logaddexp(earlier, part_sum, out=earlier)
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.pieces, ctx.scale = pieces, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value, output, sums = ctx.saved_tensors
+        grads = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
+        for p in ctx.pieces:
+            rows = slice(p.start, p.end)
+            parts = _flash_backward(
+                grad[:, :, rows], query[:, :, rows], key[:, :, p.columns], value[:, :, p.columns], output[:, :, rows],
+                sums[:, :, rows], 0.0, p.causal, attn_mask=p.mask, scale=ctx.scale,
+            )  # fmt: skip
+            grads[0][:, :, rows] += parts[0]
+            for total, part in zip(grads[1:], parts[1:], strict=True):
+                if isinstance(p.columns, slice):
+                    total[:, :, p.columns] += part
+                else:
+                    total.index_add_(2, p.columns, part)
+        return grads[0], grads[1], grads[2], None, None
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def forest_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    forest: Visibility | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [1, heads, nodes, size] -> [1, nodes, heads, size].
+
+    `forest` comes with the keyword arguments of the model's forward; without it this is transformers' sdpa attention.
+    """
+    if forest is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if unsupported or dropout:
+        raise ValueError(f"forest attention knows no {unsupported or 'dropout'}: set model.attention=sdpa")
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    window = sliding_window or 0
+    if query.is_cuda:
+        output = _compiled_flex_attention()(
+            query, key, value, block_mask=forest.block_mask(window), scale=scale, enable_gqa=True
+        )
+    else:
+        groups = key.shape[1]
+        by_group = query[0].unflatten(0, (groups, -1))
+        shared = [tensor[0][:, None].expand(-1, by_group.shape[1], -1, -1) for tensor in (key, value)]
+        pieces = forest.pieces(window, query.dtype)
+        output = _ForestAttention.apply(by_group, *shared, pieces, scale).flatten(0, 1)[None]
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register(Attention.forest.value, forest_attention)
+AttentionMaskInterface.register(Attention.forest.value, sdpa_mask)  # for calls without a forest

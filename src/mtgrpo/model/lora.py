@@ -1,0 +1,126 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): the base stays frozen; what is trained lies beside its linear layers.
+
+A saved adapter is a folder as peft writes it, which transformers, peft and vLLM take; it names its base.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+from peft import LoraConfig, PeftConfig, TaskType, get_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, find_adapter_config_file
+
+from mtgrpo.extension import ConfigError
+
+_ADAPTER = "default"  # peft can hold several, by name; here there is one
+
+
+@dataclass
+class LoRA:
+    """Train low-rank adapters in place of the weights."""
+
+    rank: int = 0  # 0 = off: all weights are trained; a saved adapter keeps its own rank
+    alpha: int = 32  # what the adapters add is scaled by alpha / rank
+    targets: list[str] = field(default_factory=list[str])  # ends of module names; [] = every linear layer but the head
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or self.alpha <= 0:
+            raise ConfigError(
+                f"model.lora.rank must be >= 0 (0 = off) and model.lora.alpha > 0, got {self.rank} and {self.alpha}"
+            )
+
+
+def find_adapter(name: str) -> LoraConfig | None:
+    """The adapter that folder or hub repository `name` holds, or None where it holds none.
+
+    Raises ConfigError for adapters of another kind or without a base, OSError or ValueError where there is no `name`.
+    """
+    if find_adapter_config_file(name) is None:
+        return None
+    config = PeftConfig.from_pretrained(name)
+    if not isinstance(config, LoraConfig):
+        raise ConfigError(f"model.name={name} holds an adapter of type {config.peft_type}; only LoRA is supported")
+    if not config.base_model_name_or_path:
+        raise ConfigError(f"model.name={name}: {ADAPTER_CONFIG_NAME} has no base_model_name_or_path; write it there")
+    return config
+
+
+def add_adapter(model: PreTrainedModel, settings: LoRA, seed: int) -> None:
+    """Freeze the model and put new adapters, a function of `seed`, beside its linear layers; they add nothing yet.
+
+    Raises ConfigError for targets that match nothing.
+    """
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=_targets(model, settings),
+        task_type=TaskType.CAUSAL_LM,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.add_adapter(config, _ADAPTER)
+
+
+def load_adapter(model: PreTrainedModel, config: LoraConfig, name: str, settings: LoRA) -> None:
+    """Freeze the model, which is the base of the adapter in `name`, and go on training that adapter.
+
+    Raises ConfigError when `settings` ask for another one, or when the adapter does not fit the base.
+    """
+    if settings.rank:
+        found = (config.r, config.lora_alpha, sorted(config.target_modules or []))
+        asked = (settings.rank, settings.alpha, _targets(model, settings))
+        if found != asked:
+            raise ConfigError(
+                f"model.name={name} holds an adapter with (rank, alpha, targets) = {found}, "
+                f"but model.lora asks for {asked}; leave model.lora.rank at 0 to go on with the one that is there"
+            )
+    with torch.random.fork_rng(devices=[]):  # the adapter is first drawn, then read
+        try:
+            report = model.load_adapter(name, _ADAPTER, is_trainable=True, ignore_mismatched_sizes=True)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"model.name={name}: the adapter cannot be read ({error}); use another") from error
+    if strange := report.missing_keys | report.unexpected_keys | {key for key, *_ in report.mismatched_keys}:
+        raise ConfigError(
+            f"model.name={name}: the adapter does not fit its base {config.base_model_name_or_path}, which lacks "
+            f"{min(strange)}, has more, or has another shape there; put back the model that was adapted"
+        )
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
+    """Whether adapters are what is trained."""
+    return "peft_config" in vars(model)
+
+
+def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Write the adapter as peft does. `folder` holds no copy of the base, only its name or absolute path.
+
+    transformers' own `save_pretrained` would ask the hub about the base's vocabulary, at every checkpoint.
+    """
+    tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
+    prefixed = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(prefixed, folder / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    config = cast(LoraConfig, model.peft_config[_ADAPTER])
+    ordered = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(ordered, indent=2, sort_keys=True) + "\n")
+
+
+def _targets(model: PreTrainedModel, settings: LoRA) -> list[str]:
+    """The endings of module names that `settings` mean in this model, in order."""
+    head = model.get_output_embeddings()
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    unmatched = [end for end in settings.targets if not any(f".{name}".endswith(f".{end}") for name in linear)]
+    if unmatched or not known:
+        raise ConfigError(
+            f"model.lora.targets=[{','.join(settings.targets)}]: {' and '.join(unmatched) or 'this'} matches no linear "
+            f"layer of {type(model).__name__}; there are {', '.join(known) or 'none'}"
+        )
+    return sorted(set(settings.targets)) or known

@@ -1,0 +1,42 @@
+"""The value head: what return the policy expects at each of its tokens, from the same hidden states as the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+FILE = "value_head.safetensors"  # apart from the model, so that for other libraries its folder is an ordinary one
+_NAME = "value_head"
+
+
+def add_value_head(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
+    """Register `model.value_head`, a linear layer from hidden states to one number: the one in `folder`, else zeros."""
+    hidden = cast(nn.Linear, model.get_output_embeddings()).in_features
+    head = cast(nn.Linear, nn.utils.skip_init(nn.Linear, hidden, 1, dtype=dtype))
+    zeros = {"weight": torch.zeros(1, hidden), "bias": torch.zeros(1)}
+    head.load_state_dict(load_file(folder / FILE) if (folder / FILE).is_file() else zeros)
+    model.add_module(_NAME, head)
+
+
+def values(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The value at hidden states [n, hidden] -> [n], in fp32 (fp64 for fp64 models); needs `model.value_head=true`."""
+    head = cast(nn.Linear, model.get_submodule(_NAME))
+    return head(hidden.to(head.weight.dtype))[:, 0]
+
+
+def without_value_head(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's weights as other libraries know them."""
+    weights: Mapping[str, Tensor] = model.state_dict()
+    return {name: tensor for name, tensor in weights.items() if not name.startswith(f"{_NAME}.")}
+
+
+def save_value_head(model: PreTrainedModel, folder: Path) -> None:
+    """Write the value head, where the model has one."""
+    if hasattr(model, _NAME):
+        save_file(dict(model.get_submodule(_NAME).state_dict()), folder / FILE)

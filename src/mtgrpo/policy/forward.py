@@ -1,0 +1,133 @@
+"""A micro-batch through the model: scores of its sampled tokens, from the hidden states at their parents alone."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mtgrpo.batch.packing import Cost, Layout, MicroBatch
+from mtgrpo.model.attention import Visibility, uses_forest
+from mtgrpo.model.load import computes_in
+from mtgrpo.model.logprobs import sampled_logprobs
+
+CHECKED = 4  # targets that the plain path computes again
+# How far two ways of computing the same log-probability may be apart, in nats, before something must be wrong.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.3}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the policy says of the targets of a micro-batch; tensors [targets], fp32 (fp64 for fp64 models)."""
+
+    logp: Tensor  # of the sampled token, at the sampling temperature; carries gradient
+    entropy: Tensor  # of the distribution it was drawn from; carries gradient
+
+
+def layout_of(model: PreTrainedModel) -> Layout:
+    """How batches for `model` are laid out."""
+    return Layout.forest if uses_forest(model) else Layout.padded
+
+
+def flops_of(model: PreTrainedModel) -> Cost:
+    """Floating-point operations of the forward pass; the backward pass takes about twice as many."""
+    body = model.base_model
+    matrices = sum(p.numel() for p in body.parameters() if p.dim() == 2)
+    embeddings = sum(m.weight.numel() for m in body.modules() if isinstance(m, nn.Embedding))
+    config = model.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Cost(
+        token=2 * (matrices - embeddings),
+        pair=4 * config.num_hidden_layers * config.num_attention_heads * size,
+        read=2 * _head(model).weight.numel(),
+    )
+
+
+def _head(model: PreTrainedModel) -> nn.Linear:
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), "the head of a causal language model is a matrix"
+    return head
+
+
+def read_hidden(model: PreTrainedModel, micro: MicroBatch, positions: Tensor) -> Tensor:
+    """Final hidden states [n, hidden] at flat `positions` [n] of the micro-batch, each given once."""
+    device = model.device
+    ids, depth = micro.ids.to(device), micro.position.to(device)
+    if micro.forest is None:
+        output = model.base_model(input_ids=ids, use_cache=False)
+    else:
+        visibility = Visibility(depth[0], micro.forest.subtree_end.to(device))
+        unused = torch.zeros(1, 1, 1, 1, device=device)  # of four dimensions: transformers then builds no mask itself
+        with last_layer_at(model, positions.to(device)):
+            output = model.base_model(
+                input_ids=ids, position_ids=depth, attention_mask=unused, use_cache=False, forest=visibility
+            )
+    return output.last_hidden_state.flatten(0, 1)[positions.to(device)]
+
+
+@contextmanager
+def last_layer_at(model: PreTrainedModel, rows: Tensor) -> Generator[None]:
+    """Within, the last layer's MLP runs at nodes `rows` [n] alone: nobody reads the final states of the others.
+
+    Models whose last layer has no `mlp` that maps a tensor to a tensor are left as they are.
+    """
+    layers = getattr(model.base_model, "layers", None)
+    mlp = getattr(layers[-1], "mlp", None) if isinstance(layers, nn.ModuleList) else None
+    if not isinstance(mlp, nn.Module):
+        yield
+        return
+    whole = mlp.forward
+
+    def at_rows(hidden: Tensor) -> Any:
+        found = whole(hidden[:, rows])
+        return found.new_zeros(hidden.shape).index_copy(1, rows, found) if isinstance(found, Tensor) else whole(hidden)
+
+    mlp.forward = at_rows
+    try:
+        yield
+    finally:
+        del mlp.forward
+
+
+def score(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Scores:
+    """Log-probability and entropy of every target; the head runs once at each distinct parent."""
+    parents, row = torch.unique(micro.parent, return_inverse=True)
+    hidden = read_hidden(model, micro, parents)
+    row, token = row.to(hidden.device), micro.token.to(hidden.device)
+    logp, entropy = sampled_logprobs(hidden, _head(model), row, token, temperature)
+    return Scores(logp, entropy[row])
+
+
+@torch.no_grad()
+def check_forest(model: PreTrainedModel, micro: MicroBatch, scores: Scores, temperature: float) -> None:
+    """Compute a few targets again, each from its context alone, the plain way.
+
+    Raises RuntimeError with both numbers when they differ by more than rounding.
+    """
+    if micro.forest is None:
+        return
+    count = len(micro.token)
+    ends = micro.forest.subtree_end
+    for target in sorted({round(i * (count - 1) / (CHECKED - 1)) for i in range(CHECKED)}):
+        parent = int(micro.parent[target])
+        nodes = torch.arange(parent + 1)
+        context = nodes[ends[: parent + 1] > parent]
+        ids = micro.ids[:, context].to(model.device)
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, -1:]
+        row, token = (
+            torch.zeros(1, dtype=torch.long, device=ids.device),
+            micro.token[target : target + 1].to(ids.device),
+        )
+        plain = sampled_logprobs(hidden, _head(model), row, token, temperature)[0].item()
+        found = scores.logp[target].item()
+        if not abs(found - plain) <= TOLERANCE[computes_in(model)]:
+            raise RuntimeError(
+                f"forest attention gives log-probability {found:.6f} to token {int(token)} after {len(context)} tokens "
+                f"where the plain forward pass gives {plain:.6f} ({type(model).__name__}, {computes_in(model)}): "
+                "set model.attention=sdpa"
+            )

@@ -1,0 +1,217 @@
+"""From turns to a forest: shared prefixes are one path, and every sampled token stands after its whole context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtgrpo.batch.forest import Batch, Forest, build_batch, build_forest
+from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+
+TOKENS = st.lists(st.integers(0, 2), max_size=7)  # few different tokens: much is shared
+ROWS = st.lists(TOKENS, max_size=9)
+TASK = Task("test/0", (Message("user", "?"),))
+
+
+def trie(rows: Iterable[list[int]]) -> dict[int, Any]:
+    """The slow way: {token: what follows it}."""
+    root: dict[int, Any] = {}
+    for row in rows:
+        below = root
+        for token in row:
+            below = below.setdefault(token, {})
+    return root
+
+
+def path_to(forest: Forest, node: int) -> list[int]:
+    """Node numbers from the root to `node`."""
+    path = [node]
+    while (parent := int(forest.parent[path[0]])) >= 0:
+        path.insert(0, parent)
+    return path
+
+
+def spelled(forest: Forest, node: int) -> list[int]:
+    return forest.token[path_to(forest, node)].tolist()
+
+
+def test_a_forest_by_hand() -> None:
+    forest, nodes = build_forest([[5, 6, 8], [5, 6, 7], [4], [], [5, 6], [5, 6, 7]])
+    assert forest.token.tolist() == [4, 5, 6, 7, 8]
+    assert forest.parent.tolist() == [-1, -1, 1, 2, 2]
+    assert forest.depth.tolist() == [0, 0, 1, 2, 2]
+    assert forest.subtree_end.tolist() == [1, 5, 5, 4, 5]
+    assert [found.tolist() for found in nodes] == [[1, 2, 4], [1, 2, 3], [0], [], [1, 2], [1, 2, 3]]
+    assert forest.paths() == [[4], [5, 6, 7], [5, 6, 8]]
+    assert {tensor.dtype for tensor in (*vars(forest).values(), *nodes)} == {torch.int64}
+
+
+@given(ROWS)
+def test_the_forest_is_the_trie_of_the_rows(rows: list[list[int]]) -> None:
+    forest, nodes = build_forest(rows)
+
+    def count(below: dict[int, Any]) -> int:
+        return sum(1 + count(further) for further in below.values())
+
+    assert trie(forest.paths()) == trie(rows)
+    assert len(forest) == count(trie(rows))
+    for row, found in zip(rows, nodes, strict=True):
+        assert found.tolist() == (path_to(forest, int(found[-1])) if row else [])
+        assert forest.token[found].tolist() == row
+        assert forest.depth[found].tolist() == list(range(len(row)))
+
+
+@given(ROWS)
+def test_a_token_sees_itself_and_what_is_above_it(rows: list[list[int]]) -> None:
+    forest, _ = build_forest(rows)
+    number = torch.arange(len(forest))
+    sees = (number[None] <= number[:, None]) & (number[:, None] < forest.subtree_end[None])
+    assert [row.nonzero()[:, 0].tolist() for row in sees] == [path_to(forest, node) for node in number.tolist()]
+
+
+@given(ROWS, st.randoms(use_true_random=False))
+def test_neither_the_order_of_rows_nor_a_rebuild_changes_the_forest(rows: list[list[int]], random: Any) -> None:
+    forest, nodes = build_forest(rows)
+    order = random.sample(range(len(rows)), len(rows))
+    again, nodes_again = build_forest([rows[i] for i in order])
+    assert_same(forest, again)
+    assert [found.tolist() for found in nodes_again] == [nodes[i].tolist() for i in order]
+    assert_same(forest, build_forest(forest.paths())[0])
+
+
+@pytest.mark.parametrize("token", [255, 256, 65_536, 2**32 - 2])
+def test_tokens_of_any_size(token: int) -> None:
+    forest, nodes = build_forest([[token, 1], [token + 1], [token], [1, token]])
+    assert forest.paths() == [[1, token], [token, 1], [token + 1]]
+    assert [found.tolist() for found in nodes] == [[2, 3], [4], [2], [0, 1]]
+
+
+@given(ROWS, st.data())
+def test_a_subset_is_a_forest_that_spells_the_same(rows: list[list[int]], data: st.DataObject) -> None:
+    forest, _ = build_forest(rows)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(forest))))) if len(forest) else []
+    nodes = forest.with_ancestors(torch.tensor(chosen, dtype=torch.long))
+    assert nodes.tolist() == sorted({above for node in chosen for above in path_to(forest, node)})
+    part = forest.subset(nodes)
+    assert_same(part, build_forest([spelled(forest, node) for node in chosen])[0])
+
+
+def assert_same(one: Forest, other: Forest) -> None:
+    for name, values in vars(one).items():
+        assert values.tolist() == getattr(other, name).tolist(), name
+
+
+# Trajectories
+
+
+def turn(new_context: list[int], output: list[int], extends: bool) -> Turn:
+    logprobs = [-0.01 * (1 + token) for token in output]
+    return Turn(new_context, output, logprobs, [0] * len(output), Finish.STOP, Message("assistant"), extends)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> list[Trajectory]:
+    """Any number of turns, in any segments; outputs may be empty, and trajectories may have no turns."""
+    found: list[Trajectory] = []
+    for _ in range(draw(st.integers(0, 4))):
+        turns: list[Turn] = []
+        for _ in range(draw(st.integers(0, 4))):
+            extends = bool(turns) and draw(st.booleans())
+            context = draw(TOKENS) if extends else [draw(st.integers(0, 2)), *draw(TOKENS)]
+            turns.append(turn(context, draw(TOKENS), extends))
+        found.append(Trajectory(TASK, turns=turns))
+    return found
+
+
+def columns(batch: Batch) -> dict[str, list[Any]]:
+    """Each entry's values, with what its node's path spells in place of a number."""
+    found = {name: getattr(batch, name).tolist() for name in ("token", "behaviour_logp", "trajectory", "turn")}
+    return found | {"path": [spelled(batch.forest, node) for node in batch.node.tolist()]}
+
+
+def test_siblings_share_their_prompt_and_what_they_sampled_alike() -> None:
+    first = Trajectory(TASK, turns=[turn([1, 2], [3, 4], False), turn([5], [6], True), turn([7], [8], False)])
+    second = Trajectory(TASK, turns=[turn([1, 2], [3, 9], False)])
+    batch = build_batch([first, second])
+    assert batch.forest.paths() == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [7, 8]]
+    assert batch.node.tolist() == [2, 3, 5, 8, 2, 6]  # both sampled node 2: one node, two entries
+    assert batch.token.tolist() == [3, 4, 6, 8, 3, 9]
+    assert batch.trajectory.tolist() == [0, 0, 0, 0, 1, 1]
+    assert batch.turn.tolist() == [0, 0, 1, 2, 0, 0]
+    assert batch.behaviour_logp.tolist() == pytest.approx([-0.04, -0.05, -0.07, -0.09, -0.04, -0.1])
+    assert batch.behaviour_logp.dtype == torch.float64
+    assert len(batch) == 6
+
+
+@given(trajectories())
+def test_entries_are_the_sampled_tokens_after_their_whole_context(played: list[Trajectory]) -> None:
+    batch = build_batch(played)
+    expected: dict[str, list[Any]] = {name: [] for name in columns(batch)}
+    for index, trajectory in enumerate(played):
+        for number, one in enumerate(trajectory.turns):
+            for position, token in enumerate(one.output):
+                expected["token"].append(token)
+                expected["behaviour_logp"].append(one.logprobs[position])
+                expected["trajectory"].append(index)
+                expected["turn"].append(number)
+                expected["path"].append(trajectory.context(number) + one.output[: position + 1])
+    assert columns(batch) == expected  # and nothing else: no token of a template, a user or a tool
+    whole = [trajectory.context(i) + one.output for trajectory in played for i, one in enumerate(trajectory.turns)]
+    assert trie(batch.forest.paths()) == trie(whole)
+
+
+@given(trajectories())
+def test_storing_turns_in_more_segments_changes_nothing(played: list[Trajectory]) -> None:
+    apart = [
+        Trajectory(TASK, turns=[turn(one.context(i), one.turns[i].output, False) for i in range(len(one.turns))])
+        for one in played
+    ]
+    batch, again = build_batch(played), build_batch(apart)
+    assert_same(batch.forest, again.forest)
+    assert columns(batch) == columns(again)
+
+
+@given(trajectories(), st.randoms(use_true_random=False))
+def test_the_order_of_trajectories_changes_only_the_order_of_entries(played: list[Trajectory], random: Any) -> None:
+    order = random.sample(range(len(played)), len(played))
+    batch, again = build_batch(played), build_batch([played[i] for i in order])
+    assert_same(batch.forest, again.forest)
+    entries = [entry for i in order for entry in (batch.trajectory == i).nonzero()[:, 0].tolist()]
+    assert again.node.tolist() == batch.node[entries].tolist()
+    assert again.behaviour_logp.tolist() == batch.behaviour_logp[entries].tolist()
+
+
+def test_a_batch_of_nothing() -> None:
+    for played in ([], [Trajectory(TASK)], [Trajectory(TASK, turns=[turn([], [], False)])]):
+        batch = build_batch(played)
+        assert (len(batch), len(batch.forest), batch.forest.paths()) == (0, 0, [])
+        assert batch.node.dtype == batch.token.dtype == batch.trajectory.dtype == batch.turn.dtype == torch.int64
+
+
+FINE = turn([1], [2, 3], False)
+WRONG = {
+    "extends=True, but no turn precedes it": (turn([1], [2], True), 0),
+    "2 output tokens but 1 log-probabilities": (Turn([1], [2, 3], [-0.1], [0], Finish.STOP, FINE.message), 1),
+    "output position 1, token 3, has log-probability nan": (
+        Turn([1], [2, 3], [-0.1, float("nan")], [0, 0], Finish.STOP, FINE.message),
+        1,
+    ),
+    "output position 0, token 2, has log-probability -inf": (
+        Turn([1], [2], [float("-inf")], [0], Finish.STOP, FINE.message, extends=True),
+        1,
+    ),
+    "output position 0, token 2, was sampled from an empty context": (turn([], [2], False), 1),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_cannot_be_trained_on_is_refused(message: str) -> None:
+    wrong, number = WRONG[message]
+    played = [Trajectory(TASK, turns=[FINE]), Trajectory(TASK, sibling=3, turns=[FINE] * number + [wrong])]
+    with pytest.raises(ValueError, match=f"task 'test/0', sibling 3, turn {number}: {message}"):
+        build_batch(played)

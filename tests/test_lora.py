@@ -1,0 +1,488 @@
+"""Low-rank adapters: only they are trained, saved and copied; what they compute, every other library computes."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, PeftModel
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from mtgrpo import checkpoint
+from mtgrpo.engines import Key
+from mtgrpo.engines.local import Local
+from mtgrpo.extension import ConfigError
+from mtgrpo.model import tiny
+from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer, save_model
+from mtgrpo.model.lora import LoRA
+from mtgrpo.model.value import values
+from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings
+from mtgrpo.policy.reference import freeze
+from mtgrpo.types import Completion, Sampling
+
+FAMILIES: dict[str, tuple[type[Any], type[Any]]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "gemma": (GemmaConfig, GemmaForCausalLM),
+}
+LAYERS = 2
+LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+IDS = torch.randint(20, 1000, (3, 11), generator=torch.Generator().manual_seed(0))
+TOKENIZER = load_tokenizer("tiny")
+
+
+def save_base(family: str, folder: Path, hidden: int = 64, layers: int = LAYERS) -> Path:
+    config, architecture = FAMILIES[family]
+    torch.manual_seed(0)
+    model = architecture(
+        config(
+            vocab_size=tiny.VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=96,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=512,
+            bos_token_id=None,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+    )
+    with torch.no_grad():  # a fresh model is nearly uniform, and its norms do nothing
+        for name, weight in model.named_parameters():
+            weight += 0.1 * torch.randn_like(weight) if "norm" in name else 0.05 * torch.randn_like(weight)
+    save_model(model, TOKENIZER, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    return {family: save_base(family, folder / family) for family in FAMILIES}
+
+
+@pytest.fixture(autouse=True)
+def logged() -> Iterator[list[str]]:
+    """What transformers warns of, through its logger rather than through `warnings`: nothing, as a rule."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("transformers", "peft")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield said
+    for logger in loggers:
+        logger.removeHandler(handler)
+    assert said == []
+
+
+def load(folder: Path, dtype: DType = DType.float32, seed: int = 0, value_head: bool = False, **lora: Any) -> Any:
+    return load_model(ModelSettings(str(folder), dtype, lora=LoRA(**lora), value_head=value_head), seed).cpu()
+
+
+def adapt(base: Path, dtype: DType = DType.float32, **lora: Any) -> PreTrainedModel:
+    """A model whose adapters do something, as after training."""
+    model = load(base, dtype, **{"rank": 4, **lora})
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.copy_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(input_ids=IDS).logits
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def update(model: PreTrainedModel, kind: Kind = Kind.adamw) -> None:
+    """One optimiser step on some loss."""
+    optimizer = Optimizer(model, OptimizerSettings(kind=kind, lr=0.01), total_steps=1)
+    model(input_ids=IDS).logits.float().log_softmax(-1)[..., 7].sum().backward()
+    optimizer.step()
+
+
+# --- new adapters ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", DType)
+def test_new_adapters_change_nothing_and_are_all_that_is_trained(
+    bases: dict[str, Path], family: str, dtype: DType
+) -> None:
+    plain, model = load(bases[family], dtype), load(bases[family], dtype, rank=4)
+    assert type(model) is FAMILIES[family][1]
+    assert torch.equal(logits(model), logits(plain))
+    assert not model.training
+    precision = torch.float64 if dtype is DType.float64 else torch.float32
+    assert {weight.dtype for weight in model.parameters()} == {precision}
+    names = [name.split(".") for name in trained(model)]
+    assert {name[-4] for name in names} == LINEAR
+    assert len(names) == 2 * len(LINEAR) * LAYERS
+    assert {name[-3] for name in names} == {"lora_A", "lora_B"}
+    assert all(weight.shape[0 if "lora_A" in name else 1] == 4 for name, weight in trained(model).items())
+
+
+def test_new_adapters_are_a_function_of_the_seed(bases: dict[str, Path]) -> None:
+    rng = torch.get_rng_state()
+    first = state(load(bases["qwen3"], rank=4, seed=3))
+    assert torch.equal(torch.get_rng_state(), rng)
+    torch.rand(5)
+    again, other = (state(load(bases["qwen3"], rank=4, seed=seed)) for seed in (3, 4))
+    assert same(first, again)
+    assert all(torch.equal(first[name], other[name]) != ("lora_A" in name) for name in first)
+
+
+def test_targets_are_endings_of_names(bases: dict[str, Path]) -> None:
+    model = load(bases["qwen3"], rank=4, targets=["q_proj", "1.mlp.up_proj"])
+    assert {name.rpartition(".lora")[0] for name in trained(model)} == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    }
+
+
+@pytest.mark.parametrize("target", ["proj", "embed_tokens", "lm_head", "mlp"])
+def test_targets_that_match_no_linear_layer_are_refused(bases: dict[str, Path], target: str) -> None:
+    known = ", ".join(sorted(LINEAR))
+    with pytest.raises(ConfigError, match=rf"model\.lora\.targets.*{target} matches no.*there are {known}$"):
+        load(bases["qwen3"], rank=4, targets=["q_proj", target])
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    save_model(GPT2LMHeadModel(config), TOKENIZER, tmp_path)
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel; there are none"):
+        load(tmp_path, rank=4)
+
+
+@pytest.mark.parametrize(("wrong", "seen"), [({"rank": -1}, "-1 and 32"), ({"rank": 2, "alpha": 0}, "2 and 0")])
+def test_impossible_settings_are_refused(wrong: dict[str, int], seen: str) -> None:
+    with pytest.raises(ConfigError, match=f"got {seen}"):
+        LoRA(**wrong)
+
+
+def test_a_model_from_scratch_has_nothing_to_adapt() -> None:
+    with pytest.raises(ConfigError, match=r"rank=8: model\.name=tiny is a model from scratch.*model\.name=FOLDER"):
+        ModelSettings("tiny", lora=LoRA(rank=8))
+
+
+# --- what they compute ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(DType.float32, 1e-5), (DType.float64, 1e-13)])
+def test_merged_equals_unmerged(bases: dict[str, Path], family: str, dtype: DType, tolerance: float) -> None:
+    model = adapt(bases[family], dtype)
+    merged = copy.deepcopy(model)
+    for module in merged.modules():
+        if isinstance(module, LoraLayer):
+            module.merge()
+    assert difference(logits(merged), logits(model)) < tolerance
+    assert difference(logits(load(bases[family], dtype)), logits(model)) > 0.05
+
+
+def test_the_adapters_are_scaled_by_alpha_over_rank(bases: dict[str, Path]) -> None:
+    model = adapt(bases["llama"], DType.float64, alpha=10, targets=["0.mlp.up_proj"])
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    given = torch.randn(3, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    a, b = (weight.detach() for weight in trained(model).values())
+    base = load(bases["llama"], DType.float64).get_submodule("model.layers.0.mlp.up_proj")
+    assert difference(layer(given), base(given) + 10 / 4 * given @ a.T @ b.T) < 1e-14
+
+
+def test_bfloat16_computes_the_adapters_in_bfloat16_and_keeps_them_in_float32(bases: dict[str, Path]) -> None:
+    model = adapt(bases["qwen3"], DType.bfloat16)
+    seen: list[torch.dtype] = []
+    part = model.get_submodule("model.layers.1.mlp.up_proj.lora_A.default")
+    hook = part.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+    model(input_ids=IDS).logits.sum().backward()
+    hook.remove()
+    assert seen == [torch.bfloat16]
+    for weight in trained(model).values():
+        assert weight.grad is not None
+        assert (weight.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
+    exact = logits(adapt(bases["qwen3"], DType.float64))
+    assert 1e-4 < difference(logits(model), exact) < 0.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float64_differs_from_float32_by_rounding_alone(bases: dict[str, Path], family: str) -> None:
+    assert 1e-9 < difference(logits(adapt(bases[family])), logits(adapt(bases[family], DType.float64))) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(DType.float64, 1e-9), (DType.float32, 1e-4)])
+@pytest.mark.parametrize("family", ["qwen3", "gemma"])
+def test_the_engine_samples_from_the_adapted_model(
+    bases: dict[str, Path], family: str, dtype: DType, tolerance: float
+) -> None:
+    model = adapt(bases[family], dtype)
+
+    async def converse(sibling: int) -> list[tuple[list[int], Completion]]:
+        context = IDS[sibling].tolist()
+        played: list[tuple[list[int], Completion]] = []
+        async with engine.conversation(Key(0, "train/1", "t", sibling)) as sample:
+            for _ in range(3):
+                completion = await sample(context, Sampling(max_new_tokens=8))
+                played.append((context, completion))
+                context = [*context, *completion.tokens, 33, 34]
+        return played
+
+    async def run() -> list[list[tuple[list[int], Completion]]]:
+        return await asyncio.gather(*(converse(sibling) for sibling in range(3)))
+
+    engine = Local().start(model, True)
+    for context, completion in itertools.chain(*asyncio.run(run())):
+        tokens = torch.tensor(completion.tokens)
+        with torch.no_grad():
+            full = model(torch.tensor([context + completion.tokens])).logits[0, len(context) - 1 : -1].log_softmax(-1)
+        expected = full.gather(-1, tokens[:, None])[:, 0].double()
+        assert difference(torch.tensor(completion.logprobs, dtype=torch.float64), expected) < tolerance
+
+
+# --- training ---
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_an_update_moves_the_adapters_alone(bases: dict[str, Path], kind: Kind) -> None:
+    model = adapt(bases["qwen3"])
+    before, names = state(model), trained(model).keys()
+    update(model, kind)
+    after = state(model)
+    assert all(torch.equal(before[name], after[name]) != (name in names) for name in before)
+
+
+def test_the_optimizer_holds_what_is_trained_alone(bases: dict[str, Path]) -> None:
+    model = load(bases["qwen3"], rank=4, value_head=True)
+    optimizer = Optimizer(model, OptimizerSettings(), total_steps=1)
+    update(model)
+    groups = [group for part in optimizer.state_dict()["optimizers"] for group in part["param_groups"]]
+    held = [index for group in groups for index in group["params"]]
+    assert len(held) == len(trained(model)) == 2 * len(LINEAR) * LAYERS + 2
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_the_value_head_is_trained_beside_the_adapters(bases: dict[str, Path], dtype: DType) -> None:
+    model = load(bases["qwen3"], dtype, rank=4, value_head=True)
+    optimizer = Optimizer(model, OptimizerSettings(lr=0.01), total_steps=0)
+
+    def loss() -> Tensor:
+        hidden = model.base_model(input_ids=IDS, use_cache=False).last_hidden_state
+        return (values(model, hidden[:, -1]) - 1).square().mean()
+
+    before = state(model)
+    found: list[float] = []
+    for _ in range(8):
+        value = loss()
+        found.append(value.item())
+        value.backward()
+        optimizer.step()
+    assert found[0] == 1.0
+    assert found[-1] < found[0] / 2
+    after = state(model)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == trained(model).keys()
+
+
+# --- the reference ---
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_the_reference_shares_the_base_and_does_not_follow_the_adapters(bases: dict[str, Path], dtype: DType) -> None:
+    model = adapt(bases["qwen3"], dtype)
+    reference = freeze(model)
+    assert trained(reference) == {}
+    own = {name for name, weight in trained(model).items()}
+    theirs = dict(model.named_parameters())
+    for name, weight in reference.named_parameters():
+        assert (weight.data_ptr() == theirs[name].data_ptr()) != (name in own)
+    before = logits(reference)
+    assert torch.equal(before, logits(model))
+    update(model)
+    assert torch.equal(logits(reference), before)
+    assert not torch.equal(logits(model), before)
+    assert len(own) == len(trained(model))
+
+
+# --- saving ---
+
+
+def test_a_saved_adapter_is_small_whole_and_without_pickle(bases: dict[str, Path], tmp_path: Path) -> None:
+    model = adapt(bases["qwen3"])
+    save_model(model, TOKENIZER, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    expected = {f"base_model.model.{name.replace('.default', '')}": weight for name, weight in trained(model).items()}
+    assert same(saved, expected)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(bases["qwen3"])
+    assert config["target_modules"] == sorted(LINEAR)  # in order: the same bytes in every process
+    assert (config["r"], config["lora_alpha"], config["task_type"]) == (4, 32, "CAUSAL_LM")
+
+
+# peft's own model class, which this package does not use, asks transformers by an old name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_libraries_read_a_saved_adapter(bases: dict[str, Path], family: str, tmp_path: Path) -> None:
+    model = adapt(bases[family])
+    save_model(model, TOKENIZER, tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)), logits(model))
+    base = AutoModelForCausalLM.from_pretrained(bases[family], dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, tmp_path).merge_and_unload()
+    assert difference(logits(merged), logits(model)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("lora", [{}, {"rank": 4, "targets": ["v_proj", "q_proj"]}], ids=["as saved", "asked for"])
+def test_a_saved_adapter_is_loaded_again_and_trained_on(
+    bases: dict[str, Path], dtype: DType, lora: dict[str, Any], tmp_path: Path
+) -> None:
+    model = adapt(bases["qwen3"], dtype, targets=["q_proj", "v_proj"])
+    save_model(model, TOKENIZER, tmp_path / "first")
+    rng = torch.get_rng_state()
+    loaded = load(tmp_path / "first", dtype, seed=99, **lora)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert same(state(loaded), state(model))
+    assert list(trained(loaded)) == list(trained(model))  # in the same order, on which the optimiser's state depends
+    assert torch.equal(logits(loaded), logits(model))
+    assert not loaded.training
+    save_model(loaded, TOKENIZER, tmp_path / "second")
+    for path in (tmp_path / "first").iterdir():
+        if path.name != "adapter_config.json":
+            assert path.read_bytes() == (tmp_path / "second" / path.name).read_bytes()
+    before = state(loaded)
+    for one in (model, loaded):
+        update(one)
+    assert same(state(loaded), state(model))
+    assert not same(state(loaded), before)
+
+
+def test_a_checkpoint_of_adapters_is_a_model_folder(bases: dict[str, Path], tmp_path: Path) -> None:
+    model = adapt(bases["qwen3"])
+    path = checkpoint.save(tmp_path, 1, model, TOKENIZER, {}, {})
+    assert "adapter_model.safetensors" in checkpoint.verify(path)["files"]
+    assert torch.equal(logits(load(path)), logits(model))
+    (path / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors: it is missing"):
+        checkpoint.verify(path)
+
+
+@pytest.mark.parametrize("lora", [{"rank": 8}, {"rank": 4, "alpha": 16}, {"rank": 4, "targets": ["q_proj"]}])
+def test_another_adapter_than_the_saved_one_is_refused(
+    bases: dict[str, Path], lora: dict[str, Any], tmp_path: Path
+) -> None:
+    save_model(adapt(bases["qwen3"]), TOKENIZER, tmp_path)
+    with pytest.raises(ConfigError, match=r"holds an adapter .*\(4, 32, .*leave model\.lora\.rank at 0"):
+        load(tmp_path, **lora)
+
+
+def test_a_base_given_by_a_relative_path_is_found_from_anywhere(
+    bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(bases["qwen3"].parent)
+    model = adapt(Path("qwen3"))
+    save_model(model, TOKENIZER, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(logits(load(tmp_path)), logits(model))
+
+
+def test_a_base_that_is_gone_is_named_and_the_tokenizer_does_not_need_it(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(bases["qwen3"], base)
+    save_model(adapt(base), TOKENIZER, tmp_path / "adapter")
+    shutil.rmtree(base)
+    assert load_tokenizer(str(tmp_path / "adapter")).get_vocab() == TOKENIZER.get_vocab()
+    with pytest.raises(ConfigError, match=rf"adapter is an adapter of {base}, which cannot be loaded.*put that model"):
+        load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [({"hidden": 32}, "layers.0.mlp.down_proj.lora_B"), ({"layers": 1}, "layers.1"), ({"layers": 3}, "layers.2")],
+)
+def test_another_base_than_the_adapted_one_is_refused(
+    logged: list[str], tmp_path: Path, shape: dict[str, int], part: str
+) -> None:
+    save_model(adapt(save_base("qwen3", tmp_path / "base")), TOKENIZER, tmp_path / "adapter")
+    shutil.rmtree(tmp_path / "base")
+    save_base("qwen3", tmp_path / "base", **shape)
+    with pytest.raises(ConfigError, match=rf"does not fit its base {tmp_path / 'base'}, which lacks model\.{part}"):
+        load(tmp_path / "adapter")
+    assert "LOAD REPORT" in logged.pop()  # transformers' own
+
+
+@pytest.mark.parametrize("content", [None, b"", b"damaged"])
+def test_a_damaged_adapter_is_refused(bases: dict[str, Path], tmp_path: Path, content: bytes | None) -> None:
+    save_model(adapt(bases["qwen3"]), TOKENIZER, tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"model\.name={tmp_path}: the adapter cannot be read"):
+        load(tmp_path)
+
+
+def test_adapters_of_another_kind_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    IA3Config(base_model_name_or_path=str(bases["qwen3"])).save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"adapter of type .*IA3; only LoRA"):
+        load(tmp_path)
+
+
+def test_an_adapter_without_a_base_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    save_model(adapt(bases["qwen3"]), TOKENIZER, tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None}))
+    with pytest.raises(ConfigError, match="no base_model_name_or_path"):
+        load(tmp_path)

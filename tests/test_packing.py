@@ -1,0 +1,297 @@
+"""From a forest to micro-batches: every entry is read once, after its whole context, within the token budget."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mtgrpo.batch.forest import Batch, build_batch, build_forest
+from mtgrpo.batch.packing import BatchSettings, Cost, Layout, MicroBatch, Packing, pack
+from mtgrpo.extension import ConfigError
+from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+
+TASK = Task("test/0", (Message("user", "?"),))
+COST = Cost(token=10.0, pair=1.0, read=40.0)
+LAYOUTS = pytest.mark.parametrize("layout", Layout)
+RANKS = st.integers(1, 3)
+Path = tuple[int, ...]
+
+
+def trajectory(*parts: list[int]) -> Trajectory:
+    """One segment: context, output, further context, output ..."""
+    turns = [
+        Turn(context, output, [-0.1] * len(output), [0] * len(output), Finish.STOP, Message("assistant"), i > 0)
+        for i, (context, output) in enumerate(zip(parts[::2], parts[1::2], strict=True))
+    ]
+    return Trajectory(TASK, turns=turns)
+
+
+@st.composite
+def batches(draw: st.DrawFn, roots: int = 3) -> tuple[Batch, torch.Tensor, int]:
+    """A batch of up to `roots` trees with few different tokens, some entries in any order, and a budget for them."""
+    tokens = st.lists(st.integers(0, 2), max_size=4)
+    context = st.builds(lambda root, rest: [root, *rest], st.integers(0, roots - 1), tokens)
+    played = draw(st.lists(st.builds(trajectory, context, tokens, tokens, tokens), max_size=7))
+    batch = build_batch(played)
+    chosen = draw(st.lists(st.sampled_from(range(len(batch))), unique=True)) if len(batch) else []
+    longest = max((len(context_of(batch, entry)) for entry in chosen), default=1)
+    return batch, torch.tensor(chosen, dtype=torch.long), longest + draw(st.integers(0, 20))
+
+
+def context_of(batch: Batch, entry: int) -> Path:
+    node, found = int(batch.forest.parent[batch.node[entry]]), list[int]()
+    while node >= 0:
+        found.insert(0, int(batch.forest.token[node]))
+        node = int(batch.forest.parent[node])
+    return tuple(found)
+
+
+def prefixes(paths: set[Path]) -> set[Path]:
+    return {path[:stop] for path in paths for stop in range(1, len(path) + 1)}
+
+
+def leaves(paths: set[Path]) -> list[Path]:
+    """Those that begin no other one, depth-first."""
+    begun = {path[:-1] for path in prefixes(paths)}
+    return sorted(paths - begun)
+
+
+def computed_paths(micro: MicroBatch) -> list[Path]:
+    """What each hidden state of a micro-batch has seen, by flat index."""
+    rows, width = micro.ids.shape
+    if micro.forest is None:
+        return [tuple(micro.ids[row, : column + 1].tolist()) for row in range(rows) for column in range(width)]
+    ends = micro.forest.subtree_end
+    return [tuple(micro.ids[0, : q + 1][ends[: q + 1] > q].tolist()) for q in range(width)]
+
+
+def flat(packing: Packing) -> list[MicroBatch]:
+    return [micro for rank in packing.micro_batches for micro in rank]
+
+
+def compute_cost(paths: set[Path], read: set[Path]) -> float:
+    """Of computing `paths` and all that begins them once, and reading at `read`."""
+    return sum(COST.token + COST.pair * len(path) for path in prefixes(paths)) + COST.read * len(read)
+
+
+@LAYOUTS
+@settings(max_examples=60)
+@given(batches(), RANKS)
+def test_every_entry_is_read_once_after_its_whole_context(
+    layout: Layout, drawn: tuple[Batch, torch.Tensor, int], ranks: int
+) -> None:
+    batch, entries, budget = drawn
+    seen: list[int] = []
+    targets = 0
+    for micro in flat(pack(batch, entries, budget, COST, layout, ranks)):
+        paths = computed_paths(micro)
+        asked = list(zip(micro.parent.tolist(), micro.token.tolist(), strict=True))
+        assert len(set(asked)) == len(asked) and set(micro.target.tolist()) == set(range(len(asked)))
+        for entry, target in zip(micro.entries.tolist(), micro.target.tolist(), strict=True):
+            parent, token = asked[target]
+            assert (paths[parent], token) == (context_of(batch, entry), batch.token[entry])
+            seen.append(entry)
+        targets += len(asked)
+    assert sorted(seen) == sorted(entries.tolist())
+    assert targets == len(batch.node[entries].unique())
+
+
+@LAYOUTS
+@settings(max_examples=60)
+@given(batches(), RANKS)
+def test_only_what_is_needed_is_computed_within_the_budget(
+    layout: Layout, drawn: tuple[Batch, torch.Tensor, int], ranks: int
+) -> None:
+    batch, entries, budget = drawn
+    packing = pack(batch, entries, budget, COST, layout, ranks)
+    contexts = {context_of(batch, entry) for entry in entries.tolist()}
+    assert packing.distinct == len(prefixes(contexts))
+    assert packing.computed == sum(micro.ids.numel() for micro in flat(packing))
+    rows: list[Path] = []
+    for micro in flat(packing):
+        assert micro.ids.shape == micro.position.shape and micro.ids.numel() <= budget
+        assert micro.ids.dtype == micro.position.dtype == torch.int64
+        paths = computed_paths(micro)
+        read = {paths[parent] for parent in micro.parent.tolist()}
+        if micro.forest is not None:
+            local = build_forest(micro.forest.paths())[0]  # it is the forest of its rows: numbering and all
+            for name, values in vars(local).items():
+                assert values.tolist() == getattr(micro.forest, name).tolist(), name
+            assert micro.ids.tolist() == [micro.forest.token.tolist()]
+            assert micro.position.tolist() == [micro.forest.depth.tolist()]
+            assert set(leaves(set(paths))) <= read  # no path is computed in vain
+            assert micro.cost == pytest.approx(compute_cost(set(paths), read))
+            rows += leaves(set(paths))
+        else:
+            count, width = micro.ids.shape
+            assert micro.position.tolist() == [list(range(width))] * count
+            pairs = count * width * (width + 1) // 2
+            assert micro.cost == pytest.approx(10 * count * width + pairs + 40 * len(read))
+            for row in micro.ids.tolist():
+                rows.append(max((leaf for leaf in leaves(contexts) if tuple(row[: len(leaf)]) == leaf), key=len))
+                assert row[len(rows[-1]) :] == [0] * (width - len(rows[-1]))
+    assert sorted(rows) == leaves(contexts)  # each path in one micro-batch
+
+
+@LAYOUTS
+@settings(max_examples=60)
+@given(batches(), RANKS)
+def test_ranks_get_equally_many_micro_batches(
+    layout: Layout, drawn: tuple[Batch, torch.Tensor, int], ranks: int
+) -> None:
+    batch, entries, budget = drawn
+    packing = pack(batch, entries, budget, COST, layout, ranks)
+    assert len(packing.micro_batches) == ranks
+    assert len({len(rank) for rank in packing.micro_batches}) == 1
+    assert bool(flat(packing)) == bool(len(entries))
+    again = pack(batch, entries, budget, COST, layout, ranks)
+    assert [micro.entries.tolist() for micro in flat(again)] == [micro.entries.tolist() for micro in flat(packing)]
+
+
+@given(batches(roots=8), RANKS)
+def test_a_tree_within_the_budget_is_never_cut(drawn: tuple[Batch, torch.Tensor, int], ranks: int) -> None:
+    batch, entries, budget = drawn
+    contexts = {context_of(batch, entry) for entry in entries.tolist()}
+    packing = pack(batch, entries, budget, COST, ranks=ranks)
+    homes: dict[int, list[int]] = {}
+    for number, micro in enumerate(flat(packing)):
+        for root in micro.ids[micro.position == 0].tolist():
+            homes.setdefault(root, []).append(number)
+    for root, found in homes.items():
+        size = len(prefixes({path for path in contexts if path[0] == root}))
+        assert len(found) == 1 or size > budget
+    if all(len(found) == 1 for found in homes.values()):
+        assert packing.computed == packing.distinct
+        used = sum(micro.ids.numel() > 0 for micro in flat(packing))
+        assert used == min(len(homes), len(flat(packing)))  # none is empty that could have had a tree
+
+
+@given(batches(roots=1))
+def test_a_larger_tree_is_cut_into_the_fewest_pieces_of_similar_cost(drawn: tuple[Batch, torch.Tensor, int]) -> None:
+    batch, entries, budget = drawn
+    contexts = {context_of(batch, entry) for entry in entries.tolist()}
+    ends = leaves(contexts)
+
+    def cost(first: int, last: int) -> float:
+        """Of the leaves first .. last-1; infinite beyond the budget."""
+        paths = prefixes(set(ends[first:last]))
+        read = contexts & (paths - prefixes(set(ends[:first])))
+        return compute_cost(paths, read) if len(paths) <= budget else float("inf")
+
+    def best(pieces: int) -> float:
+        """The least cost of the costliest, over all ways to cut."""
+        ways = combinations(range(1, len(ends)), pieces - 1)
+        return min(max(cost(*piece) for piece in zip((0, *way), (*way, len(ends)), strict=True)) for way in ways)
+
+    assume(1 < len(ends) <= 8)
+    packing = flat(pack(batch, entries, budget, COST))
+    fewest = next(count for count in range(1, len(ends) + 1) if best(count) < float("inf"))
+    assert len(packing) <= fewest  # fewer only where pieces that are not neighbours fit together
+    if len(packing) == fewest:
+        assert max(micro.cost for micro in packing) <= 1.01 * best(fewest)
+
+
+def star(prompt: int, outputs: list[int], first: int = 1) -> list[Trajectory]:
+    """Siblings: outputs of these lengths (the last token of each is never computed) after a prompt."""
+    return [trajectory([first] * prompt, [100 + i] * (output + 1)) for i, output in enumerate(outputs)]
+
+
+def sizes(batch: Batch, budget: int, layout: Layout = Layout.forest, ranks: int = 1) -> list[list[tuple[int, ...]]]:
+    packing = pack(batch, torch.arange(len(batch)), budget, COST, layout, ranks)
+    return [[tuple(micro.ids.shape) for micro in rank] for rank in packing.micro_batches]
+
+
+def test_a_group_beyond_the_budget_repeats_its_prompt() -> None:
+    batch = build_batch(star(10, [5] * 6))
+    packing = pack(batch, torch.arange(len(batch)), 35, COST)
+    assert (packing.distinct, packing.computed) == (40, 50)
+    assert sizes(batch, 40) == [[(1, 40)]]
+    assert sizes(batch, 39) == [[(1, 25), (1, 25)]]  # halves, not what fits and a rest
+    assert sizes(batch, 15) == [[(1, 15)] * 6]
+
+
+def test_pieces_are_balanced_by_what_they_repeat_and_read_too() -> None:
+    batch = build_batch(star(100, [10] * 9))
+    assert sizes(batch, 145) == [[(1, 130)] * 3]  # four would fit
+    batch = build_batch(star(1, [10] * 12))
+    entries = torch.arange(len(batch))
+    last_of_each = entries[entries % 11 == 10]
+    entries = torch.cat([entries[: 3 * 11], last_of_each[3:]])  # the head runs often on the first three only
+    cost = Cost(token=1, pair=0, read=5)
+    found = flat(pack(batch, entries, 101, cost))
+    assert sorted(tuple(micro.ids.shape) for micro in found) == [(1, 31), (1, 91)]
+
+
+def test_pieces_of_one_tree_that_meet_again_share_their_ancestors() -> None:
+    batch = build_batch(star(10, [10, 70, 10]))
+    assert sorted(sizes(batch, 80)[0]) == [(1, 30), (1, 80)]  # 10 + 10 + 10, not 2 * (10 + 10)
+
+
+def test_trees_are_spread_by_cost() -> None:
+    lengths = [9, 8, 7, 6, 5, 4, 3, 2, 1]  # distinct trees: their first tokens differ
+    batch = build_batch([one for i, length in enumerate(lengths) for one in star(length, [0], first=i)])
+    total = sum(lengths)
+    assert sizes(batch, total) == [[(1, total)]]
+    assert [len(rank) for rank in sizes(batch, 17)] == [3]
+    for ranks in (2, 3, 4):
+        packing = pack(batch, torch.arange(len(batch)), total, COST, ranks=ranks)
+        costs = [sum(micro.cost for micro in rank) for rank in packing.micro_batches]
+        assert len(flat(packing)) == ranks
+        assert max(costs) - min(costs) <= 51  # the cost of the least tree
+
+
+def test_micro_batches_are_spread_over_ranks_by_cost() -> None:
+    batch = build_batch([one for i, length in enumerate([9, 8, 6, 5]) for one in star(length, [0], first=i)])
+    assert sizes(batch, 9, ranks=2) == [[(1, 9), (1, 5)], [(1, 8), (1, 6)]]
+    assert sizes(batch, 9, Layout.padded, ranks=2) == [[(1, 9), (1, 5)], [(1, 8), (1, 6)]]
+
+
+@LAYOUTS
+def test_more_ranks_than_units_leaves_some_with_nothing_to_do(layout: Layout) -> None:
+    batch = build_batch([*star(3, [0], first=1), *star(3, [0], first=2)])
+    packing = pack(batch, torch.arange(len(batch)), 100, COST, layout, ranks=3)
+    assert sorted(micro.ids.numel() for micro in flat(packing)) == [0, 3, 3]
+    (empty,) = (micro for micro in flat(packing) if micro.ids.numel() == 0)
+    assert [len(tensor) for tensor in (empty.parent, empty.token, empty.entries, empty.target)] == [0] * 4
+    assert empty.cost == 0
+
+
+def test_padded_rows_of_like_length_are_computed_together() -> None:
+    batch = build_batch([one for i, length in enumerate([3, 40, 4, 38, 5]) for one in star(length, [0], first=i)])
+    assert sizes(batch, 80, Layout.padded) == [[(2, 40), (3, 5)]]
+
+
+def test_a_padded_prefix_is_read_in_the_first_row_that_holds_it() -> None:
+    batch = build_batch([trajectory([1], [2, 3, 4]), trajectory([1], [2, 3, 5, 6])])
+    (micro,) = flat(pack(batch, torch.arange(len(batch)), 100, COST, Layout.padded))
+    assert micro.ids.tolist() == [[1, 2, 3, 5]]  # 4 and 6 are sampled last: nothing is read at them
+    assert micro.parent.tolist() == [0, 1, 2, 2, 3]
+    assert micro.token.tolist() == [2, 3, 4, 5, 6]
+    batch = build_batch([trajectory([1], [2, 3]), trajectory([1], [4, 5, 6])])
+    (micro,) = flat(pack(batch, torch.arange(len(batch)), 100, COST, Layout.padded))
+    assert micro.ids.tolist() == [[1, 4, 5], [1, 2, 0]]
+    assert sorted(zip(micro.parent.tolist(), micro.token.tolist(), strict=True)) == [
+        (0, 2),
+        (0, 4),
+        (1, 5),
+        (2, 6),
+        (4, 3),
+    ]
+
+
+@LAYOUTS
+def test_a_path_longer_than_the_budget_is_refused(layout: Layout) -> None:
+    batch = build_batch([trajectory([1, 2, 3], [4, 5])])
+    assert len(flat(pack(batch, torch.arange(2), 4, COST, layout))) == 1
+    with pytest.raises(ConfigError, match=r"4 tokens .* batch\.token_budget=3; .* at least 4, or environment\.max_con"):
+        pack(batch, torch.arange(2), 3, COST, layout)
+    assert len(flat(pack(batch, torch.tensor([0]), 3, COST, layout))) == 1  # its second token is not asked for
+
+
+def test_a_budget_is_positive() -> None:
+    with pytest.raises(ConfigError, match=r"batch\.token_budget must be >= 1, got 0"):
+        BatchSettings(token_budget=0)
