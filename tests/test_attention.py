@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     GemmaConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -27,6 +29,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from mtgrpo.batch.forest import Batch, Forest, build_batch, build_forest
 from mtgrpo.batch.packing import Layout, pack
+from mtgrpo.engines.local import Local
 from mtgrpo.extension import ConfigError
 from mtgrpo.model.attention import (
     Attention,
@@ -167,7 +170,7 @@ def test_fp32_equals_the_plain_forward_and_backward_of_every_turn(family: str) -
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window"])
 @settings(max_examples=25, deadline=None)
-@given(batch=trajectories(), budget=st.integers(30, 60))
+@given(batch=trajectories(), budget=st.integers(48, 80))
 def test_random_forests_however_they_are_cut(family: str, batch: list[Trajectory], budget: int) -> None:
     assert_equal_to_plain(make_model(family), batch, 1e-9, 1e-8, budget)
 
@@ -303,6 +306,15 @@ def test_tiles_of_flex_attention(window: int, length: int) -> None:
 
 
 @pytest.mark.gpu
+def test_a_bfloat16_model_on_a_gpu() -> None:
+    """The whole pass: body in bfloat16, last layer at the rows that are read, head in fp32, and back."""
+    found = forest_logp(make_model("qwen3", DType.bfloat16).cuda(), build_batch(conversation()), 1.0)
+    exact = forest_logp(make_model("qwen3", DType.float32), build_batch(conversation()), 1.0)
+    assert (found.cpu() - exact).abs().mean() < 0.1
+    found.sum().backward()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 150])
 def test_flex_attention_on_a_gpu(window: int) -> None:
     forest, _ = build_forest(grown_rows(700))
@@ -324,18 +336,37 @@ def test_flex_attention_on_a_gpu(window: int) -> None:
 # --- choosing it ---
 
 
-def test_models_without_softmax_attention_take_rows_and_say_why() -> None:
+def recurrent_model() -> PreTrainedModel:
     config = Qwen3NextConfig(
         **SIZES, num_key_value_heads=2, head_dim=16, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
         layer_types=["linear_attention", "full_attention"],
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_models_without_softmax_attention_take_rows_and_say_why() -> None:
+    model = recurrent_model()
     choose_attention(model, Attention.auto)
     assert not uses_forest(model)
     assert "padded rows" in describe_attention(model)
     assert "linear_attention" in describe_attention(model)
+    assert_equal_to_plain(model, conversation(), 1e-4, 1e-3, budget=70)
     with pytest.raises(ConfigError, match="linear_attention"):
         choose_attention(model, Attention.forest)
+    with pytest.raises(ConfigError, match=r"engine=local cannot sample .*linear_attention"):
+        Local().start(model, deterministic=True)
+
+
+def test_models_whose_attention_is_of_another_kind() -> None:
+    sizes = {**SIZES, "num_key_value_heads": 4}
+    mla = DeepseekV3Config(**sizes, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=6)
+    model = AutoModelForCausalLM.from_config(mla).eval()
+    choose_attention(model, Attention.auto)
+    assert "keys and values of DeepseekV3ForCausalLM differ in size" in describe_attention(model)
+    with pytest.raises(ConfigError, match=r"GptOss.* has no scaled dot-product attention"):
+        choose_attention(AutoModelForCausalLM.from_config(GptOssConfig(**sizes)), Attention.auto)
 
 
 def test_the_choice_is_told() -> None:
@@ -350,6 +381,11 @@ def test_the_choice_is_told() -> None:
 def test_flash_attention_that_is_not_installed() -> None:
     with pytest.raises(ConfigError, match="flash-attn package"):
         choose_attention(make_model("qwen3"), Attention.flash_attention_2)
+
+
+def test_flash_attention_needs_sixteen_bits() -> None:
+    with pytest.raises(ConfigError, match=r"set model\.dtype=bfloat16"):
+        ModelSettings("tiny", attention=Attention.flash_attention_2)
 
 
 def test_rows_and_forest_agree() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, PeftModel
+from peft import IA3Config, LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from mtgrpo.engines.local import Local
 from mtgrpo.extension import ConfigError
 from mtgrpo.model import tiny
 from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer, save_model
-from mtgrpo.model.lora import LoRA
+from mtgrpo.model.lora import LoRA, save_adapter
 from mtgrpo.model.value import values
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings
 from mtgrpo.policy.reference import freeze
@@ -485,4 +485,14 @@ def test_an_adapter_without_a_base_is_refused(bases: dict[str, Path], tmp_path: 
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None}))
     with pytest.raises(ConfigError, match="no base_model_name_or_path"):
+        load(tmp_path)
+
+
+def test_an_adapter_of_the_head_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    model = load_model(ModelSettings(str(bases["qwen3"])), 0)
+    config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    config.base_model_name_or_path = str(bases["qwen3"])
+    model.add_adapter(config, "default")
+    save_adapter(model, tmp_path)
+    with pytest.raises(ConfigError, match=r"its head is not a matrix \(an adapter may not touch the head\)"):
         load(tmp_path)

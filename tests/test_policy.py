@@ -667,3 +667,13 @@ def test_a_falling_schedule_needs_a_number_of_steps() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.schedule=linear"):
         Optimizer(model, OptimizerSettings(schedule=Schedule.linear), total_steps=0)
     Optimizer(model, OptimizerSettings(), total_steps=0)
+
+
+def test_the_frozen_log_probabilities_are_packed_as_the_first_update_is() -> None:
+    """In 16 bits another packing rounds otherwise, by more than a clip may be wide."""
+    algorithm, policy = Recording(), Watched(make_model(DType.bfloat16), lr=0.0)
+    together = [PLAYED[0], replace(PLAYED[0], turns=PLAYED[0].turns[:1]), *PLAYED[2:]]
+    train(policy, together, torch.ones(4), algorithm=algorithm, updates=Updates(1, 2))
+    assert len(algorithm.seen) == 8
+    for logp, old, *_ in algorithm.seen:
+        assert torch.equal(logp, old)

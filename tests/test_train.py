@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from mtgrpo.policy.reference import freeze
 from mtgrpo.policy.step import Signal
 from mtgrpo.rollout.stream import play_batch
 from mtgrpo.run import Run, check, open_run
-from mtgrpo.sft import demonstrations, run_sft
+from mtgrpo.sft import demonstrations, run_sft, within
 from mtgrpo.tasks import Split
 from mtgrpo.trainer import Curve, run_training, train
-from mtgrpo.types import Group, Status
+from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
 
 # Half of all tokens end a turn: a fresh model would otherwise hardly ever come to an end.
 CONSTANT = "optimizer.schedule=constant"  # a schedule that falls needs a number of steps
@@ -420,3 +421,23 @@ def test_the_layout_is_told_and_a_context_that_cannot_be_trained_is_refused(tmp_
         ran(tmp_path / "long", "environment.max_context_length=600", "batch.token_budget=512")
     with open_run(experiment("batch.token_budget=512"), tmp_path / "short") as run:
         assert run.player.limits.context_tokens == 512
+
+
+def test_demonstrations_that_no_micro_batch_holds_are_left_out() -> None:
+    told: list[str] = []
+
+    def example(tokens: int) -> Trajectory:
+        turn = Turn([1] * tokens, [2, 3], [0.0, 0.0], [0, 0], Finish.STOP, Message("assistant"))
+        return Trajectory(Task("t", ()), turns=[turn])
+
+    async def stream(*sizes: int) -> AsyncIterator[Trajectory]:
+        for size in sizes:
+            yield example(size)
+
+    async def kept(*sizes: int) -> list[int]:
+        return [len(e.turns[0].new_context) async for e in within(stream(*sizes), 10, told.append)]
+
+    assert asyncio.run(kept(3, 9, 8, 100, 5)) == [3, 8, 5]
+    assert told == ["demonstrations longer than batch.token_budget=10 are left out; one has 11 tokens"]
+    with pytest.raises(ConfigError, match=r"1000 demonstrations in a row .*token_budget=10, the last has 42"):
+        asyncio.run(kept(2, *[40] * 1000))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import torch
@@ -62,8 +62,9 @@ async def warm_start(run: Run) -> float:
     policy = Policy(run.model, optimizer, experiment.batch.token_budget, temperature=1.0)
     stream = experiment.task.open(Split.train, experiment.seed + DEMONSTRATION_SEED)
     examples = demonstrations(experiment.task, stream, experiment.environment, run.chat, experiment.seed)
+    fitting = within(examples, experiment.batch.token_budget, run.sinks.note)
     for step in range(1, settings.steps + 1):
-        batch = build_batch([await anext(examples) for _ in range(settings.batch_size)])
+        batch = build_batch([await anext(fitting) for _ in range(settings.batch_size)])
         weights = token_weights(Average.token_mean, batch.trajectory)
         metrics = policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
         elapsed_s = time.perf_counter() - began
@@ -88,6 +89,27 @@ async def demonstrations(
             continue
         without = 0
         yield replay(task, await copy.copy(environment).start(task), messages, chat)
+
+
+async def within(
+    examples: AsyncIterator[Trajectory], token_budget: int, note: Callable[[str], None]
+) -> AsyncIterator[Trajectory]:
+    """Those demonstrations that a micro-batch can hold. Says when the first is left out; ConfigError when all are."""
+    left_out = 0
+    async for example in examples:
+        longest = max(len(example.context(i)) + len(turn.output) for i, turn in enumerate(example.turns))
+        if longest <= token_budget:
+            left_out = min(left_out, 1)
+            yield example
+            continue
+        left_out += 1
+        if left_out == 1:
+            note(f"demonstrations longer than batch.token_budget={token_budget} are left out; one has {longest} tokens")
+        if left_out == MAX_WITHOUT:
+            raise ConfigError(
+                f"{MAX_WITHOUT} demonstrations in a row are longer than batch.token_budget={token_budget}, the last "
+                f"has {longest} tokens; set it higher"
+            )
 
 
 def negative_log_likelihood(entries: Tensor, logp: Tensor) -> PerToken:

@@ -87,8 +87,8 @@ def pack(
     longest = int(needed.forest.depth.max()) + 1
     if longest > token_budget:
         raise ConfigError(
-            f"a context of {longest} tokens does not fit batch.token_budget={token_budget}; set batch.token_budget to "
-            f"at least {longest}, or environment.max_context_length lower"
+            f"a context of {longest} tokens does not fit batch.token_budget={token_budget}; "
+            f"set it to at least {longest}"
         )
     if layout is Layout.forest:
         laid_out = _as_forests(needed, token_budget, cost, ranks)

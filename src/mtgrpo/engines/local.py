@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 from mtgrpo.engines import Engine, Key
 from mtgrpo.engines.cache import SlotCache
 from mtgrpo.engines.sampling import sample, stream_key, uniforms
+from mtgrpo.extension import ConfigError
+from mtgrpo.model.attention import other_layers
 from mtgrpo.model.logprobs import head_logits
 from mtgrpo.types import Completion, EngineError, Finish, Sample, Sampling
 
@@ -31,7 +33,12 @@ class Local(Engine):
     """Decode in this process (CPU or one GPU)."""
 
     def start(self, model: PreTrainedModel, deterministic: bool) -> LocalEngine:
-        """An engine over `model`'s own weights."""
+        """An engine over `model`'s own weights. Raises ConfigError for models that keep more than keys and values."""
+        if others := other_layers(model):
+            raise ConfigError(
+                f"engine=local cannot sample from {type(model).__name__}: it has layers that are not softmax attention "
+                f"({others})"
+            )
         return LocalEngine(model, deterministic)
 
 

@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import flash_attention_mask, sdpa_mask
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from mtgrpo.extension import ConfigError
 
+FLASH_ROWS = "flash_rows"  # an attention of ours, as `Attention.forest` is
 BLOCK = 128  # FlexAttention's tile, in tokens
 CHAIN = 256  # rows of a causal call on CPU
 WINDOW_ROWS = 512  # rows computed at once where a sliding window cuts the context
@@ -42,7 +44,7 @@ class Attention(Enum):
     auto = "auto"  # forest where the model can, else sdpa
     forest = "forest"  # every distinct token once
     sdpa = "sdpa"  # padded rows, one per conversation
-    flash_attention_2 = "flash_attention_2"  # the same rows with the flash-attn package, on a GPU
+    flash_attention_2 = "flash_attention_2"  # the same rows with the flash-attn package, on a GPU, in bfloat16
 
 
 def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:
@@ -52,9 +54,11 @@ def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:
         wanted = Attention.sdpa if obstacle else Attention.forest
     if wanted is Attention.forest and obstacle:
         raise ConfigError(f"model.attention=forest: {obstacle}; set model.attention=auto")
+    if not model._supports_sdpa:  # pyright: ignore[reportPrivateUsage]  (has no public name)
+        raise ConfigError(f"{type(model).__name__} has no scaled dot-product attention; such models are not supported")
     if wanted is Attention.flash_attention_2 and not is_flash_attn_2_available():
         raise ConfigError("model.attention=flash_attention_2 needs a GPU and the flash-attn package; set it to auto")
-    model.set_attn_implementation(wanted.value)
+    model.set_attn_implementation(FLASH_ROWS if wanted is Attention.flash_attention_2 else wanted.value)
 
 
 def uses_forest(model: PreTrainedModel) -> bool:
@@ -78,14 +82,21 @@ def _implementation(model: PreTrainedModel) -> str:
 
 def _obstacle(model: PreTrainedModel) -> str:
     """Why the model cannot compute forests; "" when it can."""
+    if others := other_layers(model):
+        return f"{type(model).__name__} has layers that are not softmax attention ({others})"
+    sizes = {getattr(model.config, name, None) for name in ("qk_head_dim", "v_head_dim")}
+    if len(sizes) > 1:
+        return f"the keys and values of {type(model).__name__} differ in size"
+    if not model._supports_attention_backend:  # pyright: ignore[reportPrivateUsage]
+        return f"the attention of {type(model).__name__} cannot be replaced"
+    return ""
+
+
+def other_layers(model: PreTrainedModel) -> str:
+    """The kinds of layers that mix tokens in another way than by softmax attention; "" when there are none."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     others = sorted(kinds - {"full_attention", "sliding_attention"})
-    name = type(model).__name__
-    if others or model._is_stateful:  # pyright: ignore[reportPrivateUsage]
-        return f"{name} has layers that are not softmax attention ({', '.join(others) or 'recurrent'})"
-    if not (model._supports_attention_backend and model._supports_sdpa):  # pyright: ignore[reportPrivateUsage]
-        return f"the attention of {name} cannot be replaced"
-    return ""
+    return ", ".join(others) or ("recurrent" if model._is_stateful else "")  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True)
@@ -290,5 +301,16 @@ def forest_attention(
     return output.transpose(1, 2), None
 
 
+def flash_rows(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """flash-attn for right-padded rows; for the engine, which comes with a mask of four dimensions, sdpa."""
+    if attention_mask is not None and attention_mask.dim() == 4:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return flash_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
 AttentionInterface.register(Attention.forest.value, forest_attention)
 AttentionMaskInterface.register(Attention.forest.value, sdpa_mask)  # for calls without a forest
+AttentionInterface.register(FLASH_ROWS, flash_rows)
+AttentionMaskInterface.register(FLASH_ROWS, flash_attention_mask)

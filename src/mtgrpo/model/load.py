@@ -42,9 +42,11 @@ class ModelSettings:
     dtype: DType = DType.float32  # what the forward computes in; weights stay fp32
     attention: Attention = Attention.auto  # how a training batch is laid out, and the kernel
     lora: LoRA = field(default_factory=LoRA)
-    value_head: bool = False  # also learn what return to expect, from zero or as it was saved with the model
+    value_head: bool = False  # for algorithms that learn what return to expect; starts at zero, or as it was saved
 
     def __post_init__(self) -> None:
+        if self.attention is Attention.flash_attention_2 and self.dtype is not DType.bfloat16:
+            raise ConfigError("model.attention=flash_attention_2 computes in 16 bits: set model.dtype=bfloat16")
         if self.lora.rank and self.name in tiny.SHAPES:
             raise ConfigError(
                 f"model.lora.rank={self.lora.rank}: model.name={self.name} is a model from scratch, so there is "
@@ -76,6 +78,11 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
         model: PreTrainedModel = tiny.build_model(tiny.SHAPES[settings.name], seed)
     else:
         model = _load_pretrained(settings, weights, seed)
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise ConfigError(
+            f"model.name={settings.name}: its head is not a matrix (an adapter may not touch the head), but "
+            f"{type(model.get_output_embeddings()).__name__}; such models are not supported"
+        )
     if settings.value_head:
         add_value_head(model, weights, Path(settings.name))
     model.eval()

@@ -40,10 +40,11 @@ def flops_of(model: PreTrainedModel) -> Cost:
     matrices = sum(p.numel() for p in body.parameters() if p.dim() == 2)
     embeddings = sum(m.weight.numel() for m in body.modules() if isinstance(m, nn.Embedding))
     config = model.config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 0)  # a model may have none
+    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     return Cost(
         token=2 * (matrices - embeddings),
-        pair=4 * config.num_hidden_layers * config.num_attention_heads * size,
+        pair=4 * config.num_hidden_layers * heads * size,
         read=2 * _head(model).weight.numel(),
     )
 
@@ -74,7 +75,7 @@ def read_hidden(model: PreTrainedModel, micro: MicroBatch, positions: Tensor) ->
 def last_layer_at(model: PreTrainedModel, rows: Tensor) -> Generator[None]:
     """Within, the last layer's MLP runs at nodes `rows` [n] alone: nobody reads the final states of the others.
 
-    Models whose last layer has no `mlp` that maps a tensor to a tensor are left as they are.
+    Models whose last layer has no `mlp` that maps one tensor to one tensor compute everything.
     """
     layers = getattr(model.base_model, "layers", None)
     mlp = getattr(layers[-1], "mlp", None) if isinstance(layers, nn.ModuleList) else None
@@ -83,7 +84,9 @@ def last_layer_at(model: PreTrainedModel, rows: Tensor) -> Generator[None]:
         return
     whole = mlp.forward
 
-    def at_rows(hidden: Tensor) -> Any:
+    def at_rows(hidden: Tensor, *rest: Any, **named: Any) -> Any:
+        if rest or named:
+            return whole(hidden, *rest, **named)
         found = whole(hidden[:, rows])
         return found.new_zeros(hidden.shape).index_copy(1, rows, found) if isinstance(found, Tensor) else whole(hidden)
 
@@ -119,11 +122,8 @@ def check_forest(model: PreTrainedModel, micro: MicroBatch, scores: Scores, temp
         context = nodes[ends[: parent + 1] > parent]
         ids = micro.ids[:, context].to(model.device)
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, -1:]
-        row, token = (
-            torch.zeros(1, dtype=torch.long, device=ids.device),
-            micro.token[target : target + 1].to(ids.device),
-        )
-        plain = sampled_logprobs(hidden, _head(model), row, token, temperature)[0].item()
+        token = micro.token[target : target + 1]
+        plain = sampled_logprobs(hidden, _head(model), torch.tensor([0]), token, temperature)[0].item()
         found = scores.logp[target].item()
         if not abs(found - plain) <= TOLERANCE[computes_in(model)]:
             raise RuntimeError(

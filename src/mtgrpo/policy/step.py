@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,9 +132,8 @@ def train_batch(
     matters = signal.trained & ((signal.advantage != 0) | (kl.coef > 0))
     advantage = signal.advantage[batch.trajectory]
     everything = matters[batch.trajectory].nonzero()[:, 0]
-    old = torch.full((len(batch),), torch.nan, dtype=torch.float64)
-    if len(steps) > 1:
-        old[everything] = policy.logprobs(batch, everything)
+    one_pass = steps[: len(steps) // updates.updates_per_batch] if len(steps) > 1 else []
+    old = _frozen(policy, batch, everything, one_pass)
     ref = torch.full((len(batch),), torch.nan, dtype=torch.float64)
     if reference is not None:
         ref[everything] = policy.logprobs(batch, everything, reference)
@@ -148,10 +147,11 @@ def train_batch(
         first = new[entries].isnan()
         new[entries] = torch.where(first, now.double().cpu(), new[entries])
         before = now if len(steps) == 1 else old[entries].to(logp)
-        if not collected and (now - before).abs().max() > MAX_DRIFT:
+        drift = (now - before).abs().max().item()
+        if not collected and drift > MAX_DRIFT:
             raise RuntimeError(
-                f"log-probabilities changed by {(now - before).abs().max().item():.3g} before the first update of a "
-                "batch: the forward pass is not reproducible"
+                f"log-probabilities changed by {drift:.3g} before the first update of a batch: the forward pass is not "
+                "reproducible"
             )
         per_token = algorithm.loss(logp, before, advantage[entries].to(logp))
         if reference is None:
@@ -172,6 +172,15 @@ def train_batch(
     if reference is not None and collected:
         metrics["kl"] = kl_sum / (len(everything) * updates.updates_per_batch)
     return metrics | _mismatch(batch, everything, old if len(steps) > 1 else new)
+
+
+def _frozen(policy: Policy, batch: Batch, entries: Tensor, one_pass: Sequence[Tensor]) -> Tensor:
+    """Log-probabilities of `entries` before the first update, else NaN, [len(batch)]; packed, and so rounded, alike."""
+    found = torch.full((len(batch),), torch.nan, dtype=torch.float64)
+    for members in one_pass:
+        mine = entries[torch.isin(batch.trajectory[entries], members)]
+        found[mine] = policy.logprobs(batch, mine)
+    return found
 
 
 def _minibatches(trajectories: int, updates: Updates, seed: int) -> Iterator[Tensor]:
