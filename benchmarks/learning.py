@@ -29,7 +29,7 @@ import torch
 from record import finish
 
 from mtgrpo.algorithms.average import Average, token_weights
-from mtgrpo.batch.padded import build_batch
+from mtgrpo.batch.forest import build_batch
 from mtgrpo.compose import compose, parse
 from mtgrpo.evaluate import evaluate_fully
 from mtgrpo.experiment import Experiment

@@ -42,3 +42,8 @@ def test_the_head_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     table = head.times((64, 300, 8), ["full", "chunked"], 1)
     assert table["chunked"]["ratio"] > 0
     assert "chunked" in capsys.readouterr().out
+
+
+def test_the_learning_benchmark_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    assert "grpo" in load_file(RECORD.parent / "learning.py").ARMS

@@ -241,19 +241,21 @@ class _ForestAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, output, sums = ctx.saved_tensors
-        grads = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
+        disjoint = all(p.mask is None for p in ctx.pieces)  # then one causal piece has each row, and each column, first
+        grads = [torch.empty_like(t) if disjoint else torch.zeros_like(t) for t in (query, key, value)]
         for p in ctx.pieces:
-            rows = slice(p.start, p.end)
+            rows, columns = slice(p.start, p.end), p.columns
             parts = _flash_backward(
-                grad[:, :, rows], query[:, :, rows], key[:, :, p.columns], value[:, :, p.columns], output[:, :, rows],
+                grad[:, :, rows], query[:, :, rows], key[:, :, columns], value[:, :, columns], output[:, :, rows],
                 sums[:, :, rows], 0.0, p.causal, attn_mask=p.mask, scale=ctx.scale,
             )  # fmt: skip
-            grads[0][:, :, rows] += parts[0]
-            for total, part in zip(grads[1:], parts[1:], strict=True):
-                if isinstance(p.columns, slice):
-                    total[:, :, p.columns] += part
+            for total, part, place in zip(grads, parts, (rows, columns, columns), strict=True):
+                if p.causal:
+                    total[:, :, place] = part
+                elif isinstance(place, slice):
+                    total[:, :, place] += part
                 else:
-                    total.index_add_(2, p.columns, part)
+                    total.index_add_(2, place, part)
         return grads[0], grads[1], grads[2], None, None
 
 
