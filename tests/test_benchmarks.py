@@ -47,3 +47,10 @@ def test_the_head_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_the_learning_benchmark_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(RECORD.parent)
     assert "grpo" in load_file(RECORD.parent / "learning.py").ARMS
+
+
+def test_the_ways_to_compute_forest_attention_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    attention = load_file(RECORD.parent / "attention.py")
+    forest = attention.forests()["prompt 256, 8 x 30-250"]
+    assert set(attention.measure(forest, 2, 16, 1)) == {"runs", "leaves", "mask"}  # which compares the gradients
