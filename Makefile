@@ -35,6 +35,7 @@ bench: bench-forest bench-learning ## every benchmark (hours); each writes bench
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
+	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/logprobs.py
 
 bench-learning: setup ## does it learn, and do the controls not? three seeds and their controls; over an hour on two cores
