@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from record import finish, resident
@@ -290,7 +290,7 @@ def best_rival(size: str, name: str) -> dict[str, int]:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for rows in (1, 2, 4, 8):
-            sides = Sides(size, Scenario(**{**vars(quarter), "padded_rows": rows}), TOKEN_BUDGET)
+            sides = Sides(size, replace(quarter, padded_rows=rows), TOKEN_BUDGET)
             timings[rows, threads] = min(timed(sides, ["merged_padded"], 3)["merged_padded"])
     torch.set_num_threads(default)
     rows, threads = min(timings, key=timings.__getitem__)
@@ -300,7 +300,7 @@ def best_rival(size: str, name: str) -> dict[str, int]:
 def against_best(size: str, name: str, repeats: int, quick: bool) -> tuple[float, dict[str, int]]:
     """Merged padded rows at their best setting / forest, and the setting."""
     setting = best_rival(size, name)
-    scenario = Scenario(**{**vars(scenarios(size, quick)[name]), "padded_rows": setting["padded_rows"]})
+    scenario = replace(scenarios(size, quick)[name], padded_rows=setting["padded_rows"])
     sides = Sides(size, scenario, TOKEN_BUDGET)
     default = torch.get_num_threads()
     rival: list[float] = []

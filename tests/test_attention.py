@@ -25,12 +25,12 @@ from transformers import (
     Qwen3Config,
     Qwen3NextConfig,
 )
-from transformers.utils import is_flash_attn_2_available
 
 from mtgrpo.batch.forest import Batch, Forest, build_batch, build_forest
 from mtgrpo.batch.packing import Layout, pack
 from mtgrpo.engines.local import Local
 from mtgrpo.extension import ConfigError
+from mtgrpo.model import attention
 from mtgrpo.model.attention import (
     Attention,
     Piece,
@@ -377,8 +377,8 @@ def test_the_choice_is_told() -> None:
     assert describe_attention(model) == "attention: padded rows, sdpa"
 
 
-@pytest.mark.skipif(is_flash_attn_2_available(), reason="flash-attn is installed")
-def test_flash_attention_that_is_not_installed() -> None:
+def test_flash_attention_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: False)
     with pytest.raises(ConfigError, match="flash-attn package"):
         choose_attention(make_model("qwen3"), Attention.flash_attention_2)
 

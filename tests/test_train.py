@@ -26,8 +26,8 @@ from mtgrpo.tasks import Split
 from mtgrpo.trainer import Curve, run_training, train
 from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
 
-# Half of all tokens end a turn: a fresh model would otherwise hardly ever come to an end.
 CONSTANT = "optimizer.schedule=constant"  # a schedule that falls needs a number of steps
+# Half of all tokens end a turn: a fresh model would otherwise hardly ever come to an end.
 ENDING = f"sampling.stop_ids={list(range(1024))}".replace(" ", "")
 SMALL = [
     *("trainer.steps=2", "sft.steps=2", "sft.batch_size=4", "rollout.prompts_per_step=2", "rollout.group_size=2"),

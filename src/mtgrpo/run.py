@@ -109,19 +109,13 @@ def make_player(experiment: Experiment, chat: Chat, model: PreTrainedModel, engi
         raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")
     if own_limit and asked > own_limit:
         raise ConfigError(f"environment.max_context_length={asked} is more than the model's own {own_limit} tokens")
-    budget = experiment.batch.token_budget
-    if asked > budget:
-        raise ConfigError(
-            f"environment.max_context_length={asked}: such a context does not fit batch.token_budget={budget}; "
-            f"set batch.token_budget to at least {asked}"
-        )
     return Player(
         environment=experiment.environment,
         chat=chat,
         reward=experiment.reward,
         sampling=experiment.sampling,
         limits=Limits(
-            context_tokens=asked or min(own_limit, budget),
+            context_tokens=asked or min(own_limit, experiment.batch.token_budget),
             sampled_tokens=experiment.rollout.max_trajectory_tokens,
             tool_tokens=experiment.rollout.max_trajectory_tool_tokens,
         ),

@@ -147,7 +147,8 @@ class Visibility:
         starts = [0, *((~continues).nonzero()[:, 0] + 1).tolist()]
         runs = list(zip(starts, [*starts[1:], len(ends)], strict=True))
         own = [piece for a, b in runs for piece in _causal(a, b)]
-        above = [Piece(b, e, slice(a, b), first=False) for a, b in runs if (e := int(ends[a])) > b]
+        below = ends[starts].tolist()
+        above = [Piece(b, e, slice(a, b), first=False) for (a, b), e in zip(runs, below, strict=True) if e > b]
         return own + above
 
     def _window_pieces(self, window: int, dtype: torch.dtype) -> list[Piece]:

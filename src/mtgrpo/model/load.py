@@ -112,8 +112,10 @@ def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -
     name = settings.name
     try:
         adapter = find_adapter(name)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(_not_found(name, error)) from error
+        raise ConfigError(_not_found(name, error)) from error
     base = str(adapter.base_model_name_or_path) if adapter else name
     if Path(base).is_dir():
         base = str(Path(base).resolve())  # an adapter's folder will name it, and may be read from anywhere

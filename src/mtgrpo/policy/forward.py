@@ -58,17 +58,17 @@ def _head(model: PreTrainedModel) -> nn.Linear:
 def read_hidden(model: PreTrainedModel, micro: MicroBatch, positions: Tensor) -> Tensor:
     """Final hidden states [n, hidden] at flat `positions` [n] of the micro-batch, each given once."""
     device = model.device
-    ids, depth = micro.ids.to(device), micro.position.to(device)
+    ids, depth, positions = micro.ids.to(device), micro.position.to(device), positions.to(device)
     if micro.forest is None:
         output = model.base_model(input_ids=ids, use_cache=False)
     else:
         visibility = Visibility(depth[0], micro.forest.subtree_end.to(device))
         unused = torch.zeros(1, 1, 1, 1, device=device)  # of four dimensions: transformers then builds no mask itself
-        with last_layer_at(model, positions.to(device)):
+        with last_layer_at(model, positions):
             output = model.base_model(
                 input_ids=ids, position_ids=depth, attention_mask=unused, use_cache=False, forest=visibility
             )
-    return output.last_hidden_state.flatten(0, 1)[positions.to(device)]
+    return output.last_hidden_state.flatten(0, 1)[positions]
 
 
 @contextmanager

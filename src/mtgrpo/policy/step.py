@@ -54,11 +54,12 @@ class Policy:
         self.optimizer = optimizer
         self._token_budget = token_budget
         self._temperature = temperature
+        self._cost, self._layout = flops_of(model), layout_of(model)
         self._checked = False  # whether the forest was compared with the plain path
 
     def pack(self, batch: Batch, entries: Tensor) -> Packing:
         """The micro-batches that read `entries` [n]."""
-        return pack(batch, entries, self._token_budget, flops_of(self.model), layout_of(self.model))
+        return pack(batch, entries, self._token_budget, self._cost, self._layout)
 
     def score(self, micro: MicroBatch, model: PreTrainedModel | None = None) -> Scores:
         """The scores of a micro-batch. Raises RuntimeError if they are not finite, or not those of a plain forward."""
