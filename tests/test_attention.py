@@ -356,7 +356,7 @@ def test_models_without_softmax_attention_take_rows_and_say_why() -> None:
     with pytest.raises(ConfigError, match="linear_attention"):
         choose_attention(model, Attention.forest)
     with pytest.raises(ConfigError, match=r"engine=local cannot sample .*linear_attention"):
-        Local().start(model, deterministic=True)
+        Local().start(model, deterministic=True, longest_context=512)
 
 
 def test_models_whose_attention_is_of_another_kind() -> None:

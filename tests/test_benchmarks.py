@@ -54,3 +54,32 @@ def test_the_ways_to_compute_forest_attention_agree(monkeypatch: pytest.MonkeyPa
     attention = load_file(RECORD.parent / "attention.py")
     forest = attention.forests()["prompt 256, 8 x 30-250"]
     assert set(attention.measure(forest, 2, 16, 1)) == {"runs", "leaves", "mask"}  # which compares the gradients
+
+
+def test_the_sampling_benchmark_plays_the_same_conversations_on_all_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    rollout = load_file(RECORD.parent / "rollout.py")
+    whole = rollout.workloads(2048, quick=False)
+    assert whole == rollout.workloads(2048, quick=False)
+    assert len({tuple(c.prompt) for c in whole["multi_turn"]}) == 4 and len(whole["multi_turn"]) == 32
+    assert len({tuple(c.prompt[:256]) for c in whole["single_turn"]}) == 1 and len(whole["single_turn"]) == 64
+
+    shape = rollout.tiny.SHAPES["tiny"]
+    rival, other = rollout.build_rival(shape), rollout.tiny.build_model(shape, 1).eval()
+    ours = rollout.Ours(rollout.tiny.build_model(shape, 0).eval())
+    prompt = list(range(100, 120))
+    turns = [[(3, [7, 8]), (2, [9])], [(4, [5])]]
+    conversations = [rollout.Conversation(0, prompt, wanted) for wanted in turns]
+    for play in (
+        ours.play,
+        lambda given: rollout.generate(rival, given),
+        lambda given: rollout.continuous_batching(rival, given),
+    ):
+        _, played = play(conversations)
+        rollout.check(conversations, played)
+        assert rollout.deviation(rival, conversations, played) < 1e-4
+        assert rollout.deviation(other, conversations, played) > 1e-2
+    ours.close()
+    played[1][0][0].pop()
+    with pytest.raises(AssertionError, match="3 tokens where 4"):
+        rollout.check(conversations, played)

@@ -10,8 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mtgrpo.engines import Key
+from mtgrpo.engines import Key, local, schedule
 from mtgrpo.engines.local import Local, LocalEngine
+from mtgrpo.engines.pages import PAGE, Pages, page_bytes
+from mtgrpo.extension import ConfigError
 from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.types import Completion, EngineError, Sampling
 
@@ -99,7 +101,7 @@ def test_logprobs_equal_a_full_forward_at_every_turn(
 ) -> None:
     model = make_model(dtype)
     sampling = Sampling(temperature=temperature, max_new_tokens=12, stop_ids=[STOP])
-    found = differences(model, play_many(Local().start(model, True), sampling), temperature)
+    found = differences(model, play_many(Local().start(model, True, 1024), sampling), temperature)
     assert len(found) > 200
     assert max(found) <= worst
     assert sum(found) / len(found) <= mean
@@ -108,15 +110,15 @@ def test_logprobs_equal_a_full_forward_at_every_turn(
 def test_same_seed_same_digits_however_slow_the_tools_are() -> None:
     sampling = Sampling(max_new_tokens=10, stop_ids=[STOP])
     model = make_model()
-    runs = [play_many(Local().start(model, True), sampling, delay_seed=seed) for seed in (None, 1, 2)]
+    runs = [play_many(Local().start(model, True, 1024), sampling, delay_seed=seed) for seed in (None, 1, 2)]
     assert runs[0] == runs[1] == runs[2]
 
 
 def test_a_conversation_does_not_depend_on_the_others() -> None:
     sampling = Sampling(max_new_tokens=10, stop_ids=[STOP])
     model = make_model(DType.float64)
-    together = play_many(Local().start(model, False), sampling)
-    engine = Local().start(model, False)
+    together = play_many(Local().start(model, False, 1024), sampling)
+    engine = Local().start(model, False, 1024)
     alone = asyncio.run(converse(engine, Key(7, "train/1", "2", 1), 2, sampling, 4))
     assert [c.tokens for c in together[2 * 3 + 1].completions] == [c.tokens for c in alone.completions]
 
@@ -127,7 +129,7 @@ def test_another_seed_scope_task_sibling_or_turn_gives_other_tokens() -> None:
     keys = [Key(7, "a", "t", 0), Key(8, "a", "t", 0), Key(7, "b", "t", 0), Key(7, "a", "u", 0), Key(7, "a", "t", 1)]
 
     async def run() -> list[Played]:
-        engine = Local().start(model, True)
+        engine = Local().start(model, True, 1024)
         return [await converse(engine, key, 0, sampling, 1) for key in keys]
 
     outputs = [tuple(played.completions[0].tokens) for played in asyncio.run(run())]
@@ -139,7 +141,7 @@ def test_greedy_equals_generate() -> None:
     prompt = prompt_of(3)
 
     async def run() -> list[int]:
-        async with Local().start(model, True).conversation(Key(0, "eval", "t", 0)) as sample:
+        async with Local().start(model, True, 1024).conversation(Key(0, "eval", "t", 0)) as sample:
             return (await sample(prompt, Sampling(temperature=0, max_new_tokens=20))).tokens
 
     expected = model.generate(
@@ -153,7 +155,7 @@ def test_new_weights_in_mid_conversation_drop_what_was_cached() -> None:
     sampling = Sampling(max_new_tokens=8)
 
     async def run() -> tuple[list[int], Completion]:
-        engine = Local().start(model, True)
+        engine = Local().start(model, True, 1024)
         async with engine.conversation(Key(0, "train/1", "t", 0)) as sample:
             first = await sample(prompt_of(1), sampling)
             with torch.no_grad():
@@ -171,7 +173,7 @@ def test_new_weights_in_mid_conversation_drop_what_was_cached() -> None:
 
 def test_an_error_in_decoding_reaches_every_conversation_and_the_engine_goes_on() -> None:
     model = make_model()
-    engine = Local().start(model, True)
+    engine = Local().start(model, True, 1024)
     sampling = Sampling(max_new_tokens=5)
 
     async def ask(sibling: int, token: int) -> Completion:
@@ -189,7 +191,7 @@ def test_an_error_in_decoding_reaches_every_conversation_and_the_engine_goes_on(
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_an_error_among_more_conversations_than_before_is_survived(deterministic: bool) -> None:
-    engine = Local().start(make_model(), deterministic)
+    engine = Local().start(make_model(), deterministic, 1024)
     sampling = Sampling(max_new_tokens=5)
 
     async def ask(sibling: int, token: int) -> Completion:
@@ -212,7 +214,7 @@ def test_a_conversation_that_has_not_spoken_yet_survives_the_end_of_another() ->
     sampling = Sampling(max_new_tokens=5)
 
     async def run() -> Completion:
-        engine = Local().start(model, False)
+        engine = Local().start(model, False, 1024)
         async with engine.conversation(Key(0, "train/1", "t", 1)) as first:
             await first(prompt_of(1), sampling)
             opened = engine.conversation(Key(0, "train/1", "t", 2))
@@ -237,7 +239,7 @@ def test_siblings_share_a_prompt_of_any_length(length: int) -> None:
             return await sample(prompt, Sampling(max_new_tokens=5))
 
     async def run() -> list[Completion]:
-        engine = Local().start(model, True)
+        engine = Local().start(model, True, 1024)
         return list(await asyncio.gather(*(ask(engine, sibling) for sibling in range(3))))
 
     for completion in asyncio.run(run()):
@@ -256,7 +258,7 @@ def test_conversations_that_come_and_go_keep_their_own_past() -> None:
             return await converse(engine, Key(7, "train/1", str(number), 0), number, sampling, 1 + number * 7 % 5)
 
     async def run() -> list[Played]:
-        engine = Local().start(model, False)
+        engine = Local().start(model, False, 1024)
         return list(await asyncio.gather(*(one(engine, number) for number in range(14))))
 
     assert max(differences(model, asyncio.run(run()), 1.0)) <= 1e-9
@@ -266,7 +268,7 @@ def test_a_conversation_goes_on_after_an_error() -> None:
     model = make_model()
 
     async def run() -> Completion:
-        engine = Local().start(model, True)
+        engine = Local().start(model, True, 1024)
         async with engine.conversation(Key(0, "train/1", "t", 0)) as sample:
             with pytest.raises(EngineError):
                 await sample([*prompt_of(1), 10**9], Sampling(max_new_tokens=5))
@@ -283,7 +285,7 @@ def test_a_cancelled_conversation_is_neither_waited_for_nor_played_on(cancelled:
     sampling = Sampling(max_new_tokens=5)
 
     async def run() -> tuple[list[int], Completion]:
-        engine = Local().start(model, True)
+        engine = Local().start(model, True, 1024)
         opened = asyncio.Event()
 
         async def leaves() -> None:
@@ -310,3 +312,278 @@ def test_a_cancelled_conversation_is_neither_waited_for_nor_played_on(cancelled:
     context, completion = asyncio.run(run())
     expected = full_logprobs(model, context, completion.tokens, 1.0)
     assert max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True)) < 5e-4
+
+
+# --- memory ---
+
+
+def small_engine(model: PreTrainedModel, pages: int, deterministic: bool = True) -> LocalEngine:
+    return LocalEngine(model, deterministic, Pages(model, pages), longest_context=(pages - 1) * PAGE)
+
+
+@pytest.mark.parametrize("pages", [3, 5, 12])
+def test_what_is_forgotten_for_lack_of_memory_is_computed_again_exactly(pages: int) -> None:
+    """Idle conversations give way first, then the youngest of those that run."""
+    model = make_model(DType.float64)
+    sampling = Sampling(max_new_tokens=12, stop_ids=[STOP])
+    engine = small_engine(model, pages)
+    played = play_many(engine, sampling, tasks=5, siblings=3)
+    assert max(differences(model, played, 1.0)) <= 1e-9
+    plenty = play_many(Local().start(model, True, 1024), sampling, tasks=5, siblings=3)
+    tokens = [[c.tokens for c in p.completions] for p in played]
+    assert tokens == [[c.tokens for c in p.completions] for p in plenty]
+
+
+def test_every_page_comes_back() -> None:
+    engine = small_engine(make_model(), 40, deterministic=False)
+    for round_ in range(3):
+        play_many(engine, Sampling(max_new_tokens=8, stop_ids=[STOP]), tasks=6, siblings=4, delay_seed=round_)
+        assert engine._pages.free == 40
+        assert not engine._schedule._prefixes
+
+
+def test_a_budget_below_one_conversation_is_refused_with_the_number_that_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model()
+    monkeypatch.setattr(local, "_memory_bytes", lambda device: 100 * page_bytes(model))
+    with pytest.raises(
+        ConfigError, match=r"memory_fraction=0.1 .* of 576 tokens, but one .* may grow to 1000; .* 0.17"
+    ):
+        Local(memory_fraction=0.1).start(model, True, 1000)
+    engine = Local(memory_fraction=0.17).start(model, True, 1000)
+    assert engine._pages.count == 17
+
+
+def test_a_context_beyond_what_the_engine_was_started_for_is_refused() -> None:
+    async def run() -> None:
+        async with Local().start(make_model(), True, 64).conversation(Key(0, "a", "t", 0)) as sample:
+            await sample([5] * 60, Sampling(max_new_tokens=5))
+
+    with pytest.raises(EngineError, match=r"5 tokens after 60 .* at most 64"):
+        asyncio.run(run())
+
+
+# --- what is computed ---
+
+
+def count_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of every forward pass."""
+    counts: list[int] = []
+    plan = Pages.plan
+
+    def counting(self: Pages, rows: list[object]) -> object:
+        found = plan(self, rows)  # type: ignore[arg-type]
+        counts.append(found.count)
+        return found
+
+    monkeypatch.setattr(Pages, "plan", counting)
+    return counts
+
+
+async def ask(engine: LocalEngine, key: Key, tokens: list[int], new: int) -> list[int]:
+    async with engine.conversation(key) as sample:
+        return (await sample(tokens, Sampling(max_new_tokens=new))).tokens
+
+
+def test_siblings_compute_their_prompt_once_and_a_turn_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = count_tokens(monkeypatch)
+    engine = Local().start(make_model(), True, 1024)
+    prompt = list(range(20, 170))
+
+    async def two_turns(sibling: int) -> None:
+        async with engine.conversation(Key(0, "a", "t", sibling)) as sample:
+            first = await sample(prompt, Sampling(max_new_tokens=4))
+            await sample([*prompt, *first.tokens, 7, 8, 9], Sampling(max_new_tokens=3))
+
+    async def run() -> None:
+        await asyncio.gather(*(two_turns(sibling) for sibling in range(5)))
+
+    asyncio.run(run())
+    assert counts == [149 + 5, 5, 5, 5, 5 * 4, 5, 5]
+
+
+def test_different_prompts_share_what_they_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = count_tokens(monkeypatch)
+    model = make_model()
+    engine = Local().start(model, True, 1024)
+    prompts = [[*range(20, 120), *range(300 + i, 310 + 2 * i)] for i in range(4)] + [list(range(500, 540))]
+
+    async def run() -> list[list[int]]:
+        return await asyncio.gather(*(ask(engine, Key(0, "a", str(i), 0), p, 2) for i, p in enumerate(prompts)))
+
+    together = asyncio.run(run())
+    assert counts[0] == 100 + sum(len(p) - 100 for p in prompts[:4]) + 40
+    alone = [
+        asyncio.run(ask(Local().start(model, True, 1024), Key(0, "a", str(i), 0), p, 2)) for i, p in enumerate(prompts)
+    ]
+    assert together == alone
+
+
+def test_a_sibling_that_comes_later_finds_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = count_tokens(monkeypatch)
+    engine = Local().start(make_model(), False, 1024)
+    prompt = list(range(20, 120))
+
+    async def run() -> None:
+        async with (
+            engine.conversation(Key(0, "a", "t", 0)) as first,
+            engine.conversation(Key(0, "a", "t", 1)) as second,
+        ):
+            await asyncio.gather(*(sample(prompt, Sampling(max_new_tokens=2)) for sample in (first, second)))
+            await ask(engine, Key(0, "a", "t", 2), prompt, 2)
+
+    asyncio.run(run())
+    assert counts == [99 + 2, 2, 1, 1]
+
+
+def test_long_prompts_are_computed_in_parts_beside_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = count_tokens(monkeypatch)
+    monkeypatch.setattr(schedule, "STEP_TOKENS", 50)
+    model = make_model(DType.float64)
+    engine = Local().start(model, False, 1024)
+
+    async def run() -> list[Played]:
+        short = asyncio.create_task(converse(engine, Key(7, "a", "2", 0), 2, Sampling(max_new_tokens=30), 1))
+        while len(counts) < 3:
+            await asyncio.sleep(0)
+        long = [one_turn(engine, Key(7, "a", "3", sibling), [30 + i % 900 for i in range(180)]) for sibling in range(2)]
+        return list(await asyncio.gather(short, *long))
+
+    async def one_turn(engine: LocalEngine, key: Key, prompt: list[int]) -> Played:
+        async with engine.conversation(key) as sample:
+            return Played([prompt], [await sample(prompt, Sampling(max_new_tokens=5))])
+
+    assert max(differences(model, asyncio.run(run()), 1.0)) <= 1e-9
+    assert max(counts) <= 50 + 3
+    assert counts.count(51) >= 3  # a part of the long prompt and a token of the short conversation
+
+
+# --- weights ---
+
+
+def test_three_updates_in_the_middle_of_conversations() -> None:
+    """Every token carries the log-probability of the weights that sampled it."""
+    model = make_model(DType.float64)
+
+    async def run() -> float:
+        engine = Local().start(model, True, 1024)
+        worst = 0.0
+        async with engine.conversation(Key(0, "a", "t", 0)) as one, engine.conversation(Key(0, "a", "t", 1)) as other:
+            contexts = [prompt_of(3), prompt_of(3)]
+            for version in range(1, 5):
+                both = await asyncio.gather(
+                    *(s(c, Sampling(max_new_tokens=6)) for s, c in zip((one, other), contexts, strict=True))
+                )
+                for context, completion in zip(contexts, both, strict=True):
+                    assert completion.versions == [version - 1] * 6
+                    full = full_logprobs(model, context, completion.tokens, 1.0)
+                    worst = max(worst, *(abs(a - b) for a, b in zip(full, completion.logprobs, strict=True)))
+                contexts = [[*c, *b.tokens, 40, 41] for c, b in zip(contexts, both, strict=True)]
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(1.01)
+                engine.version = version
+        return worst
+
+    assert asyncio.run(run()) <= 1e-9
+
+
+def test_weights_that_change_unannounced_are_noticed() -> None:
+    """As those of a warm start, which counts no versions."""
+    model = make_model()
+    engine = Local().start(model, True, 1024)
+    asyncio.run(ask(engine, Key(0, "a", "t", 0), prompt_of(1), 3))
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(0.5)
+    played = play_many(engine, Sampling(max_new_tokens=6))
+    assert max(differences(model, played, 1.0)) <= 5e-4
+
+
+def test_a_decoding_path_that_has_gone_wrong_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    engine = Local().start(model, True, 1024)
+    engine._forward._fused._layers[0].scale = 0.5  # type: ignore[union-attr]
+    engine.version = 1
+    with pytest.raises(EngineError, match="differs from the model's own forward"):
+        asyncio.run(ask(engine, Key(0, "a", "t", 0), prompt_of(1), 3))
+
+
+def test_models_that_the_fused_path_does_not_know_sample_through_their_own_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model(DType.float64)
+    sampling = Sampling(max_new_tokens=12, stop_ids=[STOP])
+    fused = Local().start(model, True, 1024)
+    monkeypatch.setattr("mtgrpo.model.decoder._like_llama", lambda model: False)
+    own = Local().start(model, True, 1024)
+    assert fused._forward._fused
+    assert not own._forward._fused
+    played = play_many(own, sampling)
+    assert max(differences(model, played, 1.0)) <= 1e-9
+    assert [[c.tokens for c in p.completions] for p in played] == [
+        [c.tokens for c in p.completions] for p in play_many(fused, sampling)
+    ]
+
+
+# --- requests ---
+
+
+def test_a_turn_that_takes_too_long_is_given_up_and_the_conversation_can_go_on() -> None:
+    model = make_model()
+    prompt = prompt_of(1)
+
+    async def run() -> tuple[Completion, int]:
+        engine = Local().start(model, False, 1024)
+        async with engine.conversation(Key(0, "a", "t", 0)) as sample:
+            with pytest.raises(TimeoutError, match=r"sampling\.timeout_s=0\.05"):
+                await sample(prompt, Sampling(max_new_tokens=900, timeout_s=0.05))
+            left = len(engine._schedule.requests)
+            return await sample([*prompt, 7], Sampling(max_new_tokens=5, timeout_s=60)), left
+
+    completion, left = asyncio.run(run())
+    assert left == 0
+    expected = full_logprobs(model, [*prompt, 7], completion.tokens, 1.0)
+    assert max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True)) < 5e-4
+
+
+def test_requests_with_settings_of_their_own_decode_together() -> None:
+    model = make_model(DType.float64)
+    settings = [
+        Sampling(temperature=t, max_new_tokens=6, top_k=k) for t, k in ((0.0, 0), (0.5, 0), (1.0, 3), (2.0, 50))
+    ]
+    prompt = prompt_of(2)
+
+    async def one(engine: LocalEngine, number: int) -> Completion:
+        async with engine.conversation(Key(0, "a", "t", number)) as sample:
+            return await sample(prompt, settings[number])
+
+    async def run(numbers: list[int]) -> list[Completion]:
+        engine = Local().start(model, True, 1024)
+        return await asyncio.gather(*(one(engine, number) for number in numbers))
+
+    together = asyncio.run(run([0, 1, 2, 3]))
+    assert [c.tokens for c in together] == [asyncio.run(run([number]))[0].tokens for number in range(4)]
+    assert [len(tokens) for tokens in together[2].kept] == [3] * 6
+    assert together[1].kept == []
+
+
+# --- attention, for condensers ---
+
+
+def test_attention_mass_is_that_of_the_models_own_attention() -> None:
+    model = make_model()
+    tokens = [20 + i * 7 % 900 for i in range(50)]
+    spans = [(0, 10), (10, 33), (33, 50), (12, 12)]
+    found = asyncio.run(Local().start(model, True, 1024).attend(tokens, spans))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        layers = model(torch.tensor([tokens]), output_attentions=True).attentions
+    share = torch.stack([layer[0, :, -16:].mean((0, 1)) for layer in layers]).mean(0)
+    assert found == pytest.approx([share[start:end].sum().item() for start, end in spans], abs=1e-5)
+    assert sum(found) == pytest.approx(1)
+
+
+def test_attention_to_what_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"span \[3, 9\) does not lie in the 5 tokens"):
+        asyncio.run(Local().start(make_model(), True, 1024).attend([1, 2, 3, 4, 5], [(3, 9)]))

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtgrpo.engines import Key, RunningEngine
-from mtgrpo.engines.local import LocalEngine
+from mtgrpo.engines.local import Local
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
@@ -421,7 +421,7 @@ class Waits(Talk):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_cancelled_group_leaves_nothing_open(deterministic: bool) -> None:
-    engine = LocalEngine(model(), deterministic)
+    engine = Local().start(model(), deterministic, 1024)
 
     async def run() -> tuple[list[str], Trajectory]:
         world = Waits(length=3)
@@ -462,7 +462,7 @@ def test_few_places_and_slow_unsteady_tools_change_no_digit() -> None:
 
     def digits() -> list[Any]:
         tasks = IndexedStream(None, lambda index: Task(str(index), TASK.messages), seed=0)
-        player = make_player(LocalEngine(model(), True), Slow(), retries=2, max_concurrent=3, max_new_tokens=6)
+        player = make_player(Local().start(model(), True, 1024), Slow(), retries=2, max_concurrent=3, max_new_tokens=6)
         player.sampling.stop_ids = list(range(1024))  # half of all tokens end the turn
         groups = asyncio.run(play_batch(player, tasks, Rollout(group_size=3, prompts_per_step=4)))
         return [(alike(t), t.attempts) for group in groups for t in group.trajectories]

@@ -40,11 +40,37 @@ def test_tokens_follow_the_distribution_at_each_temperature() -> None:
     logits = torch.randn(1, 12).expand(20_000, 12) * 2
     for temperature in (0.5, 1.0, 2.0):
         uniform = uniforms(np.arange(20_000, dtype=np.uint64), np.zeros(20_000, dtype=np.uint64))
-        tokens, logprobs = sample(logits, [Sampling(temperature=temperature)] * 20_000, uniform)
+        sampled = sample(logits, [Sampling(temperature=temperature)] * 20_000, uniform)
         expected = (logits[0] / temperature).softmax(-1)
+        tokens = torch.tensor(sampled.tokens)
         found = torch.bincount(tokens, minlength=12) / 20_000
         assert (found - expected).abs().max() < 0.015
-        assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-5)
+        assert torch.allclose(torch.tensor(sampled.logprobs), expected.log()[tokens], atol=1e-5)
+        assert sampled.kept == [None] * 20_000
+
+
+@given(st.integers(1, 200), st.integers(0, 2**32))
+def test_the_token_is_the_first_whose_cumulative_probability_exceeds_the_uniform(vocabulary: int, seed: int) -> None:
+    """Whatever the size of the vocabulary, and also at both ends of the unit interval."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, vocabulary, generator=generator, dtype=torch.float64) * 10
+    uniform = np.array([0.0, 0.2, 0.5, 0.9, 0.999999, np.nextafter(1, 0)])
+    found = sample(logits, [Sampling()] * 6, uniform).tokens
+    probability = logits.softmax(-1).numpy()
+    for row, token, at in zip(probability, found, uniform, strict=True):
+        assert row[token] > 0
+        assert row[:token].sum() <= at + 1e-12
+        assert row[: token + 1].sum() > at - 1e-12
+
+
+def test_what_is_kept_is_told_of_rows_that_are_cut_alone() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 3)
+    sampled = sample(logits, [Sampling(top_k=2), Sampling(), Sampling(top_p=0.1)], np.array([0.99, 0.99, 0.99]))
+    kept = [None if tokens is None else list(tokens) for tokens in sampled.kept]
+    assert kept == [[1, 3], None, [1]]
+    assert sampled.tokens == [3, 3, 1]
+    assert sampled.logprobs[2] == 0
+    assert sampled.logprobs[0] == pytest.approx(logits[0, [1, 3]].log_softmax(-1)[1].item())
 
 
 def reference_truncate(probabilities: list[float], top_k: int, top_p: float, min_p: float) -> list[float]:
@@ -78,6 +104,6 @@ def test_truncation_equals_a_slow_reference(row: list[float], top_k: int, top_p:
 
 def test_a_greedy_row_beside_sampled_rows() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
-    tokens, logprobs = sample(logits, [Sampling(temperature=0), Sampling()], np.array([0.999, 0.999]))
-    assert tokens.tolist() == [1, 2]
-    assert logprobs[0] == pytest.approx(logits.log_softmax(-1)[0, 1].item())
+    sampled = sample(logits, [Sampling(temperature=0), Sampling()], np.array([0.999, 0.999]))
+    assert sampled.tokens == [1, 2]
+    assert sampled.logprobs[0] == pytest.approx(logits.log_softmax(-1)[0, 1].item())

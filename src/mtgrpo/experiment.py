@@ -127,8 +127,3 @@ class Experiment:
             )
         if self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 is greedy: nothing is explored; training needs a value above 0")
-        if self.sampling.top_p < 1 or self.sampling.top_k or self.sampling.min_p:
-            raise ConfigError(
-                "training samples from the whole distribution (the update would otherwise use other probabilities than "
-                "the rollout): set sampling.top_p=1 sampling.top_k=0 sampling.min_p=0"
-            )

@@ -76,7 +76,8 @@ def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
     sinks = open_sinks(experiment.log, folder)
     try:
         model = load_model(experiment.model, experiment.seed)
-        engine = experiment.engine.start(model, experiment.trainer.deterministic)
+        longest = longest_context(experiment, model)
+        engine = experiment.engine.start(model, experiment.trainer.deterministic, longest)
         for note in (*inputs.chat.notes, describe_attention(model)):
             sinks.note(note)
         yield Run(
@@ -87,7 +88,7 @@ def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
             chat=inputs.chat,
             model=model,
             engine=engine,
-            player=make_player(experiment, inputs.chat, model, engine),
+            player=make_player(experiment, inputs.chat, engine, longest),
             tasks=inputs.tasks,
             held_out=inputs.held_out,
         )
@@ -95,13 +96,9 @@ def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
         sinks.close()
 
 
-def make_player(experiment: Experiment, chat: Chat, model: PreTrainedModel, engine: RunningEngine) -> Player:
-    """Bind the parts of a conversation together."""
-
-    def open_conversation(scope: str, task: str, sibling: int) -> AbstractAsyncContextManager[Sample]:
-        return engine.conversation(Key(experiment.seed, scope, task, sibling))
-
-    # Beyond a sliding window the engine, which sees all that is cached, would not be the model that is trained.
+def longest_context(experiment: Experiment, model: PreTrainedModel) -> int:
+    """How long a conversation may grow, in tokens. Raises ConfigError when more is asked for than the model can do."""
+    # Beyond a sliding window the engine, which sees all that is stored, would not be the model that is trained.
     limits = [getattr(model.config, name, None) for name in ("max_position_embeddings", "sliding_window")]
     own_limit = min((int(limit) for limit in limits if limit), default=0)
     asked = experiment.environment.max_context_length
@@ -109,13 +106,22 @@ def make_player(experiment: Experiment, chat: Chat, model: PreTrainedModel, engi
         raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")
     if own_limit and asked > own_limit:
         raise ConfigError(f"environment.max_context_length={asked} is more than the model's own {own_limit} tokens")
+    return asked or min(own_limit, experiment.batch.token_budget)
+
+
+def make_player(experiment: Experiment, chat: Chat, engine: RunningEngine, longest_context: int) -> Player:
+    """Bind the parts of a conversation together."""
+
+    def open_conversation(scope: str, task: str, sibling: int) -> AbstractAsyncContextManager[Sample]:
+        return engine.conversation(Key(experiment.seed, scope, task, sibling))
+
     return Player(
         environment=experiment.environment,
         chat=chat,
         reward=experiment.reward,
         sampling=experiment.sampling,
         limits=Limits(
-            context_tokens=asked or min(own_limit, experiment.batch.token_budget),
+            context_tokens=longest_context,
             sampled_tokens=experiment.rollout.max_trajectory_tokens,
             tool_tokens=experiment.rollout.max_trajectory_tool_tokens,
         ),

@@ -8,6 +8,7 @@ Nothing else is ever trained on.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -80,6 +81,7 @@ class Sampling:
     min_p: float = 0.0  # keep what is at least this share of the most likely token's probability
     max_new_tokens: int = 512  # per turn
     stop_ids: list[int] = field(default_factory=list[int])  # end a turn, beside the chat template's own
+    timeout_s: float = 0.0  # of one turn, 0 = none; a conversation that exceeds it has failed and is retried
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -92,16 +94,19 @@ class Sampling:
             raise ValueError(f"sampling.min_p must be in [0, 1), got {self.min_p}")
         if self.max_new_tokens < 1:
             raise ValueError(f"sampling.max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if self.timeout_s < 0:
+            raise ValueError(f"sampling.timeout_s must be >= 0 (0 = none), got {self.timeout_s}")
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine returns for one turn: three parallel lists, one entry per sampled token."""
+    """What an engine returns for one turn: parallel lists, one entry per sampled token."""
 
     tokens: list[int]
     logprobs: list[float]  # nats, under the distribution sampled from
     versions: list[int]  # the policy version (number of weight updates) that sampled each token
     finish: Finish
+    kept: list[array[int]] = field(default_factory=list["array[int]"])  # by top-k, top-p, min-p; [] = everything
 
 
 class EngineError(RuntimeError):
@@ -112,6 +117,12 @@ class Sample(Protocol):
     """Continues one conversation: an engine hands one of these to each conversation it opens."""
 
     async def __call__(self, tokens: Sequence[int], sampling: Sampling) -> Completion: ...
+
+
+class Attend(Protocol):
+    """How much attention stretches [start, end) of a context get from its end; engines that run the model offer it."""
+
+    async def __call__(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]: ...
 
 
 @dataclass(slots=True)
@@ -130,6 +141,7 @@ class Turn:
     message: Message
     extends: bool = False
     observations: tuple[Message, ...] = ()  # what the environment answered
+    kept: list[array[int]] = field(default_factory=list["array[int]"])  # as in the completion
 
 
 @dataclass(slots=True)

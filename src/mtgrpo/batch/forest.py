@@ -7,6 +7,7 @@ follows it is the range of nodes up to its `subtree_end`. A batch is a forest pl
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -71,6 +72,21 @@ class Forest:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """The tokens that top-k, top-p or min-p kept when each entry was sampled: token[offset[i]:offset[i + 1]]."""
+
+    offset: Tensor  # [entries + 1] int64
+    token: Tensor  # [total] int64
+
+    def select(self, entries: Tensor) -> Kept:
+        """Those of `entries` [n], in their order."""
+        counts = self.offset.diff()[entries]
+        offset = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+        within = torch.arange(int(offset[-1])) - offset[:-1].repeat_interleave(counts)
+        return Kept(offset, self.token[self.offset[entries].repeat_interleave(counts) + within])
+
+
+@dataclass(frozen=True)
 class Batch:
     """The sampled tokens of some trajectories: one entry each, in the order of trajectory, turn and position.
 
@@ -82,6 +98,7 @@ class Batch:
     behaviour_logp: Tensor  # fp64, what the engine reported
     trajectory: Tensor  # int64, index into the trajectories the batch was made of
     turn: Tensor  # int64, index of the turn within its trajectory
+    kept: Kept | None = None  # None = all was sampled from the whole vocabulary
 
     def __len__(self) -> int:
         return len(self.node)
@@ -159,6 +176,7 @@ def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
     places: list[tuple[int, int, int]] = []  # of each turn's output: row, start, stop
     labels: list[tuple[int, int]] = []  # of each turn: trajectory, turn
     behaviour: list[float] = []
+    kept: list[array[int]] = []
     for index, trajectory in enumerate(trajectories):
         row: list[int] = []
         for number, turn in enumerate(trajectory.turns):
@@ -173,6 +191,12 @@ def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
             labels.append((index, number))
             row.extend(turn.output)
             behaviour.extend(turn.logprobs)
+            kept.extend(turn.kept)
+    if kept and len(kept) != len(behaviour):
+        raise ValueError(
+            f"{len(kept)} of {len(behaviour)} sampled tokens say what top-k, top-p or min-p kept: a batch is sampled "
+            "from the whole vocabulary throughout, or cut throughout"
+        )
     forest, nodes = build_forest(rows)
     none = torch.empty(0, dtype=torch.long)  # so that there is something to join where there are no turns
     lengths = torch.tensor([stop - start for _, start, stop in places], dtype=torch.long)
@@ -183,7 +207,13 @@ def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
         behaviour_logp=torch.tensor(behaviour, dtype=torch.float64),
         trajectory=label[:, 0],
         turn=label[:, 1],
+        kept=_join(kept) if kept else None,
     )
+
+
+def _join(kept: Sequence[array[int]]) -> Kept:
+    offset = torch.tensor([0, *map(len, kept)]).cumsum(0)
+    return Kept(offset, torch.from_numpy(np.concatenate([np.frombuffer(tokens, np.int32) for tokens in kept])).long())
 
 
 def _problem(turn: Turn, first: bool, context_length: int) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtgrpo.batch.forest import Batch, Forest
+from mtgrpo.batch.forest import Batch, Forest, Kept
 from mtgrpo.extension import ConfigError
 
 
@@ -58,6 +58,7 @@ class MicroBatch:
     entries: Tensor  # [n] int64, the entries of the batch that are read here
     target: Tensor  # [n] int64, the target of each entry; entries of the same node share one
     cost: float
+    kept: Kept | None = None  # [n], what top-k, top-p or min-p kept for each entry; None = all
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class _Needed:
     token: Tensor  # [targets]
     entries: Tensor  # [n]
     target: Tensor  # [n]
+    kept: Kept | None  # [entries of the batch]
 
     @classmethod
     def of(cls, batch: Batch, entries: Tensor) -> _Needed:
@@ -134,6 +136,7 @@ class _Needed:
             token=batch.forest.token[sampled],
             entries=entries,
             target=target,
+            kept=batch.kept,
         )
 
     def read_from(self, laid_out: _LaidOut, cost: Cost) -> list[MicroBatch]:
@@ -154,6 +157,7 @@ class _Needed:
                     entries=self.entries[place],
                     target=torch.searchsorted(mine, self.target[place]),
                     cost=cost.token * ids.numel() + cost.pair * pairs + cost.read * reads,
+                    kept=self.kept.select(self.entries[place]) if self.kept else None,
                 )
             )
         return found

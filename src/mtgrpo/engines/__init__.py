@@ -40,5 +40,8 @@ class Engine(ABC):
     """Base of all engines' settings."""
 
     @abstractmethod
-    def start(self, model: PreTrainedModel, deterministic: bool) -> RunningEngine:
-        """An engine that samples from `model`. `deterministic`: batch composition depends on the keys alone."""
+    def start(self, model: PreTrainedModel, deterministic: bool, longest_context: int) -> RunningEngine:
+        """An engine that samples from `model`, in contexts of at most `longest_context` tokens, output included.
+
+        `deterministic`: batch composition depends on the keys alone.
+        """

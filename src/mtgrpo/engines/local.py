@@ -1,16 +1,17 @@
-"""Sampling in this process, with the very weights that are trained: nothing is copied, nothing is synchronised.
+"""Sampling in this process, with the very weights that are trained: nothing is sent, nothing is synchronised.
 
-All conversations decode together, one token a step. Keys and values stay between turns, so a new turn computes only its
-new tokens; siblings with the same prompt share one prefill. The decode loop runs inside the event loop, between the
-coroutines of the conversations.
+All conversations go forward together, each step by one token or by the tokens that are new in it. Keys and values stay
+between turns, so a new turn computes only what is new; siblings share those of their prompt. The decoding loop runs
+inside the event loop, between the coroutines of the conversations.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,114 +19,129 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mtgrpo.engines import Engine, Key
-from mtgrpo.engines.cache import SlotCache
+from mtgrpo.engines.mass import attention_mass
+from mtgrpo.engines.pages import PAGE, Pages, page_bytes
 from mtgrpo.engines.sampling import sample, stream_key, uniforms
+from mtgrpo.engines.schedule import Conversation, Request, Schedule
 from mtgrpo.extension import ConfigError
-from mtgrpo.model.attention import other_layers
-from mtgrpo.model.logprobs import head_logits
+from mtgrpo.model.attention import obstacle
+from mtgrpo.model.decoder import Forward
 from mtgrpo.types import Completion, EngineError, Finish, Sample, Sampling
-
-PREFILL_SHARE = 0.25  # prefill once this share of the live conversations waits for it: batched, yet seldom stalling
 
 
 @dataclass
 class Local(Engine):
     """Decode in this process (CPU or one GPU)."""
 
-    def start(self, model: PreTrainedModel, deterministic: bool) -> LocalEngine:
-        """An engine over `model`'s own weights. Raises ConfigError for models that keep more than keys and values."""
-        if others := other_layers(model):
+    memory_fraction: float = 0.3  # of this machine's memory (or the GPU's), at most, for keys and values
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory_fraction < 1:
+            raise ConfigError(f"engine.memory_fraction must be in (0, 1), got {self.memory_fraction}")
+
+    def start(self, model: PreTrainedModel, deterministic: bool, longest_context: int) -> LocalEngine:
+        """An engine over `model`'s own weights.
+
+        Raises ConfigError for models that keep more than keys and values, or whose attention cannot be replaced, and
+        for a budget that does not hold one conversation of `longest_context` tokens.
+        """
+        if reason := obstacle(model):
+            raise ConfigError(f"engine=local cannot sample from this model: {reason}")
+        total = _memory_bytes(model.device)
+        pages = int(self.memory_fraction * total / page_bytes(model))
+        needed = -(-longest_context // PAGE) + 1  # a prefix and what follows it each end in a page of their own
+        if pages < needed:
             raise ConfigError(
-                f"engine=local cannot sample from {type(model).__name__}: it has layers that are not softmax attention "
-                f"({others})"
+                f"engine.memory_fraction={self.memory_fraction} of {total / 2**30:.1f} GiB holds the keys and values "
+                f"of {max(0, pages - 1) * PAGE} tokens, but one conversation may grow to {longest_context}; set "
+                f"engine.memory_fraction to at least {needed * page_bytes(model) / total:.2g}, or "
+                f"environment.max_context_length to at most {max(0, pages - 1) * PAGE}"
             )
-        return LocalEngine(model, deterministic)
+        return LocalEngine(model, deterministic, Pages(model, pages), longest_context)
 
 
-@dataclass(eq=False)
-class _Conversation:
-    key: Key
-    slot: int = -1  # where its keys and values lie; -1 = nowhere yet
-    cached: list[int] = field(default_factory=list[int])  # the tokens whose keys and values lie in the slot
-    version: int = 0  # the policy version that computed them
-    turns: int = 0
-
-
-@dataclass(eq=False)
-class _Request:
-    conversation: _Conversation
-    tokens: Sequence[int]
-    sampling: Sampling
-    stream: int  # key of its random numbers
-    reply: asyncio.Future[Completion]
-    output: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class LocalEngine:
-    """A running engine. `version` is set by whoever updates the weights; older caches are then recomputed."""
+    """A running engine. `version` is set by whoever updates the weights; what was stored is then computed again."""
 
-    def __init__(self, model: PreTrainedModel, deterministic: bool) -> None:
+    def __init__(self, model: PreTrainedModel, deterministic: bool, pages: Pages, longest_context: int) -> None:
         self.version = 0
-        self._model = model
+        self._parameters = list(model.parameters())
+        self._weights = self._weights_now()
+        self._device = model.device
         self._deterministic = deterministic
-        self._cache = SlotCache()
-        self._open: list[_Conversation] = []  # within a step, index = slot
-        self._waiting: list[_Request] = []
-        self._decoding: list[_Request] = []
-        self._unanswered: list[_Request] = []  # these two, and those within the present step
+        self._longest = longest_context
+        self._forward = Forward(model)
+        self._pages = pages
+        self._schedule = Schedule(pages)
         self._changed = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def conversation(self, key: Key) -> AsyncGenerator[Sample]:
         """Open a conversation; its keys and values are dropped when the context ends."""
-        conversation = _Conversation(key)
-        self._open.append(conversation)
+        conversation = Conversation(key)
+        self._schedule.open(conversation)
 
         async def sample_turn(tokens: Sequence[int], sampling: Sampling) -> Completion:
-            return await self._submit(conversation, tokens, sampling)
+            return await self._ask(conversation, tokens, sampling)
 
         try:
             yield sample_turn
         finally:
-            self._close(conversation)
+            self._schedule.close(conversation)
+            self._changed.set()
 
-    def _close(self, conversation: _Conversation) -> None:
-        """Forget the conversation; its slot is given away at the next step."""
-        self._open.remove(conversation)
-        self._waiting = [r for r in self._waiting if r.conversation is not conversation]
-        self._decoding = [r for r in self._decoding if r.conversation is not conversation]
-        self._unanswered = [r for r in self._unanswered if r.conversation is not conversation]
-        self._changed.set()
-
-    async def _submit(self, conversation: _Conversation, tokens: Sequence[int], sampling: Sampling) -> Completion:
+    async def _ask(self, conversation: Conversation, tokens: Sequence[int], sampling: Sampling) -> Completion:
+        """One turn. Raises TimeoutError when it takes longer than `sampling.timeout_s`."""
+        if len(tokens) + sampling.max_new_tokens > self._longest:
+            raise EngineError(
+                f"a turn of up to {sampling.max_new_tokens} tokens after {len(tokens)} was asked for, but the engine "
+                f"was started for conversations of at most {self._longest}"
+            )
         key = conversation.key
         stream = stream_key(key.seed, key.scope, key.task, key.sibling, conversation.turns)
         conversation.turns += 1
-        request = _Request(conversation, tokens, sampling, stream, asyncio.get_running_loop().create_future())
-        self._waiting.append(request)
-        self._unanswered.append(request)
+        reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        request = Request(conversation, list(tokens), len(tokens), sampling, stream, reply)
+        self._schedule.ask(request)
         self._changed.set()
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = asyncio.create_task(self._run())
-        return await request.reply
+        try:
+            async with asyncio.timeout(sampling.timeout_s or None):
+                return await reply
+        except TimeoutError as error:
+            raise TimeoutError(f"a turn took longer than sampling.timeout_s={sampling.timeout_s}") from error
+        finally:
+            if request in self._schedule.requests:  # nobody waits for it any more
+                self._schedule.drop(request)
+                self._changed.set()
+
+    async def attend(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
+        """How much attention each of `spans` gets from the end of the context; see `attention_mass`."""
+        self._notice_weights()
+        return attention_mass(self._forward, tokens, spans, self._device)
 
     async def _run(self) -> None:
         """Step while there is work. An error in a step reaches every conversation that waits for the engine."""
         try:
-            while self._waiting or self._decoding:
+            while self._schedule.requests:
                 await self._settle()
                 self._step()
         except Exception as error:
-            for request in self._unanswered:
-                request.conversation.cached = []  # what the step has left of it is not known
+            self._schedule.forget_all()  # what the step has left is not known
+            for request in self._schedule.requests:
+                self._schedule.drop(request)
                 if not request.reply.done():
                     broken = EngineError(f"decoding failed: {type(error).__name__}: {error}")
                     broken.__cause__ = error
                     request.reply.set_exception(broken)
-            self._waiting, self._decoding, self._unanswered = [], [], []
 
     async def _settle(self) -> None:
         """Let conversations that were answered speak again.
@@ -138,123 +154,60 @@ class LocalEngine:
             if self._changed.is_set():  # whoever ended may have let another in, which is on its way
                 self._changed.clear()
                 await asyncio.sleep(0)
-            elif len(self._waiting) + len(self._decoding) < len(self._open):
+            elif self._schedule.silent:
                 await self._changed.wait()
             else:
                 return
 
-    @torch.no_grad()
+    def _notice_weights(self) -> None:
+        """Drop what was computed from other weights than the present ones."""
+        weights = self._weights_now()
+        if weights != self._weights:
+            self._weights = weights
+            self._schedule.forget_all()
+            self._forward.update()
+
+    def _weights_now(self) -> tuple[int, int]:
+        """Changes when the weights do: the version, and how often torch has seen them written to."""
+        written = sum(parameter._version for parameter in self._parameters)  # pyright: ignore[reportPrivateUsage]
+        return self.version, written
+
+    @torch.inference_mode()
     def _step(self) -> None:
-        self._assign_slots()
-        if self._waiting and len(self._waiting) >= PREFILL_SHARE * len(self._decoding):
-            self._prefill()
-        if self._decoding:
-            self._decode()
+        """Compute the pending tokens; sample one for each request that has no more of them."""
+        self._notice_weights()
+        rows = self._schedule.next()
+        if not rows:
+            return
+        plan = self._pages.plan([row for row, _ in rows])
 
-    def _assign_slots(self) -> None:
-        """Give the open conversations the slots 0, 1, ...: new ones fill the gaps, then the last ones move into them.
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            return self._pages.attend(plan, layer, query, key, value, scale)
 
-        The result depends on who has come and gone since the last step, not on the order in which they did.
-        """
-        count = len(self._open)
-        used = {conversation.slot for conversation in self._open}
-        gaps = [slot for slot in range(count) if slot not in used]
-        placeless = [conversation for conversation in self._open if not 0 <= conversation.slot < count]
-        for gap, conversation in zip(gaps, sorted(placeless, key=lambda c: (c.slot, c.key)), strict=True):
-            if conversation.cached:
-                self._cache.copy(conversation.slot, gap, len(conversation.cached))
-            conversation.slot = gap
-        self._open.sort(key=lambda conversation: conversation.slot)
+        hidden = self._forward(plan.ids, plan.positions, attend)
+        ready = [(i, request) for i, (_, request) in enumerate(rows) if request and not request.pending]
+        if ready:
+            self._sample([request for _, request in ready], hidden[plan.last[[i for i, _ in ready]]])
 
-    def _prefill(self) -> None:
-        """Compute keys and values of all new tokens of the waiting requests, and sample each one's first token."""
-        requests = sorted(self._waiting, key=lambda request: request.conversation.key)
-        self._waiting = []
-        leaders: dict[tuple[int, ...], _Request] = {}
-        leader_of: list[_Request] = []
-        for request in requests:
-            fresh = not request.conversation.cached
-            leader_of.append(leaders.setdefault(tuple(request.tokens), request) if fresh else request)
-        computed = [r for r, leader in zip(requests, leader_of, strict=True) if r is leader]
-        hidden = dict(zip(map(id, computed), self._prefill_rows(computed), strict=True))
-        for request, leader in zip(requests, leader_of, strict=True):
-            if request is not leader:
-                conversation = request.conversation
-                conversation.cached = list(request.tokens)
-                conversation.version = self.version
-                self._cache.copy(leader.conversation.slot, conversation.slot, len(conversation.cached))
-        self._sample(requests, torch.stack([hidden[id(leader)] for leader in leader_of]))
-
-    def _prefill_rows(self, requests: list[_Request]) -> Tensor:
-        """The final hidden state of each request's last token [requests, hidden]; right-padded rows."""
-        new: list[Sequence[int]] = []
-        starts: list[int] = []
-        for request in requests:
-            conversation = request.conversation
-            reused = self._reusable(conversation, request.tokens)
-            new.append(request.tokens[reused:])
-            starts.append(reused)
-            conversation.cached = list(request.tokens)
-            conversation.version = self.version
-        width = max(map(len, new))
-        ids = torch.zeros(len(new), width, dtype=torch.long)
-        for row, tokens in enumerate(new):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-        positions = torch.tensor(starts)[:, None] + torch.arange(width)
-        slots = torch.tensor([r.conversation.slot for r in requests])
-        hidden = self._forward(ids, positions, slots)
-        return hidden[torch.arange(len(new)), torch.tensor([len(tokens) - 1 for tokens in new])]
-
-    def _reusable(self, conversation: _Conversation, tokens: Sequence[int]) -> int:
-        """How many leading tokens need no computation; at least the last one always does."""
-        if conversation.version != self.version:
-            return 0
-        cached = conversation.cached
-        limit = min(len(cached), len(tokens) - 1)
-        if cached[:limit] == list(tokens[:limit]):
-            return limit
-        return next(i for i in range(limit) if cached[i] != tokens[i])
-
-    def _decode(self) -> None:
-        """Feed every conversation its last token. Idle slots compute a token that is never kept."""
-        ids = torch.zeros(len(self._open), 1, dtype=torch.long)
-        for request in self._decoding:
-            ids[request.conversation.slot, 0] = request.output[-1]
-        positions = torch.tensor([[len(c.cached)] for c in self._open])
-        hidden = self._forward(ids, positions, None)
-        for request in self._decoding:
-            request.conversation.cached.append(request.output[-1])
-        requests, self._decoding = self._decoding, []
-        self._sample(requests, hidden[[r.conversation.slot for r in requests], 0])
-
-    def _forward(self, ids: Tensor, positions: Tensor, slots: Tensor | None) -> Tensor:
-        """Final hidden states [rows, width, hidden]; writes keys and values. `slots` None = slots 0..rows-1."""
-        device = self._model.device
-        ids, positions = ids.to(device), positions.to(device)
-        mask = self._cache.at(positions, slots)
-        output = self._model.base_model(
-            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self._cache, use_cache=True
-        )
-        return output.last_hidden_state
-
-    def _sample(self, requests: list[_Request], hidden: Tensor) -> None:
-        """Sample one token for each request; finished ones are answered, the rest go on decoding."""
-        keys = np.array([r.stream for r in requests], dtype=np.uint64)
-        counters = np.array([len(r.output) for r in requests], dtype=np.uint64)
-        logits = head_logits(self._model, hidden)
-        tokens, logprobs = sample(logits, [r.sampling for r in requests], uniforms(keys, counters))
-        for request, token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
-            request.output.append(token)
+    def _sample(self, requests: Sequence[Request], hidden: Tensor) -> None:
+        """Sample one token for each request and answer those that are finished."""
+        keys = np.array([request.stream for request in requests], dtype=np.uint64)
+        counters = np.array([len(request.logprobs) for request in requests], dtype=np.uint64)
+        logits = self._forward.logits(hidden)
+        sampled = sample(logits, [request.sampling for request in requests], uniforms(keys, counters))
+        for request, token, logprob, kept in zip(requests, sampled.tokens, sampled.logprobs, sampled.kept, strict=True):
+            request.tokens.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self.version)
+            if kept is not None:
+                request.kept.append(kept)
             if token in request.sampling.stop_ids:
                 self._finish(request, Finish.STOP)
-            elif len(request.output) >= request.sampling.max_new_tokens:
+            elif len(request.logprobs) >= request.sampling.max_new_tokens:
                 self._finish(request, Finish.LENGTH)
-            else:
-                self._decoding.append(request)
 
-    def _finish(self, request: _Request, finish: Finish) -> None:
-        self._unanswered.remove(request)
-        if not request.reply.done():  # a cancelled conversation has nobody waiting
-            request.reply.set_result(Completion(request.output, request.logprobs, request.versions, finish))
+    def _finish(self, request: Request, finish: Finish) -> None:
+        self._schedule.drop(request)
+        if not request.reply.done():  # else it was given up, and is about to say so
+            output = request.tokens[request.context :]
+            request.reply.set_result(Completion(output, request.logprobs, request.versions, finish, request.kept))

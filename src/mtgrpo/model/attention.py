@@ -22,14 +22,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import flash_attention_mask, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from mtgrpo.extension import ConfigError
 
-FLASH_ROWS = "flash_rows"  # an attention of ours, as `Attention.forest` is
 BLOCK = 128  # FlexAttention's tile, in tokens
 CHAIN = 256  # rows of a causal call on CPU
 WINDOW_ROWS = 512  # rows computed at once where a sliding window cuts the context
@@ -49,16 +47,16 @@ class Attention(Enum):
 
 def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:
     """Set the model's attention. Raises ConfigError when the model or the machine cannot do what is wanted."""
-    obstacle = _obstacle(model)
+    reason = obstacle(model)
     if wanted is Attention.auto:
-        wanted = Attention.sdpa if obstacle else Attention.forest
-    if wanted is Attention.forest and obstacle:
-        raise ConfigError(f"model.attention=forest: {obstacle}; set model.attention=auto")
+        wanted = Attention.sdpa if reason else Attention.forest
+    if wanted is Attention.forest and reason:
+        raise ConfigError(f"model.attention=forest: {reason}; set model.attention=auto")
     if not model._supports_sdpa:  # pyright: ignore[reportPrivateUsage]  (has no public name)
         raise ConfigError(f"{type(model).__name__} has no scaled dot-product attention; such models are not supported")
     if wanted is Attention.flash_attention_2 and not is_flash_attn_2_available():
         raise ConfigError("model.attention=flash_attention_2 needs a GPU and the flash-attn package; set it to auto")
-    model.set_attn_implementation(FLASH_ROWS if wanted is Attention.flash_attention_2 else wanted.value)
+    model.set_attn_implementation(wanted.value)
 
 
 def uses_forest(model: PreTrainedModel) -> bool:
@@ -71,18 +69,18 @@ def describe_attention(model: PreTrainedModel) -> str:
     if uses_forest(model):
         kernel = "FlexAttention" if model.device.type == "cuda" else "two flash calls for each run of the forest"
         return f"attention: token forest, every distinct token computed once ({kernel})"
-    obstacle = _obstacle(model)
-    reason = f", because {obstacle}" if obstacle else ""
-    return f"attention: padded rows, {_implementation(model)}{reason}"
+    reason = obstacle(model)
+    because = f", because {reason}" if reason else ""
+    return f"attention: padded rows, {_implementation(model)}{because}"
 
 
 def _implementation(model: PreTrainedModel) -> str:
     return str(model.config._attn_implementation)  # pyright: ignore[reportPrivateUsage]  (has no public name)
 
 
-def _obstacle(model: PreTrainedModel) -> str:
-    """Why the model cannot compute forests; "" when it can."""
-    if others := other_layers(model):
+def obstacle(model: PreTrainedModel) -> str:
+    """Why the model's attention cannot be replaced by another softmax attention; "" when it can."""
+    if others := _other_layers(model):
         return f"{type(model).__name__} has layers that are not softmax attention ({others})"
     sizes = {getattr(model.config, name, None) for name in ("qk_head_dim", "v_head_dim")}
     if len(sizes) > 1:
@@ -92,7 +90,7 @@ def _obstacle(model: PreTrainedModel) -> str:
     return ""
 
 
-def other_layers(model: PreTrainedModel) -> str:
+def _other_layers(model: PreTrainedModel) -> str:
     """The kinds of layers that mix tokens in another way than by softmax attention; "" when there are none."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     others = sorted(kinds - {"full_attention", "sliding_attention"})
@@ -304,16 +302,5 @@ def forest_attention(
     return output.transpose(1, 2), None
 
 
-def flash_rows(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """flash-attn for right-padded rows; for the engine, which comes with a mask of four dimensions, sdpa."""
-    if attention_mask is not None and attention_mask.dim() == 4:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    return flash_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-
 AttentionInterface.register(Attention.forest.value, forest_attention)
 AttentionMaskInterface.register(Attention.forest.value, sdpa_mask)  # for calls without a forest
-AttentionInterface.register(FLASH_ROWS, flash_rows)
-AttentionMaskInterface.register(FLASH_ROWS, flash_attention_mask)

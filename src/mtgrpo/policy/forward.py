@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from mtgrpo.batch.packing import Cost, Layout, MicroBatch
 from mtgrpo.model.attention import Visibility, uses_forest
 from mtgrpo.model.load import computes_in
-from mtgrpo.model.logprobs import sampled_logprobs
+from mtgrpo.model.logprobs import Kept, sampled_logprobs
 
 CHECKED = 4  # targets that the plain path computes again
 # How far two ways of computing the same log-probability may be apart, in nats, before something must be wrong.
@@ -102,8 +102,23 @@ def score(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Scor
     parents, row = torch.unique(micro.parent, return_inverse=True)
     hidden = read_hidden(model, micro, parents)
     row, token = row.to(hidden.device), micro.token.to(hidden.device)
-    logp, entropy = sampled_logprobs(hidden, _head(model), row, token, temperature)
+    kept = _kept(micro, row.cpu(), len(parents))
+    logp, entropy = sampled_logprobs(hidden, _head(model), row, token, temperature, kept)
     return Scores(logp, entropy[row])
+
+
+def _kept(micro: MicroBatch, row: Tensor, rows: int) -> Kept | None:
+    """What was kept after each distinct parent; `row` [targets] is that of each target.
+
+    Entries with one context were sampled from one distribution, and rounding aside they have kept the same tokens: the
+    union is taken.
+    """
+    if micro.kept is None:
+        return None
+    where = row[micro.target].repeat_interleave(micro.kept.offset.diff())
+    pairs = torch.stack([where, micro.kept.token], dim=1).unique(dim=0)
+    counts = pairs[:, 0].bincount(minlength=rows)
+    return Kept(torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)]), pairs[:, 1])
 
 
 @torch.no_grad()
@@ -116,6 +131,8 @@ def check_forest(model: PreTrainedModel, micro: MicroBatch, scores: Scores, temp
         return
     count = len(micro.token)
     ends = micro.forest.subtree_end
+    parents, row = torch.unique(micro.parent, return_inverse=True)
+    kept = _kept(micro, row, len(parents))
     for target in sorted({round(i * (count - 1) / (CHECKED - 1)) for i in range(CHECKED)}):
         parent = int(micro.parent[target])
         nodes = torch.arange(parent + 1)
@@ -123,7 +140,11 @@ def check_forest(model: PreTrainedModel, micro: MicroBatch, scores: Scores, temp
         ids = micro.ids[:, context].to(model.device)
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, -1:]
         token = micro.token[target : target + 1]
-        plain = sampled_logprobs(hidden, _head(model), torch.tensor([0]), token, temperature)[0].item()
+        only = None
+        if kept is not None:
+            start, stop = kept.offset[row[target] : row[target] + 2].tolist()
+            only = Kept(torch.tensor([0, stop - start]), kept.token[start:stop])
+        plain = sampled_logprobs(hidden, _head(model), torch.tensor([0]), token, temperature, only)[0].item()
         found = scores.logp[target].item()
         if not abs(found - plain) <= TOLERANCE[computes_in(model)]:
             raise RuntimeError(

@@ -83,6 +83,7 @@ def _turn(completion: Completion, message: Message, new_context: list[int], exte
         finish=completion.finish,
         message=message,
         extends=extends,
+        kept=completion.kept,
     )
 
 

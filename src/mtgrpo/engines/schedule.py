@@ -1,0 +1,237 @@
+"""Which conversation computes how many tokens in the next step, and what is forgotten when memory runs out.
+
+A request is a list of tokens of which the first are stored and the rest are pending: one while it decodes, a tool's
+reply at the start of a turn, a whole prompt at the start of a conversation or after it was forgotten. All are computed
+in the same forward passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mtgrpo.engines import Key
+from mtgrpo.engines.pages import Pages, Prefix, Row, Stored
+from mtgrpo.types import Completion, Sampling
+
+STEP_TOKENS = 512  # of all that is computed beside decoding, in one step: what is longer is computed in parts
+SHORTEST_PREFIX = 32  # tokens; sharing fewer is not worth it
+
+
+@dataclass(eq=False)
+class Conversation:
+    """What the engine knows of one open conversation."""
+
+    key: Key
+    stored: Stored = field(default_factory=Stored)
+    turns: int = 0
+    used: int = 0  # the last step in which it computed anything
+
+
+@dataclass(eq=False)
+class Request:
+    """One turn that is asked for."""
+
+    conversation: Conversation
+    tokens: list[int]  # the context and, so far, the output
+    context: int  # length of the context
+    sampling: Sampling
+    stream: int  # key of its random numbers
+    reply: asyncio.Future[Completion]
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    kept: list[array[int]] = field(default_factory=list["array[int]"])
+    since: int = 0  # the step before which it came
+
+    @property
+    def pending(self) -> int:
+        """How many tokens are not stored yet; the next token can be sampled once there are none."""
+        return len(self.tokens) - self.conversation.stored.end
+
+
+class Schedule:
+    """The requests in flight and the conversations that are kept."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self._step = 0
+        self._conversations: list[Conversation] = []
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._prefixes: list[Prefix] = []
+
+    @property
+    def silent(self) -> bool:
+        """Whether an open conversation asks for nothing at present."""
+        return len(self._waiting) + len(self._running) < len(self._conversations)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests in flight."""
+        return [*self._running, *self._waiting]
+
+    def open(self, conversation: Conversation) -> None:
+        """A conversation begins."""
+        self._conversations.append(conversation)
+
+    def close(self, conversation: Conversation) -> None:
+        """A conversation is over: forget it, and what it asked for."""
+        for request in [r for r in self.requests if r.conversation is conversation]:
+            self.drop(request)
+        self._conversations.remove(conversation)
+        self._forget(conversation.stored)
+
+    def ask(self, request: Request) -> None:
+        """A turn is asked for."""
+        request.since = self._step
+        self._waiting.append(request)
+
+    def drop(self, request: Request) -> None:
+        """A request is answered, or nobody waits for it any more. What is stored stays."""
+        (self._running if request in self._running else self._waiting).remove(request)
+
+    def forget_all(self) -> None:
+        """Nothing that is stored is valid any more."""
+        for conversation in self._conversations:
+            self._forget(conversation.stored)
+        self._waiting, self._running = self.requests, []
+
+    def next(self) -> list[tuple[Row, Request | None]]:
+        """What the next step computes: rows, each with its request; None = a prefix, of which nothing is sampled."""
+        self._step += 1
+        if self._waiting:
+            self._start()
+        rows: list[tuple[Row, Request | None]] = []
+        planned: dict[int, int] = {}  # how far each prefix will be stored after this step
+        room = STEP_TOKENS
+        index = 0
+        while index < len(self._running):  # which loses requests at its end when memory runs out
+            request = self._running[index]
+            index += 1
+            stored, prefix, pending = request.conversation.stored, request.conversation.stored.prefix, request.pending
+            if prefix and len(prefix.tokens) < len(prefix.wanted):
+                if id(prefix) not in planned:
+                    row = self._row(prefix, prefix.wanted, len(prefix.tokens), room, request)
+                    if row is None:
+                        continue
+                    room -= len(row.tokens)
+                    planned[id(prefix)] = len(prefix.tokens) + len(row.tokens)
+                    rows.append((row, None))
+                if planned[id(prefix)] < len(prefix.wanted):
+                    continue  # what the request sees will not all be there
+            row = self._row(stored, request.tokens, stored.end, 1 if pending == 1 else min(pending, room), request)
+            if row is not None:
+                room -= len(row.tokens) if pending > 1 else 0
+                request.conversation.used = self._step
+                rows.append((row, request))
+        return [(row, request) for row, request in rows if not isinstance(row.stored, Prefix) or row.stored.users]
+
+    def _row(self, stored: Stored, tokens: list[int], start: int, count: int, request: Request) -> Row | None:
+        """The next tokens of `stored`, with room made for them; None if there is none, or `request` had to give way."""
+        new = tokens[start : start + count]
+        while new and self._pages.missing(stored, len(new)) > self._pages.free:
+            if self._evict():
+                continue
+            victim = self._running.pop()
+            self._waiting.append(victim)
+            self._forget(victim.conversation.stored)
+            if victim is request:
+                return None
+        self._pages.reserve(stored, len(new), shared=isinstance(stored, Prefix))
+        return Row(stored, new) if new else None
+
+    def _start(self) -> None:
+        """Let waiting requests run, the oldest first, as long as there is memory for all that they have pending."""
+        self._waiting.sort(key=lambda request: (request.since, request.conversation.key))
+        for request in self._waiting:
+            self._align(request)
+        self._share([request for request in self._waiting if request.conversation.stored.end == 0])
+        promised = sum(self._pages.missing(request.conversation.stored, request.pending) for request in self._running)
+        promised += sum(
+            self._pages.missing(prefix, len(prefix.wanted) - len(prefix.tokens)) for prefix in self._prefixes
+        )
+        started = 0
+        for request in self._waiting:
+            needed = self._pages.missing(request.conversation.stored, request.pending)
+            while promised + needed > self._pages.free and self._evict(request.conversation):
+                pass
+            if promised + needed > self._pages.free and (self._running or started):
+                break
+            promised += needed
+            started += 1
+        self._running += self._waiting[:started]
+        del self._waiting[:started]
+
+    def _align(self, request: Request) -> None:
+        """Forget what is stored of the conversation and is not the beginning of the request; the last token is new."""
+        stored, tokens = request.conversation.stored, request.tokens
+        if stored.prefix and (len(tokens) <= stored.start or tokens[: stored.start] != stored.prefix.wanted):
+            self._forget(stored)
+        self._pages.cut(stored, _common(stored.tokens, tokens[stored.start : -1]))
+
+    def _share(self, fresh: Sequence[Request]) -> None:
+        """Find what requests of which nothing is stored begin with: an old prefix, or one that they have in common."""
+        alone: list[Request] = []
+        for request in fresh:
+            tokens = request.tokens
+            fitting = [p for p in self._prefixes if len(p.wanted) < len(tokens) and tokens[: len(p.wanted)] == p.wanted]
+            if fitting:
+                self._attach([request], max(fitting, key=lambda prefix: len(prefix.wanted)))
+            else:
+                alone.append(request)
+        alone.sort(key=lambda request: request.tokens)
+        group: list[Request] = []
+        common: list[int] = []
+        for request in alone:
+            tokens = request.tokens[:-1]
+            shared = _common(common, tokens)
+            # Joining stores the newcomer's share once, but what the others had beyond it once for each of them.
+            if shared >= SHORTEST_PREFIX and len(common) > len(group) * (len(common) - shared):
+                group.append(request)
+                common = common[:shared]
+            else:
+                self._begin_prefix(group, common)
+                group, common = [request], tokens
+        self._begin_prefix(group, common)
+
+    def _begin_prefix(self, group: Sequence[Request], common: list[int]) -> None:
+        if len(group) > 1:
+            prefix = Prefix(wanted=common)
+            self._prefixes.append(prefix)
+            self._attach(group, prefix)
+
+    def _attach(self, group: Sequence[Request], prefix: Prefix) -> None:
+        prefix.users += len(group)
+        for request in group:
+            request.conversation.stored.prefix = prefix
+
+    def _evict(self, spared: Conversation | None = None) -> bool:
+        """Forget the conversation that has computed nothing for longest, of those that are not running."""
+        running = {id(request.conversation) for request in self._running}
+        idle = [c for c in self._conversations if c.stored.pages and id(c) not in running and c is not spared]
+        if not idle:
+            return False
+        self._forget(min(idle, key=lambda c: (c.used, c.key)).stored)
+        return True
+
+    def _forget(self, stored: Stored) -> None:
+        self._pages.cut(stored, 0)
+        prefix, stored.prefix = stored.prefix, None
+        if prefix:
+            prefix.users -= 1
+            if not prefix.users:
+                self._pages.cut(prefix, 0)
+                self._prefixes.remove(prefix)
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many leading tokens are the same."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # the first `low` are the same, the first `high` are not
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
+    return low

@@ -1,0 +1,226 @@
+"""One forward pass over new tokens, for sampling: somebody else keeps the past and computes attention.
+
+Every model whose attention can be replaced goes through its own modules. Those with the layers of Llama (Qwen2, Qwen3,
+Mistral) go through the same products in fewer and faster operations: q, k and v in one, gate and up in one, weights
+laid out for the few rows of a decoding step. That takes a copy of the weights after each update, and is compared with
+the model's own forward each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, rms_norm, silu
+from transformers import AttentionInterface, PreTrainedModel
+
+from mtgrpo.model.load import computes_in
+from mtgrpo.model.logprobs import head_logits
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""(layer, query [tokens, heads, size], key and value [tokens, key heads, size], scale) -> [tokens, heads, size]"""
+
+DELEGATED = "delegated"  # the attention of transformers models while they decode
+CHECKED = 8  # tokens
+PACKED_ROWS = 64  # for how many the packed layout is made; any number works
+# How far final hidden states, whose scale is about 1, may be apart between two ways of computing them.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.3}
+
+
+class Forward:
+    """The forward pass of `model` over a flat sequence of tokens of many conversations."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._fused = _Fused(model) if _like_llama(model) else None
+        if self._fused and self._distance(self._fused) > TOLERANCE[computes_in(model)]:
+            self._fused = None  # alike by name alone
+
+    def update(self) -> None:
+        """The weights have changed. Raises RuntimeError when the two ways to compute with them disagree."""
+        if self._fused:
+            self._fused.copy_weights()
+            if (distance := self._distance(self._fused)) > TOLERANCE[computes_in(self._model)]:
+                raise RuntimeError(f"the decoding path differs from the model's own forward by {distance:.3g}")
+
+    @torch.no_grad()
+    def _distance(self, fused: _Fused) -> float:
+        """The largest difference between the fused path and the model's own forward over a few tokens."""
+        ids = torch.arange(CHECKED, device=self._model.device) + 1
+        positions = torch.arange(CHECKED, device=self._model.device)
+        expected = self._model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        return (fused(ids, positions, causal_attention) - expected).abs().max().item()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocabulary] in fp32 (fp64 for fp64 models)."""
+        return self._fused.head(hidden) if self._fused else head_logits(self._model, hidden)
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """ids, positions [tokens] int64 -> final hidden states [tokens, hidden]."""
+        if self._fused:
+            return self._fused(ids, positions, attend)
+        unused = torch.zeros(1, 1, 1, 1, device=ids.device)  # of four dimensions: transformers then builds no mask
+        with _delegating(self._model.config):
+            output = self._model.base_model(
+                input_ids=ids[None], position_ids=positions[None], attention_mask=unused, use_cache=False, attend=attend
+            )
+        return output.last_hidden_state[0]
+
+
+def causal_attention(_layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention of one sequence that has no past."""
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query.to(value.dtype), key.to(value.dtype), value))
+    found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return found[0].transpose(0, 1)
+
+
+@contextmanager
+def _delegating(config: Any) -> Generator[None]:
+    before = config._attn_implementation
+    config._attn_implementation = DELEGATED
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _delegate(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, *, scaling: float | None = None,
+    attend: Attend, **settings: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention as transformers calls it: query [1, heads, tokens, size] -> [1, tokens, heads, size]."""
+    if unsupported := [name for name in ("softcap", "s_aux", "position_bias") if settings.get(name) is not None]:
+        raise ValueError(f"the engine's attention knows no {unsupported}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return attend(module.layer_idx, q, k, v, scale)[None], None
+
+
+AttentionInterface.register(DELEGATED, _delegate)
+
+
+def _like_llama(model: PreTrainedModel) -> bool:
+    """Whether the model consists of the parts that the fused path computes; what they compute is compared later."""
+    body, names = model.base_model, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    if not all(hasattr(body, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
+        return False
+    parts = [dict(layer.named_children()) for layer in cast(nn.ModuleList, body.layers)]
+    return all(
+        part.keys() == names
+        and {"q_proj", "k_proj", "v_proj", "o_proj"} <= dict(part["self_attn"].named_children()).keys()
+        and {"gate_proj", "up_proj", "down_proj"} <= dict(part["mlp"].named_children()).keys()
+        for part in parts
+    )
+
+
+class _Fused:
+    """A model with the layers of Llama. Its input and the residual stream are of the model's dtype."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._body: Any = model.base_model
+        self._dtype = computes_in(model)
+        config: Any = model.config
+        self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
+        self._size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._layers = [_Layer(layer, self._dtype, self._heads, self._groups) for layer in self._body.layers]
+        head = model.get_output_embeddings()
+        assert head is not None, "a causal language model has a head"
+        self.head = _Product([head], model.dtype)
+        self.copy_weights()
+
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Bring the products up to date; norms and embedding are the model's own."""
+        self.head.copy_weights()
+        for layer in self._layers:
+            layer.copy_weights()
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x: Tensor = self._body.embed_tokens(ids)
+        cos, sin = (table[0, :, None] for table in self._body.rotary_emb(x[None], positions[None]))
+        half, heads = self._size // 2, self._heads + self._groups
+        sin = sin[..., :half].contiguous()
+        for number, layer in enumerate(self._layers):
+            qkv = layer.qkv(_norm(x, layer.before_attention)).unflatten(-1, (heads + self._groups, self._size))
+            qk, value = qkv[:, :heads].to(x.dtype), qkv[:, heads:]
+            if layer.head_norm is not None:
+                qk = rms_norm(qk, (self._size,), None, layer.head_eps).mul_(layer.head_norm)
+            turned = qk * cos
+            turned[..., :half].addcmul_(qk[..., half:], sin, value=-1)
+            turned[..., half:].addcmul_(qk[..., :half], sin)
+            found = attend(number, turned[:, : self._heads], turned[:, self._heads :], value, layer.scale)
+            x = x + layer.out(found.flatten(1))
+            gate, up = layer.gate_up(_norm(x, layer.before_mlp)).chunk(2, dim=-1)
+            x = x + layer.down(silu(gate).mul_(up))
+        return _norm(x, self._body.norm)
+
+
+class _Layer:
+    """The parts of one layer."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype, heads: int, groups: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = _Product([attention.q_proj, attention.k_proj, attention.v_proj], dtype)
+        self.out = _Product([attention.o_proj], dtype)
+        self.gate_up = _Product([mlp.gate_proj, mlp.up_proj], dtype)
+        self.down = _Product([mlp.down_proj], dtype)
+        self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
+        self.scale = float(attention.scaling)
+        normed = hasattr(attention, "q_norm")
+        self._norms: list[Any] = [attention.q_norm] * heads + [attention.k_norm] * groups if normed else []
+        self.head_eps = _eps(self._norms[0]) if normed else 0.0
+        self.head_norm: Tensor | None = None
+
+    def copy_weights(self) -> None:
+        """The weights have changed."""
+        for product in (self.qkv, self.out, self.gate_up, self.down):
+            product.copy_weights()
+        if self._norms:
+            self.head_norm = torch.stack([norm.weight for norm in self._norms])  # [query and key heads, size]
+
+
+def _eps(norm: Any) -> float:
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+
+def _norm(x: Tensor, norm: Any) -> Tensor:
+    return rms_norm(x, (x.shape[-1],), norm.weight, _eps(norm))
+
+
+class _Product:
+    """Linear layers of one input, as one matrix product; with adapters, each as it is."""
+
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        self._layers, self._dtype = layers, dtype
+        biases = {getattr(layer, "bias", None) is None for layer in layers}
+        self._plain = all(type(layer) is nn.Linear for layer in layers) and len(biases) == 1
+        self._weight = self._bias = None
+        self._packed = False
+
+    def copy_weights(self) -> None:
+        """The weights have changed."""
+        if not self._plain:
+            return
+        layers = cast(Sequence[nn.Linear], self._layers)
+        self._weight = torch.cat([layer.weight for layer in layers]).to(self._dtype)
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
+        self._bias = torch.cat(biases).to(self._dtype) if biases else None
+        self._packed = _can_pack(self._weight)
+        if self._packed:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, PACKED_ROWS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        if self._weight is not None:
+            return linear(x.to(self._dtype), self._weight, self._bias)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+            return torch.cat([layer(x) for layer in self._layers], dim=-1)
+
+
+def _can_pack(weight: Tensor) -> bool:
+    """oneDNN's products of fp32 matrices are up to twice as fast as MKL's, which torch takes, on AMD's processors."""
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
