@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from mtgrpo.engines import Key, local, schedule
 from mtgrpo.engines.local import Local, LocalEngine
-from mtgrpo.engines.pages import PAGE, Pages, page_bytes
+from mtgrpo.engines.pages import PAGE, Pages, token_bytes
+from mtgrpo.engines.plan import Plan, Planner, Row
 from mtgrpo.extension import ConfigError
 from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.types import Completion, EngineError, Sampling
@@ -318,7 +319,8 @@ def test_a_cancelled_conversation_is_neither_waited_for_nor_played_on(cancelled:
 
 
 def small_engine(model: PreTrainedModel, pages: int, deterministic: bool = True) -> LocalEngine:
-    return LocalEngine(model, deterministic, Pages(model, pages), longest_context=(pages - 1) * PAGE)
+    """So small that there is no room for prefixes."""
+    return LocalEngine(model, deterministic, Pages(model, pages * PAGE), longest_context=pages * PAGE)
 
 
 @pytest.mark.parametrize("pages", [3, 5, 12])
@@ -335,10 +337,11 @@ def test_what_is_forgotten_for_lack_of_memory_is_computed_again_exactly(pages: i
 
 
 def test_every_page_comes_back() -> None:
-    engine = small_engine(make_model(), 40, deterministic=False)
+    engine = Local().start(make_model(), False, 1024)
+    pools = (engine._pages.own, engine._pages.prefixes)
     for round_ in range(3):
         play_many(engine, Sampling(max_new_tokens=8, stop_ids=[STOP]), tasks=6, siblings=4, delay_seed=round_)
-        assert engine._pages.free == 40
+        assert [pool.free for pool in pools] == [pool.count for pool in pools]
         assert not engine._schedule._prefixes
 
 
@@ -346,13 +349,11 @@ def test_a_budget_below_one_conversation_is_refused_with_the_number_that_is_need
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make_model()
-    monkeypatch.setattr(local, "_memory_bytes", lambda device: 100 * page_bytes(model))
-    with pytest.raises(
-        ConfigError, match=r"memory_fraction=0.1 .* of 576 tokens, but one .* may grow to 1000; .* 0.17"
-    ):
+    monkeypatch.setattr(local, "_memory_bytes", lambda device: 10_000 * token_bytes(model))
+    said = r"memory_fraction=0.1 .* of 960 tokens, but one may grow to 1000; set .* at least 0.13, .* at most 960"
+    with pytest.raises(ConfigError, match=said):
         Local(memory_fraction=0.1).start(model, True, 1000)
-    engine = Local(memory_fraction=0.17).start(model, True, 1000)
-    assert engine._pages.count == 17
+    assert Local(memory_fraction=0.13).start(model, True, 1000)._pages.own.count == 16
 
 
 def test_a_context_beyond_what_the_engine_was_started_for_is_refused() -> None:
@@ -370,14 +371,14 @@ def test_a_context_beyond_what_the_engine_was_started_for_is_refused() -> None:
 def count_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of every forward pass."""
     counts: list[int] = []
-    plan = Pages.plan
+    plan = Planner.plan
 
-    def counting(self: Pages, rows: list[object]) -> object:
-        found = plan(self, rows)  # type: ignore[arg-type]
-        counts.append(found.count)
+    def counting(self: Planner, rows: list[Row]) -> Plan:
+        found = plan(self, rows)
+        counts.append(found.real)
         return found
 
-    monkeypatch.setattr(Pages, "plan", counting)
+    monkeypatch.setattr(Planner, "plan", counting)
     return counts
 
 

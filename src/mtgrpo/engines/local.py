@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,12 +21,15 @@ from transformers import PreTrainedModel
 
 from mtgrpo.engines import Engine, Key
 from mtgrpo.engines.mass import attention_mass
-from mtgrpo.engines.pages import PAGE, Pages, page_bytes
+from mtgrpo.engines.paged_attention import attend
+from mtgrpo.engines.pages import PAGE, Pages, capacity, token_bytes
+from mtgrpo.engines.plan import Planner
 from mtgrpo.engines.sampling import sample, stream_key, uniforms
 from mtgrpo.engines.schedule import Conversation, Request, Schedule
 from mtgrpo.extension import ConfigError
 from mtgrpo.model.attention import obstacle
 from mtgrpo.model.decoder import Forward
+from mtgrpo.model.load import computes_in
 from mtgrpo.types import Completion, EngineError, Finish, Sample, Sampling
 
 
@@ -48,16 +52,18 @@ class Local(Engine):
         if reason := obstacle(model):
             raise ConfigError(f"engine=local cannot sample from this model: {reason}")
         total = _memory_bytes(model.device)
-        pages = int(self.memory_fraction * total / page_bytes(model))
-        needed = -(-longest_context // PAGE) + 1  # a prefix and what follows it each end in a page of their own
-        if pages < needed:
+        tokens = int(self.memory_fraction * total / token_bytes(model))
+        if capacity(tokens) < longest_context:
+            needed = longest_context
+            while capacity(needed) < longest_context:
+                needed += PAGE
             raise ConfigError(
                 f"engine.memory_fraction={self.memory_fraction} of {total / 2**30:.1f} GiB holds the keys and values "
-                f"of {max(0, pages - 1) * PAGE} tokens, but one conversation may grow to {longest_context}; set "
-                f"engine.memory_fraction to at least {needed * page_bytes(model) / total:.2g}, or "
-                f"environment.max_context_length to at most {max(0, pages - 1) * PAGE}"
+                f"of a conversation of {capacity(tokens)} tokens, but one may grow to {longest_context}; set "
+                f"engine.memory_fraction to at least {needed * token_bytes(model) / total:.2g}, or "
+                f"environment.max_context_length to at most {capacity(tokens)}"
             )
-        return LocalEngine(model, deterministic, Pages(model, pages), longest_context)
+        return LocalEngine(model, deterministic, Pages(model, tokens), longest_context)
 
 
 def _memory_bytes(device: torch.device) -> int:
@@ -79,6 +85,7 @@ class LocalEngine:
         self._forward = Forward(model)
         self._pages = pages
         self._schedule = Schedule(pages)
+        self._planner = Planner(pages, model.device, computes_in(model))
         self._changed = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
 
@@ -179,12 +186,8 @@ class LocalEngine:
         rows = self._schedule.next()
         if not rows:
             return
-        plan = self._pages.plan([row for row, _ in rows])
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-            return self._pages.attend(plan, layer, query, key, value, scale)
-
-        hidden = self._forward(plan.ids, plan.positions, attend)
+        plan = self._planner.plan([row for row, _ in rows])
+        hidden = self._forward(plan.ids, plan.positions, partial(attend, self._pages, plan))
         ready = [(i, request) for i, (_, request) in enumerate(rows) if request and not request.pending]
         if ready:
             self._sample([request for _, request in ready], hidden[plan.last[[i for i, _ in ready]]])

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mtgrpo.engines import Key
-from mtgrpo.engines.pages import Pages, Prefix, Row, Stored
+from mtgrpo.engines.pages import Pages, Prefix, Stored
+from mtgrpo.engines.plan import Row
 from mtgrpo.types import Completion, Sampling
 
 STEP_TOKENS = 512  # of all that is computed beside decoding, in one step: what is longer is computed in parts
@@ -104,43 +105,41 @@ class Schedule:
         if self._waiting:
             self._start()
         rows: list[tuple[Row, Request | None]] = []
-        planned: dict[int, int] = {}  # how far each prefix will be stored after this step
+        planned: dict[int, int] = {}  # how many tokens of each prefix will be missing after this step
         room = STEP_TOKENS
         index = 0
         while index < len(self._running):  # which loses requests at its end when memory runs out
             request = self._running[index]
             index += 1
             stored, prefix, pending = request.conversation.stored, request.conversation.stored.prefix, request.pending
-            if prefix and len(prefix.tokens) < len(prefix.wanted):
-                if id(prefix) not in planned:
-                    row = self._row(prefix, prefix.wanted, len(prefix.tokens), room, request)
-                    if row is None:
-                        continue
-                    room -= len(row.tokens)
-                    planned[id(prefix)] = len(prefix.tokens) + len(row.tokens)
-                    rows.append((row, None))
-                if planned[id(prefix)] < len(prefix.wanted):
-                    continue  # what the request sees will not all be there
-            row = self._row(stored, request.tokens, stored.end, 1 if pending == 1 else min(pending, room), request)
-            if row is not None:
-                room -= len(row.tokens) if pending > 1 else 0
+            if prefix and prefix.missing and id(prefix) not in planned:
+                new = prefix.wanted[len(prefix.tokens) :][:room]
+                room -= len(new)
+                planned[id(prefix)] = prefix.missing - len(new)
+                if new:
+                    rows.append((Row(prefix, new), None))
+            if prefix and planned.get(id(prefix), 0):
+                continue  # what the request sees will not all be there
+            count = 1 if pending == 1 else min(pending, room)
+            if count and self._make_room(request, count):
+                room -= count if pending > 1 else 0
                 request.conversation.used = self._step
-                rows.append((row, request))
+                rows.append((Row(stored, request.tokens[stored.end :][:count]), request))
         return [(row, request) for row, request in rows if not isinstance(row.stored, Prefix) or row.stored.users]
 
-    def _row(self, stored: Stored, tokens: list[int], start: int, count: int, request: Request) -> Row | None:
-        """The next tokens of `stored`, with room made for them; None if there is none, or `request` had to give way."""
-        new = tokens[start : start + count]
-        while new and self._pages.missing(stored, len(new)) > self._pages.free:
+    def _make_room(self, request: Request, count: int) -> bool:
+        """Room for the next `count` tokens of a running request; False if it had to give way itself."""
+        stored = request.conversation.stored
+        while self._pages.own.missing(stored, count) > self._pages.own.free:
             if self._evict():
                 continue
             victim = self._running.pop()
             self._waiting.append(victim)
             self._forget(victim.conversation.stored)
             if victim is request:
-                return None
-        self._pages.reserve(stored, len(new), shared=isinstance(stored, Prefix))
-        return Row(stored, new) if new else None
+                return False
+        self._pages.own.reserve(stored, count)
+        return True
 
     def _start(self) -> None:
         """Let waiting requests run, the oldest first, as long as there is memory for all that they have pending."""
@@ -148,16 +147,14 @@ class Schedule:
         for request in self._waiting:
             self._align(request)
         self._share([request for request in self._waiting if request.conversation.stored.end == 0])
-        promised = sum(self._pages.missing(request.conversation.stored, request.pending) for request in self._running)
-        promised += sum(
-            self._pages.missing(prefix, len(prefix.wanted) - len(prefix.tokens)) for prefix in self._prefixes
-        )
+        own = self._pages.own
+        promised = sum(own.missing(request.conversation.stored, request.pending) for request in self._running)
         started = 0
         for request in self._waiting:
-            needed = self._pages.missing(request.conversation.stored, request.pending)
-            while promised + needed > self._pages.free and self._evict(request.conversation):
+            needed = own.missing(request.conversation.stored, request.pending)
+            while promised + needed > own.free and self._evict(request.conversation):
                 pass
-            if promised + needed > self._pages.free and (self._running or started):
+            if promised + needed > own.free and (self._running or started):
                 break
             promised += needed
             started += 1
@@ -169,7 +166,7 @@ class Schedule:
         stored, tokens = request.conversation.stored, request.tokens
         if stored.prefix and (len(tokens) <= stored.start or tokens[: stored.start] != stored.prefix.wanted):
             self._forget(stored)
-        self._pages.cut(stored, _common(stored.tokens, tokens[stored.start : -1]))
+        self._pages.own.cut(stored, _common(stored.tokens, tokens[stored.start : -1]))
 
     def _share(self, fresh: Sequence[Request]) -> None:
         """Find what requests of which nothing is stored begin with: an old prefix, or one that they have in common."""
@@ -197,8 +194,10 @@ class Schedule:
         self._begin_prefix(group, common)
 
     def _begin_prefix(self, group: Sequence[Request], common: list[int]) -> None:
-        if len(group) > 1:
-            prefix = Prefix(wanted=common)
+        """Store `common` once for all of `group`, if there are several and there is room; else each stores it."""
+        prefix, pool = Prefix(wanted=common), self._pages.prefixes
+        if len(group) > 1 and pool.missing(prefix, len(common)) <= pool.free:
+            pool.reserve(prefix, len(common))
             self._prefixes.append(prefix)
             self._attach(group, prefix)
 
@@ -217,12 +216,12 @@ class Schedule:
         return True
 
     def _forget(self, stored: Stored) -> None:
-        self._pages.cut(stored, 0)
+        self._pages.own.cut(stored, 0)
         prefix, stored.prefix = stored.prefix, None
         if prefix:
             prefix.users -= 1
             if not prefix.users:
-                self._pages.cut(prefix, 0)
+                self._pages.prefixes.cut(prefix, 0)
                 self._prefixes.remove(prefix)
 
 
