@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mtgrpo.engines.pages import Pages
-from mtgrpo.engines.plan import Batch, Plan
+from mtgrpo.engines.plan import Plan
 
 FEW = 2  # queries of a page for which plain products are faster than the flash kernel on a CPU
 
@@ -19,47 +19,23 @@ def attend(pages: Pages, plan: Plan, layer: int, query: Tensor, key: Tensor, val
         for buffer, new in ((pool.keys[layer], key), (pool.values[layer], value)):
             buffer.view(-1, pool.size).index_copy_(0, where, new[tokens].to(buffer.dtype).reshape(-1, pool.size))
     query = query.to(pages.own.keys[layer].dtype)
-    merged = _merged(plan, layer, query, scale) if plan.parts else query[:0]
-    if not plan.batches:
-        return merged
-    wide = [_wide(pages, batch, layer, query, scale) for batch in plan.batches]
-    return torch.cat([merged, *wide, query[plan.real :]])
-
-
-def _merged(plan: Plan, layer: int, query: Tensor, scale: float) -> Tensor:
-    """What rows of one token gather from all their parts."""
     outputs: list[Tensor] = []
     sums: list[Tensor] = []
     for part in plan.parts:
-        key, value = (t[part.pages, :, : part.length] for t in (part.pool.keys[layer], part.pool.values[layer]))
-        count = len(key)
-        folded = _fold(query.index_select(0, part.query).unflatten(0, (count, -1)), part.pool.heads)
-        output, log_sum = _attention(folded, key, value, part.mask, scale)
-        queries = len(part.query) // count
+        keys, values = part.read(part.pool.keys[layer]), part.read(part.pool.values[layer])
+        queries = len(part.query) // len(keys)
+        folded = _fold(query.index_select(0, part.query).unflatten(0, (-1, queries)), part.pool.heads)
+        output, log_sum = _attention(folded, keys, values, part.mask, scale)
         outputs.append(_unfold(output, queries).flatten(0, 1))
         sums.append(_unfold(log_sum[..., None], queries).flatten(0, 1))
-    table = plan.table.flatten()
-    shape = plan.table.shape
+    table, shape = plan.table.flatten(), plan.table.shape
     output = torch.cat(outputs).index_select(0, table).unflatten(0, shape)
+    if shape[1] == 1:
+        return output[:, 0]
     log_sum = torch.cat(sums).index_select(0, table).unflatten(0, shape)
     if plan.absent is not None:
         log_sum.masked_fill_(plan.absent[:, :, None, None], -torch.inf)
     return output.mul_(log_sum.softmax(1)).sum(1)
-
-
-def _wide(pages: Pages, batch: Batch, layer: int, query: Tensor, scale: float) -> Tensor:
-    """What the rows of one batch see, in flat order."""
-    width = batch.query.shape[1]
-
-    def gather(prefixes: Tensor, own: Tensor) -> Tensor:
-        parts = (prefixes[batch.prefix_pages], own[batch.own_pages])
-        return torch.cat([part.transpose(1, 2).flatten(2, 3) for part in parts], dim=2)
-
-    key = gather(pages.prefixes.keys[layer], pages.own.keys[layer])
-    value = gather(pages.prefixes.values[layer], pages.own.values[layer])
-    folded = _fold(query[batch.query], pages.own.heads)
-    output, _ = _attention(folded, key, value, batch.mask.repeat(1, 1, folded.shape[2] // width, 1), scale)
-    return _unfold(output, width).flatten(0, 1)[batch.real]
 
 
 def _fold(query: Tensor, groups: int) -> Tensor:
@@ -76,6 +52,8 @@ def _unfold(output: Tensor, queries: int) -> Tensor:
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """All of one shape [n, heads, ..., size]: the output, and the log-sum-exp of the scores [n, heads, queries]."""
+    if 1 < mask.shape[2] < query.shape[2]:
+        mask = mask.repeat(1, 1, query.shape[2] // mask.shape[2], 1)  # several heads share a key head
     if query.device.type == "cpu" and query.shape[2] > FEW:
         return _flash(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
     scores = query @ key.transpose(-1, -2)

@@ -1,8 +1,9 @@
 """What one forward pass computes: new tokens of many conversations in one flat sequence, and what each of them sees.
 
-A conversation with one new token, as most have while they decode, attends to each of its pages by itself, and all
-conversations with a common prefix attend to it together; these partial results are merged later. So nothing is padded
-to the longest conversation. Several new tokens of one conversation attend at once to a copy of all its pages.
+A conversation with one new token, as most have while they decode, attends to each of its pages by itself; several new
+tokens of one conversation attend at once to a copy of all its pages; and all conversations with a common prefix attend
+to it together. What a token gathers from several such parts is merged later. So nothing is padded to the longest
+conversation, and a prefix is read once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from mtgrpo.engines.pages import PAGE, Pages, Pool, Prefix, Stored
 
 GRID = 8  # the number of tokens is rounded up: every new shape costs the matrix products time
 DENSE = 0.5  # a range of pages is read in place, without copying, if this share of it is wanted
-FAR = 2**40  # the position of a place that holds no token: nobody sees it
 
 _Numbers = NDArray[np.int64]
 
@@ -34,28 +34,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Part:
-    """Pages of one pool, each seen by the same number of queries."""
+    """Pages, or rows of several pages, each seen by the same number of queries."""
 
     pool: Pool
-    pages: slice | Tensor
-    query: Tensor  # [pages * queries] flat numbers of tokens
-    mask: Tensor  # [pages, 1, 1, length], 0 or -inf; beyond `length` the pages are empty
+    pages: slice | Tensor  # a slice or [n]: pages; [n, pages of each]: rows of pages
+    query: Tensor  # [n * queries] flat numbers of tokens
+    mask: Tensor  # [n, 1, 1 or queries, places], 0 or -inf
 
-    @property
-    def length(self) -> int:
-        """How many places of each page are read."""
-        return self.mask.shape[-1]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows of several new tokens, padded to one width. They see the pages of a prefix, then their own."""
-
-    query: Tensor  # [rows, width] flat numbers of tokens
-    prefix_pages: Tensor  # [rows, pages], possibly none
-    own_pages: Tensor  # [rows, pages], possibly none
-    mask: Tensor  # [rows, 1, width, places in all these pages], 0 or -inf
-    real: Tensor  # numbers of the queries that are no padding, in [rows * width]
+    def read(self, buffer: Tensor) -> Tensor:
+        """Keys or values [n, key heads, places, size]. Of single pages only the places that the mask covers."""
+        if isinstance(self.pages, Tensor) and self.pages.dim() == 2:
+            return buffer[self.pages].transpose(1, 2).flatten(2, 3)
+        return buffer[self.pages, :, : self.mask.shape[-1]]
 
 
 @dataclass(frozen=True)
@@ -66,15 +56,13 @@ class Plan:
     positions: Tensor  # [tokens] int64
     last: Tensor  # [rows] flat number of each row's last token
     writes: list[tuple[Pool, slice, Tensor]]  # flat numbers of tokens, and [tokens * heads] where their keys go
-    narrow: int  # how many rows have one token
     real: int  # how many tokens are no padding
     parts: list[Part]
-    table: Tensor  # [rows of one token, parts of each] numbers of partial results
-    absent: Tensor | None  # the same shape: true where a row has fewer parts; None = nowhere
-    batches: list[Batch]
-    stored: list[Stored]  # of all rows, if the plan can be advanced
+    table: Tensor  # [tokens, parts of each] numbers of partial results, counted through all parts
+    absent: Tensor | None  # the same shape: true where a token has fewer parts; None = nowhere
+    stored: list[Stored]  # of all rows, if each has one token: then the plan can be advanced
     lengths: list[int]  # of their tokens
-    ends: Tensor  # of rows of one token: where the last page is in the first part
+    ends: Tensor  # of these: where the last page is in the first part
     filled: Tensor  # of these: how many tokens it holds
 
 
@@ -116,22 +104,29 @@ class Planner:
         writes = [(self._pages.own, slice(0, own), self._put(at[: own * heads]))] if own else []
         if prefixes:
             writes.append((self._pages.prefixes, slice(own, real), self._put(at[own * heads :])))
-        parts, table, ends = self._narrow([row.stored for row in narrow], padding if len(narrow) == real else 0)
+        build = _Parts(self._pages, self._device, self._dtype)
+        build.add_pages([row.stored for row in narrow])
+        build.add_rows(wide)
+        build.add_rows(prefixes)
+        build.add_prefixes([*narrow, *wide])
+        width = max(map(len, build.found))
+        table = np.array([numbers + [-1] * (width - len(numbers)) for numbers in build.found])
+        table = np.concatenate([table, table[:1].repeat(padding, axis=0)])
         absent = table < 0
+        advances = len(narrow) == len(rows)
+        ends = [numbers[len(row.stored.pages) - 1] for row, numbers in zip(narrow, build.found, strict=False)]
         self._last = Plan(
             ids=self._put(np.pad(np.array(ids), (0, padding))),
             positions=self._put(np.pad(np.concatenate(positions), (0, padding))),
             last=self._put(np.array([place[id(row)] for row in rows])),
             writes=writes,
-            narrow=len(narrow),
             real=real,
-            parts=parts,
+            parts=build.parts,
             table=self._put(np.where(absent, table[:, :1], table)),
             absent=self._put(absent) if absent.any() else None,
-            batches=[*self._batches(wide, len(narrow)), *self._batches(prefixes, own)],
-            stored=[row.stored for row in rows] if len(narrow) == real else [],
-            lengths=[len(row.stored.tokens) for row in rows],
-            ends=self._put(ends),
+            stored=[row.stored for row in rows] if advances else [],
+            lengths=[len(row.stored.tokens) for row in rows] if advances else [],
+            ends=self._put(np.array(ends, dtype=np.int64)),
             filled=self._put(np.array([_filled(row.stored, self._pages.own) for row in narrow], dtype=np.int64)),
         )
         return self._last
@@ -148,41 +143,58 @@ class Planner:
         plan.lengths[:] = [length + 1 for length in plan.lengths]
         return plan
 
-    def _narrow(self, rows: Sequence[Stored], padding: int) -> tuple[list[Part], _Numbers, _Numbers]:
-        """For rows whose last token is new: parts, table (-1 = absent) and where in the first part each one's end is.
+    def _put(self, numbers: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(numbers).to(self._device)
 
-        Below them the table has rows for `padding`, which repeat the first.
-        """
-        if not rows:
-            return [], np.empty((0, 1), np.int64), np.empty(0, np.int64)
+
+class _Parts:
+    """Collects parts and, of every token in flat order, the numbers of its partial results."""
+
+    def __init__(self, pages: Pages, device: torch.device, dtype: torch.dtype) -> None:
+        self.parts: list[Part] = []
+        self.found: list[list[int]] = []
+        self._results = 0
+        self._pages, self._device, self._dtype = pages, device, dtype
+
+    def add_pages(self, rows: Sequence[Stored]) -> None:
+        """Rows of one token: a part of all their pages, one by one."""
+        if rows:
+            sizes = [len(row.pages) for row in rows]
+            place = self._add_pages(rows, np.arange(len(rows)).repeat(sizes)[:, None])
+            self.found += [numbers.tolist() for numbers in np.split(place, np.cumsum(sizes)[:-1])]
+
+    def add_rows(self, rows: Sequence[Row]) -> None:
+        """Rows of several tokens, which come by their width: parts of rows of similar width."""
+        begin = 0
+        while begin < len(rows):
+            end = begin + 1
+            while end < len(rows) and len(rows[end].tokens) <= 2 * len(rows[begin].tokens):
+                end += 1
+            self._add_rows([row.stored for row in rows[begin:end]], [len(row.tokens) for row in rows[begin:end]])
+            begin = end
+
+    def add_prefixes(self, rows: Sequence[Row]) -> None:
+        """A part of the pages of all prefixes of `rows`, whose tokens are the first in flat order."""
         users: dict[int, list[int]] = {}
-        for i, row in enumerate(rows):
-            if row.prefix:
-                users.setdefault(id(row.prefix), []).append(i)
-        prefixes = [row.prefix for row in (rows[group[0]] for group in users.values()) if row.prefix]
+        prefixes: dict[int, Prefix] = {}
+        first = 0
+        for row in rows:
+            if prefix := row.stored.prefix:
+                prefixes[id(prefix)] = prefix
+                users.setdefault(id(prefix), []).extend(range(first, first + len(row.tokens)))
+            first += len(row.tokens)
+        if not prefixes:
+            return
+        width, before = max(map(len, users.values())), self._results
+        query = np.array([tokens + tokens[:1] * (width - len(tokens)) for tokens in users.values()])
+        sizes = [len(prefix.pages) for prefix in prefixes.values()]
+        place = self._add_pages(list(prefixes.values()), query.repeat(sizes, axis=0))
+        for tokens, places in zip(users.values(), np.split(place, np.cumsum(sizes)[:-1]), strict=True):
+            for number, token in enumerate(tokens):
+                self.found[token] += (before + places * width + number).tolist()
 
-        counts = np.array([len(row.pages) for row in rows])
-        owner = np.arange(len(rows)).repeat(counts)
-        own, place = self._part(rows, owner[:, None])
-        width = max(len(row.pages) + (len(row.prefix.pages) if row.prefix else 0) for row in rows)
-        table = np.full((len(rows), width), -1)
-        table[owner, np.arange(len(owner)) - (counts.cumsum() - counts).repeat(counts)] = place
-        ends = place[counts.cumsum() - 1]
-        parts = [own]
-        if prefixes:
-            queries = max(map(len, users.values()))
-            padded = np.array([group + [group[0]] * (queries - len(group)) for group in users.values()])
-            sizes = np.array([len(prefix.pages) for prefix in prefixes])
-            shared, place = self._part(prefixes, padded.repeat(sizes, axis=0))
-            parts.append(shared)
-            for group, places in zip(users.values(), np.split(place, sizes.cumsum()[:-1]), strict=True):
-                columns = counts[group][:, None] + np.arange(len(places))
-                numbers = len(own.query) + places * queries + np.arange(len(group))[:, None]
-                table[np.array(group)[:, None], columns] = numbers
-        return parts, np.concatenate([table, table[:1].repeat(padding, axis=0)]), ends
-
-    def _part(self, stored: Sequence[Stored], query: _Numbers) -> tuple[Part, _Numbers]:
-        """The pages of `stored`, each with its row of `query` [pages, queries]; and where each page is in the part."""
+    def _add_pages(self, stored: Sequence[Stored], query: _Numbers) -> _Numbers:
+        """A part of all pages of `stored`, each with its row of `query` [pages, queries]; where each page is in it."""
         pool = self._pages.pool(stored[0])
         pages = np.concatenate([np.array(s.pages) for s in stored])
         filled = np.full(len(pages), pool.length)
@@ -196,56 +208,38 @@ class Planner:
             query, filled = spread, spread_filled
         else:
             where, place = self._put(pages), np.arange(len(pages))
-        length = min(pool.length, -(-int(filled.max()) // 16) * 16) if isinstance(stored[0], Prefix) else pool.length
-        hidden = np.arange(length) >= filled[:, None]
-        return Part(pool, where, self._put(query.ravel()), self._mask(hidden)[:, None, None]), place
-
-    def _batches(self, rows: Sequence[Row], first: int) -> list[Batch]:
-        """Rows of similar width together; they come by width, in flat order from `first`."""
-        found: list[Batch] = []
-        begin = 0
-        while begin < len(rows):
-            end = begin + 1
-            while end < len(rows) and len(rows[end].tokens) <= 2 * len(rows[begin].tokens):
-                end += 1
-            group = rows[begin:end]
-            found.append(self._batch([row.stored for row in group], np.array([len(r.tokens) for r in group]), first))
-            first += sum(len(row.tokens) for row in group)
-            begin = end
-        return found
-
-    def _batch(self, rows: Sequence[Stored], widths: _Numbers, first: int) -> Batch:
-        """`rows` whose last `widths` tokens are new."""
-        prefixes = [row if isinstance(row, Prefix) else row.prefix for row in rows]
-        of_prefix = [prefix.pages if prefix else [] for prefix in prefixes]
-        own = [[] if isinstance(row, Prefix) else row.pages for row in rows]
-        tables = [_rectangle(of_prefix), _rectangle(own)]
-        split = tables[0].shape[1] * self._pages.prefixes.length
-        position = np.full((len(rows), split + tables[1].shape[1] * self._pages.own.length), FAR)
-        for i, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
-            count = len(prefix.tokens) if prefix else 0
-            position[i, :count] = np.arange(count)
-            if not isinstance(row, Prefix):
-                position[i, split : split + len(row.tokens)] = row.start + np.arange(len(row.tokens))
-        column = np.arange(widths.max())
-        real = column < widths[:, None]
-        query = np.where(real, first + (widths.cumsum() - widths)[:, None] + column, first)
-        ends = np.array([row.end for row in rows])[:, None]
-        at = np.minimum(ends - widths[:, None] + column, ends - 1)
-        mask = self._mask(position[:, None, :] > at[:, :, None])[:, None]
-        return Batch(
-            self._put(query), self._put(tables[0]), self._put(tables[1]), mask, self._put(real.ravel().nonzero()[0])
+        # Conversations grow, and the plan with them; a prefix is read as far as the longest goes.
+        length = -(-int(filled.max()) // 16) * 16 if isinstance(stored[0], Prefix) else pool.length
+        self._add(
+            Part(pool, where, self._put(query.ravel()), self._mask(np.arange(length) >= filled[:, None, None, None]))
         )
+        return place
+
+    def _add_rows(self, rows: Sequence[Stored], widths: Sequence[int]) -> None:
+        """A part of `rows` whose last `widths` tokens are new."""
+        pool = self._pages.pool(rows[0])
+        pages = np.zeros((len(rows), max(len(row.pages) for row in rows)), np.int64)
+        width, first = max(widths), len(self.found)
+        query = np.full((len(rows), width), first)
+        at = np.zeros((len(rows), 1, width, 1), np.int64)  # the place of each query among the row's own tokens
+        for i, (row, count) in enumerate(zip(rows, widths, strict=True)):
+            pages[i, : len(row.pages)] = row.pages
+            query[i, :count] = len(self.found) + np.arange(count)
+            at[i, 0, :count, 0] = len(row.tokens) - count + np.arange(count)
+            self.found += [[self._results + i * width + number] for number in range(count)]
+        hidden = np.arange(pages.shape[1] * pool.length) > at
+        self._add(Part(pool, self._put(pages), self._put(query.ravel()), self._mask(hidden)))
+
+    def _add(self, part: Part) -> None:
+        self.parts.append(part)
+        self._results += len(part.query)
 
     def _put(self, numbers: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(numbers).to(self._device)
 
     def _mask(self, hidden: NDArray[np.bool_]) -> Tensor:
-        return (
-            torch.zeros(hidden.shape, dtype=self._dtype)
-            .masked_fill_(torch.from_numpy(hidden), -torch.inf)
-            .to(self._device)
-        )
+        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        return mask.to(self._device)
 
 
 def _goes_on(plan: Plan, rows: Sequence[Row]) -> bool:
@@ -259,11 +253,3 @@ def _goes_on(plan: Plan, rows: Sequence[Row]) -> bool:
 def _filled(stored: Stored, pool: Pool) -> int:
     """How many tokens the last page holds."""
     return (len(stored.tokens) - 1) % pool.length + 1
-
-
-def _rectangle(lists: Sequence[Sequence[int]]) -> _Numbers:
-    """Page numbers, filled up with page 0."""
-    table = np.zeros((len(lists), max(map(len, lists))), np.int64)
-    for i, numbers in enumerate(lists):
-        table[i, : len(numbers)] = numbers
-    return table
