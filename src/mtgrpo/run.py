@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import Generator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -80,6 +81,7 @@ def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
         engine = experiment.engine.start(model, experiment.trainer.deterministic, longest)
         for note in (*inputs.chat.notes, describe_attention(model)):
             sinks.note(note)
+        gc.freeze()  # what is loaded stays: looking through it for garbage takes longer than some training steps
         yield Run(
             experiment=experiment,
             folder=folder,

@@ -188,7 +188,7 @@ class LocalEngine:
             return
         plan = self._planner.plan([row for row, _ in rows])
         hidden = self._forward(plan.ids, plan.positions, partial(attend, self._pages, plan))
-        ready = [(i, request) for i, (_, request) in enumerate(rows) if request and not request.pending]
+        ready = [(i, request) for i, (_, request) in enumerate(rows) if request]
         if ready:
             self._sample([request for _, request in ready], hidden[plan.last[[i for i, _ in ready]]])
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from mtgrpo.model.load import computes_in
 
-PAGE = 64  # tokens in a page of a conversation
+PAGE = 32  # tokens in a page of a conversation
 PREFIX_PAGE = 256  # tokens in a page of a prefix
 PREFIX_SHARE = 0.25  # of the memory
 
@@ -32,7 +32,7 @@ class Stored:
     @property
     def start(self) -> int:
         """The position of the first token."""
-        return len(self.prefix.wanted) if self.prefix else 0
+        return len(self.prefix.wanted) if self.prefix is not None else 0
 
     @property
     def end(self) -> int:

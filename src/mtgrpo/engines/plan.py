@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +26,7 @@ DENSE = 0.5  # a range of pages is read in place, without copying, if this share
 _Numbers = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """New tokens that follow what is stored, for which room has been made."""
 
     stored: Stored
@@ -81,55 +82,44 @@ class Planner:
         wide = [row for row in rows if len(row.tokens) > 1 and not isinstance(row.stored, Prefix)]
         wide.sort(key=lambda row: len(row.tokens))
         prefixes = [row for row in rows if isinstance(row.stored, Prefix)]
-        ordered = [*narrow, *wide, *prefixes]
-        ids: list[int] = []
-        positions: list[_Numbers] = []
-        where: list[_Numbers] = []
-        place: dict[int, int] = {}
-        for row in ordered:
-            stored, pool, count = row.stored, self._pages.pool(row.stored), len(row.tokens)
-            new = np.arange(len(stored.tokens), len(stored.tokens) + count)
-            page = np.array(stored.pages)[new // pool.length]
-            where.append(
-                (page[:, None] * pool.heads + np.arange(pool.heads)) * pool.length + new[:, None] % pool.length
-            )
-            positions.append(new + stored.start)
-            ids.extend(row.tokens)
-            stored.tokens.extend(row.tokens)
-            place[id(row)] = len(ids) - 1
-        real, own = len(ids), len(ids) - sum(len(row.tokens) for row in prefixes)
-        padding = -real % max(GRID, 2 ** (real.bit_length() - 3))
-        at = np.concatenate(where).ravel()
-        heads = self._pages.own.heads
-        writes = [(self._pages.own, slice(0, own), self._put(at[: own * heads]))] if own else []
-        if prefixes:
-            writes.append((self._pages.prefixes, slice(own, real), self._put(at[own * heads :])))
-        build = _Parts(self._pages, self._device, self._dtype)
-        build.add_pages([row.stored for row in narrow])
-        build.add_rows(wide)
-        build.add_rows(prefixes)
-        build.add_prefixes([*narrow, *wide])
-        width = max(map(len, build.found))
-        table = np.array([numbers + [-1] * (width - len(numbers)) for numbers in build.found])
-        table = np.concatenate([table, table[:1].repeat(padding, axis=0)])
+        flat = _Flat([*narrow, *wide, *prefixes])
+        build = _Parts(self._pages, self._device, self._dtype, flat, len(narrow))
+        build.add_pages()
+        build.add_rows(len(narrow), len(narrow) + len(wide))
+        build.add_rows(len(narrow) + len(wide), len(rows))
+        build.add_prefixes(len(narrow) + len(wide))
+
+        padding = -flat.real % max(GRID, 2 ** (flat.real.bit_length() - 3))
+        table = np.concatenate([build.table, build.table[:1].repeat(padding, axis=0)])
         absent = table < 0
         advances = len(narrow) == len(rows)
-        ends = [numbers[len(row.stored.pages) - 1] for row, numbers in zip(narrow, build.found, strict=False)]
+        place = {id(row): last for row, last in zip(flat.rows, flat.ends.tolist(), strict=True)}
         self._last = Plan(
-            ids=self._put(np.pad(np.array(ids), (0, padding))),
-            positions=self._put(np.pad(np.concatenate(positions), (0, padding))),
+            ids=self._put(np.pad(flat.ids, (0, padding))),
+            positions=self._put(np.pad(flat.positions, (0, padding))),
             last=self._put(np.array([place[id(row)] for row in rows])),
-            writes=writes,
-            real=real,
+            writes=self._writes(flat, flat.real - sum(len(row.tokens) for row in prefixes)),
+            real=flat.real,
             parts=build.parts,
             table=self._put(np.where(absent, table[:, :1], table)),
             absent=self._put(absent) if absent.any() else None,
             stored=[row.stored for row in rows] if advances else [],
-            lengths=[len(row.stored.tokens) for row in rows] if advances else [],
-            ends=self._put(np.array(ends, dtype=np.int64)),
-            filled=self._put(np.array([_filled(row.stored, self._pages.own) for row in narrow], dtype=np.int64)),
+            lengths=flat.lengths.tolist(),
+            ends=self._put(build.table[np.arange(len(narrow)), flat.page_counts[: len(narrow)] - 1]),
+            filled=self._put((flat.lengths[: len(narrow)] - 1) % PAGE + 1),
         )
         return self._last
+
+    def _writes(self, flat: _Flat, own: int) -> list[tuple[Pool, slice, Tensor]]:
+        """Where keys go: the first `own` tokens are those of conversations, the others those of prefixes."""
+        found: list[tuple[Pool, slice, Tensor]] = []
+        for pool, tokens in ((self._pages.own, slice(0, own)), (self._pages.prefixes, slice(own, flat.real))):
+            if tokens.start < tokens.stop:
+                within = flat.within[tokens]
+                page = flat.pages[flat.page_starts[flat.row[tokens]] + within // pool.length]
+                block = page[:, None] * pool.heads + np.arange(pool.heads)
+                found.append((pool, tokens, self._put((block * pool.length + within[:, None] % pool.length).ravel())))
+        return found
 
     def _advance(self, plan: Plan, rows: Sequence[Row]) -> Plan:
         """The plan of the next step, in place."""
@@ -147,58 +137,97 @@ class Planner:
         return torch.from_numpy(numbers).to(self._device)
 
 
-class _Parts:
-    """Collects parts and, of every token in flat order, the numbers of its partial results."""
+def _goes_on(plan: Plan, rows: Sequence[Row]) -> bool:
+    """Whether `rows` are those of `plan`, one token further in the same pages."""
+    return len(rows) == len(plan.stored) and all(
+        row.stored is stored and len(row.tokens) == 1 and len(stored.tokens) == length and length % PAGE
+        for row, stored, length in zip(rows, plan.stored, plan.lengths, strict=True)
+    )
 
-    def __init__(self, pages: Pages, device: torch.device, dtype: torch.dtype) -> None:
-        self.parts: list[Part] = []
-        self.found: list[list[int]] = []
-        self._results = 0
-        self._pages, self._device, self._dtype = pages, device, dtype
 
-    def add_pages(self, rows: Sequence[Stored]) -> None:
-        """Rows of one token: a part of all their pages, one by one."""
-        if rows:
-            sizes = [len(row.pages) for row in rows]
-            place = self._add_pages(rows, np.arange(len(rows)).repeat(sizes)[:, None])
-            self.found += [numbers.tolist() for numbers in np.split(place, np.cumsum(sizes)[:-1])]
+class _Flat:
+    """The new tokens of rows in one sequence; makes them stored."""
 
-    def add_rows(self, rows: Sequence[Row]) -> None:
-        """Rows of several tokens, which come by their width: parts of rows of similar width."""
-        begin = 0
-        while begin < len(rows):
-            end = begin + 1
-            while end < len(rows) and len(rows[end].tokens) <= 2 * len(rows[begin].tokens):
-                end += 1
-            self._add_rows([row.stored for row in rows[begin:end]], [len(row.tokens) for row in rows[begin:end]])
-            begin = end
-
-    def add_prefixes(self, rows: Sequence[Row]) -> None:
-        """A part of the pages of all prefixes of `rows`, whose tokens are the first in flat order."""
-        users: dict[int, list[int]] = {}
-        prefixes: dict[int, Prefix] = {}
-        first = 0
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        self.counts = np.array([len(row.tokens) for row in rows])
+        self.ids = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64)
+        starts = np.array([row.stored.start for row in rows])
         for row in rows:
+            row.stored.tokens.extend(row.tokens)
+        self.lengths = np.array([len(row.stored.tokens) for row in rows])  # of all that is stored of each row
+        self.page_counts = np.array([len(row.stored.pages) for row in rows])
+        self.page_starts = self.page_counts.cumsum() - self.page_counts
+        self.pages = np.fromiter(chain.from_iterable(row.stored.pages for row in rows), np.int64)
+        self.real = len(self.ids)
+        self.row = np.arange(len(rows)).repeat(self.counts)  # of each token
+        self.ends = self.counts.cumsum() - 1  # the last token of each row
+        self.within = np.arange(self.real) + (self.lengths - 1 - self.ends)[self.row]  # its place in what is stored
+        self.positions = self.within + starts[self.row]
+
+
+class _Parts:
+    """Collects parts and, for every token, the numbers of its partial results: those of its own pages come first."""
+
+    def __init__(self, pages: Pages, device: torch.device, dtype: torch.dtype, flat: _Flat, narrow: int) -> None:
+        self.parts: list[Part] = []
+        self._results = 0
+        self._pages, self._device, self._dtype, self._flat, self._narrow = pages, device, dtype, flat, narrow
+        self._own = np.ones(len(flat.rows), np.int64)  # how many results the tokens of each row have of their own pages
+        self._own[:narrow] = flat.page_counts[:narrow]
+        shared = [len(row.stored.prefix.pages) if row.stored.prefix else 0 for row in flat.rows]
+        self.table = np.full((flat.real, int((self._own + shared).max())), -1)
+
+    def add_pages(self) -> None:
+        """A part of all pages of the rows of one token, page by page."""
+        flat, count = self._flat, self._narrow
+        if count:
+            sizes = flat.page_counts[:count]
+            owner = np.arange(count).repeat(sizes)
+            place = self._add_pages(
+                self._pages.own, flat.pages[: len(owner)], sizes, flat.lengths[:count], owner[:, None]
+            )
+            self.table[owner, np.arange(len(owner)) - flat.page_starts[owner]] = place
+
+    def add_rows(self, begin: int, end: int) -> None:
+        """Parts of the rows [begin, end), which come by their width: those of similar width together."""
+        counts = self._flat.counts
+        while begin < end:
+            stop = begin + 1
+            while stop < end and counts[stop] <= 2 * counts[begin]:
+                stop += 1
+            self._add_rows(begin, stop)
+            begin = stop
+
+    def add_prefixes(self, end: int) -> None:
+        """A part of the pages of all prefixes of the rows [0, end)."""
+        flat = self._flat
+        users: dict[int, list[int]] = {}  # tokens
+        prefixes: dict[int, Prefix] = {}
+        for row, count, last in zip(flat.rows[:end], flat.counts.tolist(), flat.ends.tolist(), strict=False):
             if prefix := row.stored.prefix:
                 prefixes[id(prefix)] = prefix
-                users.setdefault(id(prefix), []).extend(range(first, first + len(row.tokens)))
-            first += len(row.tokens)
-        if not prefixes:
+                users.setdefault(id(prefix), []).extend(range(last + 1 - count, last + 1))
+        if not users:
             return
-        width, before = max(map(len, users.values())), self._results
+        before, width = self._results, max(map(len, users.values()))
         query = np.array([tokens + tokens[:1] * (width - len(tokens)) for tokens in users.values()])
-        sizes = [len(prefix.pages) for prefix in prefixes.values()]
-        place = self._add_pages(list(prefixes.values()), query.repeat(sizes, axis=0))
-        for tokens, places in zip(users.values(), np.split(place, np.cumsum(sizes)[:-1]), strict=True):
-            for number, token in enumerate(tokens):
-                self.found[token] += (before + places * width + number).tolist()
+        sizes = np.array([len(prefix.pages) for prefix in prefixes.values()])
+        pages = np.fromiter(chain.from_iterable(prefix.pages for prefix in prefixes.values()), np.int64)
+        lengths = np.array([len(prefix.tokens) for prefix in prefixes.values()])
+        place = self._add_pages(self._pages.prefixes, pages, sizes, lengths, query.repeat(sizes, axis=0))
+        for tokens, places in zip(users.values(), np.split(place, sizes.cumsum()[:-1]), strict=True):
+            columns = self._own[flat.row[tokens]][:, None] + np.arange(len(places))
+            numbers = before + places * width + np.arange(len(tokens))[:, None]
+            self.table[np.array(tokens)[:, None], columns] = numbers
 
-    def _add_pages(self, stored: Sequence[Stored], query: _Numbers) -> _Numbers:
-        """A part of all pages of `stored`, each with its row of `query` [pages, queries]; where each page is in it."""
-        pool = self._pages.pool(stored[0])
-        pages = np.concatenate([np.array(s.pages) for s in stored])
+    def _add_pages(self, pool: Pool, pages: _Numbers, sizes: _Numbers, lengths: _Numbers, query: _Numbers) -> _Numbers:
+        """A part of `pages`, which belong to lists of `sizes` with `lengths` tokens. Returns where in it each page is.
+
+        Each page is seen by its row of `query` [pages, queries].
+        """
         filled = np.full(len(pages), pool.length)
-        filled[np.array([len(s.pages) for s in stored]).cumsum() - 1] = [_filled(s, pool) for s in stored]
+        filled[sizes.cumsum() - 1] = (lengths - 1) % pool.length + 1
         low, high = int(pages.min()), int(pages.max()) + 1
         where: slice | Tensor = slice(low, high)
         place = pages - low
@@ -208,26 +237,27 @@ class _Parts:
             query, filled = spread, spread_filled
         else:
             where, place = self._put(pages), np.arange(len(pages))
-        # Conversations grow, and the plan with them; a prefix is read as far as the longest goes.
-        length = -(-int(filled.max()) // 16) * 16 if isinstance(stored[0], Prefix) else pool.length
+        # Conversations grow, and the plan with them; prefixes are read as far as the longest goes.
+        length = pool.length if pool is self._pages.own else -(-int(filled.max()) // 16) * 16
         self._add(
             Part(pool, where, self._put(query.ravel()), self._mask(np.arange(length) >= filled[:, None, None, None]))
         )
         return place
 
-    def _add_rows(self, rows: Sequence[Stored], widths: Sequence[int]) -> None:
-        """A part of `rows` whose last `widths` tokens are new."""
-        pool = self._pages.pool(rows[0])
-        pages = np.zeros((len(rows), max(len(row.pages) for row in rows)), np.int64)
-        width, first = max(widths), len(self.found)
-        query = np.full((len(rows), width), first)
-        at = np.zeros((len(rows), 1, width, 1), np.int64)  # the place of each query among the row's own tokens
-        for i, (row, count) in enumerate(zip(rows, widths, strict=True)):
-            pages[i, : len(row.pages)] = row.pages
-            query[i, :count] = len(self.found) + np.arange(count)
-            at[i, 0, :count, 0] = len(row.tokens) - count + np.arange(count)
-            self.found += [[self._results + i * width + number] for number in range(count)]
-        hidden = np.arange(pages.shape[1] * pool.length) > at
+    def _add_rows(self, begin: int, end: int) -> None:
+        """A part of the rows [begin, end)."""
+        flat = self._flat
+        counts, pool = flat.counts[begin:end], self._pages.pool(flat.rows[begin].stored)
+        pages = np.zeros((end - begin, flat.page_counts[begin:end].max()), np.int64)
+        for i, row in enumerate(flat.rows[begin:end]):
+            pages[i, : len(row.stored.pages)] = row.stored.pages
+        column = np.arange(counts.max())
+        first = flat.ends[begin:end] + 1 - counts
+        real = column < counts[:, None]
+        query = np.where(real, first[:, None] + column, first[:, None])
+        place = np.where(real, (flat.lengths[begin:end] - counts)[:, None] + column, 0)  # among the row's own tokens
+        self.table[query[real], 0] = self._results + real.ravel().nonzero()[0]
+        hidden = np.arange(pages.shape[1] * pool.length) > place[:, None, :, None]
         self._add(Part(pool, self._put(pages), self._put(query.ravel()), self._mask(hidden)))
 
     def _add(self, part: Part) -> None:
@@ -240,16 +270,3 @@ class _Parts:
     def _mask(self, hidden: NDArray[np.bool_]) -> Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
         return mask.to(self._device)
-
-
-def _goes_on(plan: Plan, rows: Sequence[Row]) -> bool:
-    """Whether `rows` are those of `plan`, one token further in the same pages."""
-    return len(rows) == len(plan.stored) and all(
-        row.stored is stored and len(row.tokens) == 1 and len(stored.tokens) == length and length % PAGE
-        for row, stored, length in zip(rows, plan.stored, plan.lengths, strict=True)
-    )
-
-
-def _filled(stored: Stored, pool: Pool) -> int:
-    """How many tokens the last page holds."""
-    return (len(stored.tokens) - 1) % pool.length + 1

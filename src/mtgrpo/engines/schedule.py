@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mtgrpo.engines import Key
-from mtgrpo.engines.pages import Pages, Prefix, Stored
+from mtgrpo.engines.pages import PAGE, Pages, Prefix, Stored
 from mtgrpo.engines.plan import Row
 from mtgrpo.types import Completion, Sampling
 
@@ -100,7 +100,7 @@ class Schedule:
         self._waiting, self._running = self.requests, []
 
     def next(self) -> list[tuple[Row, Request | None]]:
-        """What the next step computes: rows, each with its request; None = a prefix, of which nothing is sampled."""
+        """What the next step computes: rows, each with the request that is complete after it and can be sampled."""
         self._step += 1
         if self._waiting:
             self._start()
@@ -111,7 +111,9 @@ class Schedule:
         while index < len(self._running):  # which loses requests at its end when memory runs out
             request = self._running[index]
             index += 1
-            stored, prefix, pending = request.conversation.stored, request.conversation.stored.prefix, request.pending
+            stored = request.conversation.stored
+            prefix, end = stored.prefix, stored.end
+            pending = len(request.tokens) - end
             if prefix and prefix.missing and id(prefix) not in planned:
                 new = prefix.wanted[len(prefix.tokens) :][:room]
                 room -= len(new)
@@ -121,11 +123,15 @@ class Schedule:
             if prefix and planned.get(id(prefix), 0):
                 continue  # what the request sees will not all be there
             count = 1 if pending == 1 else min(pending, room)
-            if count and self._make_room(request, count):
+            if count and (self._fits(stored, count) or self._make_room(request, count)):
                 room -= count if pending > 1 else 0
                 request.conversation.used = self._step
-                rows.append((Row(stored, request.tokens[stored.end :][:count]), request))
+                rows.append((Row(stored, request.tokens[end : end + count]), request if count == pending else None))
         return [(row, request) for row, request in rows if not isinstance(row.stored, Prefix) or row.stored.users]
+
+    def _fits(self, stored: Stored, count: int) -> bool:
+        """Whether its pages hold `count` more tokens."""
+        return len(stored.tokens) + count <= len(stored.pages) * PAGE
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Room for the next `count` tokens of a running request; False if it had to give way itself."""
