@@ -19,13 +19,13 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import head_logits
+from mtgrpo.model.products import OneDNNLinear, multiply, onednn, pack
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, query [tokens, heads, size], key and value [tokens, key heads, size], scale) -> [tokens, heads, size]"""
 
 DELEGATED = "delegated"  # the attention of transformers models while they decode
 CHECKED = 8  # tokens
-PACKED_ROWS = 64  # for how many the packed layout is made; any number works
 # How far final hidden states, whose scale is about 1, may be apart between two ways of computing them.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.3}
 
@@ -196,7 +196,7 @@ class _Product:
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self._layers, self._dtype = layers, dtype
         biases = {getattr(layer, "bias", None) is None for layer in layers}
-        self._plain = all(type(layer) is nn.Linear for layer in layers) and len(biases) == 1
+        self._plain = all(type(layer) in (nn.Linear, OneDNNLinear) for layer in layers) and len(biases) == 1
         self._weight = self._bias = None
         self._packed = False
 
@@ -208,19 +208,13 @@ class _Product:
         self._weight = torch.cat([layer.weight for layer in layers]).to(self._dtype)
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
         self._bias = torch.cat(biases).to(self._dtype) if biases else None
-        self._packed = _can_pack(self._weight)
+        self._packed = onednn(self._weight.device, self._dtype)
         if self._packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, PACKED_ROWS)
+            self._weight = pack(self._weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         if self._weight is not None:
-            return linear(x.to(self._dtype), self._weight, self._bias)
+            product = multiply if self._packed else linear
+            return product(x.to(self._dtype), self._weight, self._bias)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
             return torch.cat([layer(x) for layer in self._layers], dim=-1)
-
-
-def _can_pack(weight: Tensor) -> bool:
-    """oneDNN's products of fp32 matrices are up to twice as fast as MKL's, which torch takes, on AMD's processors."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()

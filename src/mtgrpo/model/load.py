@@ -21,6 +21,7 @@ from mtgrpo.model import tiny
 from mtgrpo.model.attention import Attention, choose_attention
 from mtgrpo.model.logprobs import head_logits
 from mtgrpo.model.lora import LoRA, add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
+from mtgrpo.model.products import use_onednn
 from mtgrpo.model.value import add_value_head, save_value_head, without_value_head
 
 logging.disable_progress_bar()  # it would write through the console's own
@@ -89,6 +90,7 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
     model.to(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # pyright: ignore[reportCallIssue, reportArgumentType]
     compute_in(model, settings.dtype)
     choose_attention(model, settings.attention)
+    use_onednn(model)
     _check_head(model, settings.name)
     return model
 

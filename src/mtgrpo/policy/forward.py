@@ -15,6 +15,7 @@ from mtgrpo.batch.packing import Cost, Layout, MicroBatch
 from mtgrpo.model.attention import Visibility, uses_forest
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import Kept, sampled_logprobs
+from mtgrpo.model.products import GRID, onednn
 
 CHECKED = 4  # targets that the plain path computes again
 # How far two ways of computing the same log-probability may be apart, in nats, before something must be wrong.
@@ -58,17 +59,30 @@ def _head(model: PreTrainedModel) -> nn.Linear:
 def read_hidden(model: PreTrainedModel, micro: MicroBatch, positions: Tensor) -> Tensor:
     """Final hidden states [n, hidden] at flat `positions` [n] of the micro-batch, each given once."""
     device = model.device
-    ids, depth, positions = micro.ids.to(device), micro.position.to(device), positions.to(device)
+    positions = positions.to(device)
     if micro.forest is None:
-        output = model.base_model(input_ids=ids, use_cache=False)
-    else:
-        visibility = Visibility(depth[0], micro.forest.subtree_end.to(device))
-        unused = torch.zeros(1, 1, 1, 1, device=device)  # of four dimensions: transformers then builds no mask itself
-        with last_layer_at(model, positions):
-            output = model.base_model(
-                input_ids=ids, position_ids=depth, attention_mask=unused, use_cache=False, forest=visibility
-            )
-    return output.last_hidden_state.flatten(0, 1)[positions]
+        output = model.base_model(input_ids=micro.ids.to(device), use_cache=False)
+        return output.last_hidden_state.flatten(0, 1)[positions]
+    # Rounded up to the grid by a chain of nodes that nobody reads, after all others and apart from them.
+    count, grid = len(micro.forest), GRID if onednn(device, computes_in(model)) else 1
+    extra = torch.arange(-count % grid)
+    end = micro.forest.subtree_end
+    ids = torch.cat([micro.ids[0], torch.zeros_like(extra)]).to(device)
+    depth = torch.cat([micro.position[0], extra]).to(device)
+    visibility = Visibility(depth, torch.cat([end, torch.full_like(extra, count + len(extra))]).to(device))
+    unused = torch.zeros(1, 1, 1, 1, device=device)  # of four dimensions: transformers then builds no mask itself
+    with last_layer_at(model, _rounded_up(positions, len(ids), grid)):
+        output = model.base_model(
+            input_ids=ids[None], position_ids=depth[None], attention_mask=unused, use_cache=False, forest=visibility
+        )
+    return output.last_hidden_state[0, positions]
+
+
+def _rounded_up(rows: Tensor, count: int, grid: int) -> Tensor:
+    """`rows` [n] and others of the `count` that there are: a multiple of `grid` if it can be."""
+    others = torch.ones(count, dtype=torch.bool, device=rows.device)
+    others[rows] = False
+    return torch.cat([rows, others.nonzero()[: -len(rows) % grid, 0]])
 
 
 @contextmanager
