@@ -22,6 +22,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -208,7 +209,7 @@ def continuous_batching(model: PreTrainedModel, conversations: Sequence[Conversa
 
 
 class Vllm:
-    """The process of rollout_vllm.py, with OpenMP threads bound to the first cores."""
+    """The processes of rollout_vllm.py, with OpenMP threads bound to the first cores; stopped while others play."""
 
     def __init__(self, folder: Path, threads: int, tuned: bool) -> None:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
@@ -241,19 +242,27 @@ class Vllm:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                start_new_session=True,
             )
         self.versions: dict[str, str] = self._answer()
+        self._signal(signal.SIGSTOP)  # asleep it would still wake up often enough to slow down who computes
 
     def play(self, conversations: Sequence[Conversation]) -> tuple[float, Played]:
         """After the prefix cache was dropped."""
         assert self._process.stdin
+        self._signal(signal.SIGCONT)
         print(json.dumps([(c.prompt, c.turns) for c in conversations]), file=self._process.stdin, flush=True)
         answer = self._answer()
+        self._signal(signal.SIGSTOP)
         return answer["seconds"], answer["outputs"]
 
     def close(self) -> None:
-        """End the process."""
+        """End the processes."""
+        self._signal(signal.SIGCONT)
         self._process.communicate()
+
+    def _signal(self, number: signal.Signals) -> None:
+        os.killpg(self._process.pid, number)
 
     def _answer(self) -> Any:
         assert self._process.stdout

@@ -345,6 +345,27 @@ def test_every_page_comes_back() -> None:
         assert not engine._schedule._prefixes
 
 
+def test_memory_does_not_grow_with_the_number_of_conversations() -> None:
+    """Pages are used again before new ones are touched."""
+    model = make_model()
+    engine = LocalEngine(model, False, Pages(model, 2**14), longest_context=1024)
+    places = asyncio.Semaphore(20)
+
+    async def one(number: int) -> None:
+        async with places:
+            await converse(
+                engine, Key(7, "a", str(number // 4), number % 4), number // 4, Sampling(max_new_tokens=4), 2
+            )
+
+    async def run() -> None:
+        await asyncio.gather(*(one(number) for number in range(400)))
+
+    asyncio.run(run())
+    touched = [int((pool.keys[0] != 0).flatten(1).any(1).sum()) for pool in (engine._pages.own, engine._pages.prefixes)]
+    assert 20 <= touched[0] <= 20 * 3
+    assert 1 <= touched[1] <= 20
+
+
 def test_a_budget_below_one_conversation_is_refused_with_the_number_that_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -506,7 +527,7 @@ def test_a_decoding_path_that_has_gone_wrong_ends_the_run(monkeypatch: pytest.Mo
     engine = Local().start(model, True, 1024)
     engine._forward._fused._layers[0].scale = 0.5  # type: ignore[union-attr]
     engine.version = 1
-    with pytest.raises(EngineError, match="differs from the model's own forward"):
+    with pytest.raises(EngineError, match="decoding differs from the model's own forward"):
         asyncio.run(ask(engine, Key(0, "a", "t", 0), prompt_of(1), 3))
 
 

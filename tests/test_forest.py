@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -184,6 +185,31 @@ def test_the_order_of_trajectories_changes_only_the_order_of_entries(played: lis
     entries = [entry for i in order for entry in (batch.trajectory == i).nonzero()[:, 0].tolist()]
     assert again.node.tolist() == batch.node[entries].tolist()
     assert again.behaviour_logp.tolist() == batch.behaviour_logp[entries].tolist()
+
+
+def cut(output: list[int], kept: list[list[int]]) -> Turn:
+    """A turn that was sampled from few tokens."""
+    made = turn([1, 2], output, False)
+    made.kept = [array("i", tokens) for tokens in kept]
+    return made
+
+
+def test_what_was_kept_stays_with_its_entry() -> None:
+    played = [Trajectory(TASK, turns=[cut([5, 6], [[5], [6, 8, 9]])]), Trajectory(TASK, turns=[cut([7], [[4, 7]])])]
+    kept = build_batch(played).kept
+    assert kept is not None
+    assert kept.offset.tolist() == [0, 1, 4, 6]
+    assert kept.token.tolist() == [5, 6, 8, 9, 4, 7]
+    chosen = kept.select(torch.tensor([2, 0]))
+    assert chosen.offset.tolist() == [0, 2, 3]
+    assert chosen.token.tolist() == [4, 7, 5]
+    assert kept.select(torch.empty(0, dtype=torch.long)).offset.tolist() == [0]
+
+
+def test_a_batch_is_cut_throughout_or_not_at_all() -> None:
+    played = [Trajectory(TASK, turns=[cut([5], [[5]])]), Trajectory(TASK, turns=[turn([1, 2], [7], False)])]
+    with pytest.raises(ValueError, match="1 of 2 sampled tokens say what"):
+        build_batch(played)
 
 
 def test_a_batch_of_nothing() -> None:

@@ -203,6 +203,15 @@ def test_the_seed_alone_decides_every_digit(tmp_path: Path, own: Path) -> None:
     assert all(row["policy/mismatch/max_abs_dlogp"] < 5e-4 for row in steps)
 
 
+def test_what_top_p_and_top_k_cut_off_is_cut_off_in_the_update_too(tmp_path: Path, own: Path) -> None:
+    """The update sees the very distribution that was sampled from: the ratios are 1, the entropy that of few tokens."""
+    words = busy(own, "sampling.top_k=5", "sampling.top_p=0.9", "sampling.temperature=0.8", "kl.coef=0.01")
+    steps = [row for row in rows(ran(tmp_path, *words)) if row["stage"] == "reinforcement learning"]
+    assert all(row["policy/grad_norm"] > 0 for row in steps)
+    assert all(row["policy/mismatch/max_abs_dlogp"] < 5e-4 for row in steps)
+    assert all(0 < row["policy/entropy"] < math.log(5) for row in steps)
+
+
 @pytest.mark.parametrize("kind", ["normal", "shuffled", "flipped"])
 def test_controls_reach_the_update(kind: str, tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The advantages that are trained on, against those of the rewards."""

@@ -29,6 +29,7 @@ class RunningEngine(Protocol):
     """What a rollout needs of an engine. `version` counts the weight updates the policy has seen."""
 
     version: int
+    note: str  # what the user may want to know of it
 
     def conversation(self, key: Key) -> AbstractAsyncContextManager[Sample]:
         """Open one conversation; what it caches is released when the context ends."""

@@ -86,6 +86,8 @@ class LocalEngine:
         self._pages = pages
         self._schedule = Schedule(pages)
         self._planner = Planner(pages, model.device, computes_in(model))
+        path = "fused decoding" if self._forward.fused else "decoding through the model's own modules"
+        self.note = f"engine: local, {path}; memory for the keys and values of {pages.tokens:,} tokens"
         self._changed = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
 

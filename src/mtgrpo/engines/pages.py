@@ -91,10 +91,15 @@ class Pages:
     """The pool of the conversations and that of the prefixes."""
 
     def __init__(self, model: PreTrainedModel, tokens: int) -> None:
-        """Room for `tokens` tokens, of which `capacity` may belong to one conversation."""
+        """Room for `tokens` tokens, of which `capacity(tokens)` may belong to one conversation."""
         prefix_pages = int(tokens * PREFIX_SHARE) // PREFIX_PAGE
         self.prefixes = Pool(model, prefix_pages, PREFIX_PAGE)
         self.own = Pool(model, (tokens - prefix_pages * PREFIX_PAGE) // PAGE, PAGE)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there is room for."""
+        return sum(pool.count * pool.length for pool in (self.own, self.prefixes))
 
     def pool(self, stored: Stored) -> Pool:
         """The pool that `stored` lies in."""

@@ -155,17 +155,15 @@ class Schedule:
         self._share([request for request in self._waiting if request.conversation.stored.end == 0])
         own = self._pages.own
         promised = sum(own.missing(request.conversation.stored, request.pending) for request in self._running)
-        started = 0
-        for request in self._waiting:
+        while self._waiting:
+            request = self._waiting[0]
             needed = own.missing(request.conversation.stored, request.pending)
-            while promised + needed > own.free and self._evict(request.conversation):
+            while promised + needed > own.free and self._evict(spared=request.conversation):
                 pass
-            if promised + needed > own.free and (self._running or started):
+            if promised + needed > own.free and self._running:
                 break
             promised += needed
-            started += 1
-        self._running += self._waiting[:started]
-        del self._waiting[:started]
+            self._running.append(self._waiting.pop(0))
 
     def _align(self, request: Request) -> None:
         """Forget what is stored of the conversation and is not the beginning of the request; the last token is new."""

@@ -17,6 +17,7 @@ class ScriptedEngine:
 
     def __init__(self, script: Script) -> None:
         self.version = 0
+        self.note = "engine: scripted"
         self.asked: list[tuple[Key, list[int]]] = []  # every context it was given, in order
         self._script = script
 
