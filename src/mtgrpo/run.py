@@ -81,6 +81,7 @@ def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
         engine = experiment.engine.start(model, experiment.trainer.deterministic, longest)
         for note in (*inputs.chat.notes, describe_attention(model), engine.note):
             sinks.note(note)
+        gc.collect()
         gc.freeze()  # what is loaded stays: looking through it for garbage takes longer than some training steps
         yield Run(
             experiment=experiment,
@@ -95,6 +96,7 @@ def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
             held_out=inputs.held_out,
         )
     finally:
+        gc.unfreeze()
         sinks.close()
 
 

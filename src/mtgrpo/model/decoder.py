@@ -49,9 +49,7 @@ class Forward:
         if self._fused:
             self._fused.copy_weights()
             if (distance := self._distance(self._fused)) > TOLERANCE[computes_in(self._model)]:
-                raise RuntimeError(
-                    f"the decoding path differs from the model's own forward by {distance:.2g} of its size"
-                )
+                raise RuntimeError(f"decoding differs from the model's own forward by {distance:.2g} of its size")
 
     @torch.no_grad()
     def _distance(self, fused: _Fused) -> float:
