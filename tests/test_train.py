@@ -325,6 +325,7 @@ def test_a_run_ends_after_its_time(tmp_path: Path) -> None:
         (["eval.every_steps=-1"], "eval.every_steps must be >= 0"),
         (["sft.batch_size=0"], "sft.batch_size >= 1, got 2 and 0"),
         (["sft.steps=-1"], "sft.steps must be >= 0"),
+        (["sampling.timeout_s=5"], "sampling.timeout_s=5.0 makes results depend on the speed"),
     ],
 )
 def test_impossible_lengths_are_refused(words: list[str], said: str) -> None:

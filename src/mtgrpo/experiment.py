@@ -111,6 +111,11 @@ class Experiment:
 
     def __post_init__(self) -> None:
         self.algorithm.check(self.rollout.group_size)
+        if self.trainer.deterministic and self.sampling.timeout_s:
+            raise ConfigError(
+                f"sampling.timeout_s={self.sampling.timeout_s} makes results depend on the speed of the machine and of "
+                "tools: set trainer.deterministic=false, or sampling.timeout_s=0"
+            )
         if not self.trainer.steps and self.optimizer.schedule is not Schedule.constant:
             raise ConfigError(
                 f"optimizer.schedule={self.optimizer.schedule.value} needs to know the last step: set trainer.steps, "

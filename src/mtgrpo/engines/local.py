@@ -8,6 +8,7 @@ inside the event loop, between the coroutines of the conversations.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 from mtgrpo.engines import Engine, Key
 from mtgrpo.engines.mass import attention_mass
 from mtgrpo.engines.paged_attention import attend
-from mtgrpo.engines.pages import PAGE, Pages, capacity, token_bytes
+from mtgrpo.engines.pages import PAGE, Pages, token_bytes, whole_pages
 from mtgrpo.engines.plan import Planner
 from mtgrpo.engines.sampling import sample, stream_key, uniforms
 from mtgrpo.engines.schedule import Conversation, Request, Schedule
@@ -53,17 +54,15 @@ class Local(Engine):
             raise ConfigError(f"engine=local cannot sample from this model: {reason}")
         total = _memory_bytes(model.device)
         tokens = int(self.memory_fraction * total / token_bytes(model))
-        if capacity(tokens) < longest_context:
-            needed = longest_context
-            while capacity(needed) < longest_context:
-                needed += PAGE
+        if tokens < whole_pages(longest_context):
+            share = math.ceil(1e4 * whole_pages(longest_context) * token_bytes(model) / total) / 1e4
+            more = f"engine.memory_fraction to at least {share}, or " if share < 1 else ""
             raise ConfigError(
                 f"engine.memory_fraction={self.memory_fraction} of {total / 2**30:.1f} GiB holds the keys and values "
-                f"of a conversation of {capacity(tokens)} tokens, but one may grow to {longest_context}; set "
-                f"engine.memory_fraction to at least {needed * token_bytes(model) / total:.2g}, or "
-                f"environment.max_context_length to at most {capacity(tokens)}"
+                f"of a conversation of {tokens // PAGE * PAGE} tokens, but one may grow to {longest_context}; set "
+                f"{more}environment.max_context_length to at most {tokens // PAGE * PAGE}"
             )
-        return LocalEngine(model, deterministic, Pages(model, tokens), longest_context)
+        return LocalEngine(model, deterministic, Pages(model, tokens, longest_context), longest_context)
 
 
 def _memory_bytes(device: torch.device) -> int:
@@ -108,6 +107,8 @@ class LocalEngine:
 
     async def _ask(self, conversation: Conversation, tokens: Sequence[int], sampling: Sampling) -> Completion:
         """One turn. Raises TimeoutError when it takes longer than `sampling.timeout_s`."""
+        if not tokens:
+            raise EngineError("a turn was asked for after an empty context: nothing predicts its first token")
         if len(tokens) + sampling.max_new_tokens > self._longest:
             raise EngineError(
                 f"a turn of up to {sampling.max_new_tokens} tokens after {len(tokens)} was asked for, but the engine "
@@ -119,9 +120,10 @@ class LocalEngine:
         reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         request = Request(conversation, list(tokens), len(tokens), sampling, stream, reply)
         self._schedule.ask(request)
-        self._changed.set()
         if self._loop_task is None or self._loop_task.done():
+            self._changed = asyncio.Event()  # of the event loop that runs now
             self._loop_task = asyncio.create_task(self._run())
+        self._changed.set()
         try:
             async with asyncio.timeout(sampling.timeout_s or None):
                 return await reply
@@ -172,9 +174,9 @@ class LocalEngine:
         """Drop what was computed from other weights than the present ones."""
         weights = self._weights_now()
         if weights != self._weights:
-            self._weights = weights
             self._schedule.forget_all()
             self._forward.update()
+            self._weights = weights
 
     def _weights_now(self) -> tuple[int, int]:
         """Changes when the weights do: the version, and how often torch has seen them written to."""

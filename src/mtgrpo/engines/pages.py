@@ -90,9 +90,9 @@ class Pool:
 class Pages:
     """The pool of the conversations and that of the prefixes."""
 
-    def __init__(self, model: PreTrainedModel, tokens: int) -> None:
-        """Room for `tokens` tokens, of which `capacity(tokens)` may belong to one conversation."""
-        prefix_pages = int(tokens * PREFIX_SHARE) // PREFIX_PAGE
+    def __init__(self, model: PreTrainedModel, tokens: int, longest: int) -> None:
+        """Room for `tokens` tokens, of which one conversation may have `longest`; prefixes get what that leaves."""
+        prefix_pages = int(min(tokens * PREFIX_SHARE, tokens - whole_pages(longest))) // PREFIX_PAGE
         self.prefixes = Pool(model, prefix_pages, PREFIX_PAGE)
         self.own = Pool(model, (tokens - prefix_pages * PREFIX_PAGE) // PAGE, PAGE)
 
@@ -106,9 +106,9 @@ class Pages:
         return self.prefixes if isinstance(stored, Prefix) else self.own
 
 
-def capacity(tokens: int) -> int:
-    """How many tokens one conversation may have where there is room for `tokens` in all."""
-    return (tokens - int(tokens * PREFIX_SHARE) // PREFIX_PAGE * PREFIX_PAGE) // PAGE * PAGE
+def whole_pages(tokens: int) -> int:
+    """`tokens`, rounded up to whole pages of a conversation."""
+    return -(-tokens // PAGE) * PAGE
 
 
 def token_bytes(model: PreTrainedModel) -> int:

@@ -2,8 +2,8 @@
 
 A conversation with one new token, as most have while they decode, attends to each of its pages by itself; several new
 tokens of one conversation attend at once to a copy of all its pages; and all conversations with a common prefix attend
-to it together. What a token gathers from several such parts is merged later. So nothing is padded to the longest
-conversation, and a prefix is read once.
+to it together. What a token gathers from several such parts is merged later. So little is padded, and a prefix is read
+once.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ class Planner:
             return self._advance(self._last, rows)
         narrow = [row for row in rows if len(row.tokens) == 1 and not isinstance(row.stored, Prefix)]
         wide = [row for row in rows if len(row.tokens) > 1 and not isinstance(row.stored, Prefix)]
-        wide.sort(key=lambda row: len(row.tokens))
         prefixes = [row for row in rows if isinstance(row.stored, Prefix)]
+        for several in (wide, prefixes):
+            several.sort(key=lambda row: (len(row.tokens).bit_length(), len(row.stored.pages)))
         flat = _Flat([*narrow, *wide, *prefixes])
         build = _Parts(self._pages, self._device, self._dtype, flat, len(narrow))
         build.add_pages()
@@ -190,11 +191,13 @@ class _Parts:
             self.table[owner, np.arange(len(owner)) - flat.page_starts[owner]] = place
 
     def add_rows(self, begin: int, end: int) -> None:
-        """Parts of the rows [begin, end), which come by their width: those of similar width together."""
-        counts = self._flat.counts
+        """Parts of the rows [begin, end), which come by width and number of pages: those that are alike together."""
+        counts, pages = self._flat.counts, self._flat.page_counts
         while begin < end:
             stop = begin + 1
-            while stop < end and counts[stop] <= 2 * counts[begin]:
+            while (
+                stop < end and counts[stop] <= 2 * counts[begin] and pages[begin] / 2 <= pages[stop] <= 2 * pages[begin]
+            ):
                 stop += 1
             self._add_rows(begin, stop)
             begin = stop

@@ -158,8 +158,9 @@ class Schedule:
         while self._waiting:
             request = self._waiting[0]
             needed = own.missing(request.conversation.stored, request.pending)
-            while promised + needed > own.free and self._evict(spared=request.conversation):
-                pass
+            idle = sum(len(c.stored.pages) for c in self._idle(request.conversation))
+            while own.free < promised + needed <= own.free + idle:
+                idle -= self._evict(spared=request.conversation)
             if promised + needed > own.free and self._running:
                 break
             promised += needed
@@ -173,34 +174,37 @@ class Schedule:
         self._pages.own.cut(stored, _common(stored.tokens, tokens[stored.start : -1]))
 
     def _share(self, fresh: Sequence[Request]) -> None:
-        """Find what requests of which nothing is stored begin with: an old prefix, or one that they have in common."""
-        alone: list[Request] = []
+        """Give requests of which nothing is stored a prefix: an old one, or what they begin with themselves.
+
+        Also one that is alone, for siblings that come later. Stored is the prefix once, and the rest for each request;
+        requests with different prompts have a prefix in common where less is stored then.
+        """
+        prompts: dict[tuple[int, ...], list[Request]] = {}
         for request in fresh:
-            tokens = request.tokens
-            fitting = [p for p in self._prefixes if len(p.wanted) < len(tokens) and tokens[: len(p.wanted)] == p.wanted]
-            if fitting:
-                self._attach([request], max(fitting, key=lambda prefix: len(prefix.wanted)))
-            else:
-                alone.append(request)
-        alone.sort(key=lambda request: request.tokens)
+            prompts.setdefault(tuple(request.tokens[:-1]), []).append(request)
         group: list[Request] = []
         common: list[int] = []
-        for request in alone:
-            tokens = request.tokens[:-1]
+        for prompt in sorted(prompts):
+            tokens, requests = list(prompt), prompts[prompt]
+            fitting = [p for p in self._prefixes if tokens[: len(p.wanted)] == p.wanted]
+            old = max(fitting, key=lambda prefix: len(prefix.wanted), default=None)
+            if old and 2 * len(requests) * (len(tokens) - len(old.wanted)) <= len(tokens):
+                self._attach(requests, old)
+                continue
             shared = _common(common, tokens)
-            # Joining stores the newcomer's share once, but what the others had beyond it once for each of them.
-            if shared >= SHORTEST_PREFIX and len(common) > len(group) * (len(common) - shared):
-                group.append(request)
-                common = common[:shared]
+            together = shared + sum(len(r.tokens) - 1 - shared for r in (*group, *requests))
+            apart = len(common) + sum(len(r.tokens) - 1 - len(common) for r in group) + len(tokens)
+            if group and shared >= SHORTEST_PREFIX and together < apart:
+                group, common = [*group, *requests], common[:shared]
             else:
                 self._begin_prefix(group, common)
-                group, common = [request], tokens
+                group, common = requests, tokens
         self._begin_prefix(group, common)
 
     def _begin_prefix(self, group: Sequence[Request], common: list[int]) -> None:
-        """Store `common` once for all of `group`, if there are several and there is room; else each stores it."""
+        """Store `common` once for all of `group`, if there is room; else each stores it."""
         prefix, pool = Prefix(wanted=common), self._pages.prefixes
-        if len(group) > 1 and pool.missing(prefix, len(common)) <= pool.free:
+        if len(common) >= SHORTEST_PREFIX and pool.missing(prefix, len(common)) <= pool.free:
             pool.reserve(prefix, len(common))
             self._prefixes.append(prefix)
             self._attach(group, prefix)
@@ -210,14 +214,19 @@ class Schedule:
         for request in group:
             request.conversation.stored.prefix = prefix
 
-    def _evict(self, spared: Conversation | None = None) -> bool:
-        """Forget the conversation that has computed nothing for longest, of those that are not running."""
+    def _idle(self, spared: Conversation | None) -> list[Conversation]:
+        """Conversations that have pages and are not running."""
         running = {id(request.conversation) for request in self._running}
-        idle = [c for c in self._conversations if c.stored.pages and id(c) not in running and c is not spared]
-        if not idle:
-            return False
-        self._forget(min(idle, key=lambda c: (c.used, c.key)).stored)
-        return True
+        return [c for c in self._conversations if c.stored.pages and id(c) not in running and c is not spared]
+
+    def _evict(self, spared: Conversation | None = None) -> int:
+        """Forget the idle conversation that has computed nothing for longest; how many pages it had."""
+        if not (idle := self._idle(spared)):
+            return 0
+        chosen = min(idle, key=lambda c: (c.used, c.key)).stored
+        count = len(chosen.pages)
+        self._forget(chosen)
+        return count
 
     def _forget(self, stored: Stored) -> None:
         self._pages.own.cut(stored, 0)

@@ -36,7 +36,7 @@ class Forward:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._fused = _Fused(model) if _like_llama(model) else None
-        if self._fused and self._distance(self._fused) > TOLERANCE[computes_in(model)]:
+        if self._fused and not self._distance(self._fused) <= TOLERANCE[computes_in(model)]:
             self._fused = None  # alike by name alone
 
     @property
@@ -48,7 +48,7 @@ class Forward:
         """The weights have changed. Raises RuntimeError when the two ways to compute with them disagree."""
         if self._fused:
             self._fused.copy_weights()
-            if (distance := self._distance(self._fused)) > TOLERANCE[computes_in(self._model)]:
+            if not (distance := self._distance(self._fused)) <= TOLERANCE[computes_in(self._model)]:
                 raise RuntimeError(f"decoding differs from the model's own forward by {distance:.2g} of its size")
 
     @torch.no_grad()
@@ -114,6 +114,9 @@ def _like_llama(model: PreTrainedModel) -> bool:
     if not all(hasattr(body, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
         return False
     parts = [dict(layer.named_children()) for layer in cast(nn.ModuleList, body.layers)]
+    norms = [module for part in parts for name, module in part.items() if name.endswith("layernorm")]
+    if not all(hasattr(norm, "weight") and _eps(norm) for norm in norms):
+        return False
     return all(
         part.keys() == names
         and {"q_proj", "k_proj", "v_proj", "o_proj"} <= dict(part["self_attn"].named_children()).keys()
@@ -189,7 +192,7 @@ class _Layer:
 
 
 def _eps(norm: Any) -> float:
-    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 0.0)
 
 
 def _norm(x: Tensor, norm: Any) -> Tensor:
