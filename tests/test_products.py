@@ -41,7 +41,7 @@ def test_values_and_gradients_are_those_of_a_plain_layer(shape: tuple[int, ...],
 
 
 @needs_onednn
-def test_oned_is_used_on_the_grid_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_is_used_on_the_grid_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other numbers of rows, other dtypes and autocast are torch's own business."""
     fast = layer(True)
     use_onednn(fast)

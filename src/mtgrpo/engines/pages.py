@@ -7,7 +7,7 @@ large pages of a pool of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 import numpy as np
 import torch
@@ -62,8 +62,7 @@ class Pool:
         shape = (count, self.heads, length, self.size)
         self.keys = [_zeros(shape, computes_in(model), model.device) for _ in range(layers)]
         self.values = [_zeros(shape, computes_in(model), model.device) for _ in range(layers)]
-        self._free = list(range(count))
-        heapify(self._free)
+        self._free = list(range(count))  # a heap: ascending
 
     @property
     def free(self) -> int:

@@ -71,7 +71,7 @@ class Planner:
     """Makes plans; where only one more token follows in every row, from the last one."""
 
     def __init__(self, pages: Pages, device: torch.device, dtype: torch.dtype) -> None:
-        self._pages, self._device, self._dtype = pages, device, dtype
+        self.pages, self.device, self.dtype = pages, device, dtype
         self._last: Plan | None = None
 
     def plan(self, rows: Sequence[Row]) -> Plan:
@@ -84,7 +84,7 @@ class Planner:
         for several in (wide, prefixes):
             several.sort(key=lambda row: (len(row.tokens).bit_length(), len(row.stored.pages)))
         flat = _Flat([*narrow, *wide, *prefixes])
-        build = _Parts(self._pages, self._device, self._dtype, flat, len(narrow))
+        build = _Parts(self, flat, len(narrow))
         build.add_pages()
         build.add_rows(len(narrow), len(narrow) + len(wide))
         build.add_rows(len(narrow) + len(wide), len(rows))
@@ -96,37 +96,37 @@ class Planner:
         advances = len(narrow) == len(rows)
         place = {id(row): last for row, last in zip(flat.rows, flat.ends.tolist(), strict=True)}
         self._last = Plan(
-            ids=self._put(np.pad(flat.ids, (0, padding))),
-            positions=self._put(np.pad(flat.positions, (0, padding))),
-            last=self._put(np.array([place[id(row)] for row in rows])),
+            ids=self.put(np.pad(flat.ids, (0, padding))),
+            positions=self.put(np.pad(flat.positions, (0, padding))),
+            last=self.put(np.array([place[id(row)] for row in rows])),
             writes=self._writes(flat, flat.real - sum(len(row.tokens) for row in prefixes)),
             real=flat.real,
             parts=build.parts,
-            table=self._put(np.where(absent, table[:, :1], table)),
-            absent=self._put(absent) if absent.any() else None,
+            table=self.put(np.where(absent, table[:, :1], table)),
+            absent=self.put(absent) if absent.any() else None,
             stored=[row.stored for row in rows] if advances else [],
             lengths=flat.lengths.tolist(),
-            ends=self._put(build.table[np.arange(len(narrow)), flat.page_counts[: len(narrow)] - 1]),
-            filled=self._put((flat.lengths[: len(narrow)] - 1) % PAGE + 1),
+            ends=self.put(build.table[np.arange(len(narrow)), flat.page_counts[: len(narrow)] - 1]),
+            filled=self.put((flat.lengths[: len(narrow)] - 1) % PAGE + 1),
         )
         return self._last
 
     def _writes(self, flat: _Flat, own: int) -> list[tuple[Pool, slice, Tensor]]:
         """Where keys go: the first `own` tokens are those of conversations, the others those of prefixes."""
         found: list[tuple[Pool, slice, Tensor]] = []
-        for pool, tokens in ((self._pages.own, slice(0, own)), (self._pages.prefixes, slice(own, flat.real))):
+        for pool, tokens in ((self.pages.own, slice(0, own)), (self.pages.prefixes, slice(own, flat.real))):
             if tokens.start < tokens.stop:
                 within = flat.within[tokens]
                 page = flat.pages[flat.page_starts[flat.row[tokens]] + within // pool.length]
                 block = page[:, None] * pool.heads + np.arange(pool.heads)
-                found.append((pool, tokens, self._put((block * pool.length + within[:, None] % pool.length).ravel())))
+                found.append((pool, tokens, self.put((block * pool.length + within[:, None] % pool.length).ravel())))
         return found
 
     def _advance(self, plan: Plan, rows: Sequence[Row]) -> Plan:
         """The plan of the next step, in place."""
         for row in rows:
             row.stored.tokens.extend(row.tokens)
-        plan.ids[: plan.real] = self._put(np.array([row.tokens[0] for row in rows]))
+        plan.ids[: plan.real] = self.put(np.array([row.tokens[0] for row in rows]))
         plan.positions[: plan.real] += 1
         plan.writes[0][2].add_(1)
         plan.parts[0].mask[plan.ends, 0, 0, plan.filled] = 0
@@ -134,8 +134,9 @@ class Planner:
         plan.lengths[:] = [length + 1 for length in plan.lengths]
         return plan
 
-    def _put(self, numbers: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(numbers).to(self._device)
+    def put(self, numbers: NDArray[np.generic]) -> Tensor:
+        """On the model's device."""
+        return torch.from_numpy(numbers).to(self.device)
 
 
 def _goes_on(plan: Plan, rows: Sequence[Row]) -> bool:
@@ -170,10 +171,10 @@ class _Flat:
 class _Parts:
     """Collects parts and, for every token, the numbers of its partial results: those of its own pages come first."""
 
-    def __init__(self, pages: Pages, device: torch.device, dtype: torch.dtype, flat: _Flat, narrow: int) -> None:
+    def __init__(self, planner: Planner, flat: _Flat, narrow: int) -> None:
         self.parts: list[Part] = []
         self._results = 0
-        self._pages, self._device, self._dtype, self._flat, self._narrow = pages, device, dtype, flat, narrow
+        self._planner, self._pages, self._flat, self._narrow = planner, planner.pages, flat, narrow
         self._own = np.ones(len(flat.rows), np.int64)  # how many results the tokens of each row have of their own pages
         self._own[:narrow] = flat.page_counts[:narrow]
         shared = [len(row.stored.prefix.pages) if row.stored.prefix else 0 for row in flat.rows]
@@ -239,11 +240,16 @@ class _Parts:
             spread[place], spread_filled[place] = query, filled
             query, filled = spread, spread_filled
         else:
-            where, place = self._put(pages), np.arange(len(pages))
+            where, place = self._planner.put(pages), np.arange(len(pages))
         # Conversations grow, and the plan with them; prefixes are read as far as the longest goes.
         length = pool.length if pool is self._pages.own else -(-int(filled.max()) // 16) * 16
         self._add(
-            Part(pool, where, self._put(query.ravel()), self._mask(np.arange(length) >= filled[:, None, None, None]))
+            Part(
+                pool,
+                where,
+                self._planner.put(query.ravel()),
+                self._mask(np.arange(length) >= filled[:, None, None, None]),
+            )
         )
         return place
 
@@ -261,15 +267,12 @@ class _Parts:
         place = np.where(real, (flat.lengths[begin:end] - counts)[:, None] + column, 0)  # among the row's own tokens
         self.table[query[real], 0] = self._results + real.ravel().nonzero()[0]
         hidden = np.arange(pages.shape[1] * pool.length) > place[:, None, :, None]
-        self._add(Part(pool, self._put(pages), self._put(query.ravel()), self._mask(hidden)))
+        self._add(Part(pool, self._planner.put(pages), self._planner.put(query.ravel()), self._mask(hidden)))
 
     def _add(self, part: Part) -> None:
         self.parts.append(part)
         self._results += len(part.query)
 
-    def _put(self, numbers: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(numbers).to(self._device)
-
     def _mask(self, hidden: NDArray[np.bool_]) -> Tensor:
-        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-        return mask.to(self._device)
+        mask = torch.zeros(hidden.shape, dtype=self._planner.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        return mask.to(self._planner.device)

@@ -1,8 +1,8 @@
 """Products with weight matrices on a CPU, by oneDNN, which torch would leave to MKL.
 
-MKL does not use the widest vector instructions of AMD's processors: there oneDNN is about twice as fast, and nowhere
-slower. Every new number of rows costs it some milliseconds once, so a caller rounds the number up to a `GRID`; other
-numbers go to MKL.
+MKL does not use the widest vector instructions of AMD's processors: there oneDNN is up to twice as fast (measured on
+one; other makes were not). Every new number of rows costs it some milliseconds once, so a caller
+rounds the number up to a `GRID`; other numbers go to MKL.
 """
 
 from __future__ import annotations
