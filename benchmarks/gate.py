@@ -1,0 +1,56 @@
+"""Holds a training run between its steps, so that two runs can be measured in turns.
+
+    mtgrpo train 'log=[jsonl,benchmarks/gate.py:Gate]'
+
+Before every step the run waits for a line on stdin; after it, a line of JSON goes to stdout: the step's metrics, with
+`seconds` from the release to the end, logging and the record on disk included.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from record import resident
+
+from mtgrpo.log import Sink
+
+MARK = "gate: "  # begins every line of the protocol
+
+
+def wait(found: Mapping[str, float]) -> float:
+    """Say what was found, wait for a line; returns the time. The end of stdin ends the process."""
+    print(MARK + json.dumps(found), flush=True)
+    if not sys.stdin.readline():
+        sys.exit()
+    return time.perf_counter()
+
+
+class Gate(Sink):
+    """The sink that waits, once reinforcement learning has begun."""
+
+    def __init__(self, folder: Path) -> None:
+        self._held = False
+        self._began = 0.0
+
+    def stage(self, name: str, total: int) -> None:
+        """Wait for the first step, if it is the stage that is measured."""
+        self._held = name == "reinforcement learning"
+        if self._held:
+            self._began = wait({"resident_bytes": resident("VmRSS")})
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Wait for the next step."""
+        if not self._held:
+            return
+        seconds = time.perf_counter() - self._began
+        self._began = wait({"seconds": seconds, "peak_bytes": resident("VmHWM"), **metrics})
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

@@ -1,0 +1,42 @@
+"""The main ratios in a few minutes, beside the committed ones: `make bench-quick`.
+
+Each is a part of a full benchmark, with fewer repetitions and the small model alone. A ratio more than 15 % below the
+committed one is marked: the change that did it explains itself.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from record import RESULTS
+
+FALL = 0.15
+PARTS = (
+    ("forest", "--sizes", "2m", "--scenarios", "A", "B", "--repeats", "1"),
+    ("rollout", "--sizes", "2m", "--without", "vllm", "continuous_batching", "--repeats", "3"),
+    ("versus_trl", "--cases", "2m_280", "--without-best", "--repeats", "3"),
+)
+
+
+def measure(name: str, *options: str) -> dict[str, float]:
+    """The ratios that the benchmark found."""
+    command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), *options]
+    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    return {name: ratio for name, ratio in json.loads(lines[-1])["ratios"].items() if ratio is not None}
+
+
+def main() -> None:
+    """Measure and compare."""
+    print(f"{'ratio':40}{'now':>8}{'committed':>11}")
+    for name, *options in PARTS:
+        committed = json.loads((RESULTS / f"{name}.json").read_text())["ratios"]
+        for ratio, now in measure(name, *options).items():
+            fell = "  more than 15 % lower" if now < (1 - FALL) * committed[ratio] else ""
+            print(f"{ratio:40}{now:8.2f}{committed[ratio]:11.2f}{fell}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Writes the tables of BENCHMARKS.md and README.md from benchmarks/results: `make bench-report`.
+
+A table stands between `<!-- NAME -->` and `<!-- end -->`; a test compares both files with the results.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from record import RESULTS
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = (ROOT / "BENCHMARKS.md", ROOT / "README.md")
+LABELS = {"2m": "2.2 M", "30m": "30 M"}
+FOREST = {
+    "A": "A: 4 groups of 8, prompt 256, completions 30-250",
+    "B": "B: 1 group of 8, prompt 1,024, completions 80-120",
+    "C": "C: 2 conversations of 10 turns, history only grows",
+    "D": "D: 8 conversations of 10 turns, condensed at each",
+}
+WORKLOADS = {
+    "multi_turn": "4 groups of 8, prompt 250, 1-3 turns with a tool",
+    "single_turn": "64 requests, a shared prefix of 256",
+}
+CASES = {
+    "2m_280": "2.2 M, prompts of 280, up to 3 turns",
+    "2m_1000": "2.2 M, prompts of 1,000, up to 3 turns",
+    "30m_280": "30 M, prompts of 280, up to 3 turns",
+    "2m_turns": "2.2 M, prompts of 200, up to 9 turns",
+}
+
+
+def read(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Ratios and detail of one benchmark."""
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    return found["ratios"], found["detail"]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def forest() -> str:
+    """Training on the token forest against padded and packed rows."""
+    _, detail = read("forest")
+
+    def cell(side: dict[str, Any]) -> str:
+        memory = f", {side['peak_mb']:,} MB" if side["peak_mb"] >= 0 else ""
+        return f"{side['ms']:,.0f} ms{memory}"
+
+    rows: list[list[str]] = []
+    for size in LABELS:
+        for name, by in detail[size].items():
+            sides = [cell(by[side]) for side in ("merged_padded", "per_turn_packed", "forest")]
+            rows.append([FOREST[name], LABELS[size], *sides, f"{by['per_turn_packed']['fraction']:.0%}"])
+    return table(["batch", "model", "padded rows", "packed rows, one per turn", "forest", "of the ideal"], rows)
+
+
+def rollout() -> str:
+    """Sampling against vLLM and transformers."""
+    _, detail = read("rollout")
+    sides = ("engine", "vllm", "vllm_tuned", "generate", "continuous_batching")
+    rows: list[list[str]] = []
+    for size, label in LABELS.items():
+        for name, workload in WORKLOADS.items():
+            speeds = detail[size][name]["tokens_per_s"]
+            rows.append([workload, label, *(f"{statistics.median(speeds[side]):,.0f}" for side in sides)])
+    names = ["this engine", "vLLM 0.32", "vLLM, tuned by hand", "`generate` per turn", "continuous batching"]
+    return table(["workload", "model", *names], rows)
+
+
+def versus_trl() -> str:
+    """Whole steps against TRL."""
+    _, detail = read("versus_trl")
+
+    def cell(side: dict[str, Any] | None) -> str:
+        if side is None:
+            return ""
+        return f"{side['seconds']:.2f} s ({side['rollout_s']:.2f} + {side['train_s']:.2f})"
+
+    rows: list[list[str]] = []
+    for name, label in CASES.items():
+        by = detail[name]
+        times = [f"{by[side]['seconds'] / by['ours']['seconds']:.1f}" for side in ("trl", "trl_best") if side in by]
+        memory = " / ".join(f"{by[side]['memory_bytes'] / 2**20:,.0f}" for side in ("ours", "trl"))
+        rows.append([label, *(cell(by.get(side)) for side in ("ours", "trl", "trl_best")), " / ".join(times), memory])
+    head = ["model and tasks", "mtgrpo", "TRL", "TRL at its best", "TRL / mtgrpo", "MiB, mtgrpo / TRL"]
+    return table(head, rows)
+
+
+def learning() -> str:
+    """Both trainers on the embedded default."""
+    _, detail = read("versus_trl_learning")
+    rows: list[list[str]] = []
+    for seed, by in detail["seeds"].items():
+        cells = [seed]
+        for side in ("ours", "trl"):
+            reached = by[side]["seconds_to_goal"]
+            cells.append("not reached" if reached is None else f"{reached:.0f} s")
+        cells += [f"{statistics.mean(by[side]['reward'][-10:]):.3f}" for side in ("ours", "trl")]
+        rows.append(cells)
+    head = ["seed", "to 0.85, mtgrpo", "to 0.85, TRL", "last 10 rewards, mtgrpo", "last 10 rewards, TRL"]
+    return table(head, rows)
+
+
+def headline() -> str:
+    """The ratios that matter to who chooses a trainer."""
+    ratios: dict[str, float] = {}
+    for name in ("versus_trl", "versus_trl_learning", "rollout", "forest"):
+        ratios |= read(name)[0]
+    rows = (
+        ("a whole training step, prompts of 280 / 1,000 tokens", "TRL", ("versus_trl.2m_280", "versus_trl.2m_1000")),
+        ("the same, TRL at its best", "TRL", ("versus_trl.2m_280_best", "versus_trl.2m_1000_best")),
+        ("time to 85 % success on the demo's task", "TRL at its best", ("versus_trl.time_to_085",)),
+        ("rollouts of several turns, 2 M / 30 M", "vLLM", tuple(f"rollout.multi_turn_vs_vllm.{s}" for s in LABELS)),
+        ("forward and backward, prompts of 256 / 1,024 tokens", "padded rows", ("forest.A", "forest.B")),
+    )
+    cells = [(what, rival, " / ".join(f"{ratios[name]:.1f}x" for name in names)) for what, rival, names in rows]
+    return table(["what", "against", "faster"], cells)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function for function in (forest, rollout, versus_trl, learning, headline)
+}
+
+
+def filled(text: str) -> str:
+    """`text` with its tables written anew."""
+
+    def replace(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n{TABLES[match[1]]()}<!-- end -->"
+
+    return re.sub(rf"<!-- ({'|'.join(TABLES)}) -->\n.*?<!-- end -->", replace, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Rewrite both files."""
+    for file in FILES:
+        file.write_text(filled(file.read_text()))
+
+
+if __name__ == "__main__":
+    main()

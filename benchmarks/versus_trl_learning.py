@@ -1,0 +1,124 @@
+"""Do both trainers learn the same, and how long does each take? The embedded default, GRPO by us and by TRL.
+
+From the weights of one warm start, for every seed: the same tasks in the same order, the same optimiser, learning rate
+and loss; the tokens that are sampled differ, as they do between two seeds. The sides take their steps in turns. TRL
+runs with the settings that were best for it (`--rows` per micro-batch, no activation checkpointing).
+
+    time_to_085   seconds of steps until the mean reward of three steps in a row reaches 0.85: TRL's / ours
+    parity        mean reward over all steps, ours minus TRL's, with a 95 % interval over the seeds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from record import finish
+from versus_trl import THREADS, Side, Step, ours, trl, warm_start
+
+from mtgrpo.compose import compose
+
+COMPLETION = 160  # tokens of a whole conversation after its prompt: room for what our limits per turn allow
+WINDOW = 3  # steps whose mean reward must reach the goal
+GOAL = 0.85
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % point of t for that many values
+
+
+def reward(step: Step) -> float:
+    """Of one batch."""
+    return step["reward/mean"] if "reward/mean" in step else step["reward"]
+
+
+def seconds_to_goal(steps: Sequence[Step]) -> float | None:
+    """Seconds of steps until the mean of WINDOW rewards reaches GOAL; None when it never does."""
+    for last in range(WINDOW, len(steps) + 1):
+        if statistics.mean(map(reward, steps[last - WINDOW : last])) >= GOAL:
+            return sum(step["seconds"] for step in steps[:last])
+    return None
+
+
+def race(seed: int, weights: Path, steps: int, micro_batches: int) -> dict[str, list[Step]]:
+    """Both sides, step by step in turns."""
+    words = [f"seed={seed}", f"model.name={weights}", "sft.steps=0"]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        sides: dict[str, Side] = {
+            "ours": ours(words, folder),
+            "trl": trl(words, folder, completion=COMPLETION, micro_batches=micro_batches, checkpointing=False),
+        }
+        for side in sides.values():
+            stack.callback(side.close)
+        found: dict[str, list[Step]] = {name: [] for name in sides}
+        for step in range(steps):
+            for name, side in sides.items():
+                found[name].append(side.step())
+            if (step + 1) % 10 == 0:
+                latest = {name: round(statistics.mean(map(reward, of[-10:])), 3) for name, of in found.items()}
+                print(f"seed {seed}  step {step + 1}  mean reward of the last 10: {latest}", flush=True)
+        return found
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half the width of its 95 % interval."""
+    half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values), half
+
+
+def describe(found: dict[str, list[Step]]) -> dict[str, Any]:
+    """One seed."""
+    detail: dict[str, Any] = {}
+    for name, steps in found.items():
+        detail[name] = {
+            "seconds_to_goal": seconds_to_goal(steps),
+            "seconds": sum(step["seconds"] for step in steps),
+            "reward": [round(reward(step), 4) for step in steps],
+        }
+    return detail
+
+
+def main() -> None:
+    """Race, and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rows", type=int, default=8, help="conversations per micro-batch of TRL")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/benchmarks/versus_trl"), help="keeps warm starts")
+    given = parser.parse_args()
+    experiment = compose([]).experiment
+    batch = experiment.rollout.prompts_per_step * experiment.rollout.group_size
+    weights = warm_start(["seed=0"], given.folder.resolve() / "calculator")
+    seeds: dict[int, dict[str, Any]] = {}
+    for seed in given.seeds:
+        seeds[seed] = describe(race(seed, weights, given.steps, batch // given.rows))
+        print(json.dumps({seed: {name: found["seconds_to_goal"] for name, found in seeds[seed].items()}}), flush=True)
+    times = [(s["trl"]["seconds_to_goal"], s["ours"]["seconds_to_goal"]) for s in seeds.values()]
+    reached = [(theirs, own) for theirs, own in times if theirs and own]
+    ratios: dict[str, float | None] = {
+        "versus_trl.time_to_085": statistics.median(a / b for a, b in reached) if len(reached) == len(times) else None
+    }
+    means = {name: [statistics.mean(s[name]["reward"]) for s in seeds.values()] for name in ("ours", "trl")}
+    detail: dict[str, Any] = {"seeds": seeds, "mean_reward": means, "rows": given.rows, "threads": THREADS}
+    if len(seeds) in STUDENT:
+        mean, half = interval([a - b for a, b in zip(means["ours"], means["trl"], strict=True)])
+        detail["parity"] = {"difference": mean, "half_interval": half}
+        print(f"mean reward, ours - TRL: {mean:+.3f} +- {half:.3f}")
+    print(json.dumps(ratios))
+    complete = len(given.seeds) == 5
+    finish(
+        "versus_trl_learning",
+        ratios,
+        detail | {"trl": version("trl")},
+        "versus_trl_learning.json" if complete else None,
+    )
+
+
+if __name__ == "__main__":
+    main()

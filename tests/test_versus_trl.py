@@ -1,0 +1,144 @@
+"""The rival of benchmarks/versus_trl.py does the same work as we do: one loss, the same tasks, steps in turns."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from mtgrpo.algorithms.average import Average, token_weights
+from mtgrpo.batch.forest import build_batch
+from mtgrpo.compose import compose, parse
+from mtgrpo.extension import load_file
+from mtgrpo.model import tiny
+from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.step import Policy
+from mtgrpo.run import check
+from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+
+pytestmark = pytest.mark.real
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+TASK = Task("t", (Message("user", "?"),), "1")
+
+
+@pytest.fixture
+def trl_side(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("trl", reason="trl is not installed")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return load_file(BENCHMARKS / "trl_side.py")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """An untrained model with its tokenizer."""
+    folder = tmp_path / "weights"
+    tiny.build_model(tiny.SHAPES["tiny"], 0).save_pretrained(folder)
+    tiny.load_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def conversation(prompt: list[int], turns: int, rng: random.Random) -> Trajectory:
+    trajectory = Trajectory(TASK)
+    for turn in range(turns):
+        context = [rng.randrange(9, 2000) for _ in range(rng.randint(3, 9))] if turn else prompt
+        output = [rng.randrange(9, 2000) for _ in range(rng.randint(2, 12))]
+        logprobs = [-rng.uniform(7.2, 8.0) for _ in output]  # about what an untrained model gives: ratios around 1
+        said = Message("assistant", "")
+        trajectory.turns.append(Turn(context, output, logprobs, [0] * len(output), Finish.STOP, said, turn > 0))
+    return trajectory
+
+
+def as_trl_sees_it(trajectories: list[Trajectory], advantage: torch.Tensor, pad: int) -> dict[str, Any]:
+    """The batch as rows: prompts padded on the left, the rest of each conversation on the right."""
+    prompts = [t.turns[0].new_context for t in trajectories]
+    completions, masks, old = [], [], []
+    for trajectory in trajectories:
+        ids, mask, logps = list[int](), list[int](), list[float]()
+        for number, turn in enumerate(trajectory.turns):
+            reply = turn.new_context if number else []
+            ids += reply + turn.output
+            mask += [0] * len(reply) + [1] * len(turn.output)
+            logps += [0.0] * len(reply) + turn.logprobs
+        completions.append(ids)
+        masks.append(mask)
+        old.append(logps)
+
+    def padded(rows: list[Any], value: float, left: bool = False) -> torch.Tensor:
+        width = max(map(len, rows))
+        return torch.tensor([[value] * (width - len(r)) + r if left else r + [value] * (width - len(r)) for r in rows])
+
+    return {
+        "prompt_ids": padded(prompts, pad, left=True),
+        "prompt_mask": padded([[1] * len(p) for p in prompts], 0, left=True),
+        "completion_ids": padded(completions, pad),
+        "completion_mask": padded([[1] * len(c) for c in completions], 0),
+        "tool_mask": padded(masks, 0),
+        "old_per_token_logps": padded(old, 0.0),
+        "advantages": advantage,
+        "num_items_in_batch": torch.tensor(sum(map(sum, masks))),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_one_batch_has_one_loss(trl_side: ModuleType, weights: Path, tmp_path: Path) -> None:
+    words = [f"model.name={weights}", "rollout.prompts_per_step=2", "rollout.group_size=4", "sft.steps=0"]
+    experiment = compose(parse([*words, "trainer.steps=2", "optimizer.warmup_steps=0"])).experiment
+    settings = trl_side.Settings(words, 128, checkpointing=False)
+    trainer = trl_side.build(experiment, settings, str(tmp_path / "trl"), trl_side.Gate())
+    rng = random.Random(0)
+    trajectories: list[Trajectory] = []
+    for _ in range(2):
+        prompt = [rng.randrange(9, 2000) for _ in range(rng.randint(20, 30))]
+        trajectories += [conversation(prompt, rng.randint(1, 3), rng) for _ in range(4)]
+    advantage = torch.tensor([0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5])
+
+    model = trainer.model
+    model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    theirs = trainer.compute_loss(model, as_trl_sees_it(trajectories, advantage, 0))
+    theirs.backward()
+    their_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+
+    batch = build_batch(trajectories)
+    own_model = tiny.build_model(tiny.SHAPES["tiny"], 0)
+    policy = Policy(own_model, Optimizer(own_model, experiment.optimizer, 2), 2048, 1.0)
+    share = token_weights(Average.token_mean, batch.trajectory)
+    found = policy.update(
+        batch,
+        torch.arange(len(batch)),
+        share,
+        lambda entries, logp: experiment.algorithm.loss(
+            logp, batch.behaviour_logp[entries].to(logp), advantage[batch.trajectory[entries]].to(logp)
+        ),
+    )
+    assert 0.2 < found["clip_fraction"] < 0.8
+    assert found["loss"] == pytest.approx(theirs.item(), abs=1e-5)
+    assert found["grad_norm"] == pytest.approx(their_norm.item(), rel=1e-4)
+
+
+def test_the_tasks_come_in_the_same_order(trl_side: ModuleType) -> None:
+    experiment = compose(parse(["trainer.steps=2", "rollout.prompts_per_step=3", "seed=5"])).experiment
+    rows = trl_side.prompts(experiment, check(experiment))
+    tasks = check(experiment).tasks
+    assert rows["answer"] == [next(tasks).answer for _ in range(6)]
+
+
+def test_both_trainers_take_steps_in_turns(trl_side: ModuleType, weights: Path, tmp_path: Path) -> None:
+    versus = load_file(BENCHMARKS / "versus_trl.py")
+    words = [f"model.name={weights}", "rollout.prompts_per_step=1", "rollout.group_size=4", "sft.steps=0"]
+    words += ["trainer.steps=2", "sampling.max_new_tokens=8"]
+    sides = {"ours": versus.ours(words, tmp_path, 1), "trl": versus.trl(words, tmp_path, 1, completion=8)}
+    for _ in range(2):
+        for side in sides.values():
+            step = side.step()
+            assert step["seconds"] >= step["time/rollout_s"] + step["time/train_s"] > 0
+            assert 4 <= versus.sampled_tokens(step) <= 32
+            assert step["peak_bytes"] >= side.loaded["resident_bytes"]
+    for side in sides.values():
+        side.close()
