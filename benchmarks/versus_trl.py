@@ -62,7 +62,8 @@ class Case:
             f"task.min_steps={low}",
             f"task.max_steps={high}",
             f"environment.max_turns={high + 1}",
-            "task.demonstrator.right=0.8",
+            "task.demonstrator.right=0.9",
+            *(f"task.demonstrator.{kind}=0" for kind in ("wrong_number", "wrong_operator", "swapped", "early")),
             "eval.every_steps=0",
         ]
 

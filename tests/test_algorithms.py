@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtgrpo.algorithms import Truncated
 from mtgrpo.algorithms.average import Average, token_weights
-from mtgrpo.algorithms.credit import trajectory_advantages
+from mtgrpo.algorithms.credit import comparable, trajectory_advantages
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.kl import KL, Estimator
 from mtgrpo.batch.forest import build_batch
@@ -219,15 +219,17 @@ def test_failed_trajectories_are_in_neither_baseline_nor_batch() -> None:
         group((1, COMPLETED), (100, FAILED), (0, COMPLETED)),
         group((0, FAILED), (0, FAILED)),
         group((7, COMPLETED), (0, FAILED)),  # alone: nothing to compare with
+        group((7, COMPLETED)),  # was never meant to be compared
     ]
-    advantage, trained = trajectory_advantages(groups, centred())
+    left = comparable(groups)
+    advantage, trained = trajectory_advantages(left, centred())
+    assert [len(g.trajectories) for g in left] == [2, 1]
     assert advantage.tolist() == [0.5, -0.5, 0]
     assert trained.tolist() == [True] * 3
 
 
 def test_where_everything_failed_nothing_is_left() -> None:
-    advantage, trained = trajectory_advantages([group((0, FAILED))], centred())
-    assert (advantage.tolist(), trained.tolist()) == ([], [])
+    assert comparable([group((0, FAILED)), group((0, FAILED), (0, FAILED))]) == []
 
 
 @pytest.mark.parametrize(
@@ -247,8 +249,9 @@ def test_truncated_trajectories(truncated: Truncated, expected: list[float], mas
 
 @given(st.lists(st.lists(st.tuples(REWARDS, st.sampled_from(Status)), max_size=5), max_size=5))
 def test_credit_is_in_the_order_of_the_batch(played: list[list[tuple[float, Status]]]) -> None:
-    groups = [group(*siblings) for siblings in played]
-    remaining = [t for g in groups for t in g.trajectories if t.status is not FAILED]
+    groups = comparable([group(*siblings) for siblings in played])
+    remaining = [t for g in groups for t in g.trajectories]
+    assert all(t.status is not FAILED for t in remaining)
     for number, trajectory in enumerate(remaining):
         trajectory.turns = [Turn([1], [number], [0.0], [0], Finish.STOP, Message("assistant"))]
     advantage, trained = trajectory_advantages(groups, centred(Truncated.mask))
@@ -256,7 +259,7 @@ def test_credit_is_in_the_order_of_the_batch(played: list[list[tuple[float, Stat
     for entry in range(len(batch)):
         trajectory = remaining[int(batch.token[entry])]
         siblings = next(g for g in groups if any(t is trajectory for t in g.trajectories)).trajectories
-        rewards = [t.reward for t in siblings if t.status is not FAILED]
+        rewards = [t.reward for t in siblings]
         expected = trajectory.reward - sum(rewards) / len(rewards)
         assert advantage[batch.trajectory[entry]].item() == pytest.approx(expected, abs=1e-5)
         assert trained[batch.trajectory[entry]].item() == (trajectory.status is COMPLETED)

@@ -428,7 +428,7 @@ def test_trajectories_are_readable(tmp_path: Path) -> None:
     ]
     failed = Trajectory(task, 1, status=Status.FAILED, reason="tool outage", reward=math.nan)
     group = Group(task, [Trajectory(task, 0, turns, Status.TRUNCATED, "max_turns", reward=0.5), failed])
-    trajectories.write(tmp_path, 10, [group, group])
+    trajectories.write(tmp_path, "step_000010", [group, group])
 
     content = (tmp_path / "trajectories" / "step_000010.jsonl").read_text("utf-8")
     assert "é" in content  # readable, not escaped

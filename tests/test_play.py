@@ -29,10 +29,10 @@ from mtgrpo.rollout.chat import Chat, ChatSettings, open_chat
 from mtgrpo.rollout.group import Player, Rollout
 from mtgrpo.rollout.play import Limits, play
 from mtgrpo.rollout.replay import replay
-from mtgrpo.rollout.stream import play_batch
-from mtgrpo.tasks import IndexedStream, Split
+from mtgrpo.rollout.stream import Stream
+from mtgrpo.tasks import IndexedStream, Split, TaskStream
 from mtgrpo.tasks.calculator import Calculator
-from mtgrpo.types import Finish, Message, Sample, Sampling, Status, Task, Trajectory
+from mtgrpo.types import Finish, Group, Message, Sample, Sampling, Status, Task, Trajectory
 
 TASK = Task("task/1", (Message("user", "What is 17 * 23?"),), answer="391")
 WIDE = Limits(context_tokens=4096, sampled_tokens=4096, tool_tokens=4096)
@@ -250,6 +250,10 @@ class Graded(Reward):
         return float(len(trajectory.turns))
 
 
+async def play_batch(player: Player, tasks: TaskStream, rollout: Rollout) -> list[Group]:
+    return (await Stream(player, tasks, rollout).batch(0)).groups
+
+
 def make_player(
     engine: RunningEngine,
     environment: Environment,
@@ -265,6 +269,7 @@ def make_player(
         sampling=Sampling(max_new_tokens=max_new_tokens),
         limits=WIDE,
         retries=retries,
+        timeout_s=0.0,
         open_conversation=lambda scope, task, sibling: wrap(engine.conversation(Key(5, scope, task, sibling))),
         slots=asyncio.Semaphore(max_concurrent),
         scope="train/1",

@@ -19,7 +19,7 @@ from mtgrpo.experiment import Experiment
 from mtgrpo.extension import ConfigError
 from mtgrpo.policy.reference import freeze
 from mtgrpo.policy.step import Signal
-from mtgrpo.rollout.stream import play_batch
+from mtgrpo.rollout.stream import Played, Stream
 from mtgrpo.run import Run, check, open_run
 from mtgrpo.sft import demonstrations, run_sft, within
 from mtgrpo.tasks import Split
@@ -349,14 +349,12 @@ def test_an_outage_during_training_trains_nothing_and_passes(
 ) -> None:
     made = experiment(*busy(own, "sft.steps=0", "trainer.steps=3", "eval.every_steps=1"))
     down = vars(type(made.environment))["step"].__globals__["down"]
-    play_batch, evaluate = trainer.play_batch, trainer.evaluate
-    batches: list[int] = []
+    batch, evaluate = Stream.batch, trainer.evaluate
 
-    async def play_with_outage(*arguments: Any) -> Any:
-        batches.append(0)
-        if len(batches) == 2:
+    async def batch_with_outage(stream: Stream, version: int) -> Played:
+        if version == 1:
             down.set()
-        return await play_batch(*arguments)
+        return await batch(stream, version)
 
     async def evaluate_in_outage(*arguments: Any, **named: Any) -> Any:
         try:
@@ -364,7 +362,7 @@ def test_an_outage_during_training_trains_nothing_and_passes(
         finally:
             down.clear()
 
-    monkeypatch.setattr(trainer, "play_batch", play_with_outage)
+    monkeypatch.setattr(Stream, "batch", batch_with_outage)
     monkeypatch.setattr(trainer, "evaluate", evaluate_in_outage)
     curve = Curve()
     found = asyncio.run(train(made, tmp_path / "run", curve))
@@ -403,7 +401,8 @@ def test_an_opened_run_is_closed_when_its_stage_breaks(tmp_path: Path) -> None:
 
 
 async def five_batches(run: Run) -> list[list[Group]]:
-    return [await play_batch(run.player.at(str(i)), run.tasks, run.experiment.rollout) for i in range(5)]
+    stream = Stream(run.player, run.tasks, run.experiment.rollout)
+    return [(await stream.batch(version)).groups for version in range(5)]
 
 
 def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) -> None:

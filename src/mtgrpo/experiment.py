@@ -30,7 +30,7 @@ class TrainerSettings(Updates):
     epochs: int = 0  # passes over the training tasks
     total_turns: int = 0  # model turns played, over the run
     wall_time_s: float = 0.0  # spent playing and learning; evaluation and saving are not counted
-    deterministic: bool = True  # the batch composition, and so every digit, depends on the seed alone
+    deterministic: bool | None = None  # every digit depends on the seed alone; null: if rollout.max_staleness is 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,16 +111,32 @@ class Experiment:
 
     def __post_init__(self) -> None:
         self.algorithm.check(self.rollout.group_size)
-        if self.trainer.deterministic and self.sampling.timeout_s:
-            raise ConfigError(
-                f"sampling.timeout_s={self.sampling.timeout_s} makes results depend on the speed of the machine and of "
-                "tools: set trainer.deterministic=false, or sampling.timeout_s=0"
-            )
+        self._check_deterministic()
         if not self.trainer.steps and self.optimizer.schedule is not Schedule.constant:
             raise ConfigError(
                 f"optimizer.schedule={self.optimizer.schedule.value} needs to know the last step: set trainer.steps, "
                 "or optimizer.schedule=constant"
             )
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether results depend on the seed alone."""
+        chosen = self.trainer.deterministic
+        return not self.rollout.max_staleness if chosen is None else chosen
+
+    def _check_deterministic(self) -> None:
+        hurried = {
+            "sampling.timeout_s": self.sampling.timeout_s,
+            "rollout.timeout_s": self.rollout.timeout_s,
+            "rollout.extra_siblings": self.rollout.extra_siblings,
+            "rollout.max_staleness": self.rollout.max_staleness,
+        }
+        for name, value in hurried.items():
+            if value and self.deterministic:
+                raise ConfigError(
+                    f"{name}={value} makes results depend on the speed of the machine and of tools: "
+                    f"set trainer.deterministic=false, or {name}=0"
+                )
 
     def check_training(self) -> None:
         """Raise ConfigError for what can be evaluated but not trained."""

@@ -127,6 +127,8 @@ def spell(hint: Any) -> str:
         return "one of " + ", ".join(member.name for member in hint)
     if hint in _SPELLED:
         return _SPELLED[hint]
+    if type(None) in typing.get_args(hint):
+        return f"{spell(next(part for part in typing.get_args(hint) if part is not type(None)))} or null"
     if typing.get_origin(hint) is list:
         return f"a list such as [{_EXAMPLES.get(typing.get_args(hint)[0], 'a')}]"
     return re.sub(r"\b[\w.]+\.", "", str(hint))

@@ -78,7 +78,7 @@ def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
     try:
         model = load_model(experiment.model, experiment.seed)
         longest = longest_context(experiment, model)
-        engine = experiment.engine.start(model, experiment.trainer.deterministic, longest)
+        engine = experiment.engine.start(model, experiment.deterministic, longest)
         for note in (*inputs.chat.notes, describe_attention(model), engine.note):
             sinks.note(note)
         gc.collect()
@@ -130,6 +130,7 @@ def make_player(experiment: Experiment, chat: Chat, engine: RunningEngine, longe
             tool_tokens=experiment.rollout.max_trajectory_tool_tokens,
         ),
         retries=experiment.rollout.retries,
+        timeout_s=experiment.rollout.timeout_s,
         open_conversation=open_conversation,
         slots=asyncio.Semaphore(experiment.rollout.max_concurrent),
     )

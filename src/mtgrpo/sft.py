@@ -68,6 +68,7 @@ async def warm_start(run: Run) -> float:
         weights = token_weights(Average.token_mean, batch.trajectory)
         metrics = policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
         elapsed_s = time.perf_counter() - began
+        await asyncio.sleep(0)  # where Ctrl-C is heard
         run.sinks.log({"sft/loss": metrics["loss"], "sft/lr": metrics["lr"], "time/sft_s": elapsed_s}, step)
     return time.perf_counter() - began
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 import shutil
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mtgrpo import checkpoint
-from mtgrpo.algorithms.credit import trained_reward, trajectory_advantages
+from mtgrpo.algorithms.credit import comparable, trained_reward, trajectory_advantages
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.evaluate import NothingPlayedError, describe, evaluate, evaluate_fully
 from mtgrpo.experiment import Advantages, Experiment, TrainerSettings
@@ -24,7 +25,7 @@ from mtgrpo.log.curve import save_curve, terminal_curve
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.reference import freeze
 from mtgrpo.policy.step import Policy, Signal, train_batch
-from mtgrpo.rollout.stream import play_batch
+from mtgrpo.rollout.stream import Stream, describe_stream
 from mtgrpo.run import Run, open_run
 from mtgrpo.sft import warm_start
 from mtgrpo.types import Group, Status
@@ -78,21 +79,44 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
 async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
     """Play, learn, repeat, until the first limit; returns steps and seconds, evaluation and saving not counted."""
     experiment = run.experiment
-    policy = Policy(run.model, _optimizer(run), experiment.batch.token_budget, experiment.sampling.temperature)
+    temperature, weights = experiment.sampling.temperature, run.engine.weights
+    policy = Policy(run.model, _optimizer(run), experiment.batch.token_budget, temperature, weights)
     reference = freeze(run.model) if experiment.kl.coef else None
     budget = Budget(experiment.trainer)
+    stream = Stream(run.player, run.tasks, experiment.rollout)
     run.sinks.stage("reinforcement learning", experiment.trainer.steps)
-    while not (reached := budget.reached(run.tasks.epoch)):
+    try:
+        reached = await _steps(run, policy, reference, stream, budget, curve)
+    except asyncio.CancelledError:  # Ctrl-C
+        trajectories.write(run.folder, "untrained", stream.finished)
+        save(run, policy, budget.steps)
+        run.sinks.note(f"interrupted: the policy after {budget.steps} steps is saved in {run.folder}")
+        raise
+    finally:
+        await stream.close()
+    save(run, policy, budget.steps)
+    run.sinks.note(f"stopped after {budget.steps} steps: {reached}")
+    return budget.steps, budget.seconds
+
+
+async def _steps(
+    run: Run, policy: Policy, reference: PreTrainedModel | None, stream: Stream, budget: Budget, curve: Curve
+) -> str:
+    """Play, learn, repeat; returns the limit that was reached."""
+    experiment = run.experiment
+    while not (reached := budget.reached(stream.epoch)):
         began = time.perf_counter()
         step = budget.steps + 1
-        groups = await play_batch(run.player.at(f"train/{step}"), run.tasks, experiment.rollout)
+        batch = await stream.batch(version=budget.steps)
+        groups = batch.groups
         played = time.perf_counter()
-        metrics = learn(run, policy, reference, groups, step)
+        metrics = await _learn_beside(run, policy, reference, groups, step)
         run.engine.version = step
         ended = time.perf_counter()
         metrics |= _describe_batch(groups, experiment, played - began, ended - played)
+        metrics |= describe_stream(batch, version=step - 1)
         budget.count(groups, ended - began)
-        over = budget.reached(run.tasks.epoch)
+        over = budget.reached(stream.epoch)
         if experiment.eval.every_steps and step % experiment.eval.every_steps == 0 and not over:
             try:
                 metrics |= await evaluate(run.player, run.held_out, samples=1)
@@ -102,27 +126,41 @@ async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
         failed = [t for group in groups for t in group.trajectories if t.status is Status.FAILED]
         if failed:
             run.sinks.note(f"step {step}: {len(failed)} conversations failed, the first because of {failed[0].reason}")
-        trajectories.write(run.folder, step, groups)
+        trajectories.write(run.folder, f"step_{step:06d}", groups)
         if experiment.checkpoint.every_steps and step % experiment.checkpoint.every_steps == 0 and not over:
             save(run, policy, step)
         run.sinks.log(metrics, step)
         curve.reward.append(metrics["reward/mean"])
-    save(run, policy, budget.steps)
-    run.sinks.note(f"stopped after {budget.steps} steps: {reached}")
-    return budget.steps, budget.seconds
+    return reached
+
+
+async def _learn_beside(
+    run: Run, policy: Policy, reference: PreTrainedModel | None, groups: Sequence[Group], step: int
+) -> Metrics:
+    """`learn`, in a thread while rollouts go on, where there are any to go on and the engine allows it."""
+    if not (run.experiment.rollout.max_staleness and run.engine.beside_training):
+        return learn(run, policy, reference, groups, step)
+    learning = asyncio.ensure_future(asyncio.to_thread(learn, run, policy, reference, groups, step))
+    try:
+        return await asyncio.shield(learning)
+    except asyncio.CancelledError:
+        await learning  # a step that has begun is finished before anything is saved
+        raise
 
 
 def learn(run: Run, policy: Policy, reference: PreTrainedModel | None, groups: Sequence[Group], step: int) -> Metrics:
     """One rollout batch: credit, layout, update."""
     experiment = run.experiment
     seed = experiment.seed * 1_000_003 + step
-    advantage, trained = trajectory_advantages(groups, experiment.algorithm)
-    if len(advantage) == 0:
+    compared = comparable(groups)
+    if not compared:
         return {}
-    batch = build_batch([t for group in groups for t in group.trajectories if t.status is not Status.FAILED])
+    advantage, trained = trajectory_advantages(compared, experiment.algorithm)
+    batch = build_batch([trajectory for group in compared for trajectory in group.trajectories])
     signal = Signal(_control(advantage, experiment.debug.advantages, seed), trained)
+    stale = experiment.rollout.max_staleness > 0
     metrics = train_batch(
-        policy, batch, signal, experiment.algorithm, experiment.kl, reference, experiment.trainer, seed
+        policy, batch, signal, experiment.algorithm, experiment.kl, reference, experiment.trainer, seed, stale
     )
     return {f"policy/{name}": value for name, value in metrics.items()}
 
@@ -184,15 +222,27 @@ def _describe_batch(groups: Sequence[Group], experiment: Experiment, play_s: flo
     spread = [
         len({trained_reward(t, truncated) for t in g.trajectories if t.status is not Status.FAILED}) > 1 for g in groups
     ]
-    tokens = sum(t.sampled_tokens for group in groups for t in group.trajectories)
-    segments = sum(t.segments for group in groups for t in group.trajectories)
+    played = [t for group in groups for t in group.trajectories]
+    tokens, segments = sum(t.sampled_tokens for t in played), sum(t.segments for t in played)
+    causes = Counter(t.reason.partition(":")[0] for t in played if t.status is Status.FAILED)
+    waited = {
+        "queue": sum(t.queued_s for t in played),
+        "decode": sum(t.sample_s for t in played),
+        "tool": sum(t.tool_s for t in played),
+    }
+    seconds = play_s + train_s if experiment.rollout.max_staleness else play_s
     return {
         "reward/mean": found.pop("reward", math.nan),
         "reward/success": found.pop("success", math.nan),
         "reward/groups_with_variance": sum(spread) / len(spread),
         **{f"rollout/{name}": value for name, value in found.items()},
-        "rollout/segments": segments / max(1, sum(len(group.trajectories) for group in groups)),
-        "perf/tokens_per_s": tokens / play_s,
+        "rollout/segments": segments / max(1, len(played)),
+        "rollout/retried": sum(t.attempts > 1 for t in played) / max(1, len(played)),
+        **{f"rollout/failed/{cause}": count / len(played) for cause, count in causes.items()},
+        "rollout/groups_left_out": float(len(groups) - len(comparable(groups))),
+        **{f"perf/{name}_share": share / max(1e-9, sum(waited.values())) for name, share in waited.items()},
+        "perf/conversations_open": (waited["decode"] + waited["tool"]) / seconds,
+        "perf/tokens_per_s": tokens / seconds,
         "time/rollout_s": play_s,
         "time/train_s": train_s,
     }

@@ -157,6 +157,9 @@ class Trajectory:
     attempts: int = 1  # how often it was played; above 1 after a failure
     tool_calls: int = 0
     tool_errors: int = 0
+    queued_s: float = 0.0  # waiting for one of the `rollout.max_concurrent` places
+    sample_s: float = 0.0  # waiting for the engine
+    tool_s: float = 0.0  # waiting for the environment
 
     @property
     def final(self) -> str:

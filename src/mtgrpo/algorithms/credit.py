@@ -18,17 +18,25 @@ def trained_reward(trajectory: Trajectory, truncated: Truncated) -> float:
     return trajectory.reward
 
 
-def trajectory_advantages(groups: Sequence[Group], algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """Advantage and trained mask of every trajectory that did not fail, in order of group and sibling.
+def comparable(groups: Sequence[Group]) -> list[Group]:
+    """The groups without failed trajectories. One that is left alone has nothing to be compared with: it goes too."""
+    found: list[Group] = []
+    for group in groups:
+        played = [t for t in group.trajectories if t.status is not Status.FAILED]
+        if played and len(played) >= min(2, len(group.trajectories)):
+            found.append(Group(group.task, played))
+    return found
 
-    A group's statistics are over its trajectories, never over segments. Failed trajectories are in neither.
+
+def trajectory_advantages(groups: Sequence[Group], algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """Advantage and trained mask of every trajectory, in order of group and sibling; none of them has failed.
+
+    A group's statistics are over its trajectories, never over segments.
     """
     advantages: list[Tensor] = [torch.zeros(0)]
     trained: list[bool] = []
     for group in groups:
-        played = [t for t in group.trajectories if t.status is not Status.FAILED]
-        if not played:
-            continue
+        played = group.trajectories
         rewards = torch.tensor([trained_reward(t, algorithm.truncated) for t in played], dtype=torch.float64)
         advantages.append(algorithm.advantages(rewards).float())
         masked = algorithm.truncated is Truncated.mask

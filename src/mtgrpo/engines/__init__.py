@@ -6,7 +6,7 @@ One file = one engine: a dataclass of settings whose `start` gives the running e
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,12 @@ class RunningEngine(Protocol):
 
     version: int
     note: str  # what the user may want to know of it
+    beside_training: bool  # whether it may sample while another thread computes gradients
+
+    @property
+    def weights(self) -> AbstractContextManager[object]:
+        """Held by whoever writes the weights, and by the engine while it reads them."""
+        ...
 
     def conversation(self, key: Key) -> AbstractAsyncContextManager[Sample]:
         """Open one conversation; what it caches is released when the context ends."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import threading
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,6 +40,7 @@ class Local(Engine):
     """Decode in this process (CPU or one GPU)."""
 
     memory_fraction: float = 0.3  # of this machine's memory (or the GPU's), at most, for keys and values
+    keep_stale_cache: bool = False  # open conversations keep keys and values of older weights; else computed anew
 
     def __post_init__(self) -> None:
         if not 0 < self.memory_fraction < 1:
@@ -62,7 +64,9 @@ class Local(Engine):
                 f"of a conversation of {tokens // PAGE * PAGE} tokens, but one may grow to {longest_context}; set "
                 f"{more}environment.max_context_length to at most {tokens // PAGE * PAGE}"
             )
-        return LocalEngine(model, deterministic, Pages(model, tokens, longest_context), longest_context)
+        return LocalEngine(
+            model, deterministic, Pages(model, tokens, longest_context), longest_context, self.keep_stale_cache
+        )
 
 
 def _memory_bytes(device: torch.device) -> int:
@@ -72,16 +76,29 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 class LocalEngine:
-    """A running engine. `version` is set by whoever updates the weights; what was stored is then computed again."""
+    """A running engine. `version` is set by whoever updates the weights; what was stored is then computed again.
 
-    def __init__(self, model: PreTrainedModel, deterministic: bool, pages: Pages, longest_context: int) -> None:
+    With `keep_stale` it is not, for open conversations; new ones do not share it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        deterministic: bool,
+        pages: Pages,
+        longest_context: int,
+        keep_stale: bool = False,
+    ) -> None:
         self.version = 0
+        self.weights: AbstractContextManager[object] = threading.Lock()
+        self._keep_stale = keep_stale
         self._parameters = list(model.parameters())
         self._weights = self._weights_now()
         self._device = model.device
         self._deterministic = deterministic
         self._longest = longest_context
         self._forward = Forward(model)
+        self.beside_training = self._forward.fused  # the other path changes a setting of the model while it runs
         self._pages = pages
         self._schedule = Schedule(pages)
         self._planner = Planner(pages, model.device, computes_in(model))
@@ -136,15 +153,17 @@ class LocalEngine:
 
     async def attend(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
         """How much attention each of `spans` gets from the end of the context; see `attention_mass`."""
-        self._notice_weights()
-        return attention_mass(self._forward, tokens, spans, self._device)
+        with self.weights:
+            self._notice_weights()
+            return attention_mass(self._forward, tokens, spans, self._device)
 
     async def _run(self) -> None:
         """Step while there is work. An error in a step reaches every conversation that waits for the engine."""
         try:
             while self._schedule.requests:
                 await self._settle()
-                self._step()
+                with self.weights:
+                    self._step()
         except Exception as error:
             self._schedule.forget_all()  # what the step has left is not known
             for request in self._schedule.requests:
@@ -174,7 +193,10 @@ class LocalEngine:
         """Drop what was computed from other weights than the present ones."""
         weights = self._weights_now()
         if weights != self._weights:
-            self._schedule.forget_all()
+            if self._keep_stale:
+                self._schedule.share_no_more()
+            else:
+                self._schedule.forget_all()
             self._forward.update()
             self._weights = weights
 

@@ -46,6 +46,7 @@ class Prefix(Stored):
 
     wanted: list[int] = field(default_factory=list[int])  # all its tokens; `tokens` are those that are there yet
     users: int = 0
+    shared: bool = True  # whether more may join
 
     @property
     def missing(self) -> int:

@@ -99,6 +99,11 @@ class Schedule:
             self._forget(conversation.stored)
         self._waiting, self._running = self.requests, []
 
+    def share_no_more(self) -> None:
+        """What is stored stays with the conversations that have it; others begin anew."""
+        for prefix in self._prefixes:
+            prefix.shared = False
+
     def next(self) -> list[tuple[Row, Request | None]]:
         """What the next step computes: rows, each with the request that is complete after it and can be sampled."""
         self._step += 1
@@ -186,7 +191,7 @@ class Schedule:
         common: list[int] = []
         for prompt in sorted(prompts):
             tokens, requests = list(prompt), prompts[prompt]
-            fitting = [p for p in self._prefixes if tokens[: len(p.wanted)] == p.wanted]
+            fitting = [p for p in self._prefixes if p.shared and tokens[: len(p.wanted)] == p.wanted]
             old = max(fitting, key=lambda prefix: len(prefix.wanted), default=None)
             if old and 2 * len(requests) * (len(tokens) - len(old.wanted)) <= len(tokens):
                 self._attach(requests, old)

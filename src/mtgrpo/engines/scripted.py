@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 from mtgrpo.engines import Key
 from mtgrpo.types import Completion, Finish, Sample, Sampling
@@ -18,6 +18,8 @@ class ScriptedEngine:
     def __init__(self, script: Script) -> None:
         self.version = 0
         self.note = "engine: scripted"
+        self.weights: AbstractContextManager[object] = nullcontext()
+        self.beside_training = True
         self.asked: list[tuple[Key, list[int]]] = []  # every context it was given, in order
         self._script = script
 

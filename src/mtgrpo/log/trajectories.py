@@ -1,4 +1,4 @@
-"""The conversations of a step, readable: `trajectories/step_000010.jsonl`, one line per trajectory."""
+"""Conversations, readable: `trajectories/step_000010.jsonl` has those of a step, one line per trajectory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mtgrpo.log import strict_json
 from mtgrpo.types import Group, Message, Trajectory, Turn
 
 
-def write(folder: Path, step: int, groups: Sequence[Group]) -> None:
-    """Write the trajectories of `groups`, in their order, under the run's `folder`."""
+def write(folder: Path, name: str, groups: Sequence[Group]) -> None:
+    """Write the trajectories of `groups`, in their order, to `name` under the run's `folder`."""
     target = folder / "trajectories"
     target.mkdir(parents=True, exist_ok=True)
     lines = [strict_json(_record(trajectory)) for group in groups for trajectory in group.trajectories]
-    (target / f"step_{step:06d}.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    (target / f"{name}.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
 
 
 def _record(trajectory: Trajectory) -> dict[str, Any]:

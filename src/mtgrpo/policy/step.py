@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +50,16 @@ class Signal:
 class Policy:
     """A model, its optimiser, and how much of a batch is computed at once."""
 
-    def __init__(self, model: PreTrainedModel, optimizer: Optimizer, token_budget: int, temperature: float) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: Optimizer,
+        token_budget: int,
+        temperature: float,
+        weights: AbstractContextManager[object] | None = None,  # held while they are written
+    ) -> None:
         self.model = model
+        self._weights = weights or nullcontext()
         self.optimizer = optimizer
         self._token_budget = token_budget
         self._temperature = temperature
@@ -103,7 +112,9 @@ class Policy:
             clipped += (per_token.clipped * share).sum().item()
             entropy += (scores.entropy.detach()[target] * share).sum().item()
             weight += share.sum().item()
-        metrics = {"loss": total, "lr": self.optimizer.lr, "grad_norm": self.optimizer.step()}
+        lr = self.optimizer.lr
+        with self._weights:
+            metrics = {"loss": total, "lr": lr, "grad_norm": self.optimizer.step()}
         metrics |= {
             "computed_tokens": float(packing.computed),
             "repeated_tokens": float(packing.computed - packing.distinct),
@@ -122,19 +133,21 @@ def train_batch(
     reference: PreTrainedModel | None,
     updates: Updates,
     seed: int,
+    stale: bool = False,
 ) -> Metrics:
     """Update `policy` on one rollout batch; metrics are means over the optimiser steps.
 
     The old log-probabilities are frozen before the first step. With a single step they are the step's own, detached:
-    the ratio is then exactly 1. Trajectories whose advantage is 0 are not computed (without a KL penalty their gradient
-    is zero) but stay in the normaliser.
+    the ratio is then exactly 1. Where the batch may be `stale` they are those of the engine, of the policy that sampled
+    each token: ratio and clip then bound how far the policy moves from it. Trajectories whose advantage is 0 are not
+    computed (without a KL penalty their gradient is zero) but stay in the normaliser.
     """
     steps = list(_minibatches(len(signal.advantage), updates, seed))
     matters = signal.trained & ((signal.advantage != 0) | (kl.coef > 0))
     advantage = signal.advantage[batch.trajectory]
     everything = matters[batch.trajectory].nonzero()[:, 0]
     one_pass = steps[: len(steps) // updates.updates_per_batch] if len(steps) > 1 else []
-    old = _frozen(policy, batch, everything, one_pass)
+    old = batch.behaviour_logp if stale else _frozen(policy, batch, everything, one_pass)
     ref = torch.full((len(batch),), torch.nan, dtype=torch.float64)
     if reference is not None:
         ref[everything] = policy.logprobs(batch, everything, reference)
@@ -147,13 +160,9 @@ def train_batch(
         now = logp.detach()
         first = new[entries].isnan()
         new[entries] = torch.where(first, now.double().cpu(), new[entries])
-        before = now if len(steps) == 1 else old[entries].to(logp)
-        drift = (now - before).abs().max().item()
-        if not collected and drift > MAX_DRIFT:
-            raise RuntimeError(
-                f"log-probabilities changed by {drift:.3g} before the first update of a batch: the forward pass is not "
-                "reproducible"
-            )
+        before = now if len(steps) == 1 and not stale else old[entries].to(logp)
+        if not collected and not stale:
+            _check_drift((now - before).abs().max().item())
         per_token = algorithm.loss(logp, before, advantage[entries].to(logp))
         if reference is None:
             return per_token
@@ -172,7 +181,15 @@ def train_batch(
     metrics = _mean(collected) | {"updates": float(len(collected)), "trained_tokens": float(len(everything))}
     if reference is not None and collected:
         metrics["kl"] = kl_sum / (len(everything) * updates.updates_per_batch)
-    return metrics | _mismatch(batch, everything, old if len(steps) > 1 else new)
+    return metrics | _mismatch(batch, everything, new if len(steps) == 1 or stale else old)
+
+
+def _check_drift(drift: float) -> None:
+    if drift > MAX_DRIFT:
+        raise RuntimeError(
+            f"log-probabilities changed by {drift:.3g} before the first update of a batch: the forward pass is not "
+            "reproducible"
+        )
 
 
 def _frozen(policy: Policy, batch: Batch, entries: Tensor, one_pass: Sequence[Tensor]) -> Tensor:

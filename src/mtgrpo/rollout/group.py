@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from mtgrpo.extension import ConfigError
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.chat import Chat
 from mtgrpo.rollout.play import Limits, play
-from mtgrpo.types import EngineError, Group, Sample, Sampling, Status, Task, Trajectory
+from mtgrpo.types import Group, Sample, Sampling, Status, Task, Trajectory
 
 OpenConversation = Callable[[str, str, int], AbstractAsyncContextManager[Sample]]  # (scope, task id, sibling)
 
@@ -29,6 +30,9 @@ class Rollout:
     max_trajectory_tokens: int = 4096  # sampled by the policy, over all turns
     max_trajectory_tool_tokens: int = 8192  # added by the environment, over all turns
     retries: int = 1  # fresh attempts for a conversation that failed through no fault of the model
+    timeout_s: float = 0.0  # of one attempt at a conversation, 0 = none; what exceeds it has failed
+    max_staleness: int = 0  # weight updates between a group's admission and its training; 0 = train, then play
+    extra_siblings: int = 0  # played beside `group_size`; the first to finish are trained: quicker, biased to the quick
 
     def __post_init__(self) -> None:
         for name in (
@@ -40,8 +44,9 @@ class Rollout:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rollout.{name} must be >= 1, got {getattr(self, name)}")
-        if self.retries < 0:
-            raise ConfigError(f"rollout.retries must be >= 0, got {self.retries}")
+        for name in ("retries", "timeout_s", "max_staleness", "extra_siblings"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"rollout.{name} must be >= 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Player:
     sampling: Sampling
     limits: Limits
     retries: int
+    timeout_s: float
     open_conversation: OpenConversation
     slots: asyncio.Semaphore  # bounds the conversations open at once
     scope: str = "train/0"  # what is played for: part of the key of every random number
@@ -66,20 +72,38 @@ class Player:
             self, scope=scope, sampling=dataclasses.replace(self.sampling, temperature=temperature)
         )
 
-    async def play_group(self, task: Task, size: int) -> Group:
-        """Play `size` siblings of `task` at once and score them; failed ones have status FAILED and no reward."""
-        return Group(task, list(await asyncio.gather(*(self.play_one(task, sibling) for sibling in range(size)))))
+    async def play_group(self, task: Task, size: int, extra: int = 0) -> Group:
+        """Play siblings of `task` at once and score them; failed ones have status FAILED and no reward.
+
+        Of `size` + `extra` siblings the group has the first `size` that end without failure; the others are given up.
+        """
+        playing = [asyncio.ensure_future(self.play_one(task, sibling)) for sibling in range(size + extra)]
+        try:
+            if not extra:
+                return Group(task, list(await asyncio.gather(*playing)))
+            ended: list[Trajectory] = []
+            for one in asyncio.as_completed(playing):
+                ended.append(await one)
+                if sum(t.status is not Status.FAILED for t in ended) == size:
+                    break
+            ended.sort(key=lambda trajectory: (trajectory.status is Status.FAILED, trajectory.sibling))
+            return Group(task, ended[:size])
+        finally:
+            for one in playing:
+                one.cancel()
 
     async def play_one(self, task: Task, sibling: int) -> Trajectory:
         """Play one sibling; a failure of the world is retried with a fresh environment, then recorded."""
+        asked = time.perf_counter()
         async with self.slots:  # kept for all attempts: who plays when must not depend on when others failed
+            queued_s = time.perf_counter() - asked
             trajectory = await self._attempt(task, sibling, 0)
             for attempt in range(1, self.retries + 1):
                 if trajectory.status is not Status.FAILED:
                     break
                 trajectory = await self._attempt(task, sibling, attempt)
                 trajectory.attempts = attempt + 1
-        trajectory.sibling = sibling
+        trajectory.sibling, trajectory.queued_s = sibling, queued_s
         if trajectory.status is not Status.FAILED:
             trajectory.reward = float(self.reward.reward(trajectory))
             if not math.isfinite(trajectory.reward):
@@ -88,10 +112,14 @@ class Player:
         return trajectory
 
     async def _attempt(self, task: Task, sibling: int, attempt: int) -> Trajectory:
+        deadline = asyncio.timeout(self.timeout_s or None)
         try:
-            async with self.open_conversation(f"{self.scope}/attempt{attempt}", task.id, sibling) as sample:
+            async with deadline, self.open_conversation(f"{self.scope}/attempt{attempt}", task.id, sibling) as sample:
                 return await play(task, self.environment, self.chat, sample, self.sampling, self.limits)
-        except (ConfigError, EngineError):
+        except ConfigError:
             raise
+        except TimeoutError as error:
+            why = f"it took longer than rollout.timeout_s={self.timeout_s}" if deadline.expired() else str(error)
+            return Trajectory(task, status=Status.FAILED, reason=f"TimeoutError: {why}")
         except Exception as error:  # whatever a tool or an environment raises is data: it is counted and shown
             return Trajectory(task, status=Status.FAILED, reason=f"{type(error).__name__}: {error}")

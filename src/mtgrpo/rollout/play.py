@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from dataclasses import dataclass
 
 from mtgrpo.environments import Environment
@@ -44,12 +45,16 @@ async def play(
         if room < 1:
             name = "max_trajectory_tokens" if len(context) < limits.context_tokens else "max_context_length"
             return _truncated(trajectory, name)
+        began = time.perf_counter()
         completion = await sample(context, dataclasses.replace(sampling, max_new_tokens=room))
+        sampled = time.perf_counter()
+        trajectory.sample_s += sampled - began
         turn = _turn(completion, chat.parse(completion.tokens), new_context, extends)
         trajectory.turns.append(turn)
         if completion.finish is Finish.LENGTH:
             return _truncated(trajectory, _length_limit(room, sampling, limits, context))
         reply = await environment.step(turn.message)
+        trajectory.tool_s += time.perf_counter() - sampled
         turn.observations = reply.messages
         trajectory.tool_calls += reply.tool_calls
         trajectory.tool_errors += reply.tool_errors

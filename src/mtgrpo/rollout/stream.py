@@ -1,25 +1,149 @@
-"""The next batch of scored groups, for one training step."""
+"""Groups for training, played ahead of the trainer as far as `max_staleness` allows; every one of them is trained.
+
+A group that is admitted at policy version v (the number of weight updates) is due at version v + max_staleness: it is
+trained then or before. A batch is the groups that are due, which it waits for, and then what else has finished, the
+oldest first, as long as all that is left can still be trained in time. Twice `prompts_per_step` groups are in play, and
+one more for each that others have overtaken, but no more than could be trained in time. So quick tasks go on while slow
+ones are played, no group is older than `max_staleness` updates when it is trained, none is thrown away, and a slow task
+is trained as often as a quick one. With `max_staleness` 0 everything is due at once: synchronous training.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Coroutine
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 from mtgrpo.rollout.group import Player, Rollout
 from mtgrpo.tasks import TaskStream
-from mtgrpo.types import Group
+from mtgrpo.types import EngineError, Group, Status
 
 
-async def play_batch(player: Player, tasks: TaskStream, rollout: Rollout) -> list[Group]:
-    """Play the next tasks; every conversation of the batch comes from the policy as it is now."""
-    chosen = [next(tasks) for _ in range(rollout.prompts_per_step)]
-    played: Counter[str] = Counter()
-    groups: list[Coroutine[Any, Any, Group]] = []
-    for task in chosen:
-        again = played[task.id]  # in a small data set: then with other random numbers
-        played[task.id] += 1
-        scope = f"{player.scope}/again{again}" if again else player.scope
-        groups.append(player.at(scope).play_group(task, rollout.group_size))
-    return list(await asyncio.gather(*groups))
+@dataclass(eq=False)
+class Playing:
+    """One admitted group."""
+
+    version: int  # of the policy when it was admitted
+    due: int  # the last version of the policy that may train on it
+    epoch: int  # of the tasks after it was admitted
+    group: asyncio.Task[Group]
+    finished_s: float = 0.0  # when it was finished, by `time.perf_counter`
+    overtaken: bool = False  # a later one was trained before it
+
+
+@dataclass(frozen=True)
+class Played:
+    """The groups of one training step, in the order of their admission, and how they came; see `describe_stream`."""
+
+    groups: list[Group]
+    admitted: list[int]  # the version of the policy at which each was
+    queue_s: list[float]  # for how long each was finished and not trained
+    arrived: list[Group]  # what has finished since the batch before, whether it is in this one or not
+
+
+class Stream:
+    """Admits tasks and hands out their groups."""
+
+    def __init__(self, player: Player, tasks: TaskStream, settings: Rollout) -> None:
+        self._player = player
+        self._tasks = tasks
+        self._settings = settings
+        self._playing: list[Playing] = []  # admitted and not handed out, the oldest first
+        self._arrived: list[Group] = []
+        self._names: Counter[tuple[int, str]] = Counter()  # how often a task was admitted at a version
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the tasks of which every group was handed out."""
+        return min((playing.epoch for playing in self._playing), default=self._tasks.epoch)
+
+    @property
+    def finished(self) -> list[Group]:
+        """Groups that have finished and were not handed out."""
+        done = [p.group for p in self._playing if p.group.done() and not p.group.cancelled()]
+        return [group.result() for group in done if group.exception() is None]
+
+    async def batch(self, version: int) -> Played:
+        """The groups to be trained by the policy of this version.
+
+        Raises EngineError when the engine failed in every conversation of the batch.
+        """
+        self._admit(version)
+        while (chosen := self._chosen(version)) is None:
+            await asyncio.wait([p.group for p in self._playing if not p.group.done()], return_when="FIRST_COMPLETED")
+        now = time.perf_counter()
+        self._hand_out(chosen)
+        groups = [playing.group.result() for playing in chosen]
+        _check_engine(groups)
+        arrived, self._arrived = self._arrived, []
+        return Played(groups, [p.version for p in chosen], [now - p.finished_s for p in chosen], arrived)
+
+    async def close(self) -> None:
+        """End what is still being played."""
+        left = [playing.group for playing in self._playing]
+        self._playing = []
+        for group in left:
+            group.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def _admit(self, version: int) -> None:
+        settings, batch = self._settings, self._settings.prompts_per_step
+        in_time = (settings.max_staleness + 1) * batch
+        while len(self._playing) < min(in_time, 2 * batch + sum(playing.overtaken for playing in self._playing)):
+            task = next(self._tasks)
+            again = self._names[version, task.id]  # in a small data set: then with other random numbers
+            self._names[version, task.id] += 1
+            scope = f"train/{version + 1}" + (f"/again{again}" if again else "")
+            play = self._player.at(scope).play_group(task, settings.group_size, settings.extra_siblings)
+            playing = Playing(version, version + settings.max_staleness, self._tasks.epoch, asyncio.ensure_future(play))
+            playing.group.add_done_callback(partial(self._arrive, playing))
+            self._playing.append(playing)
+        self._names = Counter({key: count for key, count in self._names.items() if key[0] == version})
+
+    def _arrive(self, playing: Playing, group: asyncio.Task[Group]) -> None:
+        playing.finished_s = time.perf_counter()
+        if not group.cancelled() and group.exception() is None:
+            self._arrived.append(group.result())
+
+    def _chosen(self, version: int) -> list[Playing] | None:
+        """The next batch; None while it is not complete. Raises what went wrong in a group."""
+        done = [playing for playing in self._playing if playing.group.done()]
+        for playing in done:
+            playing.group.result()
+        chosen = done[: self._settings.prompts_per_step]
+        left = sorted(playing.due for playing in self._playing if playing not in chosen)
+        # The n-th of those that are left (from 0) is trained n // prompts_per_step + 1 versions from now.
+        in_time = all(due > version + n // self._settings.prompts_per_step for n, due in enumerate(left))
+        return chosen if len(chosen) == self._settings.prompts_per_step and in_time else None
+
+    def _hand_out(self, chosen: list[Playing]) -> None:
+        last = self._playing.index(chosen[-1])
+        for playing in self._playing[:last]:
+            playing.overtaken = True
+        self._playing = [playing for playing in self._playing if playing not in chosen]
+
+
+def _check_engine(groups: list[Group]) -> None:
+    """Raise EngineError when every conversation failed, and the engine is why: it will not get better."""
+    played = [trajectory for group in groups for trajectory in group.trajectories]
+    name = f"{EngineError.__name__}: "
+    if all(t.status is Status.FAILED and t.reason.startswith(name) for t in played):
+        raise EngineError(f"every conversation failed: {played[0].reason.removeprefix(name)}")
+
+
+def describe_stream(played: Played, version: int) -> dict[str, float]:
+    """Staleness in weight updates: of groups since their admission, of tokens since they were sampled; queueing time.
+
+    `version` is that of the policy which trains on the groups. Where what arrives is on average longer than what is
+    trained (`rollout/sampled_tokens`), long conversations are still waited for.
+    """
+    versions = [v for g in played.groups for t in g.trajectories for turn in t.turns for v in turn.versions]
+    lengths = [t.sampled_tokens for g in played.arrived for t in g.trajectories]
+    return {
+        "rollout/arrived_tokens": sum(lengths) / max(1, len(lengths)),
+        "rollout/staleness_max": float(version - min(played.admitted)),
+        "rollout/token_staleness": sum(version - v for v in versions) / max(1, len(versions)),
+        "time/queue_s": sum(played.queue_s) / len(played.queue_s),
+    }

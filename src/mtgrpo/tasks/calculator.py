@@ -41,7 +41,7 @@ class Demonstrator:
     """
 
     right: float = 0.28  # every call right
-    wrong_number: float = 0.04  # one operand of one call is misread
+    wrong_number: float = 0.10  # one operand of one call is misread
     wrong_operator: float = 0.04  # in one call
     swapped: float = 0.04  # two neighbouring steps in the wrong order
     early: float = 0.02  # answers before the last step
