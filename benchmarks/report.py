@@ -89,9 +89,11 @@ def versus_trl() -> str:
     for name, label in CASES.items():
         by = detail[name]
         times = [f"{by[side]['seconds'] / by['ours']['seconds']:.1f}" for side in ("trl", "trl_best") if side in by]
-        memory = " / ".join(f"{by[side]['memory_bytes'] / 2**20:,.0f}" for side in ("ours", "trl"))
+        memory = " / ".join(
+            f"{by[side]['memory_bytes'] / 2**20:,.0f}" for side in ("ours", "trl", "trl_best") if side in by
+        )
         rows.append([label, *(cell(by.get(side)) for side in ("ours", "trl", "trl_best")), " / ".join(times), memory])
-    head = ["model and tasks", "mtgrpo", "TRL", "TRL at its best", "TRL / mtgrpo", "MiB, mtgrpo / TRL"]
+    head = ["model and tasks", "mtgrpo", "TRL", "TRL at its best", "TRL / mtgrpo", "MiB, mtgrpo / TRL / best"]
     return table(head, rows)
 
 
@@ -115,12 +117,17 @@ def headline() -> str:
     ratios: dict[str, float] = {}
     for name in ("versus_trl", "versus_trl_learning", "rollout", "forest"):
         ratios |= read(name)[0]
+    for size in LABELS:
+        speeds = read("rollout")[1][size]["multi_turn"]["tokens_per_s"]
+        ratios[f"tuned.{size}"] = statistics.median(speeds["engine"]) / statistics.median(speeds["vllm_tuned"])
     rows = (
         ("a whole training step, prompts of 280 / 1,000 tokens", "TRL", ("versus_trl.2m_280", "versus_trl.2m_1000")),
         ("the same, TRL at its best", "TRL", ("versus_trl.2m_280_best", "versus_trl.2m_1000_best")),
         ("time to 85 % success on the demo's task", "TRL at its best", ("versus_trl.time_to_085",)),
         ("rollouts of several turns, 2 M / 30 M", "vLLM", tuple(f"rollout.multi_turn_vs_vllm.{s}" for s in LABELS)),
+        ("the same, 2 M / 30 M", "vLLM tuned by hand", tuple(f"tuned.{size}" for size in LABELS)),
         ("forward and backward, prompts of 256 / 1,024 tokens", "padded rows", ("forest.A", "forest.B")),
+        ("the same", "padded rows at their best", ("forest.A_best", "forest.B_best")),
     )
     cells = [(what, rival, " / ".join(f"{ratios[name]:.1f}x" for name in names)) for what, rival, names in rows]
     return table(["what", "against", "faster"], cells)

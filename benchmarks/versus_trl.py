@@ -9,10 +9,10 @@ are processes that take steps in turns. A step is everything from one batch of w
     30m_280     the first with the larger model
     2m_turns    chains of 8 calculations: up to 9 turns
 
-The models come from a short warm start (`mtgrpo sft`), so that they call the calculator. trl is TRL as its users get
-it: one micro-batch, activation checkpointing on. trl_best has the best number of rows per micro-batch and of threads,
-found by a sweep on a quarter of the batch, and no checkpointing. Everything has as many threads as there are cores
-unless said. Peak memory is that of a step above the loaded model.
+The models come from a short warm start (`mtgrpo sft`), so that they call the calculator. trl has the whole batch in one
+micro-batch and activation checkpointing on. trl_best has the best number of rows per micro-batch and of threads, found
+by a sweep on a quarter of the batch, and no checkpointing. Everything has as many threads as there are cores unless
+said. Memory is the peak above what the process had before its first step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from gate import MARK
-from record import finish
+from record import RESULTS, finish
 
 from mtgrpo.model.tiny import load_tokenizer
 from mtgrpo.tasks.calculator import draw_problem, tell
@@ -41,6 +41,7 @@ from mtgrpo.tasks.calculator import draw_problem, tell
 HERE = Path(__file__).resolve().parent
 THREADS = len(os.sched_getaffinity(0))
 GROUPS, SIBLINGS = 4, 8
+FILE = "versus_trl.json"
 Step = dict[str, float]
 
 
@@ -52,6 +53,7 @@ class Case:
     system_prompt: int  # tokens
     steps: tuple[int, int]  # calculations per task
     completion: int  # longest conversation after its prompt, in tokens
+    token_budget: int  # of our micro-batches: room for at least one group
     best: bool  # measured against trl_best too
 
     def words(self) -> list[str]:
@@ -64,15 +66,16 @@ class Case:
             f"environment.max_turns={high + 1}",
             "task.demonstrator.right=0.9",
             *(f"task.demonstrator.{kind}=0" for kind in ("wrong_number", "wrong_operator", "swapped", "early")),
+            f"batch.token_budget={self.token_budget}",
             "eval.every_steps=0",
         ]
 
 
 CASES = {
-    "2m_280": Case("tiny-2m", 230, (1, 2), 128, best=True),
-    "2m_1000": Case("tiny-2m", 950, (1, 2), 128, best=True),
-    "30m_280": Case("tiny-30m", 230, (1, 2), 128, best=False),
-    "2m_turns": Case("tiny-2m", 150, (8, 8), 400, best=False),
+    "2m_280": Case("tiny-2m", 230, (1, 2), 128, 2048, best=True),
+    "2m_1000": Case("tiny-2m", 950, (1, 2), 128, 2048, best=True),
+    "30m_280": Case("tiny-30m", 230, (1, 2), 128, 1024, best=False),
+    "2m_turns": Case("tiny-2m", 150, (8, 8), 400, 2048, best=False),
 }
 
 
@@ -190,6 +193,7 @@ def measure(name: str, repeats: int, with_best: bool, kept: Path) -> dict[str, A
         f"sampling.max_new_tokens={case.completion}",
         f"rollout.max_trajectory_tokens={case.completion}",
         f"trainer.steps={repeats + 2}",
+        f"reward={HERE / 'spread.py'}:Spread",  # of conversations that are all alike ours would train none
         "optimizer.lr=1e-5",  # so that all go on sampling the same
         "optimizer.schedule=constant",
     ]
@@ -223,6 +227,7 @@ def summary(steps: Sequence[Step], loaded: Step) -> dict[str, Any]:
         "train_s": statistics.median(step["time/train_s"] for step in steps),
         "sampled_tokens": statistics.mean(sampled_tokens(step) for step in steps),
         "reward": statistics.mean(step.get("reward/mean", step.get("reward", 0.0)) for step in steps),
+        "trained_tokens": statistics.mean(step.get("policy/trained_tokens", sampled_tokens(step)) for step in steps),
         "memory_bytes": steps[-1]["peak_bytes"] - loaded["resident_bytes"],
         "every_step_s": [round(step["seconds"], 3) for step in steps],
     }
@@ -257,6 +262,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--without-best", action="store_true", help="leave out the sweep and trl_best")
+    parser.add_argument("--keep", action="store_true", help="of the cases that are not measured, what the file has")
     parser.add_argument("--folder", type=Path, default=Path("outputs/benchmarks/versus_trl"), help="keeps warm starts")
     given = parser.parse_args()
     detail = {
@@ -265,8 +271,11 @@ def main() -> None:
     ratios = ratios_of(detail)
     print(json.dumps(ratios, indent=1))
     settings = {"threads": THREADS, "repeats": given.repeats, "trl": version("trl")}
-    complete = given.cases == list(CASES) and not given.without_best
-    finish("versus_trl", ratios, {**detail, **settings}, "versus_trl.json" if complete else None)
+    if given.keep:
+        detail = json.loads((RESULTS / FILE).read_text())["detail"] | detail
+        ratios = ratios_of({name: detail[name] for name in CASES})
+    complete = set(CASES) <= set(detail) and not given.without_best
+    finish("versus_trl", ratios, detail | settings, FILE if complete else None)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,15 @@ def test_the_sampling_benchmark_plays_the_same_conversations_on_all_sides(monkey
         rollout.check(conversations, played)
 
 
+@pytest.mark.parametrize("name", ["BENCHMARKS.md", "README.md"])
+def test_the_tables_are_those_of_the_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    report = load_file(RECORD.parent / "report.py")
+    text = (RECORD.parent.parent / name).read_text()
+    assert report.filled(text) == text, "run `make bench-report`"
+    assert report.filled(text.replace("1", "0")) != text.replace("1", "0")
+
+
 def test_every_row_of_the_benchmark_against_trl_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(RECORD.parent)
     versus, report = load_file(RECORD.parent / "versus_trl.py"), load_file(RECORD.parent / "report.py")

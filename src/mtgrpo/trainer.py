@@ -88,13 +88,14 @@ async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
     try:
         reached = await _steps(run, policy, reference, stream, budget, curve)
     except asyncio.CancelledError:  # Ctrl-C
-        trajectories.write(run.folder, "untrained", stream.finished)
         save(run, policy, budget.steps)
+        trajectories.write(run.folder, "untrained", stream.finished)
         run.sinks.note(f"interrupted: the policy after {budget.steps} steps is saved in {run.folder}")
         raise
+    else:
+        save(run, policy, budget.steps)
     finally:
         await stream.close()
-    save(run, policy, budget.steps)
     run.sinks.note(f"stopped after {budget.steps} steps: {reached}")
     return budget.steps, budget.seconds
 
@@ -110,42 +111,56 @@ async def _steps(
         batch = await stream.batch(version=budget.steps)
         groups = batch.groups
         played = time.perf_counter()
-        metrics = await _learn_beside(run, policy, reference, groups, step)
+        metrics, interrupted = await _learn_beside(run, policy, reference, groups, step)
         run.engine.version = step
         ended = time.perf_counter()
         metrics |= _describe_batch(groups, experiment, played - began, ended - played)
         metrics |= describe_stream(batch, version=step - 1)
         budget.count(groups, ended - began)
-        over = budget.reached(stream.epoch)
-        if experiment.eval.every_steps and step % experiment.eval.every_steps == 0 and not over:
-            try:
+        over = interrupted or budget.reached(stream.epoch)
+        try:
+            if experiment.eval.every_steps and step % experiment.eval.every_steps == 0 and not over:
                 metrics |= await evaluate(run.player, run.held_out, samples=1)
                 curve.success[step] = metrics["eval/success"]
-            except NothingPlayedError as error:  # an outage, which may be over at the next step
-                run.sinks.note(str(error))
-        failed = [t for group in groups for t in group.trajectories if t.status is Status.FAILED]
-        if failed:
-            run.sinks.note(f"step {step}: {len(failed)} conversations failed, the first because of {failed[0].reason}")
-        trajectories.write(run.folder, f"step_{step:06d}", groups)
+        except NothingPlayedError as error:  # an outage, which may be over at the next step
+            run.sinks.note(str(error))
+        finally:  # also when Ctrl-C ends the evaluation
+            _record(run, step, groups, metrics)
+            curve.reward.append(metrics["reward/mean"])
+        if interrupted:
+            raise asyncio.CancelledError
         if experiment.checkpoint.every_steps and step % experiment.checkpoint.every_steps == 0 and not over:
             save(run, policy, step)
-        run.sinks.log(metrics, step)
-        curve.reward.append(metrics["reward/mean"])
     return reached
+
+
+def _record(run: Run, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
+    """What a step leaves in the run's folder."""
+    failed = [t for group in groups for t in group.trajectories if t.status is Status.FAILED]
+    if failed:
+        run.sinks.note(f"step {step}: {len(failed)} conversations failed, the first because of {failed[0].reason}")
+    trajectories.write(run.folder, f"step_{step:06d}", groups)
+    run.sinks.log(metrics, step)
 
 
 async def _learn_beside(
     run: Run, policy: Policy, reference: PreTrainedModel | None, groups: Sequence[Group], step: int
-) -> Metrics:
-    """`learn`, in a thread while rollouts go on, where there are any to go on and the engine allows it."""
+) -> tuple[Metrics, bool]:
+    """`learn`, in a thread while rollouts go on, where there are any to go on and the engine allows it.
+
+    Also whether Ctrl-C came meanwhile: a step that has begun is finished before anything is saved.
+    """
     if not (run.experiment.rollout.max_staleness and run.engine.beside_training):
-        return learn(run, policy, reference, groups, step)
-    learning = asyncio.ensure_future(asyncio.to_thread(learn, run, policy, reference, groups, step))
-    try:
-        return await asyncio.shield(learning)
-    except asyncio.CancelledError:
-        await learning  # a step that has begun is finished before anything is saved
-        raise
+        return learn(run, policy, reference, groups, step), False
+    interrupted = False
+    loop = asyncio.get_running_loop()
+    learning = loop.run_in_executor(None, learn, run, policy, reference, groups, step)
+    while not learning.done():
+        try:
+            await asyncio.shield(learning)
+        except asyncio.CancelledError:
+            interrupted = True
+    return learning.result(), interrupted
 
 
 def learn(run: Run, policy: Policy, reference: PreTrainedModel | None, groups: Sequence[Group], step: int) -> Metrics:
@@ -174,7 +189,7 @@ def _control(advantage: Tensor, kind: Advantages, seed: int) -> Tensor:
 
 
 def save(run: Run, policy: Policy, step: int) -> None:
-    """Write a checkpoint of the policy and of everything a later run needs to go on."""
+    """Write a checkpoint: the policy, its optimiser, and up to which task the run has admitted any."""
     tensors, rest = checkpoint.flatten(policy.optimizer.state_dict())
     state = {"step": step, "tasks": run.tasks.state_dict(), "optimizer": rest}
     keep_last = run.experiment.checkpoint.keep_last

@@ -27,7 +27,7 @@ class Playing:
 
     version: int  # of the policy when it was admitted
     due: int  # the last version of the policy that may train on it
-    epoch: int  # of the tasks after it was admitted
+    epoch: int  # the pass over the tasks that it belongs to, from 0
     group: asyncio.Task[Group]
     finished_s: float = 0.0  # when it was finished, by `time.perf_counter`
     overtaken: bool = False  # a later one was trained before it
@@ -92,12 +92,12 @@ class Stream:
         settings, batch = self._settings, self._settings.prompts_per_step
         in_time = (settings.max_staleness + 1) * batch
         while len(self._playing) < min(in_time, 2 * batch + sum(playing.overtaken for playing in self._playing)):
-            task = next(self._tasks)
+            epoch, task = self._tasks.epoch, next(self._tasks)
             again = self._names[version, task.id]  # in a small data set: then with other random numbers
             self._names[version, task.id] += 1
             scope = f"train/{version + 1}" + (f"/again{again}" if again else "")
             play = self._player.at(scope).play_group(task, settings.group_size, settings.extra_siblings)
-            playing = Playing(version, version + settings.max_staleness, self._tasks.epoch, asyncio.ensure_future(play))
+            playing = Playing(version, version + settings.max_staleness, epoch, asyncio.ensure_future(play))
             playing.group.add_done_callback(partial(self._arrive, playing))
             self._playing.append(playing)
         self._names = Counter({key: count for key, count in self._names.items() if key[0] == version})
