@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import json
-import os
 import random
 import signal
 import statistics
@@ -511,6 +510,15 @@ def test_what_an_update_does_to_what_is_stored(keep: bool, monkeypatch: pytest.M
     assert [set(completion.versions) for completion in completions] == [{0}, {1}, {1}]
 
 
+# What a shell starts in the background ignores Ctrl-C, and so would all that these tests start.
+INTERRUPTIBLE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from mtgrpo.cli import main
+main()
+"""
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_an_interrupted_run_saves_what_it_has(tmp_path: Path, staleness: int) -> None:
     folder = tmp_path / "run"
@@ -519,13 +527,17 @@ def test_an_interrupted_run_saves_what_it_has(tmp_path: Path, staleness: int) ->
     words = [*SMALL, f"rollout.max_staleness={staleness}", "trainer.steps=100000", f"hydra.run.dir={folder}"]
     words.append(f"reward={own}:First")
     with (tmp_path / "err").open("w") as errors:
-        process = subprocess.Popen([sys.executable, "-m", "mtgrpo", "train", *words], stderr=errors, env=os.environ)
+        process = subprocess.Popen([sys.executable, "-c", INTERRUPTIBLE, "train", *words], stderr=errors)
     metrics = folder / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_bytes().count(b"reinforcement") < 3:
-        assert process.poll() is None, (tmp_path / "err").read_text()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    try:
+        while not metrics.exists() or metrics.read_bytes().count(b"reinforcement") < 3:
+            assert process.poll() is None, (tmp_path / "err").read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.kill()
+        process.wait()
     steps = metrics.read_bytes().count(b"reinforcement")
     (saved,) = (folder / "checkpoints").iterdir()
     assert saved.name == f"step_{steps:06d}"
