@@ -17,7 +17,7 @@ FALL = 0.15
 PARTS = (
     ("forest", "--sizes", "2m", "--scenarios", "A", "B", "--repeats", "1"),
     ("rollout", "--sizes", "2m", "--without", "vllm", "continuous_batching", "--repeats", "3"),
-    ("versus_trl", "--cases", "2m_280", "--without-best", "--repeats", "3"),
+    ("versus_trl", "--cases", "2m_280", "--without-best", "--repeats", "9"),
 )
 
 
