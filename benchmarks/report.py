@@ -123,7 +123,7 @@ def headline() -> str:
     rows = (
         ("a whole training step, prompts of 280 / 1,000 tokens", "TRL", ("versus_trl.2m_280", "versus_trl.2m_1000")),
         ("the same, TRL at its best", "TRL", ("versus_trl.2m_280_best", "versus_trl.2m_1000_best")),
-        ("time to 85 % success on the demo's task", "TRL at its best", ("versus_trl.time_to_085",)),
+        ("time to 85 % success on the demo's task", "TRL, 8 rows per micro-batch", ("versus_trl.time_to_085",)),
         ("rollouts of several turns, 2 M / 30 M", "vLLM", tuple(f"rollout.multi_turn_vs_vllm.{s}" for s in LABELS)),
         ("the same, 2 M / 30 M", "vLLM tuned by hand", tuple(f"tuned.{size}" for size in LABELS)),
         ("forward and backward, prompts of 256 / 1,024 tokens", "padded rows", ("forest.A", "forest.B")),

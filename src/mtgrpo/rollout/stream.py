@@ -26,7 +26,6 @@ class Playing:
     """One admitted group."""
 
     version: int  # of the policy when it was admitted
-    due: int  # the last version of the policy that may train on it
     epoch: int  # the pass over the tasks that it belongs to, from 0
     group: asyncio.Task[Group]
     finished_s: float = 0.0  # when it was finished, by `time.perf_counter`
@@ -97,7 +96,7 @@ class Stream:
             self._names[version, task.id] += 1
             scope = f"train/{version + 1}" + (f"/again{again}" if again else "")
             play = self._player.at(scope).play_group(task, settings.group_size, settings.extra_siblings)
-            playing = Playing(version, version + settings.max_staleness, epoch, asyncio.ensure_future(play))
+            playing = Playing(version, epoch, asyncio.ensure_future(play))
             playing.group.add_done_callback(partial(self._arrive, playing))
             self._playing.append(playing)
         self._names = Counter({key: count for key, count in self._names.items() if key[0] == version})
@@ -113,9 +112,9 @@ class Stream:
         for playing in done:
             playing.group.result()
         chosen = done[: self._settings.prompts_per_step]
-        left = sorted(playing.due for playing in self._playing if playing not in chosen)
-        # The n-th of those that are left (from 0) is trained n // prompts_per_step + 1 versions from now.
-        in_time = all(due > version + n // self._settings.prompts_per_step for n, due in enumerate(left))
+        due = [p.version + self._settings.max_staleness for p in self._playing if p not in chosen]
+        # The n-th of those that are left (from 0) can be trained n // prompts_per_step + 1 versions from now.
+        in_time = all(last > version + n // self._settings.prompts_per_step for n, last in enumerate(due))
         return chosen if len(chosen) == self._settings.prompts_per_step and in_time else None
 
     def _hand_out(self, chosen: list[Playing]) -> None:
