@@ -248,21 +248,51 @@ def by_hand(forest: Forest, window: int) -> Tensor:
     return found
 
 
-@settings(max_examples=40, deadline=None)
-@given(batch=trajectories(), window=st.sampled_from([0, 1, 2, 5]))
-def test_the_pieces_cover_what_is_visible_once(batch: list[Trajectory], window: int) -> None:
-    whole = build_batch(batch)
-    seen = torch.zeros(len(whole.forest), len(whole.forest), dtype=torch.long)
-    for piece in Visibility(whole.forest.depth, whole.forest.subtree_end).pieces(window, torch.float32):
+def seen_in(pieces: list[Piece], nodes: int) -> Tensor:
+    """[nodes, nodes]: how many pieces show the column to the row."""
+    seen = torch.zeros(nodes, nodes, dtype=torch.long)
+    for piece in pieces:
         rows = torch.arange(piece.start, piece.end)
-        columns = torch.arange(len(seen))[piece.columns]
+        columns = torch.arange(nodes)[piece.columns]
         visible = torch.ones(len(rows), len(columns), dtype=torch.long)
         if piece.causal:
             visible = visible.tril()
         if piece.mask is not None:
             visible = (piece.mask == 0).long()
         seen[rows[:, None], columns] += visible
-    assert torch.equal(seen, by_hand(whole.forest, window).long())
+    return seen
+
+
+@settings(max_examples=40, deadline=None)
+@given(batch=trajectories(), window=st.sampled_from([0, 1, 2, 5]))
+def test_the_pieces_cover_what_is_visible_once(batch: list[Trajectory], window: int) -> None:
+    whole = build_batch(batch)
+    pieces = Visibility(whole.forest.depth, whole.forest.subtree_end).pieces(window, torch.float32)
+    assert torch.equal(seen_in(pieces, len(whole.forest)), by_hand(whole.forest, window).long())
+
+
+@settings(max_examples=40, deadline=None)
+@given(batch=trajectories(), draw=st.randoms(use_true_random=False))
+def test_the_last_layer_attends_from_what_is_read(batch: list[Trajectory], draw: random.Random) -> None:
+    whole = build_batch(batch)
+    nodes = len(whole.forest)
+    read = torch.tensor(sorted(draw.sample(range(nodes), draw.randint(1, nodes))))
+    visibility = Visibility(whole.forest.depth, whole.forest.subtree_end, read)
+    assert torch.equal(
+        seen_in(visibility.pieces(0, torch.float32, last=True), nodes)[read], by_hand(whole.forest, 0).long()[read]
+    )
+    assert torch.equal(seen_in(visibility.pieces(0, torch.float32), nodes), by_hand(whole.forest, 0).long())
+
+
+def test_what_is_not_read_costs_the_last_layer_nothing() -> None:
+    """Of a prompt that eight siblings share, only its last token is read."""
+    rows = [[0] * 600 + [1 + sibling] * 20 for sibling in range(8)]
+    forest, nodes = build_forest(rows)
+    read = torch.cat([row[599:-1] for row in nodes]).unique()
+    visibility = Visibility(forest.depth, forest.subtree_end, read)
+    pairs = seen_in(visibility.pieces(0, torch.float32, last=True), len(forest)).sum(1)
+    assert pairs[:599].sum() == 0
+    assert pairs[599] == 600
 
 
 def grown_rows(length: int) -> list[list[int]]:

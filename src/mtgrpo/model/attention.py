@@ -12,7 +12,7 @@ flash kernel's backward needs the merged output and log-sum-exp only. On a GPU i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -113,11 +113,13 @@ class Piece:
 class Visibility:
     """Who sees whom in a forest: made once per micro-batch, used by every layer.
 
-    depth, subtree_end: [nodes] int64, in depth-first order, on the model's device.
+    depth, subtree_end: [nodes] int64, in depth-first order, on the model's device. read: [n] int64, the nodes whose
+    final states are wanted; None = all. On CPU the last layer attends from these alone, as nobody reads the others.
     """
 
     depth: Tensor
     subtree_end: Tensor
+    read: Tensor | None = None
     _cache: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False)
 
     def sees(self, window: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -130,13 +132,17 @@ class Visibility:
 
         return rule
 
-    def pieces(self, window: int, dtype: torch.dtype) -> list[Piece]:
-        """The dense calls that make up the attention on CPU."""
+    def pieces(self, window: int, dtype: torch.dtype, last: bool = False) -> list[Piece]:
+        """The dense calls that make up the attention of a layer, perhaps the last one, on CPU."""
         if not window or int(self.depth.max()) < window:
             window = 0
-        key = window, dtype
+        only = last and not window and self.read is not None
+        key = window, dtype, only
         if key not in self._cache:
-            self._cache[key] = self._window_pieces(window, dtype) if window else self._run_pieces()
+            if window:
+                self._cache[key] = self._window_pieces(window, dtype)
+            else:
+                self._cache[key] = self._read_pieces() if only else self._run_pieces()
         return self._cache[key]
 
     def _run_pieces(self) -> list[Piece]:
@@ -148,6 +154,25 @@ class Visibility:
         below = ends[starts].tolist()
         above = [Piece(b, e, slice(a, b), first=False) for (a, b), e in zip(runs, below, strict=True) if e > b]
         return own + above
+
+    def _read_pieces(self) -> list[Piece]:
+        """The runs' pieces, without rows before the first and after the last one in each that is read."""
+        assert self.read is not None
+        wanted = torch.zeros(len(self.depth), dtype=torch.bool)
+        wanted[self.read] = True
+        found: list[Piece] = []
+        for piece in self._run_pieces():
+            rows = wanted[piece.start : piece.end].nonzero()[:, 0]
+            if len(rows) == 0:
+                continue
+            start, end = piece.start + int(rows[0]), piece.start + int(rows[-1]) + 1
+            if not piece.causal:
+                found.append(replace(piece, start=start, end=end))
+                continue
+            found.append(Piece(start, end, slice(start, end), causal=True))
+            if start > piece.start:
+                found.append(Piece(start, end, slice(piece.start, start), first=False))
+        return found
 
     def _window_pieces(self, window: int, dtype: torch.dtype) -> list[Piece]:
         nodes = torch.arange(len(self.depth))
@@ -213,8 +238,11 @@ class _ForestAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: list[Piece], scale: float) -> Tensor:
         groups, heads, nodes, size = query.shape
-        output: Tensor = query.new_empty(nodes, groups, heads, size).permute(1, 2, 0, 3)
+        whole = _covers(pieces, nodes)
+        output: Tensor = (query.new_empty if whole else query.new_zeros)(nodes, groups, heads, size).permute(1, 2, 0, 3)
         sums: Tensor = query.new_empty(groups, heads, nodes, dtype=torch.promote_types(query.dtype, torch.float32))
+        if not whole:  # what a row has gathered before its first piece
+            sums.fill_(-torch.inf)
         for p in pieces:
             rows, columns = slice(p.start, p.end), p.columns
             part, part_sum = _flash(
@@ -240,8 +268,8 @@ class _ForestAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, output, sums = ctx.saved_tensors
-        disjoint = all(p.mask is None for p in ctx.pieces)  # then one causal piece has each row, and each column, first
-        grads = [torch.empty_like(t) if disjoint else torch.zeros_like(t) for t in (query, key, value)]
+        written = _covers(ctx.pieces, query.shape[2])
+        grads = [torch.empty_like(t) if written else torch.zeros_like(t) for t in (query, key, value)]
         for p in ctx.pieces:
             rows, columns = slice(p.start, p.end), p.columns
             parts = _flash_backward(
@@ -256,6 +284,11 @@ class _ForestAttention(torch.autograd.Function):
                 else:
                     total.index_add_(2, place, part)
         return grads[0], grads[1], grads[2], None, None
+
+
+def _covers(pieces: list[Piece], nodes: int) -> bool:
+    """Whether causal pieces have every row, and so every column, first: each is then written before it is added to."""
+    return sum(p.end - p.start for p in pieces if p.causal) == nodes
 
 
 @cache
@@ -297,7 +330,9 @@ def forest_attention(
         groups = key.shape[1]
         by_group = query[0].unflatten(0, (groups, -1))
         shared = [tensor[0][:, None].expand(-1, by_group.shape[1], -1, -1) for tensor in (key, value)]
-        pieces = forest.pieces(window, query.dtype)
+        config: Any = module.config
+        last = getattr(module, "layer_idx", None) == config.num_hidden_layers - 1
+        pieces = forest.pieces(window, query.dtype, last)
         output = _ForestAttention.apply(by_group, *shared, pieces, scale).flatten(0, 1)[None]
     return output.transpose(1, 2), None
 

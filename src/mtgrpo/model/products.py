@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-GRID = 128  # rows of a training batch
+GRID = 64  # rows of a training batch
 PACKED_ROWS = 64  # for how many rows weights are packed; any number works
 
 

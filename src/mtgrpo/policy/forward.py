@@ -70,7 +70,8 @@ def read_hidden(model: PreTrainedModel, micro: MicroBatch, positions: Tensor) ->
     end = micro.forest.subtree_end
     ids = torch.cat([micro.ids[0], torch.zeros_like(extra)]).to(device)
     depth = torch.cat([micro.position[0], extra]).to(device)
-    visibility = Visibility(depth, torch.cat([end, torch.full_like(extra, count + len(extra))]).to(device))
+    ends = torch.cat([end, torch.full_like(extra, count + len(extra))]).to(device)
+    visibility = Visibility(depth, ends, positions)
     unused = torch.zeros(1, 1, 1, 1, device=device)  # of four dimensions: transformers then builds no mask itself
     with last_layer_at(model, _rounded_up(positions, len(ids), grid)):
         output = model.base_model(
