@@ -228,7 +228,8 @@ def unshared(turns: Sequence[tuple[list[int], list[int], float]]) -> Batch:
     counts = torch.tensor([len(output) for _, output, _ in turns])
     label = torch.tensor([rewards.index(reward) for _, _, reward in turns]).repeat_interleave(counts)
     logp = torch.zeros(int(counts.sum()), dtype=torch.float64)
-    return Batch(forest, torch.cat(node), logp, label, torch.zeros_like(label))
+    zeros = torch.zeros_like(label)
+    return Batch(forest, torch.cat(node), logp, trajectory=label, turn=zeros, segment=label, version=zeros)
 
 
 def gradient(model: PreTrainedModel) -> Tensor:

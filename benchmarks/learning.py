@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from record import finish
 
-from mtgrpo.algorithms.average import Average, token_weights
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.compose import compose, parse
 from mtgrpo.evaluate import evaluate_fully
@@ -97,7 +96,7 @@ async def own_successes(experiment: Experiment, seconds: float, folder: Path) ->
             good = [t for g in groups for t in g.trajectories if t.reward >= experiment.reward.success_at]
             if good:
                 batch = build_batch(good)
-                weights = token_weights(Average.token_mean, batch.trajectory)
+                weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
                 policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
             run.engine.version = step
         write_summary(folder, {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()})

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtgrpo.algorithms import Truncated
-from mtgrpo.algorithms.average import Average, token_weights
-from mtgrpo.algorithms.credit import comparable, trajectory_advantages
+from mtgrpo.algorithms import Algorithm, Tokens, Truncated
+from mtgrpo.algorithms.average import Average, Membership, token_weights
+from mtgrpo.algorithms.credit import comparable, rewards_of
 from mtgrpo.algorithms.grpo import GRPO
-from mtgrpo.algorithms.kl import KL, Estimator
+from mtgrpo.algorithms.kl import KL, Estimator, estimate
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.extension import ConfigError
 from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
@@ -28,6 +28,11 @@ def double(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def advantages(algorithm: Algorithm, rewards: Tensor) -> Tensor:
+    """Of one group."""
+    return algorithm.baseline(rewards, torch.zeros(len(rewards), dtype=torch.long)).advantage(rewards)
+
+
 def close(actual: Tensor, expected: Sequence[float], tolerance: float = 1e-12) -> bool:
     return bool(((actual - double(expected)).abs() <= tolerance).all())
 
@@ -37,18 +42,18 @@ def close(actual: Tensor, expected: Sequence[float], tolerance: float = 1e-12) -
 
 def test_advantages_are_standard_scores_with_the_unbiased_deviation() -> None:
     # rewards 1 0 0 0: mean 1/4, sum of squares 3/4, over n - 1 = 3: variance 1/4, deviation 1/2
-    found = GRPO().advantages(double([1, 0, 0, 0]))
+    found = advantages(GRPO(), double([1, 0, 0, 0]))
     assert close(found, [0.75 / 0.500001] + [-0.25 / 0.500001] * 3)
 
 
 def test_without_the_deviation_advantages_are_only_centred() -> None:
-    assert close(GRPO(divide_by_std=False).advantages(double([1, 0, 0, 0])), [0.75, -0.25, -0.25, -0.25])
+    assert close(advantages(GRPO(divide_by_std=False), double([1, 0, 0, 0])), [0.75, -0.25, -0.25, -0.25])
 
 
 def test_epsilon_is_added_to_the_deviation() -> None:
     # rewards 3 1: mean 2, variance 2, deviation sqrt 2
     scale = math.sqrt(2) + 0.5
-    assert close(GRPO(epsilon=0.5).advantages(double([3, 1])), [1 / scale, -1 / scale])
+    assert close(advantages(GRPO(epsilon=0.5), double([3, 1])), [1 / scale, -1 / scale])
 
 
 @given(st.lists(REWARDS, min_size=2, max_size=9), st.booleans())
@@ -57,14 +62,14 @@ def test_advantages_agree_with_numpy(rewards: list[float], divide_by_std: bool) 
     expected = values - values.mean()
     if divide_by_std:
         expected = expected / (values.std(ddof=1) + 1e-6)
-    found = GRPO(divide_by_std=divide_by_std).advantages(double(rewards))
+    found = advantages(GRPO(divide_by_std=divide_by_std), double(rewards))
     if max(rewards) - min(rewards) > 1e-6:  # below it, numpy's own rounding is what is left
         assert close(found, expected.tolist(), 1e-7)
 
 
 @given(REWARDS, st.integers(1, 12), st.booleans())
 def test_equal_rewards_have_an_advantage_of_exactly_zero(reward: float, count: int, divide_by_std: bool) -> None:
-    found = GRPO(divide_by_std=divide_by_std).advantages(double([reward] * count))
+    found = advantages(GRPO(divide_by_std=divide_by_std), double([reward] * count))
     assert found.tolist() == [0.0] * count
 
 
@@ -97,7 +102,7 @@ def test_clipped_loss(
 ) -> None:  # within [0.8, 1.3] the loss is -ratio * advantage; d loss / d logp = -ratio * advantage where not clipped
     old = double([-1.0, -2.0, -3.0, -0.5, -4.0])
     logp = (old + double(RATIOS).log()).requires_grad_()
-    found = GRPO(clip_low=0.2, clip_high=0.3).loss(logp, old, double([advantage] * 5))
+    found = GRPO(clip_low=0.2, clip_high=0.3).loss(Tokens(logp, old, double([advantage] * 5)))
     assert close(found.loss.detach(), losses)
     assert found.clipped.tolist() == [bool(flag) for flag in clipped]
     (gradient,) = torch.autograd.grad(found.loss.sum(), logp)
@@ -108,14 +113,14 @@ def test_clipped_loss(
 def test_the_clip_flag_is_set_exactly_where_the_gradient_vanishes(tokens: list[tuple[float, float, bool]]) -> None:
     logp = double([difference for difference, _, _ in tokens]).requires_grad_()
     advantage = double([size if positive else -size for _, size, positive in tokens])
-    found = GRPO().loss(logp, torch.zeros_like(advantage), advantage)
+    found = GRPO().loss(Tokens(logp, torch.zeros_like(advantage), advantage))
     (gradient,) = torch.autograd.grad(found.loss.sum(), logp)
     assert torch.equal(gradient == 0, found.clipped)
 
 
 def test_at_ratio_one_the_gradient_is_minus_the_advantage() -> None:
     logp = double([-0.3, -7.0, 0.0]).requires_grad_()
-    found = GRPO().loss(logp, logp.detach(), double([1.5, -0.5, 3.0]))
+    found = GRPO().loss(Tokens(logp, logp.detach(), double([1.5, -0.5, 3.0])))
     (gradient,) = torch.autograd.grad(found.loss.sum(), logp)
     assert gradient.tolist() == [-1.5, 0.5, -3.0]
     assert not found.clipped.any()
@@ -141,29 +146,29 @@ def exact_kl() -> float:
 def test_kl_of_tokens_twice_equally_and_a_quarter_as_likely(estimator: Estimator, expected: list[float]) -> None:
     ref = double([-2.0, -1.0, -0.5])
     logp = ref + double([2.0, 1.0, 0.25]).log()
-    assert close(KL(1.0, estimator).per_token(logp, ref), expected)
+    assert close(estimate(estimator, logp, ref), expected)
 
 
 @given(st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), min_size=1, max_size=20))
 def test_k3_is_never_negative(pairs: list[tuple[float, float]]) -> None:
     logp, ref = double([a for a, _ in pairs]), double([b for _, b in pairs])
-    assert (KL(1.0, Estimator.k3).per_token(logp, ref) >= -1e-15).all()
+    assert (estimate(Estimator.k3, logp, ref) >= -1e-15).all()
 
 
 @pytest.mark.parametrize("estimator", [Estimator.k1, Estimator.k3])
 def test_k1_and_k3_are_the_kl_on_average(estimator: Estimator) -> None:
-    estimate = KL(1.0, estimator).per_token(double(P).log(), double(Q).log())
-    assert (double(P) * estimate).sum().item() == pytest.approx(exact_kl(), abs=1e-12)
+    found = estimate(estimator, double(P).log(), double(Q).log())
+    assert (double(P) * found).sum().item() == pytest.approx(exact_kl(), abs=1e-12)
 
 
 def test_k2_is_not_the_kl_on_average_but_its_gradient_is() -> None:
     logits = double(P).log().requires_grad_()
     logp = logits.log_softmax(-1)
-    estimate = (double(P) * KL(1.0, Estimator.k2).per_token(logp, double(Q).log())).sum()
+    found = (double(P) * estimate(Estimator.k2, logp, double(Q).log())).sum()
     exact = (logp.exp() * (logp - double(Q).log())).sum()
     assert exact.item() == pytest.approx(exact_kl(), abs=1e-12)
-    assert abs(estimate.item() - exact_kl()) > 0.1
-    (gradient,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+    assert abs(found.item() - exact_kl()) > 0.1
+    (gradient,) = torch.autograd.grad(found, logits, retain_graph=True)
     (expected,) = torch.autograd.grad(exact, logits)
     assert torch.allclose(gradient, expected, rtol=0, atol=1e-12)
     assert expected.abs().max() > 0.1
@@ -177,16 +182,27 @@ def test_a_negative_kl_coefficient_is_refused() -> None:
 # --- weights ---
 
 
-def test_token_mean_counts_tokens_and_trajectory_mean_trajectories() -> None:
-    trajectory = torch.tensor([4, 4, 4, 7])
-    assert close(token_weights(Average.token_mean, trajectory), [0.25] * 4, 0)
-    assert close(token_weights(Average.trajectory_mean, trajectory), [1 / 6] * 3 + [1 / 2], 1e-16)
+def members(trajectory: Sequence[int], group: Sequence[int] = (), segment: Sequence[int] = ()) -> Membership:
+    return Membership(*(torch.tensor(part or trajectory) for part in (trajectory, group, segment)))
+
+
+def test_weights_by_hand() -> None:
+    """Three trajectories of 3, 1 and 2 tokens; the first two are siblings; the first is stored in two segments."""
+    parts = members([4, 4, 4, 7, 9, 9], [0, 0, 0, 0, 1, 1], [0, 0, 1, 2, 3, 3])
+    assert close(token_weights(Average.token_mean, parts), [1 / 6] * 6, 1e-16)
+    assert close(token_weights(Average.trajectory_mean, parts), [1 / 9] * 3 + [1 / 3] + [1 / 6] * 2, 1e-16)
+    assert close(token_weights(Average.prompt_mean, parts), [1 / 8] * 4 + [1 / 4] * 2, 1e-16)
+    assert close(token_weights(Average.constant, parts, 10), [1 / 30] * 6, 1e-16)
+    assert close(token_weights(Average.sequence_mean, parts), [1 / 8] * 2 + [1 / 4] * 2 + [1 / 8] * 2, 1e-16)
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.sampled_from(Average))
 def test_weights_sum_to_one(trajectory: list[int], average: Average) -> None:
-    weights = token_weights(average, torch.tensor(trajectory))
-    assert weights.sum().item() == pytest.approx(1, abs=1e-12)
+    weights = token_weights(average, members(trajectory), len(trajectory))
+    if average is Average.constant:
+        assert weights.sum().item() == pytest.approx(1 / len(set(trajectory)), abs=1e-12)
+    else:
+        assert weights.sum().item() == pytest.approx(1, abs=1e-12)
     assert (weights > 0).all()
     if average is Average.trajectory_mean:
         shares = [weights[torch.tensor(trajectory) == i].sum().item() for i in sorted(set(trajectory))]
@@ -201,6 +217,13 @@ FAILED, TRUNCATED, COMPLETED = Status.FAILED, Status.TRUNCATED, Status.COMPLETED
 
 def group(*played: tuple[float, Status]) -> Group:
     return Group(TASK, [Trajectory(TASK, status=status, reward=reward) for reward, status in played])
+
+
+def trajectory_advantages(groups: Sequence[Group], algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """Advantage and trained mask of every trajectory."""
+    nothing = torch.zeros(0, dtype=torch.long)
+    rewards = rewards_of(groups, algorithm, nothing, nothing)
+    return algorithm.baseline(rewards.outcome, rewards.group).advantage(rewards.outcome), rewards.trained
 
 
 def centred(truncated: Truncated = Truncated.penalise) -> GRPO:

@@ -36,7 +36,7 @@ Run = Callable[..., tuple[int, str, str]]
 OWN_FILE = '''
 from __future__ import annotations
 from dataclasses import dataclass
-from mtgrpo.algorithms import Algorithm, PerToken
+from mtgrpo.algorithms import Algorithm, Baseline, PerToken
 from mtgrpo.rewards import Reward
 from mtgrpo.tasks import IndexedStream, TaskSource
 from mtgrpo.types import Message, Task, ToolCall
@@ -82,17 +82,17 @@ class Sums(TaskSource):
 @dataclass
 class Reinforce(Algorithm):
     """REINFORCE."""
-    baseline: float = 0.25  # taken from every reward
+    centre: float = 0.25  # taken from every reward
 
     def check(self, group_size):
         pass
 
-    def advantages(self, rewards):
-        seen.append(rewards.tolist())
-        return rewards - self.baseline
+    def baseline(self, returns, group):
+        seen.append(returns.tolist())
+        return Baseline(returns * 0 + self.centre, returns * 0 + 1)
 
-    def loss(self, logp, old_logp, advantage):
-        return PerToken(-logp * advantage, advantage != advantage)
+    def loss(self, tokens):
+        return PerToken(-tokens.logp * tokens.advantage, tokens.advantage != tokens.advantage)
 
 def increment(number: int) -> str:
     """Add one.
@@ -183,6 +183,7 @@ def test_without_a_word_it_is_the_recipe_calculator() -> None:
         "environment": "tool_use",
         "reward": "numeric",
         "algorithm": "grpo",
+        "credit": "trajectory",
         "engine": "local",
         "recipe": "calculator",
     }
@@ -262,11 +263,11 @@ def test_a_file_dropped_into_a_folder_is_an_option(monkeypatch: pytest.MonkeyPat
     import mtgrpo.algorithms  # noqa: PLC0415
 
     tmp_path.joinpath("plain.py").write_text(
-        "from dataclasses import dataclass\nfrom mtgrpo.algorithms.grpo import *\n"
+        "from dataclasses import dataclass\nfrom mtgrpo.algorithms import *\n"
         "@dataclass\nclass Plain(Algorithm):\n"
         "    level: float = 2.0\n"
-        "    def advantages(self, rewards): return rewards\n"
-        "    def loss(self, logp, old_logp, advantage): return PerToken(-logp, logp > 0)\n"
+        "    def baseline(self, returns, group): return Baseline(returns, returns)\n"
+        "    def loss(self, tokens): return PerToken(-tokens.logp, tokens.logp > 0)\n"
     )
     monkeypatch.setattr(mtgrpo.algorithms, "__path__", [*mtgrpo.algorithms.__path__, str(tmp_path)])
     options.options.cache_clear()
@@ -298,7 +299,7 @@ def test_a_file_dropped_into_a_folder_is_an_option(monkeypatch: pytest.MonkeyPat
         ("sampling={top_p: x}", ["sampling={top_p: x}: expected a number"]),
         ("kl.estimator=k9", ["kl.estimator=k9: expected one of k1, k2, k3"]),
         ("task=gsm8", ["there is no task=gsm8; did you mean gsm8k?", "word_problems", "path/to/file.py:Name"]),
-        ("algorithm=kl", ["there is no algorithm=kl; known: grpo"]),
+        ("algorithm=kl", ["there is no algorithm=kl; known: cispo, dapo, dppo, dr_grpo, gmpo, grpo, gspo, ppo,"]),
         ("reward={target: 1}", ["reward={target: 1}", "choose a reward by its name"]),
         ("recipe=gsm9k", ["there is no recipe=gsm9k; known: calculator, gsm8k"]),
         ("recipe=away.yaml", ["there is no file", "away.yaml"]),
@@ -487,7 +488,7 @@ def test_parts_of_ones_own_make_a_run(run: Run, place: Path, own: str) -> None:
     assert code == 0, err
     (folder,) = place.glob("outputs/*-*-*/*-*-*")
     module = extension.load_file(Path(own))
-    assert module.seen == [[0.75, 0.75], [0.75, 0.75]]
+    assert module.seen == [[0.75] * 4]  # of the two groups
     played = [json.loads(line) for line in (folder / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
     assert {(line["task"], line["reward"]) for line in played} >= {("train/0", 0.75), ("train/1", 0.75)}
     assert played[0]["messages"][0]["content"] == "What is 0 + 1?"

@@ -222,7 +222,8 @@ def test_a_batch_of_nothing() -> None:
 FINE = turn([1], [2, 3], False)
 WRONG = {
     "extends=True, but no turn precedes it": (turn([1], [2], True), 0),
-    "2 output tokens but 1 log-probabilities": (Turn([1], [2, 3], [-0.1], [0], Finish.STOP, FINE.message), 1),
+    "2 output tokens but 1 log-probabilities": (Turn([1], [2, 3], [-0.1], [0, 0], Finish.STOP, FINE.message), 1),
+    "2 output tokens but 1 versions": (Turn([1], [2, 3], [-0.1, -0.1], [0], Finish.STOP, FINE.message), 1),
     "output position 1, token 3, has log-probability nan": (
         Turn([1], [2, 3], [-0.1, float("nan")], [0, 0], Finish.STOP, FINE.message),
         1,

@@ -18,18 +18,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from mtgrpo.algorithms import PerToken
+from mtgrpo.algorithms import Baseline, PerToken, Tokens
 from mtgrpo.algorithms.average import Average
+from mtgrpo.algorithms.credit import Rewards
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.kl import KL, Estimator
 from mtgrpo.batch.forest import Batch, build_batch
+from mtgrpo.credits.trajectory import WholeTrajectory
 from mtgrpo.extension import ConfigError
 from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.model.logprobs import sampled_logprobs
 from mtgrpo.policy import forward
+from mtgrpo.policy.forward import Scores
+from mtgrpo.policy.learner import Learner, Learning, Updates
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings, Schedule, factor
 from mtgrpo.policy.reference import freeze
-from mtgrpo.policy.step import Metrics, Policy, Signal, TokenLoss, Updates, train_batch
+from mtgrpo.policy.step import Metrics, Policy, TokenLoss
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 TASK = Task("test/0", (Message("user", "?"),))
@@ -101,14 +105,22 @@ class Watched(Policy):
 
 
 @dataclass
-class Recording(GRPO):
-    """GRPO that keeps what its loss is given."""
+class Given(GRPO):
+    """GRPO whose advantages are the rewards themselves."""
+
+    def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
+        return Baseline(torch.zeros_like(returns), torch.ones_like(returns))
+
+
+@dataclass
+class Recording(Given):
+    """Keeps what its loss is given."""
 
     seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def loss(self, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> PerToken:
-        self.seen.append((logp.detach().clone(), old_logp.clone()))
-        return super().loss(logp, old_logp, advantage)
+    def loss(self, tokens: Tokens) -> PerToken:
+        self.seen.append((tokens.logp.detach().clone(), tokens.old_logp.clone()))
+        return super().loss(tokens)
 
 
 def train(
@@ -122,15 +134,26 @@ def train(
     updates: Updates | None = None,
     seed: int = 0,
 ) -> Metrics:
-    return train_batch(
-        policy,
-        build_batch(played),
-        Signal(advantage, trained),
-        algorithm or GRPO(),
-        kl or KL(),
-        reference,
-        updates or Updates(),
-        seed,
+    learning = Learning(algorithm or Given(), WholeTrajectory(), kl or KL(), updates=updates or Updates(), length=7)
+    batch = build_batch(played)
+    rewards = replace(paid(played, advantage, batch), trained=trained)
+    return Learner(policy, learning, reference).train(batch, rewards, version=0, seed=seed)
+
+
+def paid(played: Sequence[Trajectory], outcome: Tensor, batch: Batch) -> Rewards:
+    """Outcomes alone, all in one group."""
+    counts = torch.tensor([len(t.turns) for t in played])
+    turns = int(counts.sum())
+    return Rewards(
+        outcome=outcome.double(),
+        group=torch.zeros(len(played), dtype=torch.long),
+        trained=torch.ones(len(played), dtype=torch.bool),
+        per_turn=torch.zeros(turns, dtype=torch.float64),
+        trajectory=torch.arange(len(played)).repeat_interleave(counts),
+        position=torch.cat([torch.arange(int(count)) for count in counts]),
+        anchor=torch.arange(turns),
+        per_token=torch.zeros(len(batch), dtype=torch.float64),
+        turn=(counts.cumsum(0) - counts)[batch.trajectory] + batch.turn,
     )
 
 
@@ -173,10 +196,16 @@ ALL_TOKENS = sum(map(size, PLAYED))
 @pytest.mark.parametrize("average", Average)
 def test_the_gradient_at_ratio_one_is_that_of_reinforce(average: Average) -> None:
     policy = Watched(make_model())
-    train(policy, algorithm=GRPO(average=average))
+    train(policy, algorithm=Given(average=average))
 
     def weight_of(index: int) -> float:
-        return 1 / ALL_TOKENS if average is Average.token_mean else 1 / (len(PLAYED) * size(PLAYED[index]))
+        return {
+            Average.token_mean: 1 / ALL_TOKENS,
+            Average.trajectory_mean: 1 / (len(PLAYED) * size(PLAYED[index])),
+            Average.prompt_mean: 1 / ALL_TOKENS,  # there is one group
+            Average.constant: 1 / (len(PLAYED) * 7),
+            Average.sequence_mean: 1 / (len(PLAYED) * size(PLAYED[index])),  # each is one segment
+        }[average]
 
     expected = reinforce_gradient(policy.model, weight_of)
     assert largest_difference(policy.descent.gradients[0], expected) < 1e-10
@@ -218,7 +247,7 @@ def gradients(
 ) -> tuple[list[float], list[dict[str, Tensor]]]:
     """Losses and gradients of three descents with a KL penalty: the ratio is 1 in the first alone."""
     policy = Watched(copy.deepcopy(MODEL), lr=5e-4, token_budget=token_budget)
-    algorithm = GRPO(average=average)
+    algorithm = Given(average=average)
     train(policy, played, advantage, algorithm=algorithm, kl=KL(0.1), reference=REFERENCE, updates=Updates(0, 3))
     return [metrics["loss"] for metrics in policy.metrics], policy.descent.gradients
 
@@ -257,7 +286,7 @@ def test_the_invariances_are_tested_off_policy_and_with_clipping() -> None:
     assert expected_gradients(Average.trajectory_mean)[0] != pytest.approx(losses, abs=0.01)
 
 
-@pytest.mark.parametrize("average", Average)
+@pytest.mark.parametrize("average", [average for average in Average if average is not Average.sequence_mean])
 @pytest.mark.parametrize("breaks", [{1}, {2, 3}, {1, 2, 3}])
 def test_segments_change_neither_loss_nor_gradient(average: Average, breaks: set[int]) -> None:
     stored = [stored_with(trajectory, breaks) for trajectory in PLAYED]
@@ -284,13 +313,13 @@ def test_a_shared_token_receives_the_weight_of_each_trajectory_also_when_clipped
     old = plain.detach() + 0.3 * torch.randn(len(batch), generator=generator, dtype=torch.float64)
     advantage = torch.tensor([1.5, -1.0, 0.7, -0.4], dtype=torch.float64)[batch.trajectory]
     weights = torch.rand(len(batch), generator=generator, dtype=torch.float64)
-    expected = GRPO().loss(plain, old, advantage)
+    expected = GRPO().loss(Tokens(plain, old, advantage))
     assert 0 < expected.clipped.sum() < len(batch)
     names, parameters = zip(*policy.model.named_parameters(), strict=True)
     gradient = dict(zip(names, torch.autograd.grad((expected.loss * weights).sum(), parameters), strict=True))
     entries = torch.arange(len(batch))
     metrics = policy.update(
-        batch, entries, weights, lambda chosen, logp: GRPO().loss(logp, old[chosen], advantage[chosen])
+        batch, entries, weights, lambda chosen, scores: GRPO().loss(Tokens(scores.logp, old[chosen], advantage[chosen]))
     )
     assert largest_difference(policy.descent.gradients[0], gradient) < 1e-10
     clipped = (expected.clipped * weights).sum() / weights.sum()
@@ -430,8 +459,8 @@ def minibatches(updates: Updates, seed: int) -> list[list[int]]:
         def __init__(self) -> None:
             self.steps: list[list[int]] = []
 
-        def logprobs(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> Tensor:
-            return torch.zeros(len(entries), dtype=torch.float64)
+        def scores(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> Scores:
+            return Scores(*torch.zeros(2, len(batch), dtype=torch.float64))
 
         def update(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Metrics:
             assert weights.sum().item() == pytest.approx(1, abs=1e-12)
@@ -495,11 +524,11 @@ def test_the_reference_does_not_follow_the_policy(dtype: DType) -> None:
     assert not any(parameter.requires_grad for parameter in reference.parameters())
     batch = build_batch(PLAYED)
     entries = torch.arange(len(batch))
-    before = policy.logprobs(batch, entries)
-    assert torch.equal(policy.logprobs(batch, entries, reference), before)
+    before = policy.scores(batch, entries).logp
+    assert torch.equal(policy.scores(batch, entries, reference).logp, before)
     metrics = [train(policy, kl=KL(0.01), reference=reference) for _ in range(2)]
-    assert torch.equal(policy.logprobs(batch, entries, reference), before)
-    assert not torch.equal(policy.logprobs(batch, entries), before)
+    assert torch.equal(policy.scores(batch, entries, reference).logp, before)
+    assert not torch.equal(policy.scores(batch, entries).logp, before)
     assert metrics[0]["kl"] == 0
     assert metrics[1]["kl"] > 1e-4
 
@@ -527,19 +556,18 @@ def test_the_penalty_pulls_towards_the_reference(estimator: Estimator) -> None:
 
 def test_the_penalty_is_added_to_the_loss_token_by_token() -> None:
     policy = Watched(make_model())
-    metrics = train(policy, kl=KL(0.3, Estimator.k1), reference=REFERENCE)
+    metrics = train(policy, kl=KL(0.3, Estimator.k2), reference=REFERENCE)
     with torch.no_grad():
         logp, ref = (
             torch.cat([logp for trajectory in PLAYED for logp in plain_logprobs(model, trajectory)])
             for model in (policy.model, REFERENCE)
         )
-    kl = (logp - ref).mean().item()
-    several = train(policy, kl=KL(0.3, Estimator.k1), reference=REFERENCE, updates=Updates(1, 3))
-    assert several["kl"] == pytest.approx(kl, abs=1e-10)  # a mean over all that was computed; here nothing moves
+    penalty = ((logp - ref).square() / 2).mean().item()
+    kl = ((ref - logp).exp() - 1 + logp - ref).mean().item()  # measured by k3, whatever the penalty is
     sizes = [size(trajectory) for trajectory in PLAYED]
     surrogate = -(sizes[0] - 0.5 * sizes[1] + 2 * sizes[3]) / ALL_TOKENS
     assert metrics["kl"] == pytest.approx(kl, abs=1e-10)
-    assert metrics["loss"] == pytest.approx(surrogate + 0.3 * kl, abs=1e-6)  # 0.3 times, not the mean of something
+    assert metrics["loss"] == pytest.approx(surrogate + 0.3 * penalty, abs=1e-6)  # 0.3 times, not the mean of something
     assert metrics["trained_tokens"] == ALL_TOKENS  # also the tokens whose advantage is 0
 
 

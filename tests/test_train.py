@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from mtgrpo import checkpoint, trainer
+from mtgrpo.batch.forest import Batch
 from mtgrpo.compose import compose, parse
+from mtgrpo.credits.trajectory import WholeTrajectory
 from mtgrpo.evaluate import NothingPlayedError, run_evaluation
 from mtgrpo.experiment import Experiment
 from mtgrpo.extension import ConfigError
+from mtgrpo.policy.learner import Learner
 from mtgrpo.policy.reference import freeze
-from mtgrpo.policy.step import Signal
 from mtgrpo.rollout.stream import Played, Stream
 from mtgrpo.run import Run, check, open_run
 from mtgrpo.sft import demonstrations, run_sft, within
@@ -217,19 +219,22 @@ def test_controls_reach_the_update(kind: str, tmp_path: Path, own: Path, monkeyp
     """The advantages that are trained on, against those of the rewards."""
     credited: list[torch.Tensor] = []
     given: list[torch.Tensor] = []
-    credit, update = trainer.trajectory_advantages, trainer.train_batch
+    assign, prepare = WholeTrajectory.assign, Learner._prepare
 
-    def spy_credit(*arguments: Any) -> Any:
-        advantage, trained = credit(*arguments)
-        credited.append(advantage.clone())
-        return advantage, trained
+    def spy_assign(self: WholeTrajectory, *arguments: Any) -> Any:
+        assigned = assign(self, *arguments)
+        credited.append(assigned.advantage.clone())
+        return assigned
 
-    def spy_update(policy: Any, batch: Any, signal: Signal, *rest: Any) -> Any:
-        given.append(signal.advantage.clone())
-        return update(policy, batch, signal, *rest)
+    def spy_prepare(self: Learner, batch: Batch, *rest: Any) -> Any:
+        prepared = prepare(self, batch, *rest)
+        first = torch.cat([torch.ones(1) > 0, batch.trajectory.diff() != 0])
+        credited[-1] = credited[-1][first]  # one advantage for each trajectory
+        given.append(prepared.advantage[first])
+        return prepared
 
-    monkeypatch.setattr(trainer, "trajectory_advantages", spy_credit)
-    monkeypatch.setattr(trainer, "train_batch", spy_update)
+    monkeypatch.setattr(WholeTrajectory, "assign", spy_assign)
+    monkeypatch.setattr(Learner, "_prepare", spy_prepare)
     words = busy(own, "rollout.prompts_per_step=4", "sft.steps=0", f"debug.advantages={kind}")
     ran(tmp_path / "run", *words)
     assert len(given) == len(credited) == 2
@@ -416,8 +421,10 @@ def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) -> None:
         with open_run(experiment(*words, f"model.attention={attention}"), tmp_path / attention) as run:
             recorded = recorded or asyncio.run(five_batches(run))
             policy = trainer.Policy(run.model, trainer._optimizer(run), run.experiment.batch.token_budget, 1.0)
-            reference = freeze(run.model)
-            found[attention] = [trainer.learn(run, policy, reference, groups, i) for i, groups in enumerate(recorded)]
+            learner = Learner(policy, trainer.learning_of(run.experiment), freeze(run.model))
+            found[attention] = [
+                trainer.learn(run.experiment, learner, groups, step) for step, groups in enumerate(recorded, 1)
+            ]
     for forest, padded in zip(found["forest"], found["sdpa"], strict=True):
         assert forest["policy/computed_tokens"] < 0.7 * padded["policy/computed_tokens"]
         for name in ("policy/loss", "policy/grad_norm", "policy/kl", "policy/entropy"):

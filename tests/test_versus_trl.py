@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtgrpo.algorithms.average import Average, token_weights
+from mtgrpo.algorithms import Tokens
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.compose import compose, parse
 from mtgrpo.extension import load_file
@@ -108,13 +108,13 @@ def test_one_batch_has_one_loss(trl_side: ModuleType, weights: Path, tmp_path: P
     batch = build_batch(trajectories)
     own_model = tiny.build_model(tiny.SHAPES["tiny"], 0)
     policy = Policy(own_model, Optimizer(own_model, experiment.optimizer, 2), 2048, 1.0)
-    share = token_weights(Average.token_mean, batch.trajectory)
+    share = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
     found = policy.update(
         batch,
         torch.arange(len(batch)),
         share,
-        lambda entries, logp: experiment.algorithm.loss(
-            logp, batch.behaviour_logp[entries].to(logp), advantage[batch.trajectory[entries]].to(logp)
+        lambda entries, scores: experiment.algorithm.loss(
+            Tokens(scores.logp, batch.behaviour_logp[entries].float(), advantage[batch.trajectory[entries]])
         ),
     )
     assert 0.2 < found["clip_fraction"] < 0.8

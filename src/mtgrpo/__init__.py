@@ -10,7 +10,8 @@ The parts, in the order of the data:
     environments  what the agent meets: start(task), step(message); one file = one environment
     tasks         where work comes from; one file = one data set
     rewards       what a trajectory is worth; one file = one reward
-    algorithms    advantage and per-token loss; one file = one algorithm
+    algorithms    baseline and per-token loss; one file = one algorithm
+    credits       which turn deserves what: rewards -> advantages; one file = one way
     model         the language model: loading, log-probabilities
     batch         turns -> token forest -> micro-batches
     rollout       messages <-> tokens, the turn loop, groups of siblings
@@ -40,6 +41,7 @@ A part imports only from parts below it, and parts on one line never meet:
     run
     experiment
     rollout | policy | engines | log | checkpoint
+    credits
     environments | rewards | tasks | algorithms | batch | model
     tools
     extension

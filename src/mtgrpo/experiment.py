@@ -6,17 +6,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mtgrpo.algorithms import Algorithm
+from mtgrpo.algorithms.correction import Correction, Old
 from mtgrpo.algorithms.kl import KL
 from mtgrpo.batch.packing import BatchSettings
 from mtgrpo.checkpoint import CheckpointSettings
+from mtgrpo.credits import Credit
 from mtgrpo.engines import Engine
 from mtgrpo.environments import Environment
 from mtgrpo.extension import ConfigError
 from mtgrpo.model.load import ModelSettings
+from mtgrpo.policy.learner import Updates
 from mtgrpo.policy.optimizer import OptimizerSettings, Schedule
-from mtgrpo.policy.step import Updates
+from mtgrpo.policy.reference import ReferenceSettings
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.chat import ChatSettings
+from mtgrpo.rollout.filter import Filter
 from mtgrpo.rollout.group import Rollout
 from mtgrpo.tasks import TaskSource
 from mtgrpo.types import Sampling
@@ -93,9 +97,13 @@ class Experiment:
     environment: Environment
     reward: Reward
     algorithm: Algorithm
+    credit: Credit
     engine: Engine
     seed: int = 0
     kl: KL = field(default_factory=KL)
+    reference: ReferenceSettings = field(default_factory=ReferenceSettings)
+    correction: Correction = field(default_factory=Correction)
+    filter: Filter = field(default_factory=Filter)
     model: ModelSettings = field(default_factory=ModelSettings)
     chat: ChatSettings = field(default_factory=ChatSettings)
     rollout: Rollout = field(default_factory=Rollout)
@@ -111,6 +119,9 @@ class Experiment:
 
     def __post_init__(self) -> None:
         self.algorithm.check(self.rollout.group_size)
+        self.credit.check(self.algorithm)
+        self._check_critic()
+        self._check_policies()
         self._check_deterministic()
         if not self.trainer.steps and self.optimizer.schedule is not Schedule.constant:
             raise ConfigError(
@@ -123,6 +134,31 @@ class Experiment:
         """Whether results depend on the seed alone."""
         chosen = self.trainer.deterministic
         return not self.rollout.max_staleness if chosen is None else chosen
+
+    def _check_critic(self) -> None:
+        name = type(self.algorithm).__name__
+        if self.algorithm.has_critic and not self.model.value_head:
+            raise ConfigError(f"algorithm {name} learns values and needs a head for them: set model.value_head=true")
+        if self.model.value_head and not self.algorithm.has_critic:
+            raise ConfigError(f"model.value_head=true, but algorithm {name} has no use for it: leave it out")
+
+    def _check_policies(self) -> None:
+        moving = self.reference.update_every or self.reference.ema
+        if moving and not self.kl.coef:
+            raise ConfigError(
+                "reference.update_every and reference.ema move the reference of a KL penalty: set kl.coef"
+            )
+        old = self.correction.old
+        if self.algorithm.against_engine and (old not in (None, Old.engine) or self.correction.active):
+            raise ConfigError(
+                f"algorithm {type(self.algorithm).__name__} compares with the policy that sampled, which corrects for "
+                "it already: leave correction.old, correction.weight, correction.reject and correction.veto out"
+            )
+        if old is Old.interpolated and not self.rollout.max_staleness:
+            raise ConfigError(
+                "correction.old=interpolated is for tokens of older policies, and with rollout.max_staleness=0 there "
+                "are none: set rollout.max_staleness above 0"
+            )
 
     def _check_deterministic(self) -> None:
         hurried = {

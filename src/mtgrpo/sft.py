@@ -13,13 +13,13 @@ from torch import Tensor
 
 from mtgrpo import checkpoint
 from mtgrpo.algorithms import PerToken
-from mtgrpo.algorithms.average import Average, token_weights
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.environments import Environment
 from mtgrpo.evaluate import evaluate_fully
 from mtgrpo.experiment import Experiment
 from mtgrpo.extension import ConfigError
 from mtgrpo.log import write_summary
+from mtgrpo.policy.forward import Scores
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.rollout.chat import Chat
@@ -65,7 +65,7 @@ async def warm_start(run: Run) -> float:
     fitting = within(examples, experiment.batch.token_budget, run.sinks.note)
     for step in range(1, settings.steps + 1):
         batch = build_batch([await anext(fitting) for _ in range(settings.batch_size)])
-        weights = token_weights(Average.token_mean, batch.trajectory)
+        weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
         metrics = policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
         elapsed_s = time.perf_counter() - began
         await asyncio.sleep(0)  # where Ctrl-C is heard
@@ -113,6 +113,6 @@ async def within(
             )
 
 
-def negative_log_likelihood(entries: Tensor, logp: Tensor) -> PerToken:
+def negative_log_likelihood(entries: Tensor, scores: Scores) -> PerToken:
     """Cross-entropy of what the demonstrator said, per token."""
-    return PerToken(-logp, torch.zeros_like(logp, dtype=torch.bool))
+    return PerToken(-scores.logp, torch.zeros_like(scores.logp, dtype=torch.bool))

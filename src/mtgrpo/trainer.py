@@ -9,26 +9,27 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from mtgrpo import checkpoint
-from mtgrpo.algorithms.credit import comparable, trained_reward, trajectory_advantages
+from mtgrpo.algorithms.credit import comparable, rewards_of
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.evaluate import NothingPlayedError, describe, evaluate, evaluate_fully
 from mtgrpo.experiment import Advantages, Experiment, TrainerSettings
 from mtgrpo.log import trajectories, write_summary
 from mtgrpo.log.curve import save_curve, terminal_curve
+from mtgrpo.policy.learner import Control, Learner, Learning
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.reference import freeze
-from mtgrpo.policy.step import Policy, Signal, train_batch
+from mtgrpo.policy.step import Policy
 from mtgrpo.rollout.stream import Stream, describe_stream
 from mtgrpo.run import Run, open_run
 from mtgrpo.sft import warm_start
-from mtgrpo.types import Group, Status
+from mtgrpo.types import Group, Status, Trajectory
 
 Metrics = dict[str, float]
 
@@ -82,27 +83,52 @@ async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
     temperature, weights = experiment.sampling.temperature, run.engine.weights
     policy = Policy(run.model, _optimizer(run), experiment.batch.token_budget, temperature, weights)
     reference = freeze(run.model) if experiment.kl.coef else None
+    learner = Learner(policy, learning_of(experiment), reference)
     budget = Budget(experiment.trainer)
-    stream = Stream(run.player, run.tasks, experiment.rollout)
+    stream = _stream(run)
     run.sinks.stage("reinforcement learning", experiment.trainer.steps)
+    if notice := experiment.credit.notice(experiment.algorithm):
+        run.sinks.note(notice)
     try:
-        reached = await _steps(run, policy, reference, stream, budget, curve)
+        reached = await _steps(run, learner, stream, budget, curve)
     except asyncio.CancelledError:  # Ctrl-C
-        save(run, policy, budget.steps)
+        save(run, learner, budget.steps)
         trajectories.write(run.folder, "untrained", stream.finished)
         run.sinks.note(f"interrupted: the policy after {budget.steps} steps is saved in {run.folder}")
         raise
     else:
-        save(run, policy, budget.steps)
+        save(run, learner, budget.steps)
     finally:
         await stream.close()
     run.sinks.note(f"stopped after {budget.steps} steps: {reached}")
     return budget.steps, budget.seconds
 
 
-async def _steps(
-    run: Run, policy: Policy, reference: PreTrainedModel | None, stream: Stream, budget: Budget, curve: Curve
-) -> str:
+def learning_of(experiment: Experiment) -> Learning:
+    """What a run learns from its rollout batches."""
+    return Learning(
+        algorithm=experiment.algorithm,
+        credit=experiment.credit,
+        kl=experiment.kl,
+        reference=experiment.reference,
+        correction=experiment.correction,
+        updates=experiment.trainer,
+        length=experiment.algorithm.average_length or experiment.rollout.max_trajectory_tokens,
+        stale=experiment.rollout.max_staleness > 0,
+        control=_control(experiment),
+    )
+
+
+def _stream(run: Run) -> Stream:
+    """The groups of a run, those that its filter leaves out replaced if asked."""
+    experiment = run.experiment
+    chosen, success_at, shaped = experiment.filter, experiment.reward.success_at, experiment.algorithm.shaped
+    refills = chosen.max_refills if chosen.refill else 0
+    keeps = partial(chosen.keeps, success_at=success_at, reward=shaped)
+    return Stream(run.player, run.tasks, experiment.rollout, keeps, refills)
+
+
+async def _steps(run: Run, learner: Learner, stream: Stream, budget: Budget, curve: Curve) -> str:
     """Play, learn, repeat; returns the limit that was reached."""
     experiment = run.experiment
     while not (reached := budget.reached(stream.epoch)):
@@ -111,10 +137,11 @@ async def _steps(
         batch = await stream.batch(version=budget.steps)
         groups = batch.groups
         played = time.perf_counter()
-        metrics, interrupted = await _learn_beside(run, policy, reference, groups, step)
+        metrics, interrupted = await _learn_beside(run, learner, batch.trained, step)
         run.engine.version = step
         ended = time.perf_counter()
         metrics |= _describe_batch(groups, experiment, played - began, ended - played)
+        metrics["rollout/filtered"] = 1 - len(batch.trained) / len(groups)
         metrics |= describe_stream(batch, version=step - 1)
         budget.count(groups, ended - began)
         over = interrupted or budget.reached(stream.epoch)
@@ -130,7 +157,7 @@ async def _steps(
         if interrupted:
             raise asyncio.CancelledError
         if experiment.checkpoint.every_steps and step % experiment.checkpoint.every_steps == 0 and not over:
-            save(run, policy, step)
+            save(run, learner, step)
     return reached
 
 
@@ -143,18 +170,17 @@ def _record(run: Run, step: int, groups: Sequence[Group], metrics: Metrics) -> N
     run.sinks.log(metrics, step)
 
 
-async def _learn_beside(
-    run: Run, policy: Policy, reference: PreTrainedModel | None, groups: Sequence[Group], step: int
-) -> tuple[Metrics, bool]:
+async def _learn_beside(run: Run, learner: Learner, groups: Sequence[Group], step: int) -> tuple[Metrics, bool]:
     """`learn`, in a thread while rollouts go on, where there are any to go on and the engine allows it.
 
     Also whether Ctrl-C came meanwhile: a step that has begun is finished before anything is saved.
     """
-    if not (run.experiment.rollout.max_staleness and run.engine.beside_training):
-        return learn(run, policy, reference, groups, step), False
+    experiment = run.experiment
+    if not (experiment.rollout.max_staleness and run.engine.beside_training):
+        return learn(experiment, learner, groups, step), False
     interrupted = False
     loop = asyncio.get_running_loop()
-    learning = loop.run_in_executor(None, learn, run, policy, reference, groups, step)
+    learning = loop.run_in_executor(None, learn, experiment, learner, groups, step)
     while not learning.done():
         try:
             await asyncio.shield(learning)
@@ -163,35 +189,40 @@ async def _learn_beside(
     return learning.result(), interrupted
 
 
-def learn(run: Run, policy: Policy, reference: PreTrainedModel | None, groups: Sequence[Group], step: int) -> Metrics:
-    """One rollout batch: credit, layout, update."""
-    experiment = run.experiment
-    seed = experiment.seed * 1_000_003 + step
+def learn(experiment: Experiment, learner: Learner, groups: Sequence[Group], step: int) -> Metrics:
+    """One rollout batch: layout, credit, update number `step`."""
     compared = comparable(groups)
     if not compared:
         return {}
-    advantage, trained = trajectory_advantages(compared, experiment.algorithm)
     batch = build_batch([trajectory for group in compared for trajectory in group.trajectories])
-    signal = Signal(_control(advantage, experiment.debug.advantages, seed), trained)
-    stale = experiment.rollout.max_staleness > 0
-    metrics = train_batch(
-        policy, batch, signal, experiment.algorithm, experiment.kl, reference, experiment.trainer, seed, stale
-    )
+    rewards = rewards_of(compared, experiment.algorithm, batch.trajectory, batch.turn)
+    metrics = learner.train(batch, rewards, step - 1, experiment.seed * 1_000_003 + step)
     return {f"policy/{name}": value for name, value in metrics.items()}
 
 
-def _control(advantage: Tensor, kind: Advantages, seed: int) -> Tensor:
-    """The advantages, or what a control experiment puts in their place."""
-    if kind is Advantages.shuffled:
-        seed += 2**40  # another order than the mini-batches'
-        return advantage[torch.randperm(len(advantage), generator=torch.Generator().manual_seed(seed))]
-    return -advantage if kind is Advantages.flipped else advantage
+def _control(experiment: Experiment) -> Control | None:
+    """What a control experiment puts in the place of the advantages."""
+    if experiment.debug.advantages is Advantages.flipped:
+        return lambda advantage, trajectory, seed: -advantage
+    if experiment.debug.advantages is Advantages.shuffled:
+        return _shuffled
+    return None
 
 
-def save(run: Run, policy: Policy, step: int) -> None:
+def _shuffled(advantage: Tensor, trajectory: Tensor, seed: int) -> Tensor:
+    """Each trajectory gets the advantages of another, stretched over its own tokens."""
+    _, index, counts = torch.unique_consecutive(trajectory, return_inverse=True, return_counts=True)
+    starts = counts.cumsum(0) - counts
+    generator = torch.Generator().manual_seed(seed + 2**40)  # another order than the mini-batches'
+    other = torch.randperm(len(counts), generator=generator)[index]
+    within = torch.arange(len(trajectory)) - starts[index]
+    return advantage[starts[other] + within * counts[other] // counts[index]]
+
+
+def save(run: Run, learner: Learner, step: int) -> None:
     """Write a checkpoint: the policy, its optimiser, and up to which task the run has admitted any."""
-    tensors, rest = checkpoint.flatten(policy.optimizer.state_dict())
-    state = {"step": step, "tasks": run.tasks.state_dict(), "optimizer": rest}
+    tensors, rest = checkpoint.flatten(learner.policy.optimizer.state_dict())
+    state = {"step": step, "tasks": run.tasks.state_dict(), "kl_coef": learner.kl_coef, "optimizer": rest}
     keep_last = run.experiment.checkpoint.keep_last
     checkpoint.save(run.folder, step, run.model, run.tokenizer, tensors, state, keep_last)
 
@@ -233,10 +264,8 @@ def _optimizer(run: Run) -> Optimizer:
 def _describe_batch(groups: Sequence[Group], experiment: Experiment, play_s: float, train_s: float) -> Metrics:
     """What a batch of rollouts was like; names under perf/ and time/ are measurements of the machine."""
     found = describe(groups, experiment.reward.success_at, experiment.rollout.group_size)
-    truncated = experiment.algorithm.truncated
-    spread = [
-        len({trained_reward(t, truncated) for t in g.trajectories if t.status is not Status.FAILED}) > 1 for g in groups
-    ]
+    shaped = experiment.algorithm.shaped
+    spread = [len({shaped(t) for t in g.trajectories if t.status is not Status.FAILED}) > 1 for g in groups]
     played = [t for group in groups for t in group.trajectories]
     tokens, segments = sum(t.sampled_tokens for t in played), sum(t.segments for t in played)
     causes = Counter(t.reason.partition(":")[0] for t in played if t.status is Status.FAILED)
@@ -250,6 +279,7 @@ def _describe_batch(groups: Sequence[Group], experiment: Experiment, play_s: flo
         "reward/mean": found.pop("reward", math.nan),
         "reward/success": found.pop("success", math.nan),
         "reward/groups_with_variance": sum(spread) / len(spread),
+        **_turn_rewards(played),
         **{f"rollout/{name}": value for name, value in found.items()},
         "rollout/segments": segments / max(1, len(played)),
         "rollout/retried": sum(t.attempts > 1 for t in played) / max(1, len(played)),
@@ -261,3 +291,12 @@ def _describe_batch(groups: Sequence[Group], experiment: Experiment, play_s: flo
         "time/rollout_s": play_s,
         "time/train_s": train_s,
     }
+
+
+def _turn_rewards(played: Sequence[Trajectory]) -> Metrics:
+    """The rewards of single turns, where there are any: per turn, and summed over a trajectory."""
+    judged = [t.turn_rewards for t in played if t.turn_rewards]
+    if not judged:
+        return {}
+    sums = [sum(amounts) for amounts in judged]
+    return {"reward/turn": sum(sums) / sum(map(len, judged)), "reward/turns_of_trajectory": sum(sums) / len(judged)}

@@ -153,7 +153,8 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list[Turn])
     status: Status = Status.COMPLETED
     reason: str = ""  # why it was truncated or failed
-    reward: float = 0.0
+    reward: float = 0.0  # of the whole trajectory
+    turn_rewards: list[float] = field(default_factory=list[float])  # of each turn; [] = there are none
     attempts: int = 1  # how often it was played; above 1 after a failure
     tool_calls: int = 0
     tool_errors: int = 0

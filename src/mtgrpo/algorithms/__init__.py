@@ -1,19 +1,21 @@
-"""Numbers into signal. One algorithm = one file = its advantage and its per-token loss, with formula and paper.
+"""Numbers into signal. One algorithm = one file = its baseline and its per-token loss, with formula and paper.
 
 All tensors of a loss are flat: one entry for each sampled token, in any order. A loss returns one value per token and
-never divides; `average.py` alone does.
+never divides; `average.py` alone does. How a trajectory's return is spread over its turns is `mtgrpo.credits`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar
 
 from torch import Tensor
 
 from mtgrpo.algorithms.average import Average
 from mtgrpo.extension import ConfigError
+from mtgrpo.types import Status, Trajectory
 
 
 class Truncated(Enum):
@@ -25,32 +27,115 @@ class Truncated(Enum):
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """What a loss is computed from; tensors [tokens], and only `logp` carries gradient."""
+
+    logp: Tensor  # of the policy, nats
+    old_logp: Tensor  # of the policy that the ratio compares with
+    advantage: Tensor
+    sequence: Tensor | None = None  # mean of `Algorithm.sequence_term` over all sampled tokens of the same trajectory
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log(pi / pi_old) of each token."""
+        return self.logp - self.old_logp
+
+
+@dataclass(frozen=True)
 class PerToken:
-    """A loss before averaging: `loss` [tokens]; `clipped` [tokens] bool, where the clip removed the gradient."""
+    """A loss before averaging: `loss` [tokens]; `clipped` [tokens] bool, where the clip removed the gradient.
+
+    metrics: more values per token [tokens], without gradient, whose averages are reported.
+    """
 
     loss: Tensor
     clipped: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What returns are compared with: advantage = (return - centre) / scale; tensors [n]."""
+
+    centre: Tensor
+    scale: Tensor
+
+    def advantage(self, returns: Tensor) -> Tensor:
+        """The advantages of `returns` [n]."""
+        return (returns - self.centre) / self.scale
 
 
 @dataclass
 class Algorithm(ABC):
     """Base of all algorithms."""
 
+    compares_siblings: ClassVar[bool] = True  # else a group may have one member, and comparing turns has no meaning
+    one_advantage: ClassVar[bool] = False  # whether all tokens of a trajectory must have the same advantage
+    against_engine: ClassVar[bool] = False  # whether its ratio compares with the policy that sampled, always
+
     average: Average = Average.token_mean  # how tokens are weighed
+    average_length: int = 0  # what average=constant divides by; 0 = rollout.max_trajectory_tokens
     truncated: Truncated = Truncated.penalise  # what a trajectory that reached a limit is worth
+    entropy_coef: float = 0.0  # weight of the mean entropy that is added to what is maximised
+    top_entropy: float = 1.0  # the share of tokens, those of highest entropy, that are trained (arXiv:2506.01939)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top_entropy <= 1:
+            raise ConfigError(f"algorithm.top_entropy must be in (0, 1], got {self.top_entropy}")
+        if self.average_length < 0:
+            raise ConfigError(f"algorithm.average_length must be >= 0, got {self.average_length}")
+
+    @property
+    def always_has_gradient(self) -> bool:
+        """Whether a token has one even where its advantage is 0."""
+        return self.entropy_coef != 0 or self.has_critic
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether it learns values, with the model's value head."""
+        return type(self).value_loss is not Algorithm.value_loss
+
+    @property
+    def of_sequences(self) -> bool:
+        """Whether the loss of a token depends on its whole trajectory."""
+        return type(self).sequence_term is not Algorithm.sequence_term
 
     def check(self, group_size: int) -> None:
         """Raise ConfigError when this algorithm cannot compare groups of that size."""
-        if group_size < 2:
+        if group_size < 2 and self.compares_siblings:
             raise ConfigError(
                 f"algorithm {type(self).__name__} compares the siblings of a group: "
                 f"rollout.group_size must be at least 2, got {group_size}"
             )
 
-    @abstractmethod
-    def advantages(self, rewards: Tensor) -> Tensor:
-        """One group's rewards [trajectories] -> advantages [trajectories]."""
+    def shaped(self, trajectory: Trajectory) -> float:
+        """The outcome reward that training sees: as scored, or at most 0 where a truncated one is penalised."""
+        if self.truncated is Truncated.penalise and trajectory.status is Status.TRUNCATED:
+            return min(0.0, trajectory.reward)
+        return trajectory.reward
 
     @abstractmethod
-    def loss(self, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> PerToken:
-        """Per-token loss; all arguments [tokens]. Only `logp` carries gradient."""
+    def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
+        """What each of `returns` [n] fp64 is compared with, among those of the same `group` [n] int64."""
+
+    def normalise(self, advantage: Tensor) -> Tensor:
+        """Advantages of all trained tokens of a rollout batch [tokens] -> those that the loss gets."""
+        return advantage
+
+    def sequence_term(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """For losses of whole trajectories: what each token [tokens] adds to the mean that `Tokens.sequence` is.
+
+        The mean is over every sampled token of the trajectory, whatever segment or micro-batch it is stored in.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def loss(self, tokens: Tokens) -> PerToken:
+        """The loss of each token."""
+
+    def value_loss(self, value: Tensor, old_value: Tensor, target: Tensor) -> Tensor:
+        """For algorithms with a critic: the weighted loss of each state [states]; `value` carries gradient.
+
+        old_value: before the first update of the batch. It is averaged over the states and added to the loss.
+        """
+        raise NotImplementedError

@@ -1,21 +1,15 @@
-"""From rewards to one advantage per trajectory: group by group, failed and truncated trajectories treated as asked."""
+"""From played groups to the rewards of their turns and tokens: failed and truncated trajectories treated as asked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mtgrpo.algorithms import Algorithm, Truncated
 from mtgrpo.types import Group, Status, Trajectory
-
-
-def trained_reward(trajectory: Trajectory, truncated: Truncated) -> float:
-    """The reward that training sees: as scored, or at most 0 where a truncated trajectory is penalised."""
-    if truncated is Truncated.penalise and trajectory.status is Status.TRUNCATED:
-        return min(0.0, trajectory.reward)
-    return trajectory.reward
 
 
 def comparable(groups: Sequence[Group]) -> list[Group]:
@@ -28,17 +22,61 @@ def comparable(groups: Sequence[Group]) -> list[Group]:
     return found
 
 
-def trajectory_advantages(groups: Sequence[Group], algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """Advantage and trained mask of every trajectory, in order of group and sibling; none of them has failed.
+@dataclass(frozen=True)
+class Rewards:
+    """What a rollout batch was paid, and for what. A turn is numbered over the whole batch, in order of trajectory."""
 
-    A group's statistics are over its trajectories, never over segments.
+    outcome: Tensor  # [trajectories] fp64
+    group: Tensor  # [trajectories] int64
+    trained: Tensor  # [trajectories] bool; false = counts in statistics and normaliser, but its tokens have no loss
+    per_turn: Tensor  # [turns] fp64
+    trajectory: Tensor  # [turns] int64
+    position: Tensor  # [turns] int64, from 0 within the trajectory
+    anchor: Tensor  # [turns] int64, equal where siblings answered the same observation
+    per_token: Tensor  # [tokens] fp64, what each sampled token was paid or charged by itself
+    turn: Tensor  # [tokens] int64, the turn of each sampled token
+
+    def of_tokens(self, per_trajectory: Tensor) -> Tensor:
+        """A value of each trajectory [trajectories] -> of each sampled token [tokens]."""
+        return per_trajectory[self.trajectory[self.turn]]
+
+    def turn_sums(self) -> Tensor:
+        """What each turn was paid, its tokens included, without the outcome; [turns]."""
+        return self.per_turn.index_add(0, self.turn, self.per_token)
+
+    def totals(self) -> Tensor:
+        """What each trajectory was paid in all; [trajectories]."""
+        return self.outcome.index_add(0, self.trajectory, self.turn_sums())
+
+
+def rewards_of(groups: Sequence[Group], algorithm: Algorithm, trajectory: Tensor, turn: Tensor) -> Rewards:
+    """The rewards of `groups`, in order of group and sibling; none of the trajectories has failed.
+
+    trajectory, turn [tokens] int64: of each sampled token, by number of trajectory, and of turn within it.
     """
-    advantages: list[Tensor] = [torch.zeros(0)]
-    trained: list[bool] = []
-    for group in groups:
-        played = group.trajectories
-        rewards = torch.tensor([trained_reward(t, algorithm.truncated) for t in played], dtype=torch.float64)
-        advantages.append(algorithm.advantages(rewards).float())
-        masked = algorithm.truncated is Truncated.mask
-        trained += [not (masked and t.status is Status.TRUNCATED) for t in played]
-    return torch.cat(advantages), torch.tensor(trained, dtype=torch.bool)
+    played = [(number, t) for number, group in enumerate(groups) for t in group.trajectories]
+    counts = torch.tensor([len(t.turns) for _, t in played], dtype=torch.long)
+    anchors: dict[object, int] = {}
+    masked = algorithm.truncated is Truncated.mask
+    return Rewards(
+        outcome=torch.tensor([algorithm.shaped(t) for _, t in played], dtype=torch.float64),
+        group=torch.tensor([number for number, _ in played], dtype=torch.long),
+        trained=torch.tensor([not (masked and t.status is Status.TRUNCATED) for _, t in played], dtype=torch.bool),
+        per_turn=torch.tensor(
+            [paid for _, t in played for paid in t.turn_rewards or [0.0] * len(t.turns)], dtype=torch.float64
+        ),
+        trajectory=torch.arange(len(played)).repeat_interleave(counts),
+        position=torch.cat([torch.arange(0), *(torch.arange(int(count)) for count in counts)]),
+        anchor=torch.tensor(
+            [anchors.setdefault((number, seen), len(anchors)) for number, t in played for seen in _observed(t)],
+            dtype=torch.long,
+        ),
+        per_token=torch.zeros(len(turn), dtype=torch.float64),
+        turn=(counts.cumsum(0) - counts)[trajectory] + turn,
+    )
+
+
+def _observed(trajectory: Trajectory) -> list[object]:
+    """What each turn answers: what the environment said last, by who said it and what; the first answers the task."""
+    seen = [tuple((message.role, message.content) for message in turn.observations) for turn in trajectory.turns]
+    return [(), *seen[:-1]] if seen else []

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from mtgrpo.extension import ConfigError
 
+STEPS_AT_MOST = 0.2  # by how much of its value the coefficient changes at once, times kl.adaptation (arXiv:1909.08593)
+
 
 class Estimator(Enum):
     """Estimators of KL(policy, reference) from samples (Schulman 2020, "Approximating KL Divergence")."""
@@ -18,27 +20,72 @@ class Estimator(Enum):
     k3 = "k3"
 
 
+class Place(Enum):
+    """Where the penalty is."""
+
+    loss = "loss"  # a term of the loss, with a gradient of its own
+    reward = "reward"  # taken off the rewards, token by token, before advantages are computed
+
+
 @dataclass
 class KL:
-    """A penalty in the loss: coef * estimate. coef 0 = no reference model is kept."""
+    """A penalty for moving away from a reference policy: coef * estimate. coef 0 = no reference is kept.
 
-    coef: float = 0.0  # weight of the penalty in the loss
+    On-policy, k1 in the reward and k2 in the loss have the gradient of the reverse KL; k3 in the loss has it to first
+    order, k1 in the loss has none in expectation (arXiv:2510.01555). `unbiased` multiplies the estimate in the loss by
+    the ratio to the old policy, with its gradient: then k1 and k3 are right off-policy too (arXiv:2512.02556).
+    """
+
+    coef: float = 0.0  # weight of the penalty
     estimator: Estimator = Estimator.k3
+    place: Place = Place.loss
+    unbiased: bool = False  # in the loss: times the ratio
+    target: float = 0.0  # nats per token at which `coef` is held by adapting it; 0 = it stays what it is
+    adaptation: float = 0.5  # how quickly: per step `coef` changes by at most a fifth of this share
 
     def __post_init__(self) -> None:
         if self.coef < 0:
             raise ConfigError(f"kl.coef must be >= 0 (0 = no penalty and no reference), got {self.coef}")
+        if self.target < 0 or self.adaptation <= 0:
+            raise ConfigError(
+                f"kl.target must be >= 0 and kl.adaptation above 0, got {self.target} and {self.adaptation}"
+            )
+        if self.target and not self.coef:
+            raise ConfigError(f"kl.target={self.target} adapts kl.coef, which is 0: set kl.coef to where it starts")
+        if self.unbiased and self.place is Place.reward:
+            raise ConfigError("kl.unbiased=true corrects the loss, and with kl.place=reward there is no term in it")
+        if self.coef and self.place is Place.reward and self.estimator is not Estimator.k1:
+            raise ConfigError(
+                f"kl.place=reward with kl.estimator={self.estimator.value} is biased (arXiv:2512.21852): "
+                "set kl.estimator=k1, whose expectation and gradient are those of the KL"
+            )
+        if self.coef and self.place is Place.loss and self.estimator is Estimator.k1 and not self.unbiased:
+            raise ConfigError(
+                "kl.estimator=k1 in the loss has no gradient in expectation: set kl.place=reward, kl.unbiased=true, "
+                "or kl.estimator=k2"
+            )
 
-    def per_token(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
-        """The estimate for each sampled token [tokens]; d = logp - ref_logp.
+    def penalty(self, logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
+        """What a term of the loss is for each token, before it is weighted."""
+        found = estimate(self.estimator, logp, ref_logp)
+        return (logp - old_logp).exp() * found if self.unbiased else found
 
-        k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k3 is never negative and unbiased in value. As a term of the loss
-        and on-policy, k2 has the exact gradient of the reverse KL, k3 agrees with it to first order in d, and k1 has
-        none in expectation (arXiv:2510.01555).
-        """
-        d = logp - ref_logp
-        if self.estimator is Estimator.k1:
-            return d
-        if self.estimator is Estimator.k2:
-            return d.square() / 2
-        return (-d).exp() - 1 + d
+    def adapted(self, coef: float, measured: float) -> float:
+        """The coefficient after a step in which the KL was `measured`, in nats per token (arXiv:1909.08593)."""
+        if not self.target:
+            return coef
+        error = min(STEPS_AT_MOST, max(-STEPS_AT_MOST, measured / self.target - 1))
+        return coef * (1 + error * self.adaptation)
+
+
+def estimate(estimator: Estimator, logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """KL(policy, reference) at each sampled token [tokens], in nats; d = logp - ref_logp.
+
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k1 and k3 have the KL as their mean; k3 is never negative.
+    """
+    d = logp - ref_logp
+    if estimator is Estimator.k1:
+        return d
+    if estimator is Estimator.k2:
+        return d.square() / 2
+    return (-d).exp() - 1 + d

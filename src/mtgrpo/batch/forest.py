@@ -98,6 +98,8 @@ class Batch:
     behaviour_logp: Tensor  # fp64, what the engine reported
     trajectory: Tensor  # int64, index into the trajectories the batch was made of
     turn: Tensor  # int64, index of the turn within its trajectory
+    segment: Tensor  # int64, numbers the runs of turns that extend one another, over the whole batch
+    version: Tensor  # int64, of the policy that sampled the token: how many updates it had seen
     kept: Kept | None = None  # None = all was sampled from the whole vocabulary
 
     def __len__(self) -> int:
@@ -174,8 +176,9 @@ def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
     """
     rows: list[list[int]] = []
     places: list[tuple[int, int, int]] = []  # of each turn's output: row, start, stop
-    labels: list[tuple[int, int]] = []  # of each turn: trajectory, turn
+    labels: list[tuple[int, int, int]] = []  # of each turn: trajectory, turn, segment
     behaviour: list[float] = []
+    versions: list[int] = []
     kept: list[array[int]] = []
     for index, trajectory in enumerate(trajectories):
         row: list[int] = []
@@ -188,9 +191,10 @@ def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
             if problem:
                 raise ValueError(f"task {trajectory.task.id!r}, sibling {trajectory.sibling}, turn {number}: {problem}")
             places.append((len(rows) - 1, len(row), len(row) + len(turn.output)))
-            labels.append((index, number))
+            labels.append((index, number, len(rows) - 1))
             row.extend(turn.output)
             behaviour.extend(turn.logprobs)
+            versions.extend(turn.versions)
             kept.extend(turn.kept)
     if kept and len(kept) != len(behaviour):
         raise ValueError(
@@ -200,13 +204,15 @@ def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
     forest, nodes = build_forest(rows)
     none = torch.empty(0, dtype=torch.long)  # so that there is something to join where there are no turns
     lengths = torch.tensor([stop - start for _, start, stop in places], dtype=torch.long)
-    label = torch.tensor(labels, dtype=torch.long).reshape(-1, 2).repeat_interleave(lengths, dim=0)
+    label = torch.tensor(labels, dtype=torch.long).reshape(-1, 3).repeat_interleave(lengths, dim=0)
     return Batch(
         forest=forest,
         node=torch.cat([none, *(nodes[row][start:stop] for row, start, stop in places)]),
         behaviour_logp=torch.tensor(behaviour, dtype=torch.float64),
         trajectory=label[:, 0],
         turn=label[:, 1],
+        segment=label[:, 2],
+        version=torch.tensor(versions, dtype=torch.long),
         kept=_join(kept) if kept else None,
     )
 
@@ -220,6 +226,10 @@ def _problem(turn: Turn, first: bool, context_length: int) -> str:
     """Why a turn cannot be trained on and what to do; "" when it can."""
     if first and turn.extends:
         return "extends=True, but no turn precedes it; give its whole context with extends=False"
+    if len(turn.versions) != len(turn.output):
+        return (
+            f"{len(turn.output)} output tokens but {len(turn.versions)} versions; the engine must report one for each"
+        )
     if len(turn.logprobs) != len(turn.output):
         return (
             f"{len(turn.output)} output tokens but {len(turn.logprobs)} log-probabilities; the engine must report "

@@ -330,8 +330,8 @@ def forest_attention(
         groups = key.shape[1]
         by_group = query[0].unflatten(0, (groups, -1))
         shared = [tensor[0][:, None].expand(-1, by_group.shape[1], -1, -1) for tensor in (key, value)]
-        config: Any = module.config
-        last = getattr(module, "layer_idx", None) == config.num_hidden_layers - 1
+        layer, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
+        last = layer is not None and config is not None and layer == config.num_hidden_layers - 1
         pieces = forest.pieces(window, query.dtype, last)
         output = _ForestAttention.apply(by_group, *shared, pieces, scale).flatten(0, 1)[None]
     return output.transpose(1, 2), None

@@ -24,6 +24,11 @@ def add_value_head(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> 
     model.add_module(_NAME, head)
 
 
+def has_value_head(model: PreTrainedModel) -> bool:
+    """Whether the model has a value head."""
+    return hasattr(model, _NAME)
+
+
 def values(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """The value at hidden states [n, hidden] -> [n], in fp32 (fp64 for fp64 models); needs `model.value_head=true`."""
     head = cast(nn.Linear, model.get_submodule(_NAME))
@@ -38,5 +43,5 @@ def without_value_head(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def save_value_head(model: PreTrainedModel, folder: Path) -> None:
     """Write the value head, where the model has one."""
-    if hasattr(model, _NAME):
+    if has_value_head(model):
         save_file(dict(model.get_submodule(_NAME).state_dict()), folder / FILE)

@@ -17,6 +17,7 @@ from mtgrpo.model.attention import Visibility, uses_forest
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import Kept, sampled_logprobs
 from mtgrpo.model.products import GRID, onednn
+from mtgrpo.model.value import has_value_head, values
 
 CHECKED = 4  # targets that the plain path computes again
 # How far two ways of computing the same log-probability may be apart, in nats, before something must be wrong.
@@ -29,6 +30,12 @@ class Scores:
 
     logp: Tensor  # of the sampled token, at the sampling temperature; carries gradient
     entropy: Tensor  # of the distribution it was drawn from; carries gradient
+    value: Tensor | None = None  # what the value head expects before it; carries gradient; None without such a head
+
+    def at(self, target: Tensor) -> Scores:
+        """Those of the targets with numbers `target` [n]."""
+        target = target.to(self.logp.device)
+        return Scores(self.logp[target], self.entropy[target], None if self.value is None else self.value[target])
 
 
 def layout_of(model: PreTrainedModel) -> Layout:
@@ -120,7 +127,8 @@ def score(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Scor
     row, token = row.to(hidden.device), micro.token.to(hidden.device)
     kept = _kept(micro, row.cpu(), len(parents))
     logp, entropy = sampled_logprobs(hidden, _head(model), row, token, temperature, kept)
-    return Scores(logp, entropy[row])
+    expected = values(model, hidden)[row] if has_value_head(model) else None
+    return Scores(logp, entropy[row], expected)
 
 
 def _kept(micro: MicroBatch, row: Tensor, rows: int) -> Kept | None:

@@ -1,4 +1,4 @@
-"""What a trajectory is worth. One file = one reward, a dataclass with one or two methods."""
+"""What a trajectory, and each of its turns, is worth. One file = one reward, a dataclass with one or two methods."""
 
 from __future__ import annotations
 
@@ -17,3 +17,7 @@ class Reward(ABC):
     @abstractmethod
     def reward(self, trajectory: Trajectory) -> float:
         """The worth of a finished or truncated trajectory. Pure; never called for failed ones."""
+
+    def turn_rewards(self, trajectory: Trajectory) -> list[float]:
+        """The worth of each turn beside that of the whole; [] = turns are not judged. As `reward`."""
+        return []

@@ -105,11 +105,20 @@ class Player:
                 trajectory.attempts = attempt + 1
         trajectory.sibling, trajectory.queued_s = sibling, queued_s
         if trajectory.status is not Status.FAILED:
-            trajectory.reward = float(self.reward.reward(trajectory))
-            if not math.isfinite(trajectory.reward):
-                name = type(self.reward).__name__
-                raise ConfigError(f"reward {name} gave {trajectory.reward} for task {task.id}; it must be finite")
+            self._score(trajectory)
         return trajectory
+
+    def _score(self, trajectory: Trajectory) -> None:
+        name = f"reward {type(self.reward).__name__}"
+        trajectory.reward = float(self.reward.reward(trajectory))
+        trajectory.turn_rewards = [float(amount) for amount in self.reward.turn_rewards(trajectory)]
+        if wrong := [amount for amount in (trajectory.reward, *trajectory.turn_rewards) if not math.isfinite(amount)]:
+            raise ConfigError(f"{name} gave {wrong[0]} for task {trajectory.task.id}; it must be finite")
+        if len(trajectory.turn_rewards) not in (0, len(trajectory.turns)):
+            raise ConfigError(
+                f"{name} gave {len(trajectory.turn_rewards)} rewards for the {len(trajectory.turns)} turns of task "
+                f"{trajectory.task.id}; give one for each, or none"
+            )
 
     async def _attempt(self, task: Task, sibling: int, attempt: int) -> Trajectory:
         deadline = asyncio.timeout(self.timeout_s or None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,6 +38,7 @@ class Played:
     """The groups of one training step, in the order of their admission, and how they came; see `describe_stream`."""
 
     groups: list[Group]
+    trained: list[Group]  # those of them that are: as many as a batch has, unless a filter left too few
     admitted: list[int]  # the version of the policy at which each was
     queue_s: list[float]  # for how long each was finished and not trained
     arrived: list[Group]  # what has finished since the batch before, whether it is in this one or not
@@ -45,10 +47,18 @@ class Played:
 class Stream:
     """Admits tasks and hands out their groups."""
 
-    def __init__(self, player: Player, tasks: TaskStream, settings: Rollout) -> None:
+    def __init__(
+        self,
+        player: Player,
+        tasks: TaskStream,
+        settings: Rollout,
+        keeps: Callable[[Group], bool] = lambda group: True,
+        refills: int = 0,  # batches more that are played where `keeps` leaves groups out, at most
+    ) -> None:
         self._player = player
         self._tasks = tasks
         self._settings = settings
+        self._keeps, self._refills = keeps, refills
         self._playing: list[Playing] = []  # admitted and not handed out, the oldest first
         self._arrived: list[Group] = []
         self._names: Counter[tuple[int, str]] = Counter()  # how often a task was admitted at a version
@@ -69,15 +79,34 @@ class Stream:
 
         Raises EngineError when the engine failed in every conversation of the batch.
         """
+        chosen: list[Playing] = []
+        trained: list[Group] = []
+        queue_s: list[float] = []
+        for _ in range(1 + self._refills):
+            more = await self._next(version)
+            now = time.perf_counter()
+            queue_s += [now - playing.finished_s for playing in more]
+            chosen += more
+            trained += [group for playing in more if self._keeps(group := playing.group.result())]
+            if len(trained) >= self._settings.prompts_per_step:
+                break
+        arrived, self._arrived = self._arrived, []
+        return Played(
+            groups=[playing.group.result() for playing in chosen],
+            trained=trained[: self._settings.prompts_per_step],
+            admitted=[playing.version for playing in chosen],
+            queue_s=queue_s,
+            arrived=arrived,
+        )
+
+    async def _next(self, version: int) -> list[Playing]:
+        """As many groups as a batch has, handed out."""
         self._admit(version)
         while (chosen := self._chosen(version)) is None:
             await asyncio.wait([p.group for p in self._playing if not p.group.done()], return_when="FIRST_COMPLETED")
-        now = time.perf_counter()
         self._hand_out(chosen)
-        groups = [playing.group.result() for playing in chosen]
-        _check_engine(groups)
-        arrived, self._arrived = self._arrived, []
-        return Played(groups, [p.version for p in chosen], [now - p.finished_s for p in chosen], arrived)
+        _check_engine([playing.group.result() for playing in chosen])
+        return chosen
 
     async def close(self) -> None:
         """End what is still being played."""

@@ -1,0 +1,34 @@
+"""Clipped importance-sampling policy optimisation: the weight is clipped, never the gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtgrpo.algorithms import PerToken, Tokens
+from mtgrpo.algorithms.baseline import GroupRelative
+from mtgrpo.extension import ConfigError
+
+
+@dataclass
+class CISPO(GroupRelative):
+    """CISPO (MiniMax-M1, arXiv:2506.13585): every token keeps its gradient.
+
+    L_t = -sg(clip(rho_t, 1 - clip_low, 1 + clip_high)) A log pi(token)
+    """
+
+    clip_low: float = 1.0  # 1 = no lower bound, as in the paper
+    clip_high: float = 4.0  # the weight of a token is at most 1 + clip_high
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 < self.clip_low <= 1 and self.clip_high > 0):
+            raise ConfigError(
+                "algorithm.clip_low must be in (0, 1] and algorithm.clip_high above 0, "
+                f"got {self.clip_low} and {self.clip_high}"
+            )
+
+    def loss(self, tokens: Tokens) -> PerToken:
+        """REINFORCE with clipped weights; `clipped` says where the weight was, the gradient is there all the same."""
+        ratio = tokens.log_ratio.detach().exp()
+        weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        return PerToken(-weight * tokens.advantage * tokens.logp, weight != ratio)

@@ -1,0 +1,42 @@
+"""Decoupled clip and dynamic sampling policy optimisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtgrpo.algorithms.baseline import GroupRelative
+from mtgrpo.algorithms.surrogate import ClippedSurrogate
+from mtgrpo.extension import ConfigError
+from mtgrpo.types import Trajectory
+
+
+@dataclass
+class DAPO(ClippedSurrogate, GroupRelative):
+    """DAPO (arXiv:2503.14476): GRPO with a higher upper clip, averaged over tokens, long trajectories paid less.
+
+    A_i and L_t as in GRPO with clip_high 0.28. Where overlong_tokens is set, a trajectory of n sampled tokens loses
+    0 up to overlong_tokens - overlong_buffer, then linearly more, 1 from overlong_tokens on.
+    Its dynamic sampling is filter.zero_variance=true with filter.refill=true.
+    """
+
+    clip_high: float = 0.28
+    overlong_tokens: int = 0  # sampled tokens from which the whole penalty of 1 is due; 0 = no penalty
+    overlong_buffer: int = 0  # over how many tokens before that it grows from 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.overlong_buffer <= self.overlong_tokens:
+            raise ConfigError(
+                "algorithm.overlong_buffer must be between 0 and algorithm.overlong_tokens, "
+                f"got {self.overlong_buffer} and {self.overlong_tokens}"
+            )
+
+    def shaped(self, trajectory: Trajectory) -> float:
+        """The outcome reward less the penalty for length."""
+        return super().shaped(trajectory) - self._penalty(trajectory.sampled_tokens)
+
+    def _penalty(self, tokens: int) -> float:
+        if not self.overlong_tokens:
+            return 0.0
+        over = tokens - (self.overlong_tokens - self.overlong_buffer)
+        return min(1.0, max(0.0, over / max(1, self.overlong_buffer)))

@@ -1,0 +1,52 @@
+"""Divergence proximal policy optimisation: a token is left out where its probability has moved too far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mtgrpo.algorithms import PerToken, Tokens
+from mtgrpo.algorithms.baseline import GroupRelative
+from mtgrpo.extension import ConfigError
+
+
+@dataclass
+class DPPO(GroupRelative):
+    """DPPO with binary total variation (arXiv:2602.04879).
+
+    d_t = pi(token) - mu(token)                        mu is the policy that sampled, by the engine's own numbers
+    keep_t = not (A > 0 and d_t > clip_high or A <= 0 and d_t < -clip_low)
+    L_t = -keep_t A rho_t + kl_coef (log rho_t)^2,     rho_t = pi(token) / mu(token)
+
+    The last term is that of Kimi K2.5 (arXiv:2602.02276).
+    """
+
+    against_engine: ClassVar[bool] = True
+
+    divide_by_std: bool = False
+    clip_low: float = 0.2  # how far a probability may fall where the advantage is not positive
+    clip_high: float = 0.2  # how far it may rise where it is
+    kl_coef: float = 1e-3  # weight of the squared log-ratio
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 < self.clip_low <= 1 and 0 < self.clip_high <= 1):
+            raise ConfigError(
+                "algorithm.clip_low and algorithm.clip_high are differences of probabilities, in (0, 1]; "
+                f"got {self.clip_low} and {self.clip_high}"
+            )
+        if self.kl_coef < 0:
+            raise ConfigError(f"algorithm.kl_coef must be >= 0, got {self.kl_coef}")
+
+    @property
+    def always_has_gradient(self) -> bool:
+        """The squared log-ratio has one."""
+        return super().always_has_gradient or self.kl_coef > 0
+
+    def loss(self, tokens: Tokens) -> PerToken:
+        """The masked loss and the term that holds the policy near."""
+        moved = tokens.logp.detach().exp() - tokens.old_logp.exp()
+        positive = tokens.advantage > 0
+        left_out = (positive & (moved > self.clip_high)) | (~positive & (moved < -self.clip_low))
+        gain = tokens.log_ratio.exp() * tokens.advantage * ~left_out
+        return PerToken(self.kl_coef * tokens.log_ratio.square() - gain, left_out)

@@ -1,0 +1,21 @@
+"""GRPO done right: neither the length nor the spread of a group is divided by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtgrpo.algorithms.average import Average
+from mtgrpo.algorithms.baseline import GroupRelative
+from mtgrpo.algorithms.surrogate import ClippedSurrogate
+
+
+@dataclass
+class DrGRPO(ClippedSurrogate, GroupRelative):
+    """Dr. GRPO (arXiv:2503.20783): no bias towards long wrong answers, none towards easy and hard tasks.
+
+    A_i = r_i - mean(r)
+    L_t = -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A), summed, divided by trajectories * average_length
+    """
+
+    average: Average = Average.constant
+    divide_by_std: bool = False

@@ -1,0 +1,48 @@
+"""Geometric-mean policy optimisation: outlying tokens weigh less in a geometric mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mtgrpo.algorithms import PerToken, Tokens
+from mtgrpo.algorithms.average import Average
+from mtgrpo.algorithms.baseline import GroupRelative
+from mtgrpo.extension import ConfigError
+
+
+@dataclass
+class GMPO(GroupRelative):
+    """GMPO (arXiv:2507.20673).
+
+    c_t = sign(A) min(sign(A) log rho_t, sign(A) clip(log rho_t, -clip_low, clip_high))
+    L = -A exp(mean over the trajectory of c_t)
+    """
+
+    one_advantage: ClassVar[bool] = True
+
+    average: Average = Average.trajectory_mean
+    clip_low: float = 0.4  # the logarithm of the ratio is clipped to [-clip_low, clip_high]
+    clip_high: float = 0.4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.clip_low <= 0 or self.clip_high <= 0:
+            raise ConfigError(
+                f"algorithm.clip_low and algorithm.clip_high must be above 0, got {self.clip_low} and {self.clip_high}"
+            )
+
+    def sequence_term(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """c_t."""
+        sign = advantage.sign()
+        return sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-self.clip_low, self.clip_high))
+
+    def loss(self, tokens: Tokens) -> PerToken:
+        """The trajectory's loss, with the token's share of its gradient."""
+        assert tokens.sequence is not None, "sequence_term asks for it"
+        term = self.sequence_term(tokens.log_ratio, tokens.advantage)
+        loss = -tokens.advantage * (tokens.sequence + term - term.detach()).exp()
+        return PerToken(loss, term.detach() != tokens.log_ratio.detach())

@@ -1,0 +1,35 @@
+"""Group sequence policy optimisation: the ratio is that of the whole trajectory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mtgrpo.algorithms import PerToken, Tokens
+from mtgrpo.algorithms.average import Average
+from mtgrpo.algorithms.baseline import GroupRelative
+from mtgrpo.algorithms.surrogate import ClippedSurrogate
+
+
+@dataclass
+class GSPO(ClippedSurrogate, GroupRelative):
+    """GSPO (arXiv:2507.18071), in its form for tokens.
+
+    s = exp(mean over the trajectory of log rho_t)            the length is that of all its turns together
+    s_t = sg(s) rho_t / sg(rho_t)                             the value of s, with the gradient of the token
+    L_t = -min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A)
+    """
+
+    average: Average = Average.trajectory_mean
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def sequence_term(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """The log-ratio, whose mean is log s."""
+        return log_ratio
+
+    def loss(self, tokens: Tokens) -> PerToken:
+        """The clipped surrogate with the trajectory's ratio."""
+        assert tokens.sequence is not None, "sequence_term asks for it"
+        return self.surrogate((tokens.sequence + tokens.logp - tokens.logp.detach()).exp(), tokens)

@@ -1,0 +1,56 @@
+"""Proximal policy optimisation, with a critic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mtgrpo.algorithms import Algorithm, Baseline
+from mtgrpo.algorithms.baseline import whitened
+from mtgrpo.algorithms.surrogate import ClippedSurrogate
+from mtgrpo.extension import ConfigError
+
+
+@dataclass
+class PPO(ClippedSurrogate, Algorithm):
+    """PPO (arXiv:1707.06347); its advantages are generalised advantage estimates: credit=gae, model.value_head=true.
+
+    L_t = -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A)
+        + value_coef / 2 max((V - target)^2, (clip(V, V_old - value_clip, V_old + value_clip) - target)^2)
+
+    The value loss is averaged over the states that have a target. V is computed from the hidden states of the policy's
+    own forward pass.
+    """
+
+    compares_siblings: ClassVar[bool] = False
+
+    value_coef: float = 0.5  # weight of the value loss
+    value_clip: float = 0.2  # how far a value may move before its loss stops to fall; 0 = as far as it wants
+    whiten: bool = True  # advantages to mean 0 and variance 1 over the trained tokens of the batch
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.value_coef <= 0 or self.value_clip < 0:
+            raise ConfigError(
+                "algorithm.value_coef must be above 0 and algorithm.value_clip >= 0, "
+                f"got {self.value_coef} and {self.value_clip}"
+            )
+
+    def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
+        """None: the critic is the baseline."""
+        return Baseline(torch.zeros_like(returns), torch.ones_like(returns))
+
+    def normalise(self, advantage: Tensor) -> Tensor:
+        """Whitened over the trained tokens, if asked."""
+        return whitened(advantage) if self.whiten else advantage
+
+    def value_loss(self, value: Tensor, old_value: Tensor, target: Tensor) -> Tensor:
+        """Half the squared error, at least that of the clipped value."""
+        error = (value - target).square()
+        if self.value_clip:
+            near = old_value + (value - old_value).clamp(-self.value_clip, self.value_clip)
+            error = torch.maximum(error, (near - target).square())
+        return self.value_coef / 2 * error

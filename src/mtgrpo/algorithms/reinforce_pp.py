@@ -1,0 +1,40 @@
+"""REINFORCE++: normalised over the batch, not within groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtgrpo.algorithms import Algorithm, Baseline
+from mtgrpo.algorithms.baseline import group_mean, whitened
+from mtgrpo.algorithms.surrogate import ClippedSurrogate
+
+
+@dataclass
+class ReinforcePP(ClippedSurrogate, Algorithm):
+    """REINFORCE++ (arXiv:2501.03262).
+
+    A_t = (R_t - mean(R)) / std(R)          over all trained tokens of the batch; R_t is the return from token t on
+    L_t = -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A)
+
+    group_baseline=true is its baseline form: the mean of the group is subtracted first. The paper's KL penalty is
+    kl.place=reward with credit=return_to_go and credit.level=token.
+    """
+
+    group_baseline: bool = False  # subtract the mean of the group before normalising over the batch
+
+    def check(self, group_size: int) -> None:
+        """Siblings are needed for the baseline form alone."""
+        if self.group_baseline:
+            super().check(group_size)
+
+    def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
+        """Nothing, or the mean of the group."""
+        centre = group_mean(returns, group) if self.group_baseline else torch.zeros_like(returns)
+        return Baseline(centre, torch.ones_like(returns))
+
+    def normalise(self, advantage: Tensor) -> Tensor:
+        """Whitened over the trained tokens."""
+        return whitened(advantage)

@@ -1,0 +1,25 @@
+"""REINFORCE, leave one out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtgrpo.algorithms import Algorithm, Baseline
+from mtgrpo.algorithms.baseline import leave_one_out
+from mtgrpo.algorithms.surrogate import ClippedSurrogate
+
+
+@dataclass
+class RLOO(ClippedSurrogate, Algorithm):
+    """RLOO (arXiv:2402.14740): each trajectory is compared with the mean of the others. Unbiased.
+
+    A_i = r_i - mean over j != i of r_j = n / (n - 1) (r_i - mean(r))
+    L_t = -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A)         at the first update of a batch REINFORCE
+    """
+
+    def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
+        """The mean of the others."""
+        return Baseline(leave_one_out(returns, group), torch.ones_like(returns))

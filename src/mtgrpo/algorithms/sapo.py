@@ -1,0 +1,39 @@
+"""Soft adaptive policy optimisation: a gate that closes smoothly in place of a clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mtgrpo.algorithms import PerToken, Tokens
+from mtgrpo.algorithms.average import Average
+from mtgrpo.algorithms.baseline import GroupRelative
+from mtgrpo.extension import ConfigError
+
+
+@dataclass
+class SAPO(GroupRelative):
+    """SAPO (arXiv:2511.20347).
+
+    L_t = -A (4 / tau) sigmoid(tau (rho_t - 1)),   tau = tau_positive where A > 0, else tau_negative
+    """
+
+    average: Average = Average.trajectory_mean
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tau_positive <= 0 or self.tau_negative <= 0:
+            raise ConfigError(
+                "algorithm.tau_positive and algorithm.tau_negative must be above 0, "
+                f"got {self.tau_positive} and {self.tau_negative}"
+            )
+
+    def loss(self, tokens: Tokens) -> PerToken:
+        """The gated loss; nothing is ever clipped."""
+        positive = tokens.advantage > 0
+        tau = torch.where(positive, self.tau_positive, self.tau_negative).to(tokens.advantage)
+        gate = torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * (4 / tau)
+        return PerToken(-gate * tokens.advantage, torch.zeros_like(positive))

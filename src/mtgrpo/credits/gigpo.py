@@ -1,0 +1,47 @@
+"""Turns are compared with the turns of siblings that answered the same observation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mtgrpo.algorithms import Algorithm
+from mtgrpo.algorithms.credit import Rewards
+from mtgrpo.credits import Assigned, Credit, discounted, last_of, refuse_constant, refuse_no_siblings
+from mtgrpo.extension import ConfigError
+
+
+@dataclass
+class GiGPO(Credit):
+    """GiGPO, group in group (arXiv:2505.10978).
+
+    A_k = A(whole rewards, within the group) + turn_coef A(G_k, among the group's turns with the same anchor state)
+    G_k = sum over l >= k of gamma^(l - k) r_l, the outcome is part of the last r
+
+    The anchor state of a turn is what the environment said before it; that of the first turn is the task.
+    """
+
+    gamma: float = 0.95
+    turn_coef: float = 1.0  # weight of the comparison of turns
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.gamma <= 1 or self.turn_coef < 0:
+            raise ConfigError(
+                f"credit.gamma must be in [0, 1] and credit.turn_coef >= 0, got {self.gamma} and {self.turn_coef}"
+            )
+
+    def check(self, algorithm: Algorithm) -> None:
+        """For algorithms that compare siblings, turn by turn."""
+        super().check(algorithm)
+        refuse_constant(algorithm, "gigpo")
+        refuse_no_siblings(algorithm, "gigpo")
+
+    def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
+        """The two comparisons, added."""
+        totals = rewards.totals()
+        of_trajectory = algorithm.baseline(totals, rewards.group).advantage(totals)
+        paid = rewards.turn_sums() + rewards.outcome[rewards.trajectory] * last_of(rewards.trajectory)
+        returns = discounted(paid, rewards.trajectory, self.gamma)
+        of_turn = algorithm.baseline(returns, rewards.anchor).advantage(returns)
+        return Assigned((of_trajectory[rewards.trajectory] + self.turn_coef * of_turn)[rewards.turn])

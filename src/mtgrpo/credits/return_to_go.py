@@ -1,0 +1,51 @@
+"""A turn deserves what came after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mtgrpo.algorithms import Algorithm
+from mtgrpo.algorithms.credit import Rewards
+from mtgrpo.credits import Assigned, Credit, Level, discounted, last_of, refuse_constant
+from mtgrpo.extension import ConfigError
+
+
+@dataclass
+class ReturnToGo(Credit):
+    """The discounted sum of the rewards from a turn, or token, on.
+
+    G_k = sum over l >= k of gamma^(l - k) r_l, the outcome is part of the last r
+    A_k = (G_k - centre) / scale                centre and scale are those of the group's whole returns G_1
+
+    The baseline is that of whole returns, not of the siblings that reached turn k: those are not a fair sample.
+    """
+
+    gamma: float = 1.0
+    level: Level = Level.turn  # token: REINFORCE++ with a KL penalty in the reward
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.gamma <= 1:
+            raise ConfigError(f"credit.gamma must be in [0, 1], got {self.gamma}")
+
+    def check(self, algorithm: Algorithm) -> None:
+        """Not for algorithms that need one advantage per trajectory."""
+        super().check(algorithm)
+        refuse_constant(algorithm, "return_to_go")
+
+    def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
+        """Returns from each step on, less the baseline of the trajectory."""
+        if self.level is Level.turn:
+            sequence, paid = rewards.trajectory, rewards.turn_sums()
+        else:
+            sequence = rewards.trajectory[rewards.turn]
+            paid = rewards.per_token + rewards.per_turn[rewards.turn] * last_of(rewards.turn)
+        paid = paid + rewards.outcome[sequence] * last_of(sequence)
+        returns = discounted(paid, sequence, self.gamma)
+        first = last_of(sequence.flip(0)).flip(0)
+        whole = rewards.outcome.clone()  # also of trajectories without a step
+        whole[sequence[first]] = returns[first]
+        baseline = algorithm.baseline(whole, rewards.group)
+        advantage = (returns - baseline.centre[sequence]) / baseline.scale[sequence]
+        return Assigned(advantage[rewards.turn] if self.level is Level.turn else advantage)

@@ -1,0 +1,54 @@
+"""Which groups are worth training on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.types import Group, Status, Trajectory
+
+
+@dataclass
+class Filter:
+    """Leaves groups out before they are trained, and plays others in their place if asked.
+
+    Without refill a batch is smaller by what is left out, and so is the count that its loss is divided by.
+    """
+
+    zero_variance: bool = False  # leave out groups whose rewards are all equal: they have no gradient
+    min_success: float = 0.0  # leave out groups of which a smaller share succeeds: too hard
+    max_success: float = 1.0  # leave out groups of which a larger share succeeds: too easy
+    refill: bool = False  # play more until the batch is full again (dynamic sampling, arXiv:2503.14476)
+    max_refills: int = 10  # batches played for one, at most; then it is trained as it is
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_success <= self.max_success <= 1:
+            raise ConfigError(
+                "filter.min_success and filter.max_success must satisfy 0 <= min <= max <= 1, "
+                f"got {self.min_success} and {self.max_success}"
+            )
+        if self.max_refills < 1:
+            raise ConfigError(f"filter.max_refills must be >= 1, got {self.max_refills}")
+        if self.refill and not self.active:
+            raise ConfigError(
+                "filter.refill=true, but nothing is left out: set filter.zero_variance=true, or filter.min_success and "
+                "filter.max_success"
+            )
+
+    @property
+    def active(self) -> bool:
+        """Whether any group may be left out."""
+        return self.zero_variance or self.min_success > 0 or self.max_success < 1
+
+    def keeps(self, group: Group, success_at: float, reward: Callable[[Trajectory], float]) -> bool:
+        """Whether a group is trained; `reward` is what training sees of a trajectory's outcome."""
+        if not self.active:
+            return True
+        played = [t for t in group.trajectories if t.status is not Status.FAILED]
+        if not played:
+            return False
+        if self.zero_variance and len({(reward(t), tuple(t.turn_rewards)) for t in played}) == 1:
+            return False
+        succeeded = sum(t.status is Status.COMPLETED and t.reward >= success_at for t in played)
+        return self.min_success <= succeeded / len(played) <= self.max_success
