@@ -36,6 +36,7 @@ from mtgrpo.batch.forest import Batch, Forest, build_batch, build_forest
 from mtgrpo.batch.packing import Cost, Packing, pack
 from mtgrpo.model import tiny
 from mtgrpo.model.attention import Attention, choose_attention
+from mtgrpo.model.norms import use_lean_norms
 from mtgrpo.model.products import use_onednn
 from mtgrpo.policy.forward import flops_of, score
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
@@ -123,6 +124,7 @@ class Sides:
         self.model = tiny.build_model(self._shape, 0).eval()
         choose_attention(self.model, Attention.forest)
         use_onednn(self.model)
+        use_lean_norms(self.model)
         self.cost = flops_of(self.model)
         self._rival: PreTrainedModel | None = None
         self.turns = [

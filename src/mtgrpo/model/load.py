@@ -21,6 +21,7 @@ from mtgrpo.model import tiny
 from mtgrpo.model.attention import Attention, choose_attention
 from mtgrpo.model.logprobs import head_logits
 from mtgrpo.model.lora import LoRA, add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
+from mtgrpo.model.norms import use_lean_norms
 from mtgrpo.model.products import use_onednn
 from mtgrpo.model.value import add_value_head, save_value_head, without_value_head
 
@@ -91,6 +92,7 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
     compute_in(model, settings.dtype)
     choose_attention(model, settings.attention)
     use_onednn(model)
+    use_lean_norms(model)
     _check_head(model, settings.name)
     return model
 

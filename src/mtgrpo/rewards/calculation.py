@@ -1,0 +1,42 @@
+"""Is the final number right, and which calls of the calculator led there?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.rewards import Reward
+from mtgrpo.rewards.numeric import Numeric
+from mtgrpo.types import Trajectory
+
+
+@dataclass
+class Calculation(Reward):
+    """As `numeric`; beside it every turn whose call gave the next intermediate result is worth 1.
+
+    The results that are looked for, in their order, are the `values` in the task's metadata, as task=calculator has
+    them. Used with credit=turn, return_to_go, gigpo or gae; credit=trajectory adds the turns' rewards to the outcome.
+    """
+
+    require_marker: bool = True  # false: where there is neither #### nor a box, the last number of the text counts
+
+    def reward(self, trajectory: Trajectory) -> float:
+        """1.0 or 0.0, for the final number alone."""
+        return Numeric(require_marker=self.require_marker).reward(trajectory)
+
+    def turn_rewards(self, trajectory: Trajectory) -> list[float]:
+        """1.0 for each turn that brought the next result. Raises ConfigError when the task names none."""
+        if "values" not in trajectory.task.metadata:
+            raise ConfigError(
+                f"task {trajectory.task.id} names no intermediate results: reward=calculation is for task=calculator; "
+                "set reward=numeric"
+            )
+        expected = [str(value) for value in trajectory.task.metadata["values"]]
+        found: list[float] = []
+        for turn in trajectory.turns:
+            said = [message.content for message in turn.observations]
+            right = bool(expected) and expected[0] in said
+            if right:
+                expected.pop(0)
+            found.append(float(right))
+        return found
