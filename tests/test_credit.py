@@ -144,7 +144,8 @@ def test_invariance_to_the_order_of_siblings(siblings: list[tuple[float, list[fl
 @given(st.floats(-3, 3), st.integers(2, 5), st.integers(1, 4))
 def test_invariance_constant_rewards_give_no_advantage(reward: float, siblings: int, turns: int) -> None:
     for algorithm in (CENTRED, GRPO(), RLOO(), DAPO(overlong_tokens=100, overlong_buffer=50)):
-    XX
+        said = [str(number) for number in range(turns)]
+        group = [played(reward, [0.25] * turns, said) for _ in range(siblings)]
         for credit in (WholeTrajectory(), ByTurn(), GiGPO()):
             assert assigned(credit, group, algorithm=algorithm) == [0.0] * (siblings * turns)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtgrpo import cli
+from mtgrpo.extension import load_file
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 OPTIONS = Path(__file__).parents[1] / "docs" / "options.txt"
@@ -62,6 +63,15 @@ def test_every_path_exists() -> None:
     paths = re.findall(r"\]\(([^)#:]+)\)", README)
     assert len(paths) >= 6
     assert [path for path in paths if not (root / path).exists()] == []
+
+
+def test_the_page_of_algorithms_is_current() -> None:
+    build = load_file(OPTIONS.with_name("build.py"))
+    assert OPTIONS.with_name("algorithms.md").read_text() == build.page(), "run `make docs`"
+    for line in re.findall(r"^```console\n(.*?)^```$", build.page(), flags=re.M | re.S):
+        with pytest.raises(SystemExit) as done:
+            cli.main(line.split()[1:])
+        assert done.value.code == 0
 
 
 def test_the_list_of_options_is_current(capsys: pytest.CaptureFixture[str]) -> None:

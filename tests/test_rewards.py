@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mtgrpo.extension import ConfigError, find, names
 from mtgrpo.rewards import Reward
+from mtgrpo.rewards.calculation import Calculation
 from mtgrpo.rewards.exact_match import ExactMatch
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
@@ -187,3 +188,41 @@ def test_exact_match_refuses_a_task_without_an_answer() -> None:
 def test_exact_match_always_accepts_the_answer_itself(text: str) -> None:
     if text:
         assert ExactMatch().reward(said(text, text)) == 1.0
+
+
+# --- rewards of turns ---
+
+
+def calculated(values: list[int], *observed: str, final: str = "#### 9") -> Trajectory:
+    """A turn for each thing the calculator said, and a last one that answers."""
+    task = Task("task/1", (Message("user", "?"),), "9", {"values": values})
+    turns = [
+        Turn([], [], [], [], Finish.STOP, Message("assistant"), observations=(Message("tool", text),))
+        for text in observed
+    ]
+    return Trajectory(task, turns=[*turns, Turn([], [], [], [], Finish.STOP, Message("assistant", final))])
+
+
+@pytest.mark.parametrize(
+    ("observed", "expected"),
+    [
+        (["3", "9"], [1, 1, 0]),
+        (["9", "3"], [0, 1, 0]),  # in their order
+        (["4", "3", "3", "9"], [0, 1, 0, 1, 0]),  # each counts once
+        (["error: 3"], [0, 0]),
+        ([], [0]),
+    ],
+)
+def test_turns_that_bring_the_next_result_are_paid(observed: list[str], expected: list[float]) -> None:
+    trajectory = calculated([3, 9], *observed)
+    assert Calculation().turn_rewards(trajectory) == expected
+    assert Calculation().reward(trajectory) == 1
+
+
+def test_the_same_result_twice_is_looked_for_twice() -> None:
+    assert Calculation().turn_rewards(calculated([3, 3], "3", "3")) == [1, 1, 0]
+
+
+def test_a_task_without_intermediate_results_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reward=numeric"):
+        Calculation().turn_rewards(said("#### 1", "1"))

@@ -19,6 +19,7 @@ from mtgrpo.credits.trajectory import WholeTrajectory
 from mtgrpo.evaluate import NothingPlayedError, run_evaluation
 from mtgrpo.experiment import Experiment
 from mtgrpo.extension import ConfigError
+from mtgrpo.options import options
 from mtgrpo.policy.learner import Learner
 from mtgrpo.policy.reference import freeze
 from mtgrpo.rollout.stream import Played, Stream
@@ -262,6 +263,37 @@ def test_demonstrations_do_not_touch_the_environment_that_is_played(own: Path) -
 
     assert asyncio.run(one()) >= 1
     assert vars(made.environment) == before
+
+
+# --- every algorithm, credit and correction, from end to end
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"algorithm={name}" for name in options("algorithm") if name not in ("grpo", "ppo")),
+        "algorithm=ppo credit=gae model.value_head=true",
+        "algorithm=ppo credit=gae credit.level=token model.value_head=true",
+        *(f"credit={name}" for name in options("credit") if name != "trajectory"),
+        "algorithm=reinforce_pp credit=return_to_go credit.level=token kl.coef=0.1 kl.place=reward kl.estimator=k1",
+        "kl.coef=0.1 kl.target=0.01 reference.ema=0.1",
+        "kl.coef=0.1 kl.unbiased=true reference.update_every=1",
+        "correction.weight=token correction.reject=geometric correction.veto=0.01",
+        "rollout.max_staleness=1 correction.old=interpolated correction.weight=token",
+        "rollout.max_staleness=1 correction.old=trainer correction.weight=sequence",
+        "algorithm.average=constant algorithm.top_entropy=0.3 algorithm.entropy_coef=0.01",
+        "filter.zero_variance=true filter.refill=true",
+        "trainer.minibatch_trajectories=4 algorithm=gspo algorithm.clip_low=0.1",
+    ],
+)
+def test_every_way_to_learn_runs(words: str, tmp_path: Path, own: Path) -> None:
+    given = busy(own, "rollout.prompts_per_step=3", "rollout.group_size=4", "trainer.deterministic=false")
+    folder = ran(tmp_path / "run", *given, *words.split())
+    steps = [row for row in rows(folder) if row["stage"] == "reinforcement learning"]
+    assert len(steps) == 2
+    for row in steps:
+        assert row["policy/grad_norm"] > 0
+        assert all(math.isfinite(value) for name, value in row.items() if isinstance(value, float))
 
 
 # --- how a run ends

@@ -18,7 +18,7 @@ class GroupRelative(Algorithm):
     std is the unbiased one (n - 1). A group of one has advantage 0, and so has one of equal returns, exactly.
     """
 
-    divide_by_std: bool = True
+    divide_by_std: bool = True  # of the returns of the group
     epsilon: float = 1e-6  # added to the standard deviation
 
     def __post_init__(self) -> None:

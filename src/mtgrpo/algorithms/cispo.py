@@ -14,6 +14,8 @@ class CISPO(GroupRelative):
     """CISPO (MiniMax-M1, arXiv:2506.13585): every token keeps its gradient.
 
     L_t = -sg(clip(rho_t, 1 - clip_low, 1 + clip_high)) A log pi(token)
+
+    When: rollouts run ahead of the trainer, and rare tokens that a clip would silence matter.
     """
 
     clip_low: float = 1.0  # 1 = no lower bound, as in the paper

@@ -17,6 +17,7 @@ class DAPO(ClippedSurrogate, GroupRelative):
     A_i and L_t as in GRPO with clip_high 0.28. Where overlong_tokens is set, a trajectory of n sampled tokens loses
     0 up to overlong_tokens - overlong_buffer, then linearly more, 1 from overlong_tokens on.
     Its dynamic sampling is filter.zero_variance=true with filter.refill=true.
+    When: entropy collapses under GRPO, or long trajectories reach the limit.
     """
 
     clip_high: float = 0.28

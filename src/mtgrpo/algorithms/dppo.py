@@ -19,6 +19,7 @@ class DPPO(GroupRelative):
     L_t = -keep_t A rho_t + kl_coef (log rho_t)^2,     rho_t = pi(token) / mu(token)
 
     The last term is that of Kimi K2.5 (arXiv:2602.02276).
+    When: rollouts run ahead of the trainer, or the engine computes with other numbers.
     """
 
     against_engine: ClassVar[bool] = True

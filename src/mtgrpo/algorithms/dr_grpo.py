@@ -15,6 +15,8 @@ class DrGRPO(ClippedSurrogate, GroupRelative):
 
     A_i = r_i - mean(r)
     L_t = -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A), summed, divided by trajectories * average_length
+
+    When: wrong answers grow longer and longer under GRPO.
     """
 
     average: Average = Average.constant

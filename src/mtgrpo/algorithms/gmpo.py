@@ -20,6 +20,8 @@ class GMPO(GroupRelative):
 
     c_t = sign(A) min(sign(A) log rho_t, sign(A) clip(log rho_t, -clip_low, clip_high))
     L = -A exp(mean over the trajectory of c_t)
+
+    When: several updates per batch, and single tokens with extreme ratios make GRPO unstable.
     """
 
     one_advantage: ClassVar[bool] = True

@@ -17,4 +17,5 @@ class GRPO(ClippedSurrogate, GroupRelative):
     rho_t = pi(token) / pi_old(token)
 
     The paper averages over each trajectory first (average=trajectory_mean); token_mean is the default here.
+    When: to begin with. Where rewards differ much in spread between tasks, divide_by_std=false is safer.
     """

@@ -19,6 +19,8 @@ class GSPO(ClippedSurrogate, GroupRelative):
     s = exp(mean over the trajectory of log rho_t)            the length is that of all its turns together
     s_t = sg(s) rho_t / sg(rho_t)                             the value of s, with the gradient of the token
     L_t = -min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A)
+
+    When: several updates per batch, or a mixture of experts, whose single tokens have noisy ratios.
     """
 
     average: Average = Average.trajectory_mean

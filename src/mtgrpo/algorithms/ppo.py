@@ -23,6 +23,7 @@ class PPO(ClippedSurrogate, Algorithm):
 
     The value loss is averaged over the states that have a target. V is computed from the hidden states of the policy's
     own forward pass.
+    When: rewards come at single turns and conversations are long: a critic tells good turns from bad ones.
     """
 
     compares_siblings: ClassVar[bool] = False

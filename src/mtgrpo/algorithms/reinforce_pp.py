@@ -21,6 +21,7 @@ class ReinforcePP(ClippedSurrogate, Algorithm):
 
     group_baseline=true is its baseline form: the mean of the group is subtracted first. The paper's KL penalty is
     kl.place=reward with credit=return_to_go and credit.level=token.
+    When: groups are small or have one member, or their spread is too uneven to divide by.
     """
 
     group_baseline: bool = False  # subtract the mean of the group before normalising over the batch

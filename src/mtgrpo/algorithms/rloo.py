@@ -18,6 +18,8 @@ class RLOO(ClippedSurrogate, Algorithm):
 
     A_i = r_i - mean over j != i of r_j = n / (n - 1) (r_i - mean(r))
     L_t = -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A)         at the first update of a batch REINFORCE
+
+    When: an unbiased gradient is wanted, whatever the size of the group.
     """
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:

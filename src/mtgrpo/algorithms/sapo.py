@@ -17,6 +17,8 @@ class SAPO(GroupRelative):
     """SAPO (arXiv:2511.20347).
 
     L_t = -A (4 / tau) sigmoid(tau (rho_t - 1)),   tau = tau_positive where A > 0, else tau_negative
+
+    When: several updates per batch, and a clip throws too much away.
     """
 
     average: Average = Average.trajectory_mean

@@ -23,6 +23,7 @@ class GAE(Credit):
     say is no step, at either level. Without a critic (every algorithm but ppo) V = 0 and the group's baseline of the
     whole reward is subtracted at the end: without rewards for turns A_k = (gamma lam)^(K - k) (R - mean), that is, the
     earlier of K turns deserve less.
+    When: with ppo; without a critic, to prefer what is near the end of long conversations.
     """
 
     level: Level = Level.turn

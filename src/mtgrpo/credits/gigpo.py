@@ -20,6 +20,7 @@ class GiGPO(Credit):
     G_k = sum over l >= k of gamma^(l - k) r_l, the outcome is part of the last r
 
     The anchor state of a turn is what the environment said before it; that of the first turn is the task.
+    When: siblings meet the same states again, as in games and on web pages.
     """
 
     gamma: float = 0.95

@@ -20,6 +20,7 @@ class ReturnToGo(Credit):
     A_k = (G_k - centre) / scale                centre and scale are those of the group's whole returns G_1
 
     The baseline is that of whole returns, not of the siblings that reached turn k: those are not a fair sample.
+    When: turns have rewards of their own, and what is past should not count for what comes after.
     """
 
     gamma: float = 1.0

@@ -13,7 +13,10 @@ from mtgrpo.credits import Assigned, Credit
 
 @dataclass
 class WholeTrajectory(Credit):
-    """One advantage for a whole trajectory, from the sum of all its rewards: A_t = A(R + sum over turns of r)."""
+    """One advantage for a whole trajectory, from the sum of all its rewards: A_t = A(R + sum over turns of r).
+
+    When: there is a reward for the outcome alone.
+    """
 
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
         """Compared within the group."""

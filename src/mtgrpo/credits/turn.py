@@ -22,6 +22,7 @@ class ByTurn(Credit):
 
     A_turn,k compares the reward of turn k with that of the siblings' turn k, A_outcome the outcomes. The paper puts its
     coefficient at the outcome: its lambda is 1 / turn_coef, up to the scale of the whole.
+    When: every conversation has the same plan, such as search first, then answer.
     """
 
     turn_coef: float = 1.0  # weight of the advantage of single turns

@@ -31,6 +31,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "answer": trajectory.task.answer,
         "messages": [_message(message) for message in messages],
         "turns": [_turn(turn) for turn in trajectory.turns],
+        **({"turn_rewards": trajectory.turn_rewards} if trajectory.turn_rewards else {}),
     }
 
 

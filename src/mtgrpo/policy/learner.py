@@ -72,6 +72,7 @@ class Learner:
     """Trains a policy, batch by batch."""
 
     def __init__(self, policy: Policy, learning: Learning, reference: PreTrainedModel | None = None) -> None:
+        assert (reference is not None) == (learning.kl.coef > 0), "a KL penalty compares with a reference"
         self.policy = policy
         self.kl_coef = learning.kl.coef  # as it was adapted
         self._learning = learning

@@ -1,0 +1,139 @@
+"""Writes docs/algorithms.md from the classes and their docstrings: `make docs`. A test compares."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from mtgrpo.algorithms import Algorithm
+from mtgrpo.algorithms.average import Average
+from mtgrpo.algorithms.correction import Correction, Old, Reject, Weight
+from mtgrpo.algorithms.kl import KL, Estimator, Place
+from mtgrpo.algorithms.reinforce_pp import ReinforcePP
+from mtgrpo.credits import Credit
+from mtgrpo.extension import ConfigError
+from mtgrpo.helptext import comments, summary
+from mtgrpo.options import options
+from mtgrpo.policy.reference import ReferenceSettings
+from mtgrpo.rollout.filter import Filter
+
+TARGET = Path(__file__).with_name("algorithms.md")
+INTRODUCTION = """# Algorithms and credit
+
+This page is written from the source by `make docs`.
+
+A run has one `algorithm`, which says what a return is compared with and what the loss of a token is, and one `credit`,
+which says which turn deserves what. Both are chosen by name, their settings follow them:
+
+```console
+mtgrpo train algorithm=cispo algorithm.clip_high=3 credit=return_to_go credit.gamma=0.95 --dry-run
+```
+
+Statistics of a group are over its trajectories. How a trajectory is stored (its turns in one segment or in many, its
+tokens in one micro-batch or in many) changes neither advantage nor loss nor gradient, with one exception that exists to
+reproduce others: `algorithm.average=sequence_mean`. The ratio of a trajectory (gspo, gmpo,
+`correction.weight=sequence`) is over all tokens that the policy sampled in it, whatever turn or segment they belong to.
+
+In the formulas rho_t is the probability of a token under the policy divided by that under the old policy
+(`correction.old`), sg() stops the gradient, and a group is the trajectories of one task.
+"""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    escaped = [[cell.replace("|", "&#124;") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
+
+
+def spelled(value: Any) -> str:
+    """A default, as a user would type it."""
+    if isinstance(value, Enum):
+        return str(value.name)
+    if value is None or isinstance(value, bool):
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
+
+
+def settings(prefix: str, cls: type, base: type | None = None) -> str:
+    """The settings of a class, with defaults; of those that `base` has only the ones with another default."""
+    inherited = {f.name: f.default for f in dataclasses.fields(base)} if base else {}
+    rows: list[list[str]] = []
+    for field in dataclasses.fields(cls):
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        if field.name in inherited and inherited[field.name] == default:
+            continue
+        said = next((notes[field.name] for c in cls.__mro__ if field.name in (notes := comments(c))), "")
+        rows.append([f"`{prefix}.{field.name}`", spelled(default), said])
+    return table(["setting", "default", "meaning"], rows) if rows else ""
+
+
+def section(group: str, name: str, cls: type, base: type) -> str:
+    """One option: its docstring, and the settings of its own."""
+    text = inspect.cleandoc(cls.__doc__ or "")
+    return f"### {group}={name}\n\n```text\n{text}\n```\n\n{settings(group, cls, base)}\n"
+
+
+def members(cls: type[Enum]) -> str:
+    """The members of an enumeration and what they mean."""
+    source = inspect.getsource(cls).splitlines()
+    rows: list[list[str]] = []
+    for member in cls:
+        line = next((line for line in source if line.strip().startswith(f"{member.name} =")), "")
+        rows.append([f"`{member.name}`", line.partition("#")[2].strip()])
+    return table(["value", "meaning"], rows)
+
+
+def pairs() -> str:
+    """Which credit goes with which algorithm."""
+    algorithms: dict[str, Algorithm] = {name: cls() for name, cls in options("algorithm").items()}
+    algorithms["reinforce_pp, group_baseline=true"] = ReinforcePP(group_baseline=True)
+    credits: dict[str, Credit] = {name: cls() for name, cls in options("credit").items()}
+    rows: list[list[str]] = []
+    for name in sorted(algorithms):
+        cells: list[str] = []
+        for credit in credits.values():
+            try:
+                credit.check(algorithms[name])
+                cells.append("yes")
+            except ConfigError:
+                cells.append("")
+        rows.append([name, *cells])
+    return table(["algorithm", *credits], rows)
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [
+        INTRODUCTION,
+        "## Which credit goes with which algorithm\n",
+        "Other pairs are refused at start.\n",
+        pairs(),
+    ]
+    parts.append("\n## Algorithms\n\nCommon to all:\n")
+    parts.append(settings("algorithm", Algorithm))
+    parts += [section("algorithm", name, cls, Algorithm) for name, cls in options("algorithm").items()]
+    parts.append("## Credit\n\nCommon to all:\n")
+    parts.append(settings("credit", Credit))
+    parts += [section("credit", name, cls, Credit) for name, cls in options("credit").items()]
+    parts += [f"## algorithm.average\n\n{inspect.cleandoc(Average.__doc__ or '')}\n", members(Average)]
+    for prefix, cls, kinds in (
+        ("kl", KL, {"estimator": Estimator, "place": Place}),
+        ("reference", ReferenceSettings, {}),
+        ("correction", Correction, {"old": Old, "weight": Weight, "reject": Reject}),
+        ("filter", Filter, {}),
+    ):
+        text = inspect.cleandoc(cls.__doc__ or "") or summary(cls)
+        parts.append(f"\n## {prefix}\n\n{text}\n\n{settings(prefix, cls)}")
+        for name, kind in kinds.items():
+            about = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0]
+            parts.append(f"\n`{prefix}.{name}`: {about}\n\n{members(kind)}")
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page())

@@ -1,0 +1,135 @@
+"""Which groups are trained, and what is played in the place of the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from mtgrpo.algorithms import Truncated
+from mtgrpo.algorithms.grpo import GRPO
+from mtgrpo.extension import ConfigError
+from mtgrpo.rollout.filter import Filter
+from mtgrpo.rollout.group import Player, Rollout
+from mtgrpo.rollout.stream import Played, Stream
+from mtgrpo.tasks import IndexedStream
+from mtgrpo.types import Group, Message, Status, Task, Trajectory
+
+FAILED, TRUNCATED = Status.FAILED, Status.TRUNCATED
+
+
+def group(*rewards: float, statuses: dict[int, Status] | None = None, name: str = "0") -> Group:
+    task = Task(name, (Message("user", "?"),))
+    statuses = statuses or {}
+    return Group(
+        task, [Trajectory(task, i, reward=r, status=statuses.get(i, Status.COMPLETED)) for i, r in enumerate(rewards)]
+    )
+
+
+def kept(settings: Filter, one: Group, algorithm: GRPO | None = None) -> bool:
+    return settings.keeps(one, 1.0, (algorithm or GRPO()).shaped)
+
+
+def test_without_a_filter_everything_is_trained() -> None:
+    assert kept(Filter(), group(0, 0))
+    assert kept(Filter(), group(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (group(0, 0, 0), False),
+        (group(1, 1, 1), False),
+        (group(1, 0, 0), True),
+        (group(0, 0, 1, statuses={2: FAILED}), False),  # a failed one is no sibling
+        (group(0, 0.5, statuses={1: TRUNCATED}), False),  # is worth min(0, 0.5) in training
+    ],
+)
+def test_groups_of_equal_rewards_are_left_out(one: Group, expected: bool) -> None:
+    assert kept(Filter(zero_variance=True), one) is expected
+
+
+def test_what_counts_is_what_training_sees() -> None:
+    one = group(0, 0.5, statuses={1: TRUNCATED})
+    assert kept(Filter(zero_variance=True), one, GRPO(truncated=Truncated.keep))
+
+
+def test_rewards_of_turns_are_a_difference_too() -> None:
+    one = group(1, 1)
+    one.trajectories[0].turn_rewards = [0.5]
+    assert kept(Filter(zero_variance=True), one)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"), [((0, 0, 0, 0), False), ((1, 0, 0, 0), True), ((1, 1, 1, 0), True), ((1, 1, 1, 1), False)]
+)
+def test_the_band_of_difficulty(rewards: tuple[float, ...], expected: bool) -> None:
+    assert kept(Filter(min_success=0.25, max_success=0.75), group(*rewards)) is expected
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: Filter(refill=True), "nothing is left out"),
+        (lambda: Filter(min_success=0.8, max_success=0.2), "min_success"),
+        (lambda: Filter(zero_variance=True, max_refills=0), "max_refills"),
+    ],
+)
+def test_contradictions_are_refused(build: Callable[[], Filter], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build()
+
+
+class Dealer:
+    """Plays at once: every third task has rewards that differ."""
+
+    def at(self, scope: str) -> Dealer:
+        return self
+
+    async def play_group(self, task: Task, size: int, extra: int) -> Group:
+        await asyncio.sleep(0)
+        return group(1, 0 if int(task.id) % 3 == 0 else 1, name=task.id)
+
+
+def batches(count: int, refills: int, staleness: int = 0) -> list[Played]:
+    async def play() -> list[Played]:
+        tasks = IndexedStream(None, lambda index: Task(str(index), ()), seed=0)
+        settings = Rollout(prompts_per_step=4, max_staleness=staleness)
+        keeps = Filter(zero_variance=True).keeps
+
+        def chosen(one: Group) -> bool:
+            return keeps(one, 1.0, GRPO().shaped)
+
+        stream = Stream(cast(Player, Dealer()), tasks, settings, chosen, refills)
+        found = [await stream.batch(version) for version in range(count)]
+        await stream.close()
+        return found
+
+    return asyncio.run(play())
+
+
+def test_without_refill_a_batch_is_smaller() -> None:
+    for played in batches(3, refills=0):
+        assert len(played.groups) == 4
+        assert [int(g.task.id) % 3 for g in played.trained] == [0] * len(played.trained)
+        assert 1 <= len(played.trained) <= 2
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_with_refill_a_batch_is_exact(staleness: int) -> None:
+    found = batches(4, refills=10, staleness=staleness)
+    for version, played in enumerate(found):
+        assert len(played.trained) == 4
+        assert len(played.groups) in (12, 16)  # whole batches, until there are enough
+        assert len(played.admitted) == len(played.queue_s) == len(played.groups)
+        assert version - min(played.admitted) <= staleness
+    names = [g.task.id for played in found for g in played.groups]
+    assert len(set(names)) == len(names)  # each task is played once
+
+
+def test_a_refill_ends() -> None:
+    (played,) = batches(1, refills=1)
+    assert len(played.groups) == 8
+    assert 2 <= len(played.trained) < 4
