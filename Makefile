@@ -32,7 +32,7 @@ test-real: setup ## the tests on real data from end to end, and of a sweep over 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-rollout bench-trl bench-async bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-rollout bench-trl bench-async bench-algorithms bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
@@ -54,6 +54,9 @@ bench-trl: trl-env ## whole training steps and learning against TRL; 20 minutes 
 bench-async: trl-env ## slow tools: do conversations overlap, what does playing ahead of the trainer gain
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/async.py
+
+bench-algorithms: setup ## every algorithm, credit, corrections and a KL target on the demo's task: curves; over an hour
+	for group in algorithms credit kl stale; do $(BIN)/python benchmarks/algorithms.py --group $$group; done
 
 bench-quick: trl-env ## the main ratios beside the committed ones, in less than 5 minutes
 	$(BIN)/python benchmarks/quick.py

@@ -4,7 +4,7 @@ The embedded default with the calculator of slow_tool.py, at `rollout.max_stalen
 of one warm start. Seconds of steps until the mean reward of three steps in a row reaches 0.85, the staleness of the
 tokens that were trained, and the reward of every step.
 
-    async.speedup   seconds at staleness 0 / seconds at the best other
+    async.speedup   seconds at staleness 0 / seconds at staleness 2, which was chosen before anything was measured
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from versus_trl import warm_start
 from versus_trl_learning import seconds_to_goal
 
 HERE = Path(__file__).resolve().parent
+NAMED = 2  # the staleness that the ratio is of
 
 
 def run(weights: Path, seed: int, staleness: int, steps: int) -> dict[str, Any]:
@@ -37,6 +38,8 @@ def run(weights: Path, seed: int, staleness: int, steps: int) -> dict[str, Any]:
             "trainer.deterministic=false",
             f"trainer.steps={steps}",
             "eval.every_steps=0",
+            "eval.tasks=100",
+            "eval.samples=2",
             "log=[jsonl]",
             f"hydra.run.dir={folder}",
         ]
@@ -61,21 +64,25 @@ def run(weights: Path, seed: int, staleness: int, steps: int) -> dict[str, Any]:
 def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="of staleness 0 and 2; others: the first"
+    )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--folder", type=Path, default=Path("outputs/benchmarks/versus_trl"), help="keeps warm starts")
     given = parser.parse_args()
     weights = warm_start(["seed=0"], given.folder.resolve() / "calculator")
-    found = {k: [run(weights, seed, k, given.steps) for seed in given.seeds] for k in given.staleness}
+    found = {
+        k: [run(weights, seed, k, given.steps) for seed in (given.seeds if k in (0, NAMED) else given.seeds[:1])]
+        for k in given.staleness
+    }
     seconds: dict[int, float] = {}
     for staleness, runs in found.items():
         reached = [run["seconds_to_goal"] for run in runs]
         if all(reached):
             seconds[staleness] = statistics.median(reached)
-    others = [value for staleness, value in seconds.items() if staleness]
-    complete = 0 in seconds and bool(others)
-    ratios: dict[str, float | None] = {"async.speedup": round(seconds[0] / min(others), 3) if complete else None}
+    complete = 0 in seconds and NAMED in seconds
+    ratios: dict[str, float | None] = {"async.speedup": round(seconds[0] / seconds[NAMED], 3) if complete else None}
     print(json.dumps({"seconds to goal": seconds} | ratios))
     finish("async", ratios, {"runs": found}, "async.json" if given.staleness == [0, 1, 2, 4] else None)
 

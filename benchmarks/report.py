@@ -133,8 +133,73 @@ def headline() -> str:
     return table(["what", "against", "faster"], cells)
 
 
+def staleness() -> str:
+    """Playing ahead of the trainer with slow tools."""
+    _, detail = read("async")
+    rows: list[list[str]] = []
+    for k, runs in detail["runs"].items():
+        reached = [run["seconds_to_goal"] for run in runs]
+        times = ", ".join("not reached" if seconds is None else f"{seconds:.0f}" for seconds in reached)
+        old = statistics.mean(run["token_staleness"] for run in runs)
+        success = ", ".join(f"{run['success_after']:.3f}" for run in runs)
+        rows.append([k, times, f"{old:.2f}", success])
+    return table(["max_staleness", "seconds to 0.85, by seed", "updates a token is old", "held-out success"], rows)
+
+
+def overlap() -> str:
+    """Conversations whose tools take log-normal times."""
+    ratios, detail = read("overlap")
+    median = {name: statistics.median(values) for name, values in detail["seconds"].items()}
+    rows = [
+        ["all conversations, slow tools", f"{median['everything']:.2f} s"],
+        ["the same tokens, tools that take no time", f"{median['decoding']:.2f} s"],
+        ["the longest conversation by itself", f"{median['longest']:.2f} s"],
+        ["a turn at a time for all, at least", f"{detail['lockstep_s']:.2f} s"],
+        ["all / the larger of the two bounds", f"{ratios['rollout.tool_overlap']:.2f}"],
+    ]
+    return table(["what", "measured"], rows)
+
+
+def arms(group: str, label: str) -> str:
+    """Held-out success and tool use of every arm of benchmarks/algorithms.py, by seed."""
+    _, detail = read(group)
+    rows: list[list[str]] = []
+    for name, runs in detail["runs"].items():
+        success = ", ".join(f"{run['before']:.3f} -> {run['after']:.3f}" for run in runs)
+        tools = ", ".join(f"{run['tool_rate_before']:.2f} -> {run['tool_rate_after']:.2f}" for run in runs)
+        rows.append([name, success, tools])
+    return table([label, "held-out success, by seed", "conversations with a tool call"], rows)
+
+
+def algorithms() -> str:
+    """Every algorithm with its defaults."""
+    return arms("algorithms", "algorithm")
+
+
+def credit() -> str:
+    """Rewards for turns against the outcome alone."""
+    return arms("credit", "credit")
+
+
+def corrections() -> str:
+    """What the ratio compares with, four updates behind."""
+    return arms("stale", "rollout.max_staleness=4 with")
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function for function in (forest, rollout, versus_trl, learning, headline)
+    function.__name__: function
+    for function in (
+        forest,
+        rollout,
+        versus_trl,
+        learning,
+        headline,
+        staleness,
+        overlap,
+        algorithms,
+        credit,
+        corrections,
+    )
 }
 
 

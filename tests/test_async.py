@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtgrpo.compose import compose, parse
+from mtgrpo.condensers.none import Whole
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import LocalEngine
 from mtgrpo.engines.pages import Pages
@@ -279,6 +280,7 @@ def player(engine: Any, environment: Environment, **changed: Any) -> Player:
         "reward": Spoken(),
         "sampling": Sampling(max_new_tokens=20),
         "limits": Limits(4096, 4096, 4096),
+        "condenser": Whole(),
         "retries": 0,
         "timeout_s": 0.0,
         "open_conversation": lambda scope, task, sibling: engine.conversation(Key(5, scope, task, sibling)),

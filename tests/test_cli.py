@@ -181,6 +181,7 @@ def test_without_a_word_it_is_the_recipe_calculator() -> None:
     assert result.choices == {
         "task": "calculator",
         "environment": "tool_use",
+        "condenser": "none",
         "reward": "numeric",
         "algorithm": "grpo",
         "credit": "trajectory",

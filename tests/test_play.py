@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtgrpo.condensers.none import Whole
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.scripted import ScriptedEngine
@@ -268,6 +269,7 @@ def make_player(
         reward=Graded(),
         sampling=Sampling(max_new_tokens=max_new_tokens),
         limits=WIDE,
+        condenser=Whole(),
         retries=retries,
         timeout_s=0.0,
         open_conversation=lambda scope, task, sibling: wrap(engine.conversation(Key(5, scope, task, sibling))),

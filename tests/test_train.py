@@ -250,18 +250,16 @@ def test_controls_reach_the_update(kind: str, tmp_path: Path, own: Path, monkeyp
     assert all(moved) == (kind != "normal")
 
 
-def test_demonstrations_do_not_touch_the_environment_that_is_played(own: Path) -> None:
+def test_demonstrations_do_not_touch_the_environment_that_is_played(own: Path, tmp_path: Path) -> None:
     made = experiment(*busy(own))
     before = dict(vars(made.environment))
 
-    async def one() -> int:
-        with_chat = check(made).chat
-        source = made.task
-        stream = source.open(Split.train, 0)
-        examples = demonstrations(source, stream, made.environment, with_chat, 0)
+    async def one(run: Run) -> int:
+        examples = demonstrations(made.task, made.task.open(Split.train, 0), run.player, 0)
         return len((await anext(examples)).turns)
 
-    assert asyncio.run(one()) >= 1
+    with open_run(made, tmp_path / "run") as run:
+        assert asyncio.run(one(run)) >= 1
     assert vars(made.environment) == before
 
 

@@ -8,6 +8,7 @@ The parts, in the order of the data:
     extension     how a name on the command line becomes a class
     tools         what a model may call; one file = one tool
     environments  what the agent meets: start(task), step(message); one file = one environment
+    condensers    what the model still sees of a long conversation; one file = one way
     tasks         where work comes from; one file = one data set
     rewards       what a trajectory is worth; one file = one reward
     algorithms    baseline and per-token loss; one file = one algorithm
@@ -42,7 +43,7 @@ A part imports only from parts below it, and parts on one line never meet:
     experiment
     rollout | policy | engines | log | checkpoint
     credits
-    environments | rewards | tasks | algorithms | batch | model
+    environments | condensers | rewards | tasks | algorithms | batch | model
     tools
     extension
     types

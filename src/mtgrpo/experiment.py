@@ -10,6 +10,7 @@ from mtgrpo.algorithms.correction import Correction, Old
 from mtgrpo.algorithms.kl import KL
 from mtgrpo.batch.packing import BatchSettings
 from mtgrpo.checkpoint import CheckpointSettings
+from mtgrpo.condensers import Condenser
 from mtgrpo.credits import Credit
 from mtgrpo.engines import Engine
 from mtgrpo.environments import Environment
@@ -95,6 +96,7 @@ class Experiment:
 
     task: TaskSource
     environment: Environment
+    condenser: Condenser
     reward: Reward
     algorithm: Algorithm
     credit: Credit

@@ -129,6 +129,7 @@ def make_player(experiment: Experiment, chat: Chat, engine: RunningEngine, longe
             sampled_tokens=experiment.rollout.max_trajectory_tokens,
             tool_tokens=experiment.rollout.max_trajectory_tool_tokens,
         ),
+        condenser=experiment.condenser,
         retries=experiment.rollout.retries,
         timeout_s=experiment.rollout.timeout_s,
         open_conversation=open_conversation,

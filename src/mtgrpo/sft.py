@@ -14,7 +14,6 @@ from torch import Tensor
 from mtgrpo import checkpoint
 from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import build_batch
-from mtgrpo.environments import Environment
 from mtgrpo.evaluate import evaluate_fully
 from mtgrpo.experiment import Experiment
 from mtgrpo.extension import ConfigError
@@ -22,7 +21,8 @@ from mtgrpo.log import write_summary
 from mtgrpo.policy.forward import Scores
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
-from mtgrpo.rollout.chat import Chat
+from mtgrpo.rollout.group import Player
+from mtgrpo.rollout.rehearse import rehearse
 from mtgrpo.rollout.replay import replay
 from mtgrpo.run import Run, open_run
 from mtgrpo.tasks import Split, TaskSource, TaskStream
@@ -61,7 +61,7 @@ async def warm_start(run: Run) -> float:
     optimizer = Optimizer(run.model, settings.optimizer, settings.steps)
     policy = Policy(run.model, optimizer, experiment.batch.token_budget, temperature=1.0)
     stream = experiment.task.open(Split.train, experiment.seed + DEMONSTRATION_SEED)
-    examples = demonstrations(experiment.task, stream, experiment.environment, run.chat, experiment.seed)
+    examples = demonstrations(experiment.task, stream, run.player, experiment.seed)
     fitting = within(examples, experiment.batch.token_budget, run.sinks.note)
     for step in range(1, settings.steps + 1):
         batch = build_batch([await anext(fitting) for _ in range(settings.batch_size)])
@@ -74,9 +74,9 @@ async def warm_start(run: Run) -> float:
 
 
 async def demonstrations(
-    source: TaskSource, stream: TaskStream, environment: Environment, chat: Chat, seed: int
+    source: TaskSource, stream: TaskStream, player: Player, seed: int
 ) -> AsyncIterator[Trajectory]:
-    """Endless demonstrations of the tasks of `stream`; another one for a task in every epoch."""
+    """Endless demonstrations of the tasks of `stream`, in the contexts `player` would have; others in every epoch."""
     without = 0
     for task in stream:
         messages = source.demonstration(task, seed + stream.epoch)
@@ -89,7 +89,12 @@ async def demonstrations(
                 )
             continue
         without = 0
-        yield replay(task, await copy.copy(environment).start(task), messages, chat)
+        opening = await copy.copy(player.environment).start(task)
+        if player.condenser.active:
+            limits = player.limits.context_tokens, player.sampling.max_new_tokens
+            yield await rehearse(task, opening, messages, player.chat, player.condenser, *limits)
+        else:
+            yield replay(task, opening, messages, player.chat)
 
 
 async def within(

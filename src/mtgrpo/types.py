@@ -142,6 +142,7 @@ class Turn:
     extends: bool = False
     observations: tuple[Message, ...] = ()  # what the environment answered
     kept: list[array[int]] = field(default_factory=list["array[int]"])  # as in the completion
+    aside: bool = False  # said to a condenser, not to the environment
 
 
 @dataclass(slots=True)

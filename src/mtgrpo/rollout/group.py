@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
+from mtgrpo.condensers import Condenser
 from mtgrpo.environments import Environment
 from mtgrpo.extension import ConfigError
 from mtgrpo.rewards import Reward
@@ -58,6 +59,7 @@ class Player:
     reward: Reward
     sampling: Sampling
     limits: Limits
+    condenser: Condenser
     retries: int
     timeout_s: float
     open_conversation: OpenConversation
@@ -124,7 +126,7 @@ class Player:
         deadline = asyncio.timeout(self.timeout_s or None)
         try:
             async with deadline, self.open_conversation(f"{self.scope}/attempt{attempt}", task.id, sibling) as sample:
-                return await play(task, self.environment, self.chat, sample, self.sampling, self.limits)
+                return await play(task, self.environment, self.chat, sample, self.sampling, self.limits, self.condenser)
         except ConfigError:
             raise
         except TimeoutError as error:

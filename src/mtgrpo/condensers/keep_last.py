@@ -1,0 +1,30 @@
+"""The model sees the task and its last steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtgrpo.condensers import Condenser, Conversation, When, newest
+from mtgrpo.extension import ConfigError
+from mtgrpo.types import Message
+
+
+@dataclass
+class KeepLast(Condenser):
+    """Keeps the opening and the last `keep_last_n_steps` steps, fewer where the budget is smaller.
+
+    A step is what the model said and what was answered.
+    """
+
+    when: When = When.every_turn
+    keep_last_n_steps: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_last_n_steps < 0:
+            raise ConfigError(f"condenser keep_last: keep_last_n_steps must be >= 0, got {self.keep_last_n_steps}")
+
+    async def condense(self, conversation: Conversation) -> list[Message]:
+        """The opening and the last steps."""
+        start = max(0, len(conversation.steps) - self.keep_last_n_steps)
+        return newest(conversation, conversation.steps[start:])

@@ -1,0 +1,20 @@
+"""The model sees everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mtgrpo.condensers import Condenser, Conversation, messages_of
+from mtgrpo.types import Message
+
+
+@dataclass
+class Whole(Condenser):
+    """Nothing is condensed: a conversation that exceeds environment.max_context_length is truncated."""
+
+    active: ClassVar[bool] = False
+
+    async def condense(self, conversation: Conversation) -> list[Message]:
+        """Everything, whatever the budget."""
+        return messages_of(conversation.opening, conversation.steps)

@@ -1,0 +1,71 @@
+"""The model sees its last steps and those older ones that have most to do with them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtgrpo.condensers import Condenser, Conversation, messages_of, newest
+from mtgrpo.extension import ConfigError
+from mtgrpo.types import Message
+
+K1, B = 1.5, 0.75  # of BM25, as is usual
+
+
+@dataclass
+class Recall(Condenser):
+    """Keeps the last `keep_last_n_steps` steps and brings back the best `recalled_steps` of the others.
+
+    How much an older step has to do with the task and the last step is its BM25 score (Robertson and Zaragoza 2009).
+    What is kept stays in its order. Steps that the budget does not hold are dropped, the worst of the recalled first.
+    """
+
+    keep_last_n_steps: int = 2
+    recalled_steps: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_last_n_steps < 0 or self.recalled_steps < 0:
+            raise ConfigError(
+                "condenser recall: keep_last_n_steps and recalled_steps must be >= 0, "
+                f"got {self.keep_last_n_steps} and {self.recalled_steps}"
+            )
+
+    async def condense(self, conversation: Conversation) -> list[Message]:
+        """The last steps and the recalled ones before them."""
+        steps = conversation.steps
+        start = max(0, len(steps) - self.keep_last_n_steps)
+        query = [*conversation.opening, *(steps[-1] if steps else ())]
+        ranked = bm25([_words(step) for step in steps[:start]], _words(query))
+        for count in range(min(self.recalled_steps, start), 0, -1):
+            chosen = [steps[i] for i in sorted(ranked[:count])]
+            messages = messages_of(conversation.opening, [*chosen, *steps[start:]])
+            if conversation.count(messages) <= conversation.budget:
+                return messages
+        return newest(conversation, steps[start:])
+
+
+def bm25(documents: Sequence[Sequence[str]], query: Sequence[str]) -> list[int]:
+    """The numbers of the documents, the best first; of equals the later first."""
+    counts = [Counter(document) for document in documents]
+    length = sum(map(len, documents)) / max(1, len(documents))
+
+    def score(count: Counter[str]) -> float:
+        found = 0.0
+        for word in set(query) & set(count):
+            having = sum(word in other for other in counts)
+            rarity = math.log(1 + (len(counts) - having + 0.5) / (having + 0.5))
+            damped = K1 * (1 - B + B * count.total() / length)
+            found += rarity * count[word] * (K1 + 1) / (count[word] + damped)
+        return found
+
+    return sorted(range(len(documents)), key=lambda i: (-score(counts[i]), -i))
+
+
+def _words(messages: Sequence[Message]) -> list[str]:
+    parts = [message.content for message in messages]
+    parts += [str(value) for message in messages for call in message.tool_calls for value in call.arguments.values()]
+    return re.findall(r"\w+", " ".join(parts).lower())

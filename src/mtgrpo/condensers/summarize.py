@@ -1,0 +1,36 @@
+"""The model writes down what it needs, and sees that instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtgrpo.condensers import Condenser, Conversation, newest
+from mtgrpo.extension import ConfigError
+from mtgrpo.types import Message
+
+
+@dataclass
+class Summarize(Condenser):
+    """The policy itself writes a summary; it is sampled, trained and credited as a turn of the trajectory.
+
+    The next context is the opening, the summary as what the model said, `go_on` as what it was told then, and the last
+    `keep_last_n_steps` steps, as many as the budget holds. A summary is cut by sampling.max_new_tokens, as every turn.
+    """
+
+    instruction: str = "Summarize what matters for the task so far."
+    go_on: str = "Go on."
+    keep_last_n_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.instruction:
+            raise ConfigError("condenser summarize: instruction is empty; say what is to be written down")
+        if self.keep_last_n_steps < 0:
+            raise ConfigError(f"condenser summarize: keep_last_n_steps must be >= 0, got {self.keep_last_n_steps}")
+
+    async def condense(self, conversation: Conversation) -> list[Message]:
+        """The opening, the summary, the last steps."""
+        summary = await conversation.ask(Message("user", self.instruction))
+        head = [Message("assistant", summary.content), Message("user", self.go_on)]
+        start = max(0, len(conversation.steps) - self.keep_last_n_steps)
+        return newest(conversation, conversation.steps[start:], head)

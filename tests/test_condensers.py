@@ -1,0 +1,321 @@
+"""What the model still sees, and that what it said is trained as it said it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from mtgrpo.batch.forest import build_batch
+from mtgrpo.condensers import Condenser, Conversation, When, messages_of
+from mtgrpo.condensers.drop_oldest import DropOldest
+from mtgrpo.condensers.keep_last import KeepLast
+from mtgrpo.condensers.none import Whole
+from mtgrpo.condensers.recall import Recall, bm25
+from mtgrpo.condensers.summarize import Summarize
+from mtgrpo.condensers.truncate_tools import TruncateTools
+from mtgrpo.engines import Key
+from mtgrpo.engines.scripted import ScriptedEngine
+from mtgrpo.environments import Environment, Opening, Reply
+from mtgrpo.extension import ConfigError
+from mtgrpo.rollout.play import Limits, play
+from mtgrpo.rollout.rehearse import rehearse
+from mtgrpo.types import Message, Sampling, Status, Task, ToolSpec, Trajectory
+from test_play import TASK, WIDE, chat, said
+
+SPEC = ToolSpec("next", "The next page.", {"type": "object", "properties": {}})
+CALL = '<tool_call>\n{"name": "next", "arguments": {}}\n</tool_call>'
+
+
+@dataclass
+class Pages(Environment):
+    """Answers every call with the next page."""
+
+    pages: Sequence[str] = field(default_factory=list)
+
+    async def start(self, task: Task) -> Opening:
+        self.at = 0
+        return Opening(task.messages, (SPEC,))
+
+    async def step(self, message: Message) -> Reply:
+        self.at += 1
+        if self.at > len(self.pages):
+            return Reply(done=True)
+        return Reply((Message("tool", self.pages[self.at - 1], name="next"),), tool_calls=1)
+
+
+def played(
+    outputs: Sequence[str | list[int]],
+    pages: Sequence[str],
+    condenser: Condenser,
+    limits: Limits = WIDE,
+    max_new_tokens: int = 60,
+    **environment: Any,
+) -> tuple[Trajectory, list[list[int]]]:
+    """One conversation, and every context that the engine was given."""
+    tokens = [said(output) if isinstance(output, str) else output for output in outputs]
+    engine = ScriptedEngine(lambda _, turn: tokens[turn])
+
+    async def run() -> Trajectory:
+        async with engine.conversation(Key(0, "train/1", TASK.id, 0)) as sample:
+            sampling = Sampling(max_new_tokens=max_new_tokens)
+            pages_of = Pages(pages=pages, **environment)
+            return await play(TASK, pages_of, chat(), sample, sampling, limits, condenser)
+
+    trajectory = asyncio.run(run())
+    return trajectory, [context for _, context in engine.asked]
+
+
+def opened(*messages: Message, tools: Sequence[ToolSpec] = (SPEC,)) -> list[int]:
+    return chat().open([*TASK.messages, *messages], tools)
+
+
+def step(text: str, answer: str) -> tuple[Message, ...]:
+    return (Message("assistant", text), Message("tool", answer, name="next"))
+
+
+def condensed(condenser: Condenser, steps: Sequence[tuple[Message, ...]], budget: int = 10**6) -> list[str]:
+    """The contents after the opening; a message costs as many tokens as it has characters."""
+
+    async def ask(question: Message) -> Message:
+        return Message("assistant", f"asked: {question.content}")
+
+    conversation = Conversation(
+        opening=TASK.messages,
+        steps=tuple(steps),
+        budget=budget,
+        count=lambda messages: sum(len(message.content) for message in messages[len(TASK.messages) :]),
+        ask=ask,
+    )
+    found = asyncio.run(condenser.condense(conversation))
+    assert tuple(found[: len(TASK.messages)]) == TASK.messages
+    return [message.content for message in found[len(TASK.messages) :]]
+
+
+STEPS = [step("first", "aaaa"), step("second", "bbbb"), step("third", "cccc")]
+
+
+# --- one by one
+
+
+def test_none_leaves_everything() -> None:
+    assert condensed(Whole(), STEPS) == ["first", "aaaa", "second", "bbbb", "third", "cccc"]
+
+
+@pytest.mark.parametrize(
+    ("count", "budget", "expected"),
+    [
+        (2, 99, ["second", "bbbb", "third", "cccc"]),
+        (1, 99, ["third", "cccc"]),
+        (2, 9, ["third", "cccc"]),
+        (2, 8, []),
+        (0, 99, []),
+    ],
+)
+def test_keep_last(count: int, budget: int, expected: list[str]) -> None:
+    assert condensed(KeepLast(keep_last_n_steps=count), STEPS, budget) == expected
+
+
+@pytest.mark.parametrize(("budget", "steps"), [(28, 3), (27, 2), (19, 2), (18, 1), (9, 1), (8, 0)])
+def test_drop_oldest(budget: int, steps: int) -> None:
+    expected = [message.content for message in messages_of([], STEPS[3 - steps :])]
+    assert condensed(DropOldest(), STEPS, budget) == expected
+
+
+def test_truncate_tools_cuts_old_replies_and_nothing_else() -> None:
+    long = [step("a" * 50, "b" * 50), step("c", "d" * 7), step("e", "f" * 50)]
+    found = condensed(TruncateTools(max_reply_chars=5, keep_last_n_steps=1), long)
+    assert found == ["a" * 50, "bbbbb [...]", "c", "d" * 7, "e", "f" * 50]
+    assert condensed(TruncateTools(max_reply_chars=5), long, 60) == ["c", "d" * 7, "e", "f" * 50]
+
+
+def test_recall_brings_back_what_has_to_do_with_the_last_step() -> None:
+    steps = [
+        step("look", "the red house"),
+        step("look", "a blue car"),
+        step("look", "nothing"),
+        step("go", "the blue one"),
+    ]
+    found = condensed(Recall(keep_last_n_steps=1, recalled_steps=1), steps)
+    assert found == ["look", "a blue car", "go", "the blue one"]
+    assert condensed(Recall(keep_last_n_steps=1, recalled_steps=1), steps, 20) == ["go", "the blue one"]
+
+
+def test_bm25_prefers_rare_words_and_short_texts() -> None:
+    documents = [["the", "cat"], ["the", "dog"], ["the", "dog", *["the"] * 20], ["a"]]
+    assert bm25(documents, ["dog"])[:2] == [1, 2]
+    assert bm25(documents, ["the", "cat"])[0] == 0
+    assert bm25([], ["dog"]) == []
+
+
+def test_summarize_asks_and_goes_on() -> None:
+    found = condensed(Summarize(instruction="Sum up.", keep_last_n_steps=1), STEPS)
+    assert found == ["asked: Sum up.", "Go on.", "third", "cccc"]
+
+
+# --- in the loop
+
+
+def test_keep_last_in_a_conversation() -> None:
+    trajectory, asked = played([CALL, CALL, CALL, "done"], ["one", "two", "three"], KeepLast(keep_last_n_steps=1))
+    assert trajectory.status is Status.COMPLETED
+    call = chat().parse(said(CALL))
+    pages = [Message("tool", text, name="next") for text in ("one", "two", "three")]
+    # After the first step nothing is left out yet: the second turn extends the first.
+    assert asked[1] == asked[0] + trajectory.turns[0].output + trajectory.turns[1].new_context
+    assert [turn.extends for turn in trajectory.turns] == [False, True, False, False]
+    assert asked[2] == opened(call, pages[1])
+    assert asked[3] == opened(call, pages[2])
+    assert [trajectory.context(i) for i in range(4)] == asked
+    assert trajectory.segments == 3
+
+
+def test_a_summary_is_a_turn_that_is_trained() -> None:
+    outputs = [CALL, "so far: one", CALL, "so far: two", "done"]
+    trajectory, asked = played(outputs, ["one", "two"], Summarize(when=When.every_turn, instruction="Sum up."))
+    assert [turn.aside for turn in trajectory.turns] == [False, True, False, True, False]
+    assert [turn.output for turn in trajectory.turns] == [said(text) for text in outputs]
+    assert [trajectory.context(i) for i in range(5)] == asked
+    # The question extends the context, so that what is summarised is computed once.
+    assert [turn.extends for turn in trajectory.turns] == [False, True, False, True, False]
+    assert asked[2] == opened(Message("assistant", "so far: one"), Message("user", "Go on."))
+    batch = build_batch([trajectory])
+    assert len(batch) == sum(len(said(text)) for text in outputs)
+    assert (trajectory.tool_calls, trajectory.final) == (2, "done")
+
+
+def test_summaries_are_not_turns_of_the_environment() -> None:
+    outputs = [CALL, "summary", CALL, "summary", "done"]
+    trajectory, _ = played(outputs, ["one", "two"], Summarize(when=When.every_turn), max_turns=3)
+    assert trajectory.status is Status.COMPLETED
+
+
+def test_a_summary_that_is_cut_is_used_as_it_is() -> None:
+    cut = said("word " * 70)[:60]
+    trajectory, asked = played([CALL, cut, "done"], ["one"], Summarize(when=When.every_turn))
+    assert trajectory.status is Status.COMPLETED
+    assert trajectory.turns[1].output == cut
+    assert asked[2] == opened(Message("assistant", chat().parse(cut).content), Message("user", "Go on."))
+
+
+def test_the_model_may_ask_for_it() -> None:
+    request = '<tool_call>\n{"name": "condense", "arguments": {}}\n</tool_call>'
+    trajectory, asked = played([CALL, request, "done"], ["one"], KeepLast(when=When.on_request, keep_last_n_steps=1))
+    assert trajectory.status is Status.COMPLETED
+    assert "condense" in chat()._wire.decode(asked[0])  # type: ignore[attr-defined]
+    assert len(asked[2]) < len(asked[1]) + len(said(request))
+    without, _ = played([CALL, request, "done"], ["one", "two"], KeepLast())
+    assert without.tool_calls == 2  # then it is a call of the environment's
+
+
+@pytest.mark.parametrize(
+    "condenser",
+    [
+        KeepLast(max_condensed_tokens=150, keep_last_n_steps=3),
+        DropOldest(max_condensed_tokens=150),
+        TruncateTools(max_condensed_tokens=150, max_reply_chars=20),
+        Recall(max_condensed_tokens=150, keep_last_n_steps=1),
+        Summarize(max_condensed_tokens=150),
+        Summarize(max_condensed_tokens=150, when=When.every_turn, keep_last_n_steps=1),
+    ],
+    ids=lambda condenser: type(condenser).__name__,
+)
+def test_contexts_never_exceed_the_budget_and_outputs_are_what_was_sampled(condenser: Condenser) -> None:
+    """Many random conversations. A question to the policy about a context may lie beyond the budget, a turn may not."""
+    for seed in range(300):
+        rng = random.Random(seed)
+        pages = [
+            " ".join(rng.choice(["red", "blue", "12", "cat"]) for _ in range(rng.randrange(1, 60))) for _ in range(6)
+        ]
+        outputs = [[*(rng.randrange(3, 400) for _ in range(rng.randrange(0, 30))), 2] for _ in range(20)]
+        trajectory, asked = played(outputs, pages, condenser, Limits(400, 4000, 4000), max_new_tokens=40)
+        assert [turn.output for turn in trajectory.turns] == outputs[: len(trajectory.turns)]
+        assert [trajectory.context(i) for i in range(len(trajectory.turns))] == asked
+        for turn, context in zip(trajectory.turns, asked, strict=True):
+            assert len(context) <= (150 if not turn.aside else 400)
+        build_batch([trajectory])
+
+
+# --- demonstrations
+
+
+@pytest.mark.parametrize("condenser", [KeepLast(keep_last_n_steps=1), Summarize(when=When.every_turn)])
+def test_a_demonstration_is_condensed_as_play_would(condenser: Condenser) -> None:
+    call = chat().parse(said(CALL))
+    messages = [
+        call, Message("tool", "one", name="next"), Message("assistant", "seen: one", name="summary"),
+        call, Message("tool", "two", name="next"), Message("assistant", "seen: two", name="summary"),
+        Message("assistant", "done"),
+    ]  # fmt: skip
+    opening = Opening(TASK.messages, (SPEC,))
+    shown = asyncio.run(rehearse(TASK, opening, messages, chat(), condenser, 4096, 60))
+    asks = isinstance(condenser, Summarize)
+    outputs = [CALL, "seen: one", CALL, "seen: two", "done"] if asks else [CALL, CALL, "done"]
+    trajectory, asked = played(outputs, ["one", "two"], condenser)
+    assert [turn.output for turn in shown.turns] == [turn.output for turn in trajectory.turns]
+    assert [shown.context(i) for i in range(len(shown.turns))] == asked
+    assert shown.status is Status.COMPLETED
+
+
+def test_a_demonstration_without_summaries_cannot_teach_them() -> None:
+    messages = [chat().parse(said(CALL)), Message("tool", "one", name="next"), Message("assistant", "done")]
+    with pytest.raises(ConfigError, match="Summarize asks for a summary"):
+        opening = Opening(TASK.messages, (SPEC,))
+        asyncio.run(rehearse(TASK, opening, messages, chat(), Summarize(when=When.every_turn), 4096, 60))
+
+
+# --- what is refused
+
+
+@dataclass
+class Silent(Condenser):
+    async def condense(self, conversation: Conversation) -> list[Message]:
+        return []
+
+
+@dataclass
+class Forgetful(Condenser):
+    async def condense(self, conversation: Conversation) -> list[Message]:
+        return [Message("user", "something else")]
+
+
+@dataclass
+class Talkative(Condenser):
+    async def condense(self, conversation: Conversation) -> list[Message]:
+        return [*messages_of(conversation.opening, conversation.steps), Message("user", "more " * 300)]
+
+
+@pytest.mark.parametrize(
+    ("condenser", "match"),
+    [
+        (Silent(when=When.every_turn), "condenser Silent gave no messages"),
+        (Forgetful(when=When.every_turn), "condenser Forgetful changed system prompt or task"),
+        (Talkative(when=When.every_turn, max_condensed_tokens=150), "condenser Talkative made a context of"),
+        (
+            KeepLast(max_condensed_tokens=5),
+            "condenser KeepLast: system prompt and task .* have .* tokens, its budget is 5",
+        ),
+    ],
+)
+def test_what_a_condenser_may_not_do_is_told(condenser: Condenser, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        played([CALL, "done"], ["one"], condenser)
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: KeepLast(keep_last_n_steps=-1), "keep_last_n_steps must be >= 0, got -1"),
+        (lambda: DropOldest(max_condensed_tokens=-1), "max_condensed_tokens must be >= 0, got -1"),
+        (lambda: Summarize(instruction=""), "instruction is empty"),
+        (lambda: Recall(recalled_steps=-2), "got 2 and -2"),
+        (lambda: TruncateTools(max_reply_chars=-1), "max_reply_chars"),
+    ],
+)
+def test_impossible_settings_are_refused(build: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        build()
