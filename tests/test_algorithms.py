@@ -17,6 +17,7 @@ from mtgrpo.algorithms.average import Average, Membership, token_weights
 from mtgrpo.algorithms.credit import comparable, rewards_of
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.kl import KL, Estimator, estimate
+from mtgrpo.algorithms.reinforce_pp import ReinforcePP
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.extension import ConfigError
 from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
@@ -244,7 +245,8 @@ def test_failed_trajectories_are_in_neither_baseline_nor_batch() -> None:
         group((7, COMPLETED), (0, FAILED)),  # alone: nothing to compare with
         group((7, COMPLETED)),  # was never meant to be compared
     ]
-    left = comparable(groups)
+    left = comparable(groups, centred())
+    assert [len(g.trajectories) for g in comparable(groups, ReinforcePP())] == [2, 1, 1]
     advantage, trained = trajectory_advantages(left, centred())
     assert [len(g.trajectories) for g in left] == [2, 1]
     assert advantage.tolist() == [0.5, -0.5, 0]
@@ -252,7 +254,7 @@ def test_failed_trajectories_are_in_neither_baseline_nor_batch() -> None:
 
 
 def test_where_everything_failed_nothing_is_left() -> None:
-    assert comparable([group((0, FAILED)), group((0, FAILED), (0, FAILED))]) == []
+    assert comparable([group((0, FAILED)), group((0, FAILED), (0, FAILED))], centred()) == []
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_truncated_trajectories(truncated: Truncated, expected: list[float], mas
 
 @given(st.lists(st.lists(st.tuples(REWARDS, st.sampled_from(Status)), max_size=5), max_size=5))
 def test_credit_is_in_the_order_of_the_batch(played: list[list[tuple[float, Status]]]) -> None:
-    groups = comparable([group(*siblings) for siblings in played])
+    groups = comparable([group(*siblings) for siblings in played], centred())
     remaining = [t for g in groups for t in g.trajectories]
     assert all(t.status is not FAILED for t in remaining)
     for number, trajectory in enumerate(remaining):

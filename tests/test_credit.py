@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtgrpo.algorithms import Algorithm
+from mtgrpo.algorithms import Algorithm, Truncated
 from mtgrpo.algorithms.credit import Rewards, rewards_of
 from mtgrpo.algorithms.dapo import DAPO
 from mtgrpo.algorithms.gmpo import GMPO
@@ -26,7 +26,7 @@ from mtgrpo.credits.return_to_go import ReturnToGo
 from mtgrpo.credits.trajectory import WholeTrajectory
 from mtgrpo.credits.turn import ByTurn
 from mtgrpo.extension import ConfigError
-from mtgrpo.types import Finish, Group, Message, Task, Trajectory, Turn
+from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
 
 TASK = Task("test/0", (Message("user", "?"),))
 CENTRED = GRPO(divide_by_std=False)
@@ -122,6 +122,27 @@ def test_the_estimate_over_turns_with_a_critic() -> None:
     assert found.advantage.tolist() == [first, first, second, second]
     assert found.target is not None
     assert found.target.nan_to_num(-1).tolist() == [first + 1, -1, second + 2, -1]
+
+
+@pytest.mark.parametrize("credit", [ReturnToGo(), ReturnToGo(gamma=0.9), ReturnToGo(level=Level.token), GAE()])
+@pytest.mark.parametrize("turn_rewards", [[1.0, 1.0], [0.0, 0.0]])
+def test_equal_conversations_do_not_explode_where_the_deviation_is_divided_by(
+    credit: Credit, turn_rewards: list[float]
+) -> None:
+    """Their whole returns are equal; what is left from their second turns on is not."""
+    group = [played(1, turn_rewards, ["7"]) for _ in range(4)]
+    found = assigned(credit, group, algorithm=GRPO())
+    assert max(map(abs, found)) < 3
+    spread = assigned(credit, [*group, played(0, [0.0, 1.0])], algorithm=GRPO())
+    assert max(map(abs, spread)) < 5
+
+
+def test_a_truncated_trajectory_is_not_paid_for_its_turns() -> None:
+    cut = played(1, [1, -1])
+    cut.status = Status.TRUNCATED
+    assert rewards([cut, played(0, [1, 1])]).per_turn.tolist() == [0, -1, 1, 1]
+    kept = rewards([cut, played(0, [1, 1])], algorithm=GRPO(truncated=Truncated.keep))
+    assert kept.per_turn.tolist() == [1, -1, 1, 1]
 
 
 # --- what is common ---

@@ -74,7 +74,7 @@ def test_the_band_of_difficulty(rewards: tuple[float, ...], expected: bool) -> N
     [
         (lambda: Filter(refill=True), "nothing is left out"),
         (lambda: Filter(min_success=0.8, max_success=0.2), "min_success"),
-        (lambda: Filter(zero_variance=True, max_refills=0), "max_refills"),
+        (lambda: Filter(zero_variance=True, max_batches=0), "max_batches"),
     ],
 )
 def test_contradictions_are_refused(build: Callable[[], Filter], said: str) -> None:
@@ -93,7 +93,7 @@ class Dealer:
         return group(1, 0 if int(task.id) % 3 == 0 else 1, name=task.id)
 
 
-def batches(count: int, refills: int, staleness: int = 0) -> list[Played]:
+def batches(count: int, most: int, staleness: int = 0) -> list[Played]:
     async def play() -> list[Played]:
         tasks = IndexedStream(None, lambda index: Task(str(index), ()), seed=0)
         settings = Rollout(prompts_per_step=4, max_staleness=staleness)
@@ -102,7 +102,7 @@ def batches(count: int, refills: int, staleness: int = 0) -> list[Played]:
         def chosen(one: Group) -> bool:
             return keeps(one, 1.0, GRPO().shaped)
 
-        stream = Stream(cast(Player, Dealer()), tasks, settings, chosen, refills)
+        stream = Stream(cast(Player, Dealer()), tasks, settings, chosen, most)
         found = [await stream.batch(version) for version in range(count)]
         await stream.close()
         return found
@@ -111,15 +111,16 @@ def batches(count: int, refills: int, staleness: int = 0) -> list[Played]:
 
 
 def test_without_refill_a_batch_is_smaller() -> None:
-    for played in batches(3, refills=0):
+    for played in batches(3, most=1):
         assert len(played.groups) == 4
         assert [int(g.task.id) % 3 for g in played.trained] == [0] * len(played.trained)
         assert 1 <= len(played.trained) <= 2
+        assert played.left_out == 4 - len(played.trained)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_with_refill_a_batch_is_exact(staleness: int) -> None:
-    found = batches(4, refills=10, staleness=staleness)
+    found = batches(4, most=10, staleness=staleness)
     for version, played in enumerate(found):
         assert len(played.trained) == 4
         assert len(played.groups) in (12, 16)  # whole batches, until there are enough
@@ -130,6 +131,6 @@ def test_with_refill_a_batch_is_exact(staleness: int) -> None:
 
 
 def test_a_refill_ends() -> None:
-    (played,) = batches(1, refills=1)
+    (played,) = batches(1, most=2)
     assert len(played.groups) == 8
     assert 2 <= len(played.trained) < 4

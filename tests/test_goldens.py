@@ -339,7 +339,7 @@ def average(golden: Golden, inputs: Values, outputs: Values) -> tuple[Found, Fou
 
 def penalty(golden: Golden, inputs: Values, outputs: Values) -> tuple[Found, Found]:
     corrected_form = golden.what in ("k3_corrected", "k3_unbiased")
-    kl = KL(1.0, Estimator[golden.what[:2]], unbiased=True)
+    kl = KL(1.0, Estimator[golden.what[:2]], unbiased=golden.what != "k2")
     logp, old, ref = (double(inputs[name]) for name in ("logp", "old_logp", "ref_logp"))
     logp.requires_grad_()
     found = kl.penalty(logp, old, ref) if corrected_form else estimate(kl.estimator, logp, ref)

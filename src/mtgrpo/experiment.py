@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mtgrpo.algorithms import Algorithm
+from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.correction import Correction, Old
-from mtgrpo.algorithms.kl import KL
+from mtgrpo.algorithms.dapo import DAPO
+from mtgrpo.algorithms.kl import KL, Place
 from mtgrpo.batch.packing import BatchSettings
 from mtgrpo.checkpoint import CheckpointSettings
 from mtgrpo.condensers import Condenser
 from mtgrpo.credits import Credit
+from mtgrpo.credits.turn import ByTurn
 from mtgrpo.engines import Engine
 from mtgrpo.environments import Environment
 from mtgrpo.extension import ConfigError
@@ -123,6 +126,7 @@ class Experiment:
         self.algorithm.check(self.rollout.group_size)
         self.credit.check(self.algorithm)
         self._check_critic()
+        self._check_rewards()
         self._check_policies()
         self._check_deterministic()
         if not self.trainer.steps and self.optimizer.schedule is not Schedule.constant:
@@ -144,6 +148,34 @@ class Experiment:
         if self.model.value_head and not self.algorithm.has_critic:
             raise ConfigError(f"model.value_head=true, but algorithm {name} has no use for it: leave it out")
 
+    def _check_rewards(self) -> None:
+        turns = type(self.reward).turn_rewards is not Reward.turn_rewards
+        name = type(self.reward).__name__
+        if isinstance(self.credit, ByTurn) and not turns:
+            raise ConfigError(
+                f"credit=turn compares the rewards of turns, and reward {name} gives none: set reward=calculation or "
+                "one of your own with turn_rewards, or credit=trajectory"
+            )
+        if not self.credit.outcome_weight and not turns:
+            raise ConfigError(f"credit.outcome_weight=0, and reward {name} gives none for turns: nothing is rewarded")
+        if self.filter.zero_variance and (not self.algorithm.compares_siblings or self.algorithm.always_has_gradient):
+            raise ConfigError(
+                f"filter.zero_variance=true: with algorithm {type(self.algorithm).__name__} as it is set, groups of "
+                "equal rewards have a gradient too; leave it out"
+            )
+        divides = isinstance(self.algorithm, GroupRelative) and self.algorithm.divide_by_std
+        if self.kl.coef and self.kl.place is Place.reward and divides:
+            raise ConfigError(
+                "kl.place=reward with algorithm.divide_by_std=true: where siblings are rewarded alike the penalty is "
+                "all that differs, and would be scaled up whatever kl.coef is; set algorithm.divide_by_std=false"
+            )
+        longest = self.rollout.max_trajectory_tokens
+        if isinstance(self.algorithm, DAPO) and self.algorithm.overlong_tokens > longest:
+            raise ConfigError(
+                f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is never reached: "
+                f"rollout.max_trajectory_tokens={longest}"
+            )
+
     def _check_policies(self) -> None:
         moving = self.reference.update_every or self.reference.ema
         if moving and not self.kl.coef:
@@ -156,10 +188,15 @@ class Experiment:
                 f"algorithm {type(self.algorithm).__name__} compares with the policy that sampled, which corrects for "
                 "it already: leave correction.old, correction.weight, correction.reject and correction.veto out"
             )
-        if old is Old.interpolated and not self.rollout.max_staleness:
+        if old is Old.interpolated and self.rollout.max_staleness < 2:
             raise ConfigError(
-                "correction.old=interpolated is for tokens of older policies, and with rollout.max_staleness=0 there "
-                "are none: set rollout.max_staleness above 0"
+                "correction.old=interpolated is for tokens that are two updates old or more: set rollout.max_staleness "
+                f"to 2 or above, got {self.rollout.max_staleness}"
+            )
+        single = self.trainer.updates_per_batch == 1 and not self.trainer.minibatch_trajectories
+        if self.reference.update_every == 1 and single:
+            raise ConfigError(
+                "reference.update_every=1 with one update per batch: the reference would always be the policy itself"
             )
 
     def _check_deterministic(self) -> None:

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -122,10 +121,14 @@ def learning_of(experiment: Experiment) -> Learning:
 def _stream(run: Run) -> Stream:
     """The groups of a run, those that its filter leaves out replaced if asked."""
     experiment = run.experiment
-    chosen, success_at, shaped = experiment.filter, experiment.reward.success_at, experiment.algorithm.shaped
-    refills = chosen.max_refills if chosen.refill else 0
-    keeps = partial(chosen.keeps, success_at=success_at, reward=shaped)
-    return Stream(run.player, run.tasks, experiment.rollout, keeps, refills)
+    chosen, algorithm = experiment.filter, experiment.algorithm
+
+    def keeps(group: Group) -> bool:
+        left = comparable([group], algorithm)
+        return bool(left) and chosen.keeps(left[0], experiment.reward.success_at, algorithm.shaped)
+
+    batches = chosen.max_batches if chosen.refill else 1
+    return Stream(run.player, run.tasks, experiment.rollout, keeps, batches)
 
 
 async def _steps(run: Run, learner: Learner, stream: Stream, budget: Budget, curve: Curve) -> str:
@@ -141,7 +144,7 @@ async def _steps(run: Run, learner: Learner, stream: Stream, budget: Budget, cur
         run.engine.version = step
         ended = time.perf_counter()
         metrics |= _describe_batch(groups, experiment, played - began, ended - played)
-        metrics["rollout/filtered"] = 1 - len(batch.trained) / len(groups)
+        metrics["rollout/filtered"] = batch.left_out / len(groups)
         metrics |= describe_stream(batch, version=step - 1)
         budget.count(groups, ended - began)
         over = interrupted or budget.reached(stream.epoch)
@@ -191,8 +194,9 @@ async def _learn_beside(run: Run, learner: Learner, groups: Sequence[Group], ste
 
 def learn(experiment: Experiment, learner: Learner, groups: Sequence[Group], step: int) -> Metrics:
     """One rollout batch: layout, credit, update number `step`."""
-    compared = comparable(groups)
+    compared = comparable(groups, experiment.algorithm)
     if not compared:
+        learner.move_reference(step)
         return {}
     batch = build_batch([trajectory for group in compared for trajectory in group.trajectories])
     rewards = rewards_of(compared, experiment.algorithm, batch.trajectory, batch.turn)
@@ -265,7 +269,8 @@ def _describe_batch(groups: Sequence[Group], experiment: Experiment, play_s: flo
     """What a batch of rollouts was like; names under perf/ and time/ are measurements of the machine."""
     found = describe(groups, experiment.reward.success_at, experiment.rollout.group_size)
     shaped = experiment.algorithm.shaped
-    spread = [len({shaped(t) for t in g.trajectories if t.status is not Status.FAILED}) > 1 for g in groups]
+    rewards = [[(shaped(t), *t.turn_rewards) for t in g.trajectories if t.status is not Status.FAILED] for g in groups]
+    spread = [len(set(of_group)) > 1 for of_group in rewards]
     played = [t for group in groups for t in group.trajectories]
     tokens, segments = sum(t.sampled_tokens for t in played), sum(t.segments for t in played)
     causes = Counter(t.reason.partition(":")[0] for t in played if t.status is Status.FAILED)
@@ -284,7 +289,7 @@ def _describe_batch(groups: Sequence[Group], experiment: Experiment, play_s: flo
         "rollout/segments": segments / max(1, len(played)),
         "rollout/retried": sum(t.attempts > 1 for t in played) / max(1, len(played)),
         **{f"rollout/failed/{cause}": count / len(played) for cause, count in causes.items()},
-        "rollout/groups_left_out": float(len(groups) - len(comparable(groups))),
+        "rollout/groups_left_out": float(len(groups) - len(comparable(groups, experiment.algorithm))),
         **{f"perf/{name}_share": share / max(1e-9, sum(waited.values())) for name, share in waited.items()},
         "perf/conversations_open": (waited["decode"] + waited["tool"]) / seconds,
         "perf/tokens_per_s": tokens / seconds,

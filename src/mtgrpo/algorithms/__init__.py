@@ -69,7 +69,6 @@ class Baseline:
 class Algorithm(ABC):
     """Base of all algorithms."""
 
-    compares_siblings: ClassVar[bool] = True  # else a group may have one member, and comparing turns has no meaning
     one_advantage: ClassVar[bool] = False  # whether all tokens of a trajectory must have the same advantage
     against_engine: ClassVar[bool] = False  # whether its ratio compares with the policy that sampled, always
 
@@ -82,8 +81,18 @@ class Algorithm(ABC):
     def __post_init__(self) -> None:
         if not 0 < self.top_entropy <= 1:
             raise ConfigError(f"algorithm.top_entropy must be in (0, 1], got {self.top_entropy}")
-        if self.average_length < 0:
-            raise ConfigError(f"algorithm.average_length must be >= 0, got {self.average_length}")
+        if self.average_length < 0 or (self.average_length and self.average is not Average.constant):
+            raise ConfigError(
+                f"algorithm.average_length={self.average_length} is what algorithm.average=constant divides by and "
+                f"must be >= 0; algorithm.average is {self.average.value}"
+            )
+        if self.entropy_coef < 0:
+            raise ConfigError(f"algorithm.entropy_coef must be >= 0, got {self.entropy_coef}")
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Whether it has a baseline of the group; else a group may have one member, and comparing turns no meaning."""
+        return True
 
     @property
     def always_has_gradient(self) -> bool:
@@ -110,9 +119,11 @@ class Algorithm(ABC):
 
     def shaped(self, trajectory: Trajectory) -> float:
         """The outcome reward that training sees: as scored, or at most 0 where a truncated one is penalised."""
-        if self.truncated is Truncated.penalise and trajectory.status is Status.TRUNCATED:
-            return min(0.0, trajectory.reward)
-        return trajectory.reward
+        return min(0.0, trajectory.reward) if self.penalises(trajectory) else trajectory.reward
+
+    def penalises(self, trajectory: Trajectory) -> bool:
+        """Whether what it got counts only where that is negative; so for its turns."""
+        return self.truncated is Truncated.penalise and trajectory.status is Status.TRUNCATED
 
     @abstractmethod
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:

@@ -49,7 +49,9 @@ class Correction:
     Decoupled PPO (arXiv:2110.00641, arXiv:2505.24298) is old=trainer with weight=token.
     """
 
-    old: Old | None = None  # null: trainer at rollout.max_staleness=0, else engine
+    old: Old | None = (
+        None  # null: engine where rollout.max_staleness > 0 and nothing is weighed or left out, else trainer
+    )
     weight: Weight = Weight.none
     cap: float = 2.0  # of the weight
     reject: Reject = Reject.none
@@ -128,6 +130,9 @@ def interpolated(behaviour_logp: Tensor, logp: Tensor, sampled_at: Tensor, versi
 
 def diagnostics(log_rho: Tensor) -> dict[str, float]:
     """How far the policy that sampled is from the one that trains; `log_rho` [tokens] = log(pi_old / mu).
+
+    pi_old is the policy before the first update of the batch; where its log-probabilities were not needed, the policy
+    as it first scored each token, which in later mini-batches has been updated already.
 
     kl: of mu from pi_old, by k3; chi2: E[rho^2] - 1; ess: the effective share of the sample, (E rho)^2 / E[rho^2].
     """

@@ -12,12 +12,13 @@ from mtgrpo.algorithms import Algorithm, Truncated
 from mtgrpo.types import Group, Status, Trajectory
 
 
-def comparable(groups: Sequence[Group]) -> list[Group]:
-    """The groups without failed trajectories. One that is left alone has nothing to be compared with: it goes too."""
+def comparable(groups: Sequence[Group], algorithm: Algorithm) -> list[Group]:
+    """The groups without failed trajectories. One that is left alone, where siblings are compared, goes too."""
     found: list[Group] = []
     for group in groups:
         played = [t for t in group.trajectories if t.status is not Status.FAILED]
-        if played and len(played) >= min(2, len(group.trajectories)):
+        least = min(2, len(group.trajectories)) if algorithm.compares_siblings else 1
+        if len(played) >= max(1, least):
             found.append(Group(group.task, played))
     return found
 
@@ -62,9 +63,7 @@ def rewards_of(groups: Sequence[Group], algorithm: Algorithm, trajectory: Tensor
         outcome=torch.tensor([algorithm.shaped(t) for _, t in played], dtype=torch.float64),
         group=torch.tensor([number for number, _ in played], dtype=torch.long),
         trained=torch.tensor([not (masked and t.status is Status.TRUNCATED) for _, t in played], dtype=torch.bool),
-        per_turn=torch.tensor(
-            [paid for _, t in played for paid in t.turn_rewards or [0.0] * len(t.turns)], dtype=torch.float64
-        ),
+        per_turn=torch.tensor([paid for _, t in played for paid in _turn_rewards(t, algorithm)], dtype=torch.float64),
         trajectory=torch.arange(len(played)).repeat_interleave(counts),
         position=torch.cat([torch.arange(0), *(torch.arange(int(count)) for count in counts)]),
         anchor=torch.tensor(
@@ -79,4 +78,9 @@ def rewards_of(groups: Sequence[Group], algorithm: Algorithm, trajectory: Tensor
 def _observed(trajectory: Trajectory) -> list[object]:
     """What each turn answers: what the environment said last, by who said it and what; the first answers the task."""
     seen = [tuple((message.role, message.content) for message in turn.observations) for turn in trajectory.turns]
-    return [(), *seen[:-1]] if seen else []
+    return ["task", *seen[:-1]] if seen else []
+
+
+def _turn_rewards(trajectory: Trajectory, algorithm: Algorithm) -> list[float]:
+    rewards = trajectory.turn_rewards or [0.0] * len(trajectory.turns)
+    return [min(0.0, paid) for paid in rewards] if algorithm.penalises(trajectory) else rewards

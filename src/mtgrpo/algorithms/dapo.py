@@ -39,5 +39,7 @@ class DAPO(ClippedSurrogate, GroupRelative):
     def _penalty(self, tokens: int) -> float:
         if not self.overlong_tokens:
             return 0.0
+        if tokens >= self.overlong_tokens:
+            return 1.0
         over = tokens - (self.overlong_tokens - self.overlong_buffer)
-        return min(1.0, max(0.0, over / max(1, self.overlong_buffer)))
+        return max(0.0, over / max(1, self.overlong_buffer))

@@ -47,4 +47,5 @@ class GMPO(GroupRelative):
         assert tokens.sequence is not None, "sequence_term asks for it"
         term = self.sequence_term(tokens.log_ratio, tokens.advantage)
         loss = -tokens.advantage * (tokens.sequence + term - term.detach()).exp()
-        return PerToken(loss, term.detach() != tokens.log_ratio.detach())
+        clipped = (term.detach() != tokens.log_ratio.detach()) & (tokens.advantage != 0)
+        return PerToken(loss, clipped)

@@ -33,7 +33,7 @@ class KL:
 
     On-policy, k1 in the reward and k2 in the loss have the gradient of the reverse KL; k3 in the loss has it to first
     order, k1 in the loss has none in expectation (arXiv:2510.01555). `unbiased` multiplies the estimate in the loss by
-    the ratio to the old policy, with its gradient: then k1 and k3 are right off-policy too (arXiv:2512.02556).
+    the ratio to the policy that sampled, with its gradient: k1 and k3 are then right off-policy too (arXiv:2512.02556).
     """
 
     coef: float = 0.0  # weight of the penalty
@@ -46,10 +46,12 @@ class KL:
     def __post_init__(self) -> None:
         if self.coef < 0:
             raise ConfigError(f"kl.coef must be >= 0 (0 = no penalty and no reference), got {self.coef}")
-        if self.target < 0 or self.adaptation <= 0:
+        if self.target < 0 or not 0 < self.adaptation <= 1:
             raise ConfigError(
-                f"kl.target must be >= 0 and kl.adaptation above 0, got {self.target} and {self.adaptation}"
+                f"kl.target must be >= 0 and kl.adaptation in (0, 1], got {self.target} and {self.adaptation}"
             )
+        if self.unbiased and self.estimator is Estimator.k2:
+            raise ConfigError("kl.unbiased=true corrects k1 and k3, whose mean is the KL: set kl.estimator=k3")
         if self.target and not self.coef:
             raise ConfigError(f"kl.target={self.target} adapts kl.coef, which is 0: set kl.coef to where it starts")
         if self.unbiased and self.place is Place.reward:
@@ -65,10 +67,10 @@ class KL:
                 "or kl.estimator=k2"
             )
 
-    def penalty(self, logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
-        """What a term of the loss is for each token, before it is weighted."""
+    def penalty(self, logp: Tensor, behaviour_logp: Tensor, ref_logp: Tensor) -> Tensor:
+        """What a term of the loss is for each token [tokens], before it is weighted; `behaviour_logp` sampled."""
         found = estimate(self.estimator, logp, ref_logp)
-        return (logp - old_logp).exp() * found if self.unbiased else found
+        return (logp - behaviour_logp).exp() * found if self.unbiased else found
 
     def adapted(self, coef: float, measured: float) -> float:
         """The coefficient after a step in which the KL was `measured`, in nats per token (arXiv:1909.08593)."""

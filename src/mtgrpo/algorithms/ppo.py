@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ class PPO(ClippedSurrogate, Algorithm):
     When: rewards come at single turns and conversations are long: a critic tells good turns from bad ones.
     """
 
-    compares_siblings: ClassVar[bool] = False
-
     value_coef: float = 0.5  # weight of the value loss
     value_clip: float = 0.2  # how far a value may move before its loss stops to fall; 0 = as far as it wants
     whiten: bool = True  # advantages to mean 0 and variance 1 over the trained tokens of the batch
@@ -39,6 +36,11 @@ class PPO(ClippedSurrogate, Algorithm):
                 "algorithm.value_coef must be above 0 and algorithm.value_clip >= 0, "
                 f"got {self.value_coef} and {self.value_clip}"
             )
+
+    @property
+    def compares_siblings(self) -> bool:
+        """The critic is the baseline."""
+        return False
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
         """None: the critic is the baseline."""

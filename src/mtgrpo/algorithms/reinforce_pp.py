@@ -26,10 +26,10 @@ class ReinforcePP(ClippedSurrogate, Algorithm):
 
     group_baseline: bool = False  # subtract the mean of the group before normalising over the batch
 
-    def check(self, group_size: int) -> None:
-        """Siblings are needed for the baseline form alone."""
-        if self.group_baseline:
-            super().check(group_size)
+    @property
+    def compares_siblings(self) -> bool:
+        """In the baseline form alone."""
+        return self.group_baseline
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
         """Nothing, or the mean of the group."""

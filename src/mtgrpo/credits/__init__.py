@@ -78,7 +78,7 @@ def refuse_constant(algorithm: Algorithm, name: str) -> None:
 
 def refuse_no_siblings(algorithm: Algorithm, name: str) -> None:
     """Raise ConfigError where `algorithm` compares with no siblings."""
-    if not algorithm.compares_siblings or bool(getattr(algorithm, "group_baseline", True)) is False:
+    if not algorithm.compares_siblings:
         raise ConfigError(
             f"credit={name} compares the turns of siblings, and algorithm {type(algorithm).__name__} has no baseline "
             "of the group: set credit=trajectory or credit=return_to_go, or another algorithm"

@@ -22,7 +22,7 @@ class GAE(Credit):
     The outcome is part of the last r. A turn's state is the one before its first token (arXiv:2512.17008); what tools
     say is no step, at either level. Without a critic (every algorithm but ppo) V = 0 and the group's baseline of the
     whole reward is subtracted at the end: without rewards for turns A_k = (gamma lam)^(K - k) (R - mean), that is, the
-    earlier of K turns deserve less.
+    earlier of K turns deserve less. The scale, where the algorithm has one, is the deviation of all A_k of the group.
     When: with ppo; without a critic, to prefer what is near the end of long conversations.
     """
 
@@ -89,4 +89,5 @@ class GAE(Credit):
         sequence = rewards.trajectory
         final = (rewards.outcome - baseline.centre)[sequence] * last_of(sequence)
         gamma, lam = self.discounts
-        return discounted(rewards.turn_sums() + final, sequence, gamma * lam) / baseline.scale[sequence]
+        advantage = discounted(rewards.turn_sums() + final, sequence, gamma * lam)
+        return advantage / algorithm.baseline(advantage, rewards.group[sequence]).scale

@@ -17,9 +17,10 @@ class ReturnToGo(Credit):
     """The discounted sum of the rewards from a turn, or token, on.
 
     G_k = sum over l >= k of gamma^(l - k) r_l, the outcome is part of the last r
-    A_k = (G_k - centre) / scale                centre and scale are those of the group's whole returns G_1
+    A_k = (G_k - centre) / scale
 
-    The baseline is that of whole returns, not of the siblings that reached turn k: those are not a fair sample.
+    The centre is that of the group's whole returns G_1, not of the siblings that reached turn k, which are not a fair
+    sample. The scale, where the algorithm has one, is the standard deviation of all G_k of the group.
     When: turns have rewards of their own, and what is past should not count for what comes after.
     """
 
@@ -47,6 +48,6 @@ class ReturnToGo(Credit):
         first = last_of(sequence.flip(0)).flip(0)
         whole = rewards.outcome.clone()  # also of trajectories without a step
         whole[sequence[first]] = returns[first]
-        baseline = algorithm.baseline(whole, rewards.group)
-        advantage = (returns - baseline.centre[sequence]) / baseline.scale[sequence]
+        centre = algorithm.baseline(whole, rewards.group).centre[sequence]
+        advantage = (returns - centre) / algorithm.baseline(returns, rewards.group[sequence]).scale
         return Assigned(advantage[rewards.turn] if self.level is Level.turn else advantage)

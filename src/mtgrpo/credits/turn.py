@@ -21,7 +21,8 @@ class ByTurn(Credit):
     A_K = A_outcome                                 for the last, which the outcome is about
 
     A_turn,k compares the reward of turn k with that of the siblings' turn k, A_outcome the outcomes. The paper puts its
-    coefficient at the outcome: its lambda is 1 / turn_coef, up to the scale of the whole.
+    coefficient at the outcome: its lambda is 1 / turn_coef, up to the scale of the whole. A reward of the last turn by
+    itself counts for nothing.
     When: every conversation has the same plan, such as search first, then answer.
     """
 

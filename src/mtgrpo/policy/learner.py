@@ -100,32 +100,37 @@ class Learner:
                 continue
             weights = torch.zeros(len(batch), dtype=torch.float64)
             weights[inside] = token_weights(learning.algorithm.average, members[inside], learning.length)
-            objective.begin(self.policy, entries, first=not collected)
+            objective.begin(self.policy, entries, weights, first=not collected)
             collected.append(self.policy.update(batch, entries, weights, objective))
         metrics = _mean(collected)
         metrics |= {"updates": float(len(collected)), "trained_tokens": float(len(prepared.entries))}
         metrics |= self._describe(batch, prepared, objective.first_logp)
-        if self._reference is not None:
-            self.kl_coef = learning.kl.adapted(self.kl_coef, metrics.get("kl", learning.kl.target))
-            move(self._reference, self.policy.model, learning.reference, version + 1)
+        self.kl_coef = learning.kl.adapted(self.kl_coef, metrics.get("kl", learning.kl.target))
+        self.move_reference(version + 1)
         return metrics
+
+    def move_reference(self, step: int) -> None:
+        """After training step number `step`, which may have had nothing to train."""
+        if self._reference is not None:
+            move(self._reference, self.policy.model, self._learning.reference, step)
 
     def _prepare(self, batch: Batch, rewards: Rewards, one_pass: list[Tensor], several: bool, seed: int) -> _Prepared:
         """Credit, and what has to be computed once per batch."""
         learning, algorithm = self._learning, self._learning.algorithm
         rewards = learning.credit.weighted(rewards)
         trained = rewards.of_tokens(rewards.trained)
-        everything = trained.nonzero()[:, 0]
+        in_reward = self._reference is not None and learning.kl.place is Place.reward
+        # What counts in a baseline is charged for its distance too, also where it is not trained.
+        everything = (trained | in_reward).nonzero()[:, 0]
         ref_logp = torch.full((len(batch),), torch.nan, dtype=torch.float64)
         if self._reference is not None:
             ref_logp = self.policy.scores(batch, everything, self._reference).logp
         before: Scores | None = None
-        in_reward = self._reference is not None and learning.kl.place is Place.reward
         if in_reward or algorithm.has_critic:
             before = self._look(batch, everything, one_pass)
         if in_reward and before is not None:
             penalty = estimate(learning.kl.estimator, before.logp, ref_logp)
-            rewards = replace(rewards, per_token=torch.where(trained, -self.kl_coef * penalty, 0.0))
+            rewards = replace(rewards, per_token=-self.kl_coef * penalty)
         assigned = self._assign(batch, rewards, trained, before, seed)
         entries = self._with_gradient(assigned.advantage, rewards).nonzero()[:, 0]
         correction = learning.correction
@@ -193,8 +198,9 @@ class Learner:
             }
         if prepared.target is not None and before is not None and before.value is not None:
             states = entries[prepared.target[entries].isfinite()]
-            error = (prepared.target - before.value)[states]
-            metrics["explained_variance"] = 1 - error.var().item() / max(1e-12, prepared.target[states].var().item())
+            target, error = prepared.target[states], (prepared.target - before.value)[states]
+            if len(states) > 1 and target.var() > 0:
+                metrics["explained_variance"] = 1 - (error.var() / target.var()).item()
         return metrics
 
 
@@ -210,13 +216,14 @@ class _Objective:
         self._old = learning.correction.resolved(learning.stale, learning.algorithm.against_engine)
         self._sequence: Tensor | None = None  # [tokens], of the update that has begun
         self._first = True
-        self._states = 1.0  # tokens per state that has a value to be learnt, in this update
+        self._state_weight = torch.zeros(0)  # [tokens], of this update
 
-    def begin(self, policy: Policy, entries: Tensor, first: bool) -> None:
-        """Another update, on `entries` [n]; what its losses need of all of them at once."""
+    def begin(self, policy: Policy, entries: Tensor, weights: Tensor, first: bool) -> None:
+        """Another update, on `entries` [n], which `weights` [tokens] weigh; what its losses need of all of them."""
         self._first = first
         if self._prepared.target is not None:
-            self._states = len(entries) / max(1, int(self._prepared.target[entries].isfinite().sum()))
+            states = max(1, int(self._prepared.target[entries].isfinite().sum()))
+            self._state_weight = 1 / (states * weights)  # so that values are averaged over the states
         algorithm, batch = self._learning.algorithm, self._batch
         if not algorithm.of_sequences:
             return
@@ -254,20 +261,21 @@ class _Objective:
         sequence = None if self._sequence is None else self._sequence[entries].to(logp)
         tokens = Tokens(logp, old, prepared.advantage[entries].to(logp), sequence)
         found = learning.algorithm.loss(tokens)
-        loss = found.loss
+        loss, metrics = found.loss, dict(found.metrics)
         if prepared.kept is not None:
             loss = loss * prepared.kept[entries].to(logp)
         if prepared.weight is not None:
             loss = loss * prepared.weight[entries].to(logp)
         elif self._old is Old.interpolated and learning.correction.active:
             behaviour, trajectory = self._batch.behaviour_logp[entries].to(now), self._batch.trajectory[entries]
-            loss = loss * learning.correction.weights(old, behaviour, trajectory.to(now.device))
+            metrics["correction/weight"] = learning.correction.weights(old, behaviour, trajectory.to(now.device))
+            loss = loss * metrics["correction/weight"]
         if self._kl_coef and learning.kl.place is Place.loss:
             ref_logp = prepared.ref_logp[entries].to(logp)
-            loss = loss + self._kl_coef * learning.kl.penalty(logp, old, ref_logp)
+            behaviour = self._batch.behaviour_logp[entries].to(logp)
+            loss = loss + self._kl_coef * learning.kl.penalty(logp, behaviour, ref_logp)
         if learning.algorithm.entropy_coef:
             loss = loss - learning.algorithm.entropy_coef * scores.entropy
-        metrics = dict(found.metrics)
         if prepared.target is not None:
             value_loss = self._value_loss(prepared.target[entries], entries, scores)
             loss = loss + value_loss
@@ -275,12 +283,12 @@ class _Objective:
         return PerToken(loss, found.clipped, metrics)
 
     def _value_loss(self, target: Tensor, entries: Tensor, scores: Scores) -> Tensor:
-        """Of each token [n]: 0 where its state has no target; scaled so that its mean is that over the states."""
+        """Of each token [n]: 0 where its state has no target; its weighted sum is the mean over the states."""
         before = self._prepared.before
         assert scores.value is not None and before is not None and before.value is not None
         wanted, old = target.to(scores.value), before.value[entries].to(scores.value)
         found = self._learning.algorithm.value_loss(scores.value, old, wanted.nan_to_num(0.0))
-        return torch.where(wanted.isnan(), 0.0, found * self._states).to(scores.logp)
+        return torch.where(wanted.isnan(), 0.0, found * self._state_weight[entries].to(found)).to(scores.logp)
 
 
 def _check_drift(drift: float) -> None:

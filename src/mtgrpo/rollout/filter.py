@@ -16,11 +16,11 @@ class Filter:
     Without refill a batch is smaller by what is left out, and so is the count that its loss is divided by.
     """
 
-    zero_variance: bool = False  # leave out groups whose rewards are all equal: they have no gradient
+    zero_variance: bool = False  # leave out groups whose rewards are all equal: nothing to compare
     min_success: float = 0.0  # leave out groups of which a smaller share succeeds: too hard
     max_success: float = 1.0  # leave out groups of which a larger share succeeds: too easy
-    refill: bool = False  # play more until the batch is full again (dynamic sampling, arXiv:2503.14476)
-    max_refills: int = 10  # batches played for one, at most; then it is trained as it is
+    refill: bool = False  # play until the batch is full, not training what is more (dynamic sampling, arXiv:2503.14476)
+    max_batches: int = 10  # played for one, at most; then it is trained as it is
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_success <= self.max_success <= 1:
@@ -28,8 +28,8 @@ class Filter:
                 "filter.min_success and filter.max_success must satisfy 0 <= min <= max <= 1, "
                 f"got {self.min_success} and {self.max_success}"
             )
-        if self.max_refills < 1:
-            raise ConfigError(f"filter.max_refills must be >= 1, got {self.max_refills}")
+        if self.max_batches < 1:
+            raise ConfigError(f"filter.max_batches must be >= 1, got {self.max_batches}")
         if self.refill and not self.active:
             raise ConfigError(
                 "filter.refill=true, but nothing is left out: set filter.zero_variance=true, or filter.min_success and "

@@ -39,6 +39,7 @@ class Played:
 
     groups: list[Group]
     trained: list[Group]  # those of them that are: as many as a batch has, unless a filter left too few
+    left_out: int  # how many `keeps` left out
     admitted: list[int]  # the version of the policy at which each was
     queue_s: list[float]  # for how long each was finished and not trained
     arrived: list[Group]  # what has finished since the batch before, whether it is in this one or not
@@ -53,12 +54,13 @@ class Stream:
         tasks: TaskStream,
         settings: Rollout,
         keeps: Callable[[Group], bool] = lambda group: True,
-        refills: int = 0,  # batches more that are played where `keeps` leaves groups out, at most
+        batches: int = 1,  # that are played for one where `keeps` leaves groups out, at most
     ) -> None:
         self._player = player
         self._tasks = tasks
         self._settings = settings
-        self._keeps, self._refills = keeps, refills
+        self._keeps, self._batches = keeps, batches
+        self._chosen_so_far: list[Playing] = []  # for the batch that is being put together
         self._playing: list[Playing] = []  # admitted and not handed out, the oldest first
         self._arrived: list[Group] = []
         self._names: Counter[tuple[int, str]] = Counter()  # how often a task was admitted at a version
@@ -70,8 +72,9 @@ class Stream:
 
     @property
     def finished(self) -> list[Group]:
-        """Groups that have finished and were not handed out."""
-        done = [p.group for p in self._playing if p.group.done() and not p.group.cancelled()]
+        """Groups that have finished and are not part of a batch yet."""
+        playing = [*self._chosen_so_far, *self._playing]
+        done = [p.group for p in playing if p.group.done() and not p.group.cancelled()]
         return [group.result() for group in done if group.exception() is None]
 
     async def batch(self, version: int) -> Played:
@@ -79,21 +82,22 @@ class Stream:
 
         Raises EngineError when the engine failed in every conversation of the batch.
         """
-        chosen: list[Playing] = []
         trained: list[Group] = []
         queue_s: list[float] = []
-        for _ in range(1 + self._refills):
+        for _ in range(self._batches):
             more = await self._next(version)
             now = time.perf_counter()
             queue_s += [now - playing.finished_s for playing in more]
-            chosen += more
+            self._chosen_so_far += more
             trained += [group for playing in more if self._keeps(group := playing.group.result())]
             if len(trained) >= self._settings.prompts_per_step:
                 break
+        chosen, self._chosen_so_far = self._chosen_so_far, []
         arrived, self._arrived = self._arrived, []
         return Played(
             groups=[playing.group.result() for playing in chosen],
             trained=trained[: self._settings.prompts_per_step],
+            left_out=len(chosen) - len(trained),
             admitted=[playing.version for playing in chosen],
             queue_s=queue_s,
             arrived=arrived,
