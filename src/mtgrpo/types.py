@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol
 
+SUMMARY = "summary"  # the name of an assistant's message in a demonstration that is said to a condenser, where one asks
 Role = Literal["system", "user", "assistant", "tool"]
 
 

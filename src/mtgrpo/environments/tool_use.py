@@ -10,7 +10,7 @@ from typing import Any
 from mtgrpo import tools
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.extension import ConfigError
-from mtgrpo.tools import ToolError
+from mtgrpo.tools import Tool, ToolError
 from mtgrpo.types import Message, Task, ToolCall
 
 
@@ -37,6 +37,9 @@ class ToolUse(Environment):
     async def start(self, task: Task) -> Opening:
         # A conversation has tools of its own, so that one with state shares none of it with another conversation.
         self._tools = {name: copy.copy(tool) for name, tool in self._loaded.items()}
+        for tool in self._tools.values():
+            if isinstance(tool, Tool):
+                tool.begin(task)
         return Opening(task.messages, tuple(self._specs.values()))
 
     async def step(self, message: Message) -> Reply:

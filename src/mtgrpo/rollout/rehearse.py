@@ -13,9 +13,8 @@ from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.extension import ConfigError
 from mtgrpo.rollout.chat import Chat
 from mtgrpo.rollout.play import Limits, play
-from mtgrpo.types import Completion, Finish, Message, Sampling, Task, Trajectory
+from mtgrpo.types import SUMMARY, Completion, Finish, Message, Sampling, Task, Trajectory
 
-SUMMARY = "summary"  # the name of an assistant's message that is said to a condenser, where one asks
 UNLIMITED = 2**40  # tokens
 
 

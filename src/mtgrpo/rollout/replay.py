@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from mtgrpo.environments import Opening
 from mtgrpo.rollout.chat import Chat
-from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+from mtgrpo.types import SUMMARY, Finish, Message, Task, Trajectory, Turn
 
 
 def replay(task: Task, opening: Opening, messages: Sequence[Message], chat: Chat) -> Trajectory:
     """`messages` are what the assistant and the tools say after the opening; log-probabilities are set to 0."""
+    messages = [message for message in messages if message.name != SUMMARY]  # nobody asks for one
     trajectory = Trajectory(task)
     history = list(opening.messages)
     new_context, extends = chat.open(history, opening.tools), False

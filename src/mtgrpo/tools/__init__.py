@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mtgrpo.extension import ConfigError, find
-from mtgrpo.types import ToolSpec
+from mtgrpo.types import Task, ToolSpec
 
 
 class ToolError(Exception):
@@ -41,6 +41,9 @@ class Tool(ABC):
     """
 
     blocking: ClassVar[bool] = True  # run in a thread, so that nothing else waits; False for microsecond work
+
+    def begin(self, task: Task) -> None:  # noqa: B027  (most tools need not know)
+        """Called on the conversation's own copy before it begins, for tools that depend on the task."""
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,90 @@
+"""Pages of amounts to be added up: long conversations whose context may be condensed, for models that can only copy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream
+from mtgrpo.tasks.calculator import numbers
+from mtgrpo.types import SUMMARY, Message, Task, ToolCall
+
+PROMPT = "Add up the amounts on all pages."
+
+
+@dataclass
+class Ledger(TaskSource):
+    """Pages with one amount each, read one by one (tool next_page); a running total is kept with the calculator.
+
+    The answer is the total after `####`. What is needed at any time is the total so far and the page last read, so that
+    an agent that keeps the end of the conversation, or writes the total down, can finish whatever the number of pages.
+    A fifth of all amounts is held out: it appears in `eval` tasks only.
+    """
+
+    min_pages: int = 8
+    max_pages: int = 12
+    seed: int = 0  # another seed gives other problems
+    right: float = 1.0  # share of demonstrations without an error; the others add wrongly, stop early or guess
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.min_pages <= self.max_pages:
+            raise ConfigError(
+                "task.min_pages and task.max_pages must satisfy 2 <= min <= max, "
+                f"got {self.min_pages} and {self.max_pages}"
+            )
+        if not 0 <= self.right <= 1:
+            raise ConfigError(f"task.right must be in [0, 1], got {self.right}")
+
+    def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+        """An endless stream; task number i of a split is the same in every run with the same `task.seed` and `seed`."""
+        return IndexedStream(None, lambda index: self._task(split, seed, index), seed, repeat)
+
+    def _task(self, split: Split, seed: int, index: int) -> Task:
+        name = f"ledger/{self.seed}/{seed}/{split.value}/{index}"
+        rng = random.Random(name)
+        amounts = _AMOUNTS[split is Split.eval]
+        pages = tuple(rng.choice(amounts) for _ in range(rng.randint(self.min_pages, self.max_pages)))
+        return Task(
+            id=name,
+            messages=self.with_system_prompt((Message("user", PROMPT),)),
+            answer=str(sum(pages)),
+            metadata={"pages": pages},
+        )
+
+    def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
+        """Pages, sums and an answer, with a summary after each step for condensers that ask for one."""
+        rng = random.Random(f"demonstration/{seed}/{task.id}")
+        pages = list(task.metadata["pages"])
+        kind = "right" if rng.random() < self.right else rng.choice(["misread", "early", "guess"])
+        if kind == "guess":
+            return (Message("assistant", f"#### {sum(pages) + rng.randrange(-999, 999)}"),)
+        if kind == "early":
+            return tuple(_told(pages[: rng.randrange(2, len(pages))], misread=-1, finished=False))
+        return tuple(_told(pages, rng.randrange(1, len(pages)) if kind == "misread" else -1, finished=True))
+
+
+_AMOUNTS = {held_out: numbers(100, 999, held_out) for held_out in (False, True)}
+
+
+def _told(pages: list[int], misread: int, finished: bool) -> Iterator[Message]:
+    """The conversation after the task; page number `misread` is added wrongly; the end is looked for if `finished`."""
+    yield from _called("next_page", {}, str(pages[0]))
+    yield Message("assistant", f"total {pages[0]}", name=SUMMARY)
+    total = pages[0]
+    for number, amount in enumerate(pages[1:], 1):
+        yield from _called("next_page", {}, str(amount))
+        yield Message("assistant", f"total {total} new {amount}", name=SUMMARY)
+        added = amount + 10 if number == misread else amount
+        yield from _called("calculator", {"expression": f"{total} + {added}"}, str(total + added))
+        total += added
+        yield Message("assistant", f"total {total}", name=SUMMARY)
+    if finished:
+        yield from _called("next_page", {}, "no more pages")
+        yield Message("assistant", f"total {total} end", name=SUMMARY)
+    yield Message("assistant", f"#### {total}")
+
+
+def _called(tool: str, arguments: dict[str, str], answer: str) -> tuple[Message, Message]:
+    return Message("assistant", tool_calls=(ToolCall(tool, arguments),)), Message("tool", answer, name=tool)

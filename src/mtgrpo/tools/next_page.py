@@ -1,0 +1,28 @@
+"""The pages of a task, one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.tools import Tool
+from mtgrpo.types import Task
+
+
+@dataclass
+class NextPage(Tool):
+    """Shows the `pages` in the task's metadata one after the other, then says that there are no more."""
+
+    blocking: ClassVar[bool] = False
+
+    def begin(self, task: Task) -> None:
+        """Open the pages of `task`. Raises ConfigError when it has none."""
+        if not task.metadata.get("pages"):
+            raise ConfigError(f"task {task.id} has no pages to show; the tool next_page is for task=ledger")
+        self._pages, self._turned = task.metadata["pages"], 0
+
+    def __call__(self) -> str:
+        """Read the next page."""
+        self._turned += 1
+        return str(self._pages[self._turned - 1]) if self._turned <= len(self._pages) else "no more pages"
