@@ -188,7 +188,8 @@ class Learner:
         logp = first_logp if before is None else before.logp
         metrics = diagnostics((logp - batch.behaviour_logp)[entries])
         if self._reference is not None:
-            metrics["kl"] = estimate(Estimator.k3, logp[entries], prepared.ref_logp[entries]).mean().item()
+            # By k1, whatever the penalty is: rare tokens make the mean of k3 several times too large in single batches.
+            metrics["kl"] = estimate(Estimator.k1, logp[entries], prepared.ref_logp[entries]).mean().item()
             metrics["kl_coef"] = self.kl_coef
         if prepared.weight is not None:
             weight = prepared.weight[entries]
