@@ -49,9 +49,7 @@ class Correction:
     Decoupled PPO (arXiv:2110.00641, arXiv:2505.24298) is old=trainer with weight=token.
     """
 
-    old: Old | None = (
-        None  # null: engine where rollout.max_staleness > 0 and nothing is weighed or left out, else trainer
-    )
+    old: Old | None = None  # null: engine if rollout.max_staleness > 0 and nothing below is on, else trainer
     weight: Weight = Weight.none
     cap: float = 2.0  # of the weight
     reject: Reject = Reject.none
