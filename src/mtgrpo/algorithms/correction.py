@@ -28,7 +28,7 @@ class Old(Enum):
 class Weight(Enum):
     """By what the loss of a token is multiplied: the truncated importance weight min(rho, cap)."""
 
-    none = "none"
+    none = "none"  # 1
     token = "token"  # of the token
     sequence = "sequence"  # of the whole trajectory: the product over its sampled tokens
 
@@ -36,7 +36,7 @@ class Weight(Enum):
 class Reject(Enum):
     """Which tokens are left out, when rho is not in [low, high]."""
 
-    none = "none"
+    none = "none"  # none
     token = "token"  # those themselves (IcePop)
     sequence = "sequence"  # a trajectory, by the product over its sampled tokens: rejects long ones
     geometric = "geometric"  # a trajectory, by the geometric mean over its sampled tokens
@@ -50,9 +50,9 @@ class Correction:
     """
 
     old: Old | None = None  # null: engine if rollout.max_staleness > 0 and nothing below is on, else trainer
-    weight: Weight = Weight.none
+    weight: Weight = Weight.none  # by what the loss of a token is multiplied
     cap: float = 2.0  # of the weight
-    reject: Reject = Reject.none
+    reject: Reject = Reject.none  # what is left out
     low: float = 0.5  # rho below is rejected
     high: float = 2.0  # rho above is rejected
     veto: float = 0.0  # a trajectory with a token whose rho is below this, or above 1 / this, is left out; 0 = none

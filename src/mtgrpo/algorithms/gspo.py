@@ -24,7 +24,7 @@ class GSPO(ClippedSurrogate, GroupRelative):
     """
 
     average: Average = Average.trajectory_mean
-    clip_low: float = 3e-4
+    clip_low: float = 3e-4  # the trajectory's ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 4e-4
 
     def sequence_term(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:

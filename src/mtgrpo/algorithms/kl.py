@@ -15,9 +15,9 @@ STEPS_AT_MOST = 0.2  # by how much of its value the coefficient changes at once,
 class Estimator(Enum):
     """Estimators of KL(policy, reference) from samples (Schulman 2020, "Approximating KL Divergence")."""
 
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
+    k1 = "k1"  # d = log(pi / reference)
+    k2 = "k2"  # d^2 / 2
+    k3 = "k3"  # exp(-d) - 1 + d
 
 
 class Place(Enum):
@@ -37,8 +37,8 @@ class KL:
     """
 
     coef: float = 0.0  # weight of the penalty
-    estimator: Estimator = Estimator.k3
-    place: Place = Place.loss
+    estimator: Estimator = Estimator.k3  # of the KL, token by token
+    place: Place = Place.loss  # where the penalty is
     unbiased: bool = False  # in the loss: times the ratio
     target: float = 0.0  # nats per token at which `coef` is held by adapting it; 0 = it stays what it is
     adaptation: float = 0.5  # how quickly: per step `coef` changes by at most a fifth of this share

@@ -22,8 +22,8 @@ class SAPO(GroupRelative):
     """
 
     average: Average = Average.trajectory_mean
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
+    tau_positive: float = 1.0  # how quickly the gate closes where the advantage is positive
+    tau_negative: float = 1.05  # and where it is negative
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,7 +26,7 @@ class GAE(Credit):
     When: with ppo; without a critic, to prefer what is near the end of long conversations.
     """
 
-    level: Level = Level.turn
+    level: Level = Level.turn  # what a step is
     gamma: float | None = None  # null: 0.99 over turns, 1 over tokens
     lam: float | None = None  # null: 0.95 over turns, 1 over tokens
 

@@ -23,7 +23,7 @@ class GiGPO(Credit):
     When: siblings meet the same states again, as in games and on web pages.
     """
 
-    gamma: float = 0.95
+    gamma: float = 0.95  # discount per turn
     turn_coef: float = 1.0  # weight of the comparison of turns
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ class ReturnToGo(Credit):
     When: turns have rewards of their own, and what is past should not count for what comes after.
     """
 
-    gamma: float = 1.0
+    gamma: float = 1.0  # discount per step
     level: Level = Level.turn  # token: REINFORCE++ with a KL penalty in the reward
 
     def __post_init__(self) -> None:
