@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -50,7 +51,7 @@ GROUPS: dict[str, dict[str, Arm]] = {
             for name in ("dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "sapo", "gmpo", "dppo")
         },
         "grpo": Arm(["algorithm=grpo"]),
-        "reinforce_pp with the group's baseline": Arm(["algorithm=reinforce_pp", "algorithm.group_baseline=true"]),
+        "reinforce_pp, group_baseline": Arm(["algorithm=reinforce_pp", "algorithm.group_baseline=true"]),
         "ppo": Arm(["algorithm=ppo", *CRITIC]),
     },
     "credit": {
@@ -85,7 +86,8 @@ def mtgrpo(command: str, words: Sequence[str], folder: Path, threads: int) -> No
 def play(group: str, name: str, seed: int, steps: int, threads: int) -> dict[str, Any]:
     """One arm with one seed: success before and after, and the curves."""
     arm = GROUPS[group][name]
-    folder = FOLDER / f"{group}_{name.replace(' ', '_').replace('=', '_')}_{seed}"
+    place = re.sub(r"\W+", "_", f"{group} {name} {seed}")
+    folder = FOLDER / place
     if not (folder / "summary.json").exists():
         weights = warm_start(arm.warm, seed, threads)
         words = [f"seed={seed}", f"model.name={weights.resolve()}", "sft.steps=0", f"trainer.steps={steps}"]

@@ -68,7 +68,7 @@ def main() -> None:
         "--seeds", type=int, nargs="+", default=[1, 2, 3], help="of staleness 0 and 2; others: the first"
     )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=Path("outputs/benchmarks/versus_trl"), help="keeps warm starts")
     given = parser.parse_args()
     weights = warm_start(["seed=0"], given.folder.resolve() / "calculator")

@@ -455,7 +455,7 @@ def test_help_lists_every_setting_with_type_value_and_comment(run: Run, own: str
     classes = {group: options.chosen_class(group, made.choices[group]) for group in options.groups()}
     assert [key for key in options.schema(classes) if f"  {key}  " not in out] == []
     assert "  rollout.group_size  int = 8                 siblings per task\n" in out
-    assert "  kl.estimator  k1|k2|k3 = k3\n" in out
+    assert "  kl.estimator  k1|k2|k3 = k3 " in out
     assert "  reward.target  float = 0.5                  what everything is worth\n" in out
     assert "  seed  int = 4\n" in out
     assert "* task=gsm8k " in out and "  task=calculator " in out

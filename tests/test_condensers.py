@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
+from mtgrpo.algorithms.credit import ASIDE, rewards_of
+from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.condensers import Condenser, Conversation, When, messages_of
 from mtgrpo.condensers.drop_oldest import DropOldest
@@ -22,9 +24,9 @@ from mtgrpo.engines import Key
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.extension import ConfigError
-from mtgrpo.rollout.play import Limits, play
+from mtgrpo.rollout.play import CONDENSE, Limits, play
 from mtgrpo.rollout.rehearse import rehearse
-from mtgrpo.types import Message, Sampling, Status, Task, ToolSpec, Trajectory
+from mtgrpo.types import Completion, Finish, Group, Message, Sampling, Status, Task, ToolSpec, Trajectory
 from test_play import TASK, WIDE, chat, said
 
 SPEC = ToolSpec("next", "The next page.", {"type": "object", "properties": {}})
@@ -123,7 +125,12 @@ def test_keep_last(count: int, budget: int, expected: list[str]) -> None:
 @pytest.mark.parametrize(("budget", "steps"), [(28, 3), (27, 2), (19, 2), (18, 1), (9, 1), (8, 0)])
 def test_drop_oldest(budget: int, steps: int) -> None:
     expected = [message.content for message in messages_of([], STEPS[3 - steps :])]
-    assert condensed(DropOldest(), STEPS, budget) == expected
+    assert condensed(DropOldest(fill=1), STEPS, budget) == expected
+
+
+def test_drop_oldest_leaves_room_to_grow_into() -> None:
+    long = [step("a" * 5, "b" * 5) for _ in range(20)]
+    assert len(condensed(DropOldest(fill=0.5), long, 100)) == 2 * 5
 
 
 def test_truncate_tools_cuts_old_replies_and_nothing_else() -> None:
@@ -208,8 +215,75 @@ def test_the_model_may_ask_for_it() -> None:
     assert trajectory.status is Status.COMPLETED
     assert "condense" in chat()._wire.decode(asked[0])  # type: ignore[attr-defined]
     assert len(asked[2]) < len(asked[1]) + len(said(request))
+    # What is kept is the last page, not the request.
+    call = chat().parse(said(CALL))
+    told = ToolSpec("condense", CONDENSE.description, CONDENSE.parameters)
+    assert asked[2] == opened(call, Message("tool", "one", name="next"), tools=(SPEC, told))
     without, _ = played([CALL, request, "done"], ["one", "two"], KeepLast())
     assert without.tool_calls == 2  # then it is a call of the environment's
+
+
+def test_a_request_beside_another_call_is_heard_too() -> None:
+    request = '<tool_call>\n{"name": "condense", "arguments": {}}\n</tool_call>'
+    condenser = KeepLast(when=When.on_request, keep_last_n_steps=1)
+    trajectory, asked = played([CALL, f"{CALL}\n{request}", "done"], ["one", "two"], condenser)
+    assert (trajectory.tool_calls, trajectory.tool_errors) == (2, 0)
+    assert len(asked[2]) < len(asked[1]) + len(trajectory.turns[1].output)
+
+
+def test_a_summary_takes_half_of_the_room_at_most() -> None:
+    """However long the policy would go on: its summary is cut, the conversation is not."""
+    long = said("word " * 300)
+    outputs = [said(CALL), long, said("done")]
+    condenser = Summarize(when=When.every_turn, max_condensed_tokens=300)
+    engine = ScriptedEngine(lambda _, turn: outputs[turn])
+
+    async def run() -> Trajectory:
+        async with engine.conversation(Key(0, "train/1", TASK.id, 0)) as sample:
+
+            async def limited(tokens: Sequence[int], sampling: Sampling) -> Completion:
+                found = await sample(tokens, replace(sampling, max_new_tokens=10_000))
+                few = sampling.max_new_tokens
+                if len(found.tokens) <= few:
+                    return found
+                return Completion(found.tokens[:few], found.logprobs[:few], found.versions[:few], Finish.LENGTH)
+
+            limits = Limits(4096, 100_000, 4096)
+            return await play(
+                TASK, Pages(pages=["one"]), chat(), limited, Sampling(max_new_tokens=999), limits, condenser
+            )
+
+    trajectory = asyncio.run(run())
+    assert (trajectory.status, trajectory.reason) == (Status.COMPLETED, "")
+    assert trajectory.turns[1].finish is Finish.LENGTH
+    assert len(trajectory.turns[1].output) <= 150
+    assert len(trajectory.context(2)) <= 300
+
+
+def test_recall_finds_what_was_dropped_long_ago() -> None:
+    pages = ["the secret word is zanzibar", *["task of note, what is it"] * 6, "what was the secret word"]
+    condenser = Recall(when=When.every_turn, keep_last_n_steps=1, recalled_steps=1)
+    _, asked = played([*[CALL] * 8, "zanzibar"], pages, condenser, max_turns=20)
+    texts = [chat()._wire.decode(context) for context in asked]  # type: ignore[attr-defined]
+    assert "zanzibar" not in texts[7]
+    assert "zanzibar" in texts[8]
+
+
+def test_the_answer_is_never_taken_from_a_summary() -> None:
+    summary = "#### 391"
+    trajectory, _ = played([CALL, summary, CALL], ["one", "two"], Summarize(when=When.every_turn), max_turns=2)
+    assert trajectory.status is Status.TRUNCATED
+    assert trajectory.final != summary
+
+
+def test_turns_after_a_summary_answer_what_was_seen_before_it() -> None:
+    outputs = [CALL, "so far", CALL, "so far", "done"]
+    trajectory, _ = played(outputs, ["one", "two"], Summarize(when=When.every_turn))
+    batch = build_batch([trajectory])
+    rewards = rewards_of([Group(TASK, [trajectory])], GRPO(), batch.trajectory, batch.turn)
+    anchors = rewards.anchor.tolist()
+    assert len(set(anchors)) == 5  # the task, page one, page one aside, page two, page two aside
+    assert rewards.position.tolist() == [0, ASIDE, 1, ASIDE + 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -284,6 +358,14 @@ class Forgetful(Condenser):
 
 
 @dataclass
+class Curious(Condenser):
+    async def condense(self, conversation: Conversation) -> list[Message]:
+        await conversation.ask(Message("user", "what?"))
+        await conversation.ask(Message("user", "and?"))
+        return list(conversation.opening)
+
+
+@dataclass
 class Talkative(Condenser):
     async def condense(self, conversation: Conversation) -> list[Message]:
         return [*messages_of(conversation.opening, conversation.steps), Message("user", "more " * 300)]
@@ -294,6 +376,7 @@ class Talkative(Condenser):
     [
         (Silent(when=When.every_turn), "condenser Silent gave no messages"),
         (Forgetful(when=When.every_turn), "condenser Forgetful changed system prompt or task"),
+        (Curious(when=When.every_turn), "condenser Curious asked the policy twice"),
         (Talkative(when=When.every_turn, max_condensed_tokens=150), "condenser Talkative made a context of"),
         (
             KeepLast(max_condensed_tokens=5),

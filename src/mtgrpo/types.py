@@ -166,8 +166,8 @@ class Trajectory:
 
     @property
     def final(self) -> str:
-        """The text of the last thing the model said, without its reasoning; "" when it said nothing."""
-        return self.turns[-1].message.content if self.turns else ""
+        """The text of the last thing the model said to the environment, without its reasoning; "" for nothing."""
+        return next((turn.message.content for turn in reversed(self.turns) if not turn.aside), "")
 
     @property
     def sampled_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from mtgrpo.algorithms import Algorithm, Truncated
 from mtgrpo.types import Group, Status, Trajectory
+
+ASIDE = 2**20  # more turns than any conversation has
 
 
 def comparable(groups: Sequence[Group], algorithm: Algorithm) -> list[Group]:
@@ -32,7 +34,7 @@ class Rewards:
     trained: Tensor  # [trajectories] bool; false = counts in statistics and normaliser, but its tokens have no loss
     per_turn: Tensor  # [turns] fp64
     trajectory: Tensor  # [turns] int64
-    position: Tensor  # [turns] int64, from 0 within the trajectory
+    position: Tensor  # [turns] int64, from 0 within the trajectory; what was said aside is counted apart, from ASIDE
     anchor: Tensor  # [turns] int64, equal where siblings answered the same observation
     per_token: Tensor  # [tokens] fp64, what each sampled token was paid or charged by itself
     turn: Tensor  # [tokens] int64, the turn of each sampled token
@@ -65,7 +67,7 @@ def rewards_of(groups: Sequence[Group], algorithm: Algorithm, trajectory: Tensor
         trained=torch.tensor([not (masked and t.status is Status.TRUNCATED) for _, t in played], dtype=torch.bool),
         per_turn=torch.tensor([paid for _, t in played for paid in _turn_rewards(t, algorithm)], dtype=torch.float64),
         trajectory=torch.arange(len(played)).repeat_interleave(counts),
-        position=torch.cat([torch.arange(0), *(torch.arange(int(count)) for count in counts)]),
+        position=torch.tensor([place for _, t in played for place in _places(t)], dtype=torch.long),
         anchor=torch.tensor(
             [anchors.setdefault((number, seen), len(anchors)) for number, t in played for seen in _observed(t)],
             dtype=torch.long,
@@ -75,10 +77,20 @@ def rewards_of(groups: Sequence[Group], algorithm: Algorithm, trajectory: Tensor
     )
 
 
-def _observed(trajectory: Trajectory) -> list[object]:
+def _observed(trajectory: Trajectory) -> Iterator[object]:
     """What each turn answers: what the environment said last, by who said it and what; the first answers the task."""
-    seen = [tuple((message.role, message.content) for message in turn.observations) for turn in trajectory.turns]
-    return ["task", *seen[:-1]] if seen else []
+    seen: object = "task"
+    for turn in trajectory.turns:
+        yield ("aside", seen) if turn.aside else seen
+        if turn.observations:
+            seen = tuple((message.role, message.content) for message in turn.observations)
+
+
+def _places(trajectory: Trajectory) -> Iterator[int]:
+    said = {False: 0, True: ASIDE}
+    for turn in trajectory.turns:
+        yield said[turn.aside]
+        said[turn.aside] += 1
 
 
 def _turn_rewards(trajectory: Trajectory, algorithm: Algorithm) -> list[float]:

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
 
 from mtgrpo.extension import ConfigError
 from mtgrpo.types import Message
@@ -31,17 +30,15 @@ class Conversation:
     """What there is to condense."""
 
     opening: tuple[Message, ...]  # system prompt and task; they always stay
-    steps: tuple[Step, ...]  # the rest, the oldest first
+    steps: tuple[Step, ...]  # all since then, the oldest first, whether the present context holds them or not
     budget: int  # tokens that the next context may have
     count: Callable[[Sequence[Message]], int]  # the tokens of a context of these messages
-    ask: Callable[[Message], Awaitable[Message]]  # the policy's answer to a message after all of these; it is trained
+    ask: Callable[[Message], Awaitable[Message]]  # once: the policy's answer to a message at the end; it is trained
 
 
 @dataclass
 class Condenser(ABC):
     """Base of all condensers."""
-
-    active: ClassVar[bool] = True  # whether it ever leaves anything out
 
     when: When = When.over_budget
     max_condensed_tokens: int = 0  # a context's budget; 0 = environment.max_context_length less a turn
@@ -49,6 +46,16 @@ class Condenser(ABC):
     def __post_init__(self) -> None:
         if self.max_condensed_tokens < 0:
             raise ConfigError(f"condenser.max_condensed_tokens must be >= 0, got {self.max_condensed_tokens}")
+
+    @property
+    def active(self) -> bool:
+        """Whether it ever leaves anything out."""
+        return True
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return type(self).__name__
 
     @abstractmethod
     async def condense(self, conversation: Conversation) -> list[Message]:
@@ -60,14 +67,21 @@ def messages_of(opening: Sequence[Message], steps: Sequence[Step]) -> list[Messa
     return [*opening, *(message for step in steps for message in step)]
 
 
-def newest(conversation: Conversation, steps: Sequence[Step], head: Sequence[Message] = ()) -> list[Message]:
-    """The opening, `head`, and as many of the newest `steps` as the budget allows."""
+def newest(
+    conversation: Conversation, steps: Sequence[Step], head: Sequence[Message] = (), share: float = 1.0
+) -> list[Message]:
+    """The opening, `head`, and as many of the newest `steps` as that share of the budget holds."""
     opening = [*conversation.opening, *head]
-    low, high = 0, len(steps)  # fewer steps never have more tokens
-    while low < high:
+
+    def fits(count: int) -> bool:
+        kept = steps[len(steps) - count :]
+        return conversation.count(messages_of(opening, kept)) <= conversation.budget * share
+
+    low, high = 0, 1  # that many fit; from the end, since only a little of a long conversation may
+    while high <= len(steps) and fits(high):
+        low, high = high, 2 * high
+    high = min(high, len(steps) + 1)
+    while high - low > 1:
         middle = (low + high) // 2
-        if conversation.count(messages_of(opening, steps[middle:])) <= conversation.budget:
-            high = middle
-        else:
-            low = middle + 1
-    return messages_of(opening, steps[low:])
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return messages_of(opening, steps[len(steps) - low :])

@@ -5,13 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, newest
+from mtgrpo.extension import ConfigError
 from mtgrpo.types import Message
 
 
 @dataclass
 class DropOldest(Condenser):
-    """Keeps the opening and the newest steps that the budget holds."""
+    """Keeps the opening and the newest steps, until they fill the share `fill` of the budget.
+
+    The rest is room to grow into: a context that is full again at once would be written anew at every turn.
+    """
+
+    fill: float = 0.6  # share of the budget
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.fill <= 1:
+            raise ConfigError(f"condenser drop_oldest: fill must be in (0, 1], got {self.fill}")
 
     async def condense(self, conversation: Conversation) -> list[Message]:
         """Whole steps are dropped, the oldest first."""
-        return newest(conversation, conversation.steps)
+        return newest(conversation, conversation.steps, share=self.fill)

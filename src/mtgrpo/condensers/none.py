@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from mtgrpo.condensers import Condenser, Conversation, messages_of
 from mtgrpo.types import Message
@@ -13,7 +12,10 @@ from mtgrpo.types import Message
 class Whole(Condenser):
     """Nothing is condensed: a conversation that exceeds environment.max_context_length is truncated."""
 
-    active: ClassVar[bool] = False
+    @property
+    def active(self) -> bool:
+        """It leaves nothing out."""
+        return False
 
     async def condense(self, conversation: Conversation) -> list[Message]:
         """Everything, whatever the budget."""

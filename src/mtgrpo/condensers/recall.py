@@ -53,11 +53,13 @@ def bm25(documents: Sequence[Sequence[str]], query: Sequence[str]) -> list[int]:
     counts = [Counter(document) for document in documents]
     length = sum(map(len, documents)) / max(1, len(documents))
 
+    having = Counter(word for count in counts for word in count)
+    words = sorted(set(query) & set(having))  # in one order: sums of floats depend on it
+
     def score(count: Counter[str]) -> float:
         found = 0.0
-        for word in set(query) & set(count):
-            having = sum(word in other for other in counts)
-            rarity = math.log(1 + (len(counts) - having + 0.5) / (having + 0.5))
+        for word in words:
+            rarity = math.log(1 + (len(counts) - having[word] + 0.5) / (having[word] + 0.5))
             damped = K1 * (1 - B + B * count.total() / length)
             found += rarity * count[word] * (K1 + 1) / (count[word] + damped)
         return found

@@ -14,7 +14,8 @@ class Summarize(Condenser):
     """The policy itself writes a summary; it is sampled, trained and credited as a turn of the trajectory.
 
     The next context is the opening, the summary as what the model said, `go_on` as what it was told then, and the last
-    `keep_last_n_steps` steps, as many as the budget holds. A summary is cut by sampling.max_new_tokens, as every turn.
+    `keep_last_n_steps` steps, as many as the budget holds. A summary is cut at sampling.max_new_tokens, and at half
+    of the budget.
     """
 
     instruction: str = "Summarize what matters for the task so far."

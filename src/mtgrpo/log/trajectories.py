@@ -55,6 +55,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "output_tokens": len(turn.output),
         "finish": turn.finish.value,
         "extends": turn.extends,
+        **({"aside": True} if turn.aside else {}),
         "version_min": min(turn.versions, default=None),
         "version_max": max(turn.versions, default=None),
     }

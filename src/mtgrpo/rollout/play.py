@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtgrpo.condensers import Condenser, Conversation, Step, When
+from mtgrpo.condensers import Condenser, Conversation, Step, When, newest
 from mtgrpo.condensers.none import Whole
-from mtgrpo.environments import Environment, Opening
+from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.extension import ConfigError
 from mtgrpo.rollout.chat import Chat
 from mtgrpo.types import Finish, Message, Sample, Sampling, Status, Task, ToolSpec, Trajectory, Turn
@@ -56,21 +56,19 @@ async def play(
     try:
         for spoken in range(1, environment.max_turns + 1):
             turn = await playing.turn()
-            if playing.asks_to_condense(turn.message):
-                await playing.go_on(
-                    turn, (Message("tool", "done", name=CONDENSE.name),), limits.tool_tokens, asked=True
-                )
-                continue
-            began = time.perf_counter()
-            reply = await environment.step(turn.message)
-            trajectory.tool_s += time.perf_counter() - began
-            turn.observations = reply.messages
+            message, asked = playing.requested(turn.message)
+            reply = Reply()
+            if message is not None:
+                began = time.perf_counter()
+                reply = await environment.step(message)
+                trajectory.tool_s += time.perf_counter() - began
+            turn.observations = (*reply.messages, *asked)
             trajectory.tool_calls += reply.tool_calls
             trajectory.tool_errors += reply.tool_errors
             if reply.done:
                 return trajectory
             if spoken < environment.max_turns:
-                await playing.go_on(turn, reply.messages, environment.max_tool_tokens)
+                await playing.go_on(turn, reply.messages, environment.max_tool_tokens, asked)
         raise _LimitError("max_turns")
     except _LimitError as limit:
         trajectory.status = Status.TRUNCATED
@@ -95,24 +93,34 @@ class _Playing:
         self._chat, self._sample, self._sampling = chat, sample, sampling
         self._limits, self._condenser = limits, condenser
         told = condenser.active and condenser.when is When.on_request
+        if told and any(tool.name == CONDENSE.name for tool in opening.tools):
+            raise ConfigError(
+                f"condenser.when=on_request: the environment has a tool {CONDENSE.name} of its own; rename it"
+            )
         self._tools = (*opening.tools, CONDENSE) if told else opening.tools
         self._opening = opening.messages
-        self._steps: list[Step] = []  # what the present context holds beside the opening
+        self._all: list[Step] = []  # what was said since the opening
+        self._steps: list[Step] = []  # what of it the present context holds
         self._context = self._new = chat.open(opening.messages, self._tools)
         self._extends = False
         self._tool_tokens = 0
-        room = condenser.max_condensed_tokens or max(1, limits.context_tokens - sampling.max_new_tokens)
-        self._budget = min(room, limits.context_tokens)
+        most = max(1, limits.context_tokens - sampling.max_new_tokens)
+        self._budget = min(condenser.max_condensed_tokens or most, most)
+        self._longest_aside = max(1, (self._budget - len(self._context)) // 2)
         if condenser.active and len(self._context) > self._budget:
             raise ConfigError(
-                f"condenser {type(condenser).__name__}: system prompt and task {trajectory.task.id} have "
+                f"condenser {condenser.name}: system prompt and task {trajectory.task.id} have "
                 f"{len(self._context)} tokens, its budget is {self._budget}; set condenser.max_condensed_tokens or "
                 "environment.max_context_length higher, or sampling.max_new_tokens lower"
             )
 
-    def asks_to_condense(self, message: Message) -> bool:
-        """Whether the model called the tool for it, and nothing else."""
-        return CONDENSE in self._tools and [call.name for call in message.tool_calls] == [CONDENSE.name]
+    def requested(self, message: Message) -> tuple[Message | None, tuple[Message, ...]]:
+        """What is left of a message for the environment, if anything, and the answer where it asked to condense."""
+        calls = tuple(call for call in message.tool_calls if call.name != CONDENSE.name)
+        if CONDENSE not in self._tools or len(calls) == len(message.tool_calls):
+            return message, ()
+        left = dataclasses.replace(message, tool_calls=calls) if calls else None
+        return left, (Message("tool", "done", name=CONDENSE.name),)
 
     async def turn(self, aside: bool = False) -> Turn:
         """Sample the next turn. Raises _LimitError where there is no room, or a limit cut it; an aside may be cut."""
@@ -122,6 +130,8 @@ class _Playing:
             "max_context_length": limits.context_tokens - len(self._context),
             "max_trajectory_tokens": limits.sampled_tokens - trajectory.sampled_tokens,
         }
+        if aside:
+            rooms["max_condensed_tokens"] = self._longest_aside
         limit = min(rooms, key=lambda name: rooms[name])
         if rooms[limit] < 1:
             raise _LimitError("max_context_length" if rooms["max_context_length"] < 1 else limit)
@@ -144,18 +154,21 @@ class _Playing:
             raise _LimitError(limit)
         return turn
 
-    async def go_on(self, turn: Turn, answers: Sequence[Message], most: int, asked: bool = False) -> None:
+    async def go_on(self, turn: Turn, answers: Sequence[Message], most: int, asked: Sequence[Message] = ()) -> None:
         """Make the context of the next turn, after `turn` was answered; condense it where that is due.
 
-        Raises _LimitError when the environment has said more than `most` tokens at once, or too many in all.
+        asked: the answer to a request to condense, which no condensed context holds. Raises _LimitError when the
+        environment has said more than `most` tokens at once, or too many in all.
         """
-        before = self._steps
-        self._steps = [*before, (turn.message, *answers)]
-        extension = self._extension(before, turn.message, answers)
+        before, told = self._steps, (*answers, *asked)
+        if answers:
+            self._all.append((turn.message, *answers))
+        self._steps = [*before, (turn.message, *told)]
+        extension = self._extension(before, turn.message, told)
         whole = [*self._context, *turn.output, *extension] if extension is not None else self._open(self._messages())
         self._count_tool_tokens(len(extension) if extension is not None else self._spelled(answers), most)
         due = asked or self._condenser.when is When.every_turn or len(whole) > self._budget
-        if self._condenser.active and due and await self._condense(before, turn, answers, len(whole)):
+        if self._condenser.active and due and await self._condense(before, turn, told, len(whole)):
             return
         self._context, self._extends = whole, extension is not None
         self._new = whole if extension is None else extension
@@ -171,42 +184,59 @@ class _Playing:
         """Let the condenser choose the messages of the next context; false when it leaves them as they are."""
 
         async def ask(question: Message) -> Message:
-            told = [*answers, question]
-            extension = self._extension(before, turn.message, told)
-            messages = [*self._messages(), question]
-            self._new = self._open(messages) if extension is None else extension
-            self._extends = extension is not None
-            self._context = [*self._context, *turn.output, *extension] if extension is not None else self._new
-            return (await self.turn(aside=True)).message
+            return await self._ask(conversation, before, turn, answers, question)
 
         conversation = Conversation(
             opening=self._opening,
-            steps=tuple(self._steps),
+            steps=tuple(self._all),
             budget=self._budget,
             count=lambda messages: len(self._open(messages)),
             ask=ask,
         )
         messages = await self._condenser.condense(conversation)
-        if messages == self._messages() and not self.trajectory.turns[-1].aside:
+        asked = self.trajectory.turns[-1].aside
+        if messages == self._messages() and not asked and tokens <= self._budget:
             return False
         context = self._open(messages) if messages else []
-        self._check(messages, len(context), tokens)
+        self._check(messages, len(context), tokens, asked)
         self._steps = _steps(messages[len(self._opening) :])
         self._context = self._new = context
         self._extends = False
         return True
 
-    def _check(self, messages: Sequence[Message], tokens: int, given: int) -> None:
-        """Raises ConfigError for what a condenser may not do."""
-        name = f"condenser {type(self._condenser).__name__}"
+    async def _ask(
+        self, whole: Conversation, before: Sequence[Step], turn: Turn, answers: Sequence[Message], question: Message
+    ) -> Message:
+        """What the policy says to `question` after all of this, in a turn that the environment never sees."""
+        if self.trajectory.turns[-1].aside:
+            raise ConfigError(f"condenser {self._condenser.name} asked the policy twice; it may once")
+        extension = self._extension(before, turn.message, [*answers, question])
+        context = [*self._context, *turn.output, *(extension or [])]
+        room = self._limits.context_tokens - self._longest_aside
+        if extension is not None and len(context) <= room:
+            self._context, self._new, self._extends = context, extension, True
+        else:  # as much of the end as there is room for
+            steps = tuple(self._steps)
+
+            def count(messages: Sequence[Message]) -> int:
+                return len(self._open([*messages, question]))
+
+            known = dataclasses.replace(whole, steps=steps, budget=room, count=count)
+            self._context = self._new = self._open([*newest(known, steps), question])
+            self._extends = False
+        return (await self.turn(aside=True)).message
+
+    def _check(self, messages: Sequence[Message], tokens: int, given: int, asked: bool) -> None:
+        """Raises ConfigError for what a condenser may not do; that a summary is too long is no fault of its own."""
+        name = f"condenser {self._condenser.name}"
         if not messages:
             raise ConfigError(f"{name} gave no messages; it must give the opening at least")
         if tuple(messages[: len(self._opening)]) != tuple(self._opening):
             raise ConfigError(f"{name} changed system prompt or task; its messages must begin with the opening")
-        if tokens > max(given, self._budget):
+        if tokens > max(given, self._budget) and not asked:
             raise ConfigError(f"{name} made a context of {tokens} tokens from one of {given}; it must not grow")
         if tokens > self._budget:
-            raise _LimitError("max_context_length")
+            raise _LimitError("max_condensed_tokens")
 
     def _messages(self) -> list[Message]:
         return [*self._opening, *(message for step in self._steps for message in step)]

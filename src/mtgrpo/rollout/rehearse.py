@@ -35,7 +35,7 @@ async def rehearse(
     script = _Script(task, opening, list(messages), chat, condenser)
     limits = Limits(context_tokens, sampled_tokens=UNLIMITED, tool_tokens=UNLIMITED)
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    return await play(task, _Told(script=script), chat, script.sample, sampling, limits, _Asking(script=script))
+    return await play(task, _Told(script=script), chat, script.sample, sampling, limits, _Asking(script))
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Script:
         message = self.messages.pop(0)
         if self.asked and message.name != SUMMARY:
             raise ConfigError(
-                f"condenser {type(self.condenser).__name__} asks for a summary, and the demonstration of task "
+                f"condenser {self.condenser.name} asks for a summary, and the demonstration of task "
                 f"{self.task.id} has none; choose another condenser or sft.steps=0"
             )
         self.asked = False
@@ -84,23 +84,20 @@ class _Told(Environment):
         return Reply(answers, done=not answers or not self.script.messages)
 
 
-@dataclass
 class _Asking(Condenser):
     """The condenser of the script, which is told when it asks."""
 
-    script: _Script | None = None
+    def __init__(self, script: _Script) -> None:
+        super().__init__(script.condenser.when, script.condenser.max_condensed_tokens)
+        self._script = script
 
-    def __post_init__(self) -> None:
-        assert self.script is not None
-        self.active, self.when = self.script.condenser.active, self.script.condenser.when  # pyright: ignore[reportAttributeAccessIssue]
-        self.max_condensed_tokens = self.script.condenser.max_condensed_tokens
+    @property
+    def name(self) -> str:
+        return self._script.condenser.name
 
     async def condense(self, conversation: Conversation) -> list[Message]:
-        assert self.script is not None
-        script = self.script
-
         async def ask(question: Message) -> Message:
-            script.asked = True
+            self._script.asked = True
             return await conversation.ask(question)
 
-        return await script.condenser.condense(replace(conversation, ask=ask))
+        return await self._script.condenser.condense(replace(conversation, ask=ask))

@@ -20,7 +20,8 @@ class Ledger(TaskSource):
 
     The answer is the total after `####`. What is needed at any time is the total so far and the page last read, so that
     an agent that keeps the end of the conversation, or writes the total down, can finish whatever the number of pages.
-    A fifth of all amounts is held out: it appears in `eval` tasks only.
+    A fifth of all amounts is held out: it appears in `eval` tasks only. It needs
+    environment.tools=[calculator,next_page] and environment.max_turns of twice the pages and one more.
     """
 
     min_pages: int = 8
@@ -59,9 +60,9 @@ class Ledger(TaskSource):
         pages = list(task.metadata["pages"])
         kind = "right" if rng.random() < self.right else rng.choice(["misread", "early", "guess"])
         if kind == "guess":
-            return (Message("assistant", f"#### {sum(pages) + rng.randrange(-999, 999)}"),)
+            return (Message("assistant", f"#### {sum(pages) + rng.randrange(1, 999)}"),)
         if kind == "early":
-            return tuple(_told(pages[: rng.randrange(2, len(pages))], misread=-1, finished=False))
+            return tuple(_told(pages[: rng.randrange(1, len(pages))], misread=-1, finished=False))
         return tuple(_told(pages, rng.randrange(1, len(pages)) if kind == "misread" else -1, finished=True))
 
 
