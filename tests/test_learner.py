@@ -29,7 +29,8 @@ from mtgrpo.algorithms.ppo import PPO
 from mtgrpo.algorithms.reinforce_pp import ReinforcePP
 from mtgrpo.algorithms.rloo import RLOO
 from mtgrpo.algorithms.sapo import SAPO
-from mtgrpo.batch.forest import build_batch
+from mtgrpo.batch.forest import Batch, build_batch
+from mtgrpo.batch.packing import Packing, pack
 from mtgrpo.credits import Credit, Level
 from mtgrpo.credits.gae import GAE
 from mtgrpo.credits.gigpo import GiGPO
@@ -37,7 +38,9 @@ from mtgrpo.credits.return_to_go import ReturnToGo
 from mtgrpo.credits.trajectory import WholeTrajectory
 from mtgrpo.credits.turn import ByTurn
 from mtgrpo.extension import ConfigError
+from mtgrpo.model.attention import Attention, choose_attention
 from mtgrpo.model.value import add_value_head
+from mtgrpo.policy.forward import flops_of, layout_of
 from mtgrpo.policy.learner import Learner, Learning, Updates
 from mtgrpo.policy.reference import ReferenceSettings, freeze, move
 from mtgrpo.policy.step import Metrics
@@ -95,12 +98,23 @@ def credit_for(algorithm: Algorithm) -> Credit:
     return GAE() if algorithm.has_critic else WholeTrajectory()
 
 
+class OverRanks(Watched):
+    """Takes the micro-batches of three ranks one after the other."""
+
+    def pack(self, batch: Batch, entries: Tensor) -> Packing:
+        found = pack(batch, entries, LONGEST, flops_of(self.model), layout_of(self.model), ranks=3)
+        assert all(found.micro_batches)
+        return replace(found, micro_batches=[[micro for rank in found.micro_batches for micro in rank]])
+
+
 def updates(
     learning: Learning,
     trajectories: Sequence[Trajectory] = TRAJECTORIES,
     token_budget: int = ONE_MICRO_BATCH,
     lr: float = 5e-4,
     reference: bool = False,
+    attention: Attention = Attention.forest,
+    kind: type[Watched] = Watched,
     sizes: Sequence[int] = (2, 2),
 ) -> tuple[list[Metrics], list[dict[str, Tensor]], Metrics]:
     """Metrics and gradients of every update, and the metrics of the batch, in groups of these `sizes`."""
@@ -111,7 +125,8 @@ def updates(
         with torch.no_grad():
             for parameter in head.parameters():
                 parameter += 0.05
-    policy = Watched(model, lr=lr, token_budget=token_budget)
+    choose_attention(model, attention)
+    policy = kind(model, lr=lr, token_budget=token_budget)
     batch = build_batch(trajectories)
     parts = [list(part) for part in _split(trajectories, sizes)]
     groups = [Group(part[0].task, part) for part in parts]
@@ -170,6 +185,18 @@ def test_invariance_to_segments(case: int, breaks: set[int]) -> None:
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
 def test_invariance_to_the_micro_batch_cut(case: int) -> None:
     assert_the_same(case, updates(learning_of(*CASES[case]), token_budget=LONGEST, reference=True))
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_invariance_to_padding(case: int) -> None:
+    """Padded rows, one for each conversation, in place of the forest."""
+    assert_the_same(case, updates(learning_of(*CASES[case]), reference=True, attention=Attention.sdpa))
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_invariance_to_ranks(case: int) -> None:
+    """Each of three ranks takes a part of the batch; their gradients add up to the whole."""
+    assert_the_same(case, updates(learning_of(*CASES[case]), reference=True, kind=OverRanks))
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
