@@ -58,7 +58,7 @@ GROUPS: dict[str, dict[str, Arm]] = {
         "outcome alone": Arm([], [f"task.demonstrator={SELDOM}"]),
         "credit=turn": Arm(["reward=calculation", "credit=turn"], [f"task.demonstrator={SELDOM}"]),
     },
-    "kl": {"kl.target": Arm(["kl.coef=0.3", "kl.estimator=k2", f"kl.target={KL_TARGET}", "kl.adaptation=1"])},
+    "kl": {"kl.target": Arm(["kl.coef=0.1", "kl.estimator=k2", f"kl.target={KL_TARGET}", "kl.adaptation=1"])},
     "stale": {
         "correction.old=engine": Arm(["rollout.max_staleness=4"]),
         "decoupled": Arm(["rollout.max_staleness=4", "correction.old=trainer", "correction.weight=token"]),

@@ -40,7 +40,7 @@ class KL:
     estimator: Estimator = Estimator.k3  # of the KL, token by token
     place: Place = Place.loss  # where the penalty is
     unbiased: bool = False  # in the loss: times the ratio
-    target: float = 0.0  # nats per token at which `coef` is held by adapting it; 0 = it stays what it is
+    target: float = 0.0  # nats per token at which the KL is held by adapting `coef`, once it is met; 0 = off
     adaptation: float = 0.5  # how quickly: per step `coef` changes by at most a fifth of this share
 
     def __post_init__(self) -> None:

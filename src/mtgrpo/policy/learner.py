@@ -75,6 +75,7 @@ class Learner:
         assert (reference is not None) == (learning.kl.coef > 0), "a KL penalty compares with a reference"
         self.policy = policy
         self.kl_coef = learning.kl.coef  # as it was adapted
+        self._target_met = False  # whether the KL has reached its target
         self._learning = learning
         self._reference = reference  # what a KL penalty compares with
 
@@ -105,7 +106,10 @@ class Learner:
         metrics = _mean(collected)
         metrics |= {"updates": float(len(collected)), "trained_tokens": float(len(prepared.entries))}
         metrics |= self._describe(batch, prepared, objective.first_logp)
-        self.kl_coef = learning.kl.adapted(self.kl_coef, metrics.get("kl", learning.kl.target))
+        measured = metrics.get("kl", learning.kl.target)
+        self._target_met |= measured >= learning.kl.target
+        if self._target_met:  # before, it would only fall, and be too low when the target is met
+            self.kl_coef = learning.kl.adapted(self.kl_coef, measured)
         self.move_reference(version + 1)
         return metrics
 
