@@ -1,9 +1,10 @@
 """Groups for training, played ahead of the trainer as far as `max_staleness` allows; every one of them is trained.
 
 A group that is admitted at policy version v (the number of weight updates) is due at version v + max_staleness: it is
-trained then or before. A batch is the groups that are due, which it waits for, and then what else has finished, the
-oldest first, as long as all that is left can still be trained in time. Twice `prompts_per_step` groups are in play, and
-one more for each that others have overtaken, but no more than could be trained in time. So quick tasks go on while slow
+trained then or before, unless a filter leaves it out or has refilled the batch with more than it needs. A batch is the
+groups that are due, which it waits for, and then what else has finished, the oldest first, as long as all
+that is left can still be trained in time. Twice `prompts_per_step` groups are in play, and one more for each
+that others have overtaken, but no more than could be trained in time. So quick tasks go on while slow
 ones are played, no group is older than `max_staleness` updates when it is trained, none is thrown away, and a slow task
 is trained as often as a quick one. With `max_staleness` 0 everything is due at once: synchronous training.
 """
