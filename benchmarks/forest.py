@@ -243,12 +243,16 @@ def gradient(model: PreTrainedModel) -> Tensor:
 
 def check(size: str) -> None:
     """All sides have one gradient; this also warms up."""
-    sides = Sides(size, Scenario(2, 3, 40, (10, 20), 3, observed=10), TOKEN_BUDGET)
+    agree(Sides(size, Scenario(2, 3, 40, (10, 20), 3, observed=10), TOKEN_BUDGET), SIDES)
+
+
+def agree(sides: Sides, names: Sequence[str]) -> None:
+    """Asserts that these sides have one gradient."""
     found: list[Tensor] = []
-    for side in SIDES:
+    for side in names:
         sides.step(side)()
         found.append(gradient(sides.rival if side.endswith("padded") else sides.model))
-    for side, flat in zip(SIDES, found, strict=True):
+    for side, flat in zip(names, found, strict=True):
         error = ((flat - found[0]).norm() / found[0].norm()).item()
         assert error < 1e-4, f"{side}: its gradient differs by {error}"
 

@@ -63,6 +63,21 @@ def forest() -> str:
     return table(["batch", "model", "padded rows", "packed rows, one per turn", "forest", "of the ideal"], rows)
 
 
+def condensation() -> str:
+    """Per-turn rows against the forest where the context is condensed at every turn."""
+    _, detail = read("condensation")
+    rows: list[list[str]] = []
+    for case in detail["cases"].values():
+        added = detail["summary"] + detail["sampled"] + detail["observed"]
+        times = [f"{statistics.median(case['ms'][side]):,.0f} ms" for side in ("per_turn_packed", "forest")]
+        speedup = "{:.2f} ({:.2f}-{:.2f})".format(case["speedup"], *case["quartiles"])
+        batch = f"{case['siblings']} x {case['turns']} turns"
+        ratios = [f"{case['tokens']:.2f}", f"{case['ideal']:.2f}", speedup, f"{case['fraction']:.0%}"]
+        rows.append([batch, f"{case['prompt'] / added:g}", *times, *ratios])
+    head = ["batch", "p / s", "packed rows, one per turn", "forest", "tokens", "operations", "time", "of the ideal"]
+    return table(head, rows)
+
+
 def rollout() -> str:
     """Sampling against vLLM and transformers."""
     _, detail = read("rollout")
@@ -190,6 +205,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         forest,
+        condensation,
         rollout,
         versus_trl,
         learning,

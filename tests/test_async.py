@@ -10,7 +10,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
@@ -33,6 +32,7 @@ from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.extension import ConfigError
 from mtgrpo.model import tiny
 from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.step import Policy
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.chat import ChatSettings, open_chat
 from mtgrpo.rollout.group import Player, Rollout
@@ -97,10 +97,11 @@ class Napper:
             self.open -= 1
 
 
-def napping(seconds: Sequence[float], batch: int, staleness: int) -> tuple[Stream, Napper]:
+def napping(seconds: Sequence[float], batch: int, staleness: int, in_play: float = 2.0) -> tuple[Stream, Napper]:
     napper = Napper(seconds)
     tasks = IndexedStream(len(seconds), lambda index: Task(str(index), ()), seed=0)
-    return Stream(cast(Player, napper), tasks, Rollout(prompts_per_step=batch, max_staleness=staleness)), napper
+    settings = Rollout(prompts_per_step=batch, max_staleness=staleness, in_play=in_play)
+    return Stream(cast(Player, napper), tasks, settings), napper
 
 
 async def trained(stream: Stream, steps: int, training_s: float = 1.0) -> list[Played]:
@@ -112,10 +113,10 @@ async def trained(stream: Stream, steps: int, training_s: float = 1.0) -> list[P
     return batches
 
 
-@given(st.lists(st.floats(0.01, 50), min_size=1, max_size=30), st.integers(1, 5), st.integers(0, 4))
+@given(st.lists(st.floats(0.01, 50), min_size=1, max_size=30), st.integers(1, 5), st.integers(0, 4), st.floats(1.01, 4))
 @settings(max_examples=60, deadline=None)
-def test_staleness_bound(seconds: list[float], batch: int, staleness: int) -> None:
-    stream, napper = napping(seconds, batch, staleness)
+def test_staleness_bound(seconds: list[float], batch: int, staleness: int, in_play: float) -> None:
+    stream, napper = napping(seconds, batch, staleness, in_play)
     batches = in_jumping_time(trained(stream, 12))
     for version, played in enumerate(batches):
         assert len(played.groups) == batch
@@ -284,6 +285,7 @@ def player(engine: Any, environment: Environment, **changed: Any) -> Player:
         "retries": 0,
         "timeout_s": 0.0,
         "open_conversation": lambda scope, task, sibling: engine.conversation(Key(5, scope, task, sibling)),
+        "attend": None,
         "slots": asyncio.Semaphore(1000),
     }
     return Player(**named | changed)
@@ -393,48 +395,47 @@ def run_small(folder: Path, *words: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["stage"] == "reinforcement learning"]
 
 
-def test_training_goes_on_beside_rollouts_within_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: set[int] = set()
-    step = Optimizer.step
-
-    def noted(self: Optimizer) -> float:
-        threads.add(threading.get_ident())
-        return step(self)
-
-    monkeypatch.setattr(Optimizer, "step", noted)
+def test_training_goes_on_beside_rollouts_within_the_bound(tmp_path: Path) -> None:
     rows = run_small(tmp_path / "run", "rollout.max_staleness=2", "trainer.steps=8", "kl.coef=0.01")
     assert len(rows) == 8
     assert all(row["rollout/staleness_max"] <= 2 for row in rows)
     assert all(0 <= row["rollout/token_staleness"] <= row["rollout/staleness_max"] for row in rows)
     assert rows[-1]["rollout/staleness_max"] >= 1
-    assert threads and threading.get_ident() not in threads
     shares = [row[f"perf/{name}_share"] for row in rows for name in ("queue", "decode", "tool")]
     assert sum(shares) == pytest.approx(len(rows))
 
 
-def test_weights_are_never_written_while_the_engine_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = threading.Event()
-    engine_step, optimizer_step = LocalEngine._step, Optimizer.step
-    written: list[bool] = []
-    changed: list[bool] = []
+@pytest.mark.parametrize("words", [[], ["kl.coef=0.01", "algorithm=gspo", "trainer.updates_per_batch=2"]])
+def test_the_engine_has_its_turn_between_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """And after the last update of a batch never samples from the new weights in the name of the old."""
+    events: list[str] = []
+    engine_step, score, optimizer_step = LocalEngine._step, Policy.score, Optimizer.step
+    seen: list[tuple[int, int]] = []  # in each step of the engine: the version it knows, and rollout batches learnt
 
-    def read(self: LocalEngine) -> None:
-        before = [parameter._version for parameter in self._parameters]
-        reading.set()
+    def sampled(self: LocalEngine) -> None:
+        events.append("engine")
+        seen.append((self.version, events.count("update") // per_batch))
         engine_step(self)
-        reading.clear()
-        changed.append(before != [parameter._version for parameter in self._parameters])
 
-    def write(self: Optimizer) -> float:
-        written.append(reading.is_set())
-        time.sleep(0.01)
+    def scored(self: Policy, *arguments: Any) -> Any:
+        events.append("micro-batch")
+        return score(self, *arguments)
+
+    def updated(self: Optimizer) -> float:
+        events.append("update")
         return optimizer_step(self)
 
-    monkeypatch.setattr(LocalEngine, "_step", read)
-    monkeypatch.setattr(Optimizer, "step", write)
-    run_small(tmp_path / "run", "rollout.max_staleness=2", "trainer.steps=6")
-    assert written == [False] * len(written) and written
-    assert changed and not any(changed)
+    per_batch = 2 if words else 1
+    monkeypatch.setattr(LocalEngine, "_step", sampled)
+    monkeypatch.setattr(Policy, "score", scored)
+    monkeypatch.setattr(Optimizer, "step", updated)
+    several = ["rollout.prompts_per_step=6", "rollout.group_size=3", "batch.token_budget=128"]  # micro-batches
+    run_small(tmp_path / "run", "rollout.max_staleness=2", "trainer.steps=6", *several, *words)
+    assert ["micro-batch", "engine", "micro-batch"] in [events[i : i + 3] for i in range(len(events))]
+    assert {version for version, _ in seen} >= {0, 1, 2, 3}
+    assert all(version == learnt for version, learnt in seen)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

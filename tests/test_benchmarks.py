@@ -38,6 +38,30 @@ def test_all_sides_of_the_forest_benchmark_do_the_same_work(monkeypatch: pytest.
     assert found["forest"].flops < found["merged_padded"].flops < found["per_turn_packed"].flops
 
 
+def test_the_condensation_benchmark_counts_the_tokens_of_its_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    condensation = load_file(RECORD.parent / "condensation.py")
+    assert len(condensation.CASES) == 8
+    for name in ("g1_0.5", "g1_4", "g8_4"):
+        case = condensation.CASES[name]
+        turns = case.siblings * case.turns
+        sides = condensation.Sides("2m", case, condensation.TOKEN_BUDGET)
+        # the last token of every turn is predicted, but never computed
+        rows, ours = (sides.work(side).tokens + turns for side in condensation.SIDES)
+        assert (rows, ours) == (turns * (case.prompt + 256), case.prompt + turns * 256)
+        assert rows / ours == condensation.token_ratio(case)
+
+
+def test_the_condensation_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    condensation = load_file(RECORD.parent / "condensation.py")
+    small = condensation.Scenario(1, 2, 40, (10, 10), 3, observed=10, summary=5)
+    found = condensation.measure("small", small, 2)  # which compares the gradients
+    assert 1 < found["ideal"] < found["tokens"] and found["fraction"] > 0
+    assert all(len(times) == 2 for times in found["ms"].values())
+    assert "small" in capsys.readouterr().out
+
+
 def test_the_head_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(RECORD.parent)
     head = load_file(RECORD.parent / "logprobs.py")

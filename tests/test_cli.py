@@ -302,7 +302,7 @@ def test_a_file_dropped_into_a_folder_is_an_option(monkeypatch: pytest.MonkeyPat
         ("task=gsm8", ["there is no task=gsm8; did you mean gsm8k?", "word_problems", "path/to/file.py:Name"]),
         ("algorithm=kl", ["there is no algorithm=kl; known: cispo, dapo, dppo, dr_grpo, gmpo, grpo, gspo, ppo,"]),
         ("reward={target: 1}", ["reward={target: 1}", "choose a reward by its name"]),
-        ("recipe=gsm9k", ["there is no recipe=gsm9k; known: calculator, gsm8k"]),
+        ("recipe=gsm9k", ["there is no recipe=gsm9k; known: calculator, condensed_coding,"]),
         ("recipe=away.yaml", ["there is no file", "away.yaml"]),
         ("seed=1,2", ["seed=1,2 gives several values", "--multirun", "[1,2]"]),
         ("seed=${nowhere}", ["seed", "nowhere"]),

@@ -14,6 +14,7 @@ from mtgrpo.algorithms.credit import ASIDE, rewards_of
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.condensers import Condenser, Conversation, When, messages_of
+from mtgrpo.condensers.attention import Attention
 from mtgrpo.condensers.drop_oldest import DropOldest
 from mtgrpo.condensers.keep_last import KeepLast
 from mtgrpo.condensers.none import Whole
@@ -27,7 +28,7 @@ from mtgrpo.extension import ConfigError
 from mtgrpo.rollout.play import CONDENSE, Limits, play
 from mtgrpo.rollout.rehearse import rehearse
 from mtgrpo.types import Completion, Finish, Group, Message, Sampling, Status, Task, ToolSpec, Trajectory
-from test_play import TASK, WIDE, chat, said
+from test_play import TASK, WIDE, chat, said, tokenizer
 
 SPEC = ToolSpec("next", "The next page.", {"type": "object", "properties": {}})
 CALL = '<tool_call>\n{"name": "next", "arguments": {}}\n</tool_call>'
@@ -80,11 +81,17 @@ def step(text: str, answer: str) -> tuple[Message, ...]:
     return (Message("assistant", text), Message("tool", answer, name="next"))
 
 
-def condensed(condenser: Condenser, steps: Sequence[tuple[Message, ...]], budget: int = 10**6) -> list[str]:
+def condensed(
+    condenser: Condenser, steps: Sequence[tuple[Message, ...]], budget: int = 10**6, shares: Sequence[float] = ()
+) -> list[str]:
     """The contents after the opening; a message costs as many tokens as it has characters."""
 
     async def ask(question: Message) -> Message:
         return Message("assistant", f"asked: {question.content}")
+
+    async def attention(asked: Sequence[tuple[Message, ...]]) -> list[float]:
+        assert list(asked) == list(steps)
+        return list(shares)
 
     conversation = Conversation(
         opening=TASK.messages,
@@ -92,6 +99,7 @@ def condensed(condenser: Condenser, steps: Sequence[tuple[Message, ...]], budget
         budget=budget,
         count=lambda messages: sum(len(message.content) for message in messages[len(TASK.messages) :]),
         ask=ask,
+        attention=attention,
     )
     found = asyncio.run(condenser.condense(conversation))
     assert tuple(found[: len(TASK.messages)]) == TASK.messages
@@ -402,3 +410,70 @@ def test_what_a_condenser_may_not_do_is_told(condenser: Condenser, match: str) -
 def test_impossible_settings_are_refused(build: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         build()
+
+
+# --- attention
+
+
+@pytest.mark.parametrize(
+    ("shares", "settings", "budget", "expected"),
+    [
+        ([0.3, 0.1, 0.2], {"attended_steps": 1}, 99, ["first", "aaaa", "third", "cccc"]),
+        ([0.1, 0.3, 0.0], {"attended_steps": 1}, 99, ["second", "bbbb", "third", "cccc"]),
+        ([0.2, 0.2, 0.0], {"attended_steps": 1}, 99, ["second", "bbbb", "third", "cccc"]),  # of equals the later
+        ([0.3, 0.1, 0.2], {"attended_steps": 2}, 99, ["first", "aaaa", "second", "bbbb", "third", "cccc"]),
+        ([0.3, 0.1, 0.2], {"attended_steps": 2}, 18, ["first", "aaaa", "third", "cccc"]),  # the least is dropped first
+        ([0.3, 0.1, 0.2], {"attended_steps": 2}, 9, ["third", "cccc"]),
+        ([0.1, 0.3, 0.9], {"attended_steps": 1, "keep_last_n_steps": 0}, 99, ["third", "cccc"]),
+        ([0.3, 0.1, 0.2], {"attended_steps": 0}, 99, ["third", "cccc"]),
+    ],
+)
+def test_what_is_attended_to_stays(
+    shares: list[float], settings: dict[str, Any], budget: int, expected: list[str]
+) -> None:
+    assert condensed(Attention(**settings), STEPS, budget, shares) == expected
+
+
+def test_attention_is_measured_in_the_model_and_its_window() -> None:
+    """What is handed to the model are the newest steps that its window holds; the spans are these steps."""
+    asked: list[tuple[list[int], list[tuple[int, int]]]] = []
+
+    async def attend(tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
+        asked.append((list(tokens), list(spans)))
+        return [float(start) for start, _ in spans]
+
+    pages = [f"{name} " * 20 for name in ("one", "two", "three", "four", "five", "six")]
+    limits = replace(WIDE, context_tokens=330)
+    outputs = iter([said(CALL)] * 7)
+
+    async def sample(tokens: Sequence[int], sampling: Sampling) -> Completion:
+        output = next(outputs)
+        return Completion(output, [-1.0] * len(output), [0] * len(output), Finish.STOP)
+
+    condenser = Attention(keep_last_n_steps=1, attended_steps=1, when=When.every_turn)
+    trajectory = asyncio.run(
+        play(TASK, Pages(pages=pages), chat(), sample, Sampling(max_new_tokens=60), limits, condenser, attend)
+    )
+    assert trajectory.status is Status.COMPLETED
+    names = [page.split()[0] for page in pages]
+    held = [len(spans) for _, spans in asked]
+    assert held[:3] == [1, 2, 3]
+    assert held[-1] < 6  # the window is full
+    for number, (tokens, spans) in enumerate(asked, 1):
+        assert len(tokens) <= limits.context_tokens
+        assert spans[-1][1] == len(tokens)
+        for name, (start, end) in zip(names[number - len(spans) : number], spans, strict=True):
+            assert f"{name} {name}" in tokenizer().decode(tokens[start:end])
+    seen = tokenizer().decode(trajectory.context(6))  # the last step, and of the others that with the greatest share
+    assert [name for name in names if f"{name} {name}" in seen] == names[-2:]
+
+
+def test_attention_takes_an_engine_that_measures_it() -> None:
+    with pytest.raises(ConfigError, match="condenser Attention asks for attention"):
+        played([CALL] * 3, ["a", "b"], Attention(when=When.every_turn))
+
+
+@pytest.mark.parametrize("name", ["keep_last_n_steps", "attended_steps"])
+def test_attention_refuses_negative_numbers(name: str) -> None:
+    with pytest.raises(ConfigError, match="condenser attention: keep_last_n_steps and attended_steps must be >= 0"):
+        Attention(**{name: -1})

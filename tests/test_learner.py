@@ -323,9 +323,9 @@ def test_interpolation_needs_no_forward_pass_and_lies_between() -> None:
     class Counting(Watched):
         looks = 0
 
-        def scores(self, *arguments: object) -> object:  # type: ignore[override]
+        def scoring(self, *arguments: object) -> object:  # type: ignore[override]
             self.looks += 1
-            return super().scores(*arguments)  # type: ignore[arg-type]
+            return super().scoring(*arguments)  # type: ignore[arg-type]
 
     def run(old: Old) -> tuple[float, int]:
         policy = Counting(copy.deepcopy(MODEL), lr=5e-4)

@@ -273,6 +273,7 @@ def make_player(
         retries=retries,
         timeout_s=0.0,
         open_conversation=lambda scope, task, sibling: wrap(engine.conversation(Key(5, scope, task, sibling))),
+        attend=None,
         slots=asyncio.Semaphore(max_concurrent),
         scope="train/1",
     )
@@ -515,3 +516,25 @@ def test_a_demonstration_is_laid_out_as_the_policy_would_have_played_it(system_p
         assert [shown.context(index) for index in range(len(shown.turns))] == [context for _, context in engine.asked]
         lengths.add(len(shown.turns))
     assert lengths >= {1, 3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("threshold", "said_first", "turns"), [(0.0, True, 2), (0.36, True, 1), (0.37, True, 2), (0.36, False, 2)]
+)
+def test_a_confident_answer_ends_the_conversation(threshold: float, said_first: bool, turns: int) -> None:
+    """Every token of the fake engine has log-probability -1: a probability of 0.3679."""
+    first = f"{ANSWER} {CALL}" if said_first else CALL
+    script = {0: said(first), 1: said(ANSWER)}
+    environment = ToolUse(tools=["calculator"], end_at_confidence=threshold)
+    player = make_player(ScriptedEngine(lambda key, turn: script[turn]), environment)
+    group = asyncio.run(player.play_group(TASK, 1))
+    assert len(group.trajectories[0].turns) == turns
+    assert group.trajectories[0].status is Status.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("end_at_confidence", 1.0), ("end_at_confidence", -0.1), ("answer_pattern", "(")]
+)
+def test_an_impossible_confidence_or_pattern_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"environment.{name}"):
+        ToolUse(**{name: value})

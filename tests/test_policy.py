@@ -33,7 +33,7 @@ from mtgrpo.policy.forward import Scores
 from mtgrpo.policy.learner import Learner, Learning, Updates
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings, Schedule, factor
 from mtgrpo.policy.reference import freeze
-from mtgrpo.policy.step import Metrics, Policy, TokenLoss
+from mtgrpo.policy.step import Metrics, Policy, TokenLoss, Work
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 TASK = Task("test/0", (Message("user", "?"),))
@@ -98,9 +98,9 @@ class Watched(Policy):
         self.steps: list[tuple[Tensor, Tensor]] = []
         self.metrics: list[Metrics] = []
 
-    def update(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Metrics:
+    def updating(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Work[Metrics]:
         self.steps.append((entries, weights))
-        self.metrics.append(super().update(batch, entries, weights, loss))
+        self.metrics.append((yield from super().updating(batch, entries, weights, loss)))
         return self.metrics[-1]
 
 
@@ -459,13 +459,15 @@ def minibatches(updates: Updates, seed: int) -> list[list[int]]:
         def __init__(self) -> None:
             self.steps: list[list[int]] = []
 
-        def scores(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> Scores:
+        def scoring(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> Work[Scores]:
+            yield
             return Scores(*torch.zeros(2, len(batch), dtype=torch.float64))
 
-        def update(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Metrics:
+        def updating(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Work[Metrics]:
             assert weights.sum().item() == pytest.approx(1, abs=1e-12)
             assert torch.equal(entries, weights.nonzero()[:, 0])
             self.steps.append(sorted(set(batch.trajectory[entries].tolist())))
+            yield
             return {"clip_fraction": 0.0}
 
     policy = Idle()

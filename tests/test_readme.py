@@ -10,6 +10,7 @@ import pytest
 
 from mtgrpo import cli
 from mtgrpo.extension import load_file
+from mtgrpo.options import chosen_class, schema
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 OPTIONS = Path(__file__).parents[1] / "docs" / "options.txt"
@@ -78,3 +79,36 @@ def test_the_list_of_options_is_current(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     assert OPTIONS.read_text() == capsys.readouterr().out, "run `make docs`"
+
+
+VERL = (Path(__file__).parents[1] / "docs" / "coming_from_verl.md").read_text()
+
+
+def test_the_names_beside_those_of_verl_exist() -> None:
+    chosen = {"task": "parquet", "environment": "tool_use", "condenser": "keep_last", "reward": "context_efficiency"}
+    chosen |= {"algorithm": "grpo", "credit": "trajectory", "engine": "local"}
+    known = schema({group: chosen_class(group, option) for group, option in chosen.items()})
+    rows = [line.split("|") for line in VERL.splitlines() if line.startswith("| `")]
+    ours = [
+        word for row in rows for cell in row[2:4] for name in re.findall(r"`([^`]+)`", cell) for word in name.split()
+    ]
+    names = {word.partition("=")[0] for word in ours if "." in word.partition("=")[0]}
+    assert len(names) > 30
+    assert names <= set(known), names - set(known)
+
+
+def test_what_a_user_of_verl_types_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet, table = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow").table
+    monkeypatch.chdir(tmp_path)
+    row = {
+        "data_source": "own",
+        "prompt": [{"role": "user", "content": "What is 17 * 23?"}],
+        "reward_model": {"style": "rule", "ground_truth": "391"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    for name in ("train", "test"):
+        parquet.write_table(table({key: [value] for key, value in row.items()}), f"{name}.parquet")
+    (command,) = [line for line in VERL.splitlines() if line.startswith("mtgrpo train")]
+    with pytest.raises(SystemExit) as done:
+        cli.main([*shlex.split(command)[1:], "model.name=tiny", "--dry-run"])
+    assert done.value.code == 0

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtgrpo import tasks
+from mtgrpo.compose import compose, parse
 from mtgrpo.extension import ConfigError, find, names
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.tasks import Columns, IndexedStream, Split, TaskSource, held_out, permuted
@@ -159,6 +160,27 @@ def test_jsonl_maps_columns_and_keeps_the_rest_as_metadata(tmp_path: Path) -> No
     assert task.metadata == {"solution": {"value": 4.0}, "answers": ["four"]}
 
 
+@pytest.mark.parametrize(
+    "row, answer, answers",
+    [
+        ({"reward_model": {"ground_truth": "4"}}, "4", None),
+        ({"reward_model": {"ground_truth": 4.0}}, "4", None),
+        ({"reward_model": {"ground_truth": "4"}, "answer": "5"}, "5", None),
+        ({"reward_model": {"ground_truth": "4"}, "answer": None}, "4", None),
+        ({"reward_model": {"ground_truth": ["4", "four"]}}, "4", ["4", "four"]),
+        ({"reward_model": {"ground_truth": {"target": ["4", "four"]}}}, "4", ["4", "four"]),
+        ({"reward_model": {"ground_truth": {"target": ["4"]}}}, "4", None),
+        ({"reward_model": {"style": "model"}}, "", None),
+        ({"answer": ["4", 5]}, "4", ["4", "5"]),
+    ],
+)
+def test_answers_are_found(tmp_path: Path, row: dict[str, Any], answer: str, answers: list[str] | None) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", **row}])
+    task = next(Jsonl(path=str(path), eval_fraction=0).open(Split.train, 0))
+    assert (task.answer, task.metadata.get("answers")) == (answer, answers)
+    assert task.metadata.get("reward_model") == row.get("reward_model")
+
+
 def test_jsonl_reads_conversations_with_tool_calls(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1+1"}'}}
     messages = [
@@ -203,11 +225,63 @@ def test_jsonl_splits_are_disjoint_complete_and_stable(tmp_path: Path) -> None:
 def test_jsonl_folder_never_trains_on_the_files_held_out(tmp_path: Path) -> None:
     for name in ("a", "b", "test"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}] * 3)
-    source = Jsonl(path=str(tmp_path), eval_path=str(tmp_path / "test.jsonl"))
+    source = Jsonl(path=str(tmp_path), val_files=[str(tmp_path / "test.jsonl")])
     assert take(source.open(Split.train, 0, repeat=False), 99) == ["a/1", "a/2", "a/3", "b/1", "b/2", "b/3"]
     assert take(source.open(Split.eval, 0, repeat=False), 99) == ["test/1", "test/2", "test/3"]
-    source.path = source.eval_path
-    assert "holds only the held-out files" in error_of(lambda: source.open(Split.train, 0))
+    source.val_files = [str(tmp_path)]
+    assert "holds only the files of task.val_files=" in error_of(lambda: source.open(Split.train, 0))
+
+
+def test_a_file_behind_a_link_is_the_same_file(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", [{"prompt": "a"}])
+    (folder / "test.jsonl").symlink_to(write_jsonl(tmp_path / "blob", [{"prompt": "test"}]))
+    source = Jsonl(path=str(folder), val_files=[str(tmp_path / "blob")])
+    assert take(source.open(Split.train, 0, repeat=False), 99) == ["a/1"]
+    source = Jsonl(path=str(folder), val_files=[str(folder / "test.jsonl")])
+    assert take(source.open(Split.train, 0, repeat=False), 99) == ["a/1"]
+    assert take(source.open(Split.eval, 0, repeat=False), 99) == ["test/1"]
+
+
+def test_rows_of_all_files_have_ids_of_their_own(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("x/train.jsonl", "y/train.jsonl", "y/train.json", "y/z.jsonl", "v/z.jsonl")]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        write_jsonl(path, [{"prompt": str(path)}] * 2)
+    *training, other = map(str, paths)
+    source = Jsonl(train_files=training, val_files=[other])
+    train, held = (list(source.open(split, 0, repeat=False)) for split in (Split.train, Split.eval))
+    names = ["x/train.jsonl", "y/train.jsonl", "y/train.json", "y/z.jsonl", "v/z.jsonl"]
+    assert [task.id for task in train + held] == [f"{name}/{line}" for name in names for line in (1, 2)]
+    # Without held-out files the split is by these ids.
+    source = Jsonl(train_files=training, eval_fraction=0.5)
+    split = {s: [task.id for task in source.open(s, 0, repeat=False)] for s in Split}
+    assert sorted(split[Split.train] + split[Split.eval]) == sorted(
+        f"{name}/{line}" for name in ("x/train.jsonl", "y/train.jsonl", "y/train.json", "z") for line in (1, 2)
+    )
+    assert all(held_out(task_id, 0.5) for task_id in split[Split.eval])
+    assert not any(held_out(task_id, 0.5) for task_id in split[Split.train])
+
+
+def test_lists_of_files_are_checked(tmp_path: Path) -> None:
+    a, b = (str(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])) for name in "ab")
+    folder, away = str(tmp_path), str(tmp_path / "away.jsonl")
+    for source, parts in (
+        (Jsonl(val_files=[a]), ["task.path is not set", "task.train_files is empty"]),
+        (Jsonl(path=a, train_files=[b]), [f"task.path={a}", f"task.train_files=[{b}]", "leave one of them out"]),
+        (Jsonl(train_files=[a, away]), [f"task.train_files=[{a},{away}]", f"no such file or folder as {away}"]),
+        (Jsonl(train_files=[a], val_files=[away]), [f"task.val_files=[{away}]", f"no such file or folder as {away}"]),
+        (Jsonl(train_files=[a, b, a]), [f"task.train_files=[{a},{b},{a}]", f"file {a} twice"]),
+        (Jsonl(train_files=[a, folder]), [f"task.train_files=[{a},{folder}]", f"file {a} twice"]),
+        (Jsonl(path=a, val_files=[b, b]), [f"task.val_files=[{b},{b}]", f"file {b} twice"]),
+        (Jsonl(train_files=[a, b], val_files=[b]), ["task.train_files=", f"task.val_files=[{b}]", f"the file {b};"]),
+        (Jsonl(path=b, val_files=[folder]), [f"task.path={b}", f"task.val_files=[{folder}]", f"the file {b};"]),
+        (Jsonl(train_files=[""]), ["task.train_files=[]", "a name is empty"]),
+    ):
+        for split in Split:
+            message = error_of(lambda source=source, split=split: source.open(split, 0))
+            assert [part for part in parts if part not in message] == [], message
 
 
 def test_jsonl_of_200k_rows_is_streamed(tmp_path: Path) -> None:
@@ -234,7 +308,13 @@ BAD_ROWS = {
     "message that is none": ({"messages": ["x"]}, ["message 1", "role and content"]),
     "bad tool call": ({"messages": [{"role": "user", "tool_calls": [{"name": "f"}]}]}, ["message 1", "tool call"]),
     "nothing left to say": ({"messages": [{"role": "assistant", "content": "x"}]}, ["ends with an assistant message"]),
-    "answer of a wrong type": ({"prompt": "x", "answer": ["4"]}, ["'answer'", "list", "task.columns.answer="]),
+    "answer of a wrong type": ({"prompt": "x", "answer": {"value": 4}}, ["'answer'", "dict", "task.columns.answer="]),
+    "answers of a wrong type": ({"prompt": "x", "answer": ["4", ["5"]]}, ["'answer'", "list", "task.columns.answer="]),
+    "no answers": ({"prompt": "x", "answer": []}, ["'answer'", "list []", "task.columns.answer="]),
+    "ground truth of a wrong type": (
+        {"prompt": "x", "reward_model": {"ground_truth": {"tests": "x"}}},
+        ["'reward_model.ground_truth'", "dict", "task.columns.answer="],
+    ),
     "id of a wrong type": ({"prompt": "x", "id": True}, ["'id'", "bool", "task.columns.id="]),
     "no object": (["x"], ["JSON object"]),
 }
@@ -273,8 +353,8 @@ def test_missing_files_are_named_with_their_option(tmp_path: Path) -> None:
     assert "task.path=" in message and "none.jsonl" in message
     assert "holds no .jsonl file" in error_of(lambda: Jsonl(path=str(tmp_path)).open(Split.train, 0))
     path = str(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}]))
-    source = Jsonl(path=path, eval_path=str(tmp_path / "b.jsonl"))
-    assert "task.eval_path=" in error_of(lambda: source.open(Split.eval, 0))
+    source = Jsonl(path=path, val_files=[str(tmp_path / "b.jsonl")])
+    assert "task.val_files=" in error_of(lambda: source.open(Split.eval, 0))
     assert "no rows for split eval" in error_of(lambda: Jsonl(path=path, eval_fraction=0).open(Split.eval, 0))
     assert "task.eval_fraction" in error_of(lambda: Jsonl(path=path, eval_fraction=1).open(Split.eval, 0))
 
@@ -282,17 +362,39 @@ def test_missing_files_are_named_with_their_option(tmp_path: Path) -> None:
 # Parquet
 
 
-def test_parquet_reads_verl_files_through_columns(tmp_path: Path) -> None:
-    rows = [
+def verl_rows(numbers: Iterable[int], split: str = "train") -> list[dict[str, Any]]:
+    return [
         {
             "data_source": "made/here",
             "prompt": [{"role": "user", "content": f"{number}+1?"}],
+            "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
-            "extra_info": {"split": "train", "index": number},
+            "extra_info": {"split": split, "index": number},
         }
-        for number in range(20)
+        for number in numbers
     ]
-    path = write_parquet(tmp_path / "train.parquet", rows, row_group_size=6)
+
+
+def test_parquet_reads_verl_files_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    first = write_parquet(tmp_path / "train.parquet", verl_rows(range(20)), row_group_size=6)
+    second = write_parquet(tmp_path / "more" / "train.parquet", verl_rows(range(20, 30)))
+    third = write_parquet(tmp_path / "test.parquet", verl_rows(range(30, 35), "test"))
+    words = ["task=parquet", f"task.train_files=[{first},{second}]", f"task.val_files=[{third}]"]
+    source = compose(parse(words)).experiment.task
+    train, held = (list(source.open(split, 0, repeat=False)) for split in (Split.train, Split.eval))
+    assert [task.answer for task in train] == [str(number + 1) for number in range(30)]
+    assert [task.answer for task in held] == [str(number + 1) for number in range(30, 35)]
+    ids = [f"train.parquet/{row}" for row in range(1, 21)] + [f"more/train.parquet/{row}" for row in range(1, 11)]
+    assert [task.id for task in train] == ids
+    assert [task.id for task in held] == [f"test/{row}" for row in range(1, 6)]
+    (expected,) = verl_rows([34], "test")
+    assert held[-1].messages == (Message("user", "34+1?"),)
+    assert held[-1].metadata == {name: value for name, value in expected.items() if name != "prompt"}
+
+
+def test_parquet_reads_verl_files_through_columns(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "train.parquet", verl_rows(range(20)), row_group_size=6)
     columns = Columns(answer="reward_model.ground_truth", id="extra_info.index")
     read = [
         task

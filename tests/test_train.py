@@ -22,6 +22,7 @@ from mtgrpo.extension import ConfigError
 from mtgrpo.options import options
 from mtgrpo.policy.learner import Learner
 from mtgrpo.policy.reference import freeze
+from mtgrpo.policy.step import at_once
 from mtgrpo.rollout.stream import Played, Stream
 from mtgrpo.run import Run, check, open_run
 from mtgrpo.sft import demonstrations, run_sft, within
@@ -228,7 +229,7 @@ def test_controls_reach_the_update(kind: str, tmp_path: Path, own: Path, monkeyp
         return assigned
 
     def spy_prepare(self: Learner, batch: Batch, *rest: Any) -> Any:
-        prepared = prepare(self, batch, *rest)
+        prepared = yield from prepare(self, batch, *rest)
         first = torch.cat([torch.ones(1) > 0, batch.trajectory.diff() != 0])
         credited[-1] = credited[-1][first]  # one advantage for each trajectory
         given.append(prepared.advantage[first])
@@ -317,7 +318,7 @@ def test_a_run_ends_after_its_epochs(tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": f"What is {number} + 1?", "answer": number + 1}) + "\n" for number in range(5)]
     tmp_path.joinpath("train.jsonl").write_text("".join(lines))
     tmp_path.joinpath("held_out.jsonl").write_text("".join(lines[:2]))
-    files = [f"task.path={tmp_path}/train.jsonl", f"task.eval_path={tmp_path}/held_out.jsonl"]
+    files = [f"task.path={tmp_path}/train.jsonl", f"task.val_files=[{tmp_path}/held_out.jsonl]"]
     words = [
         "task=jsonl",
         *files,
@@ -422,7 +423,7 @@ def test_prompts_that_are_too_long_are_truncated_and_train_nothing(tmp_path: Pat
 def test_a_task_without_demonstrations_cannot_be_warm_started(tmp_path: Path) -> None:
     for name in ("train", "held_out"):
         tmp_path.joinpath(f"{name}.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}\n')
-    files = [f"task.path={tmp_path}/train.jsonl", f"task.eval_path={tmp_path}/held_out.jsonl"]
+    files = [f"task.path={tmp_path}/train.jsonl", f"task.val_files=[{tmp_path}/held_out.jsonl]"]
     with pytest.raises(ConfigError, match=r"Jsonl gave no demonstration for 1000 tasks in a row; set sft\.steps=0"):
         ran(tmp_path / "run", "task=jsonl", *files)
 
@@ -453,7 +454,7 @@ def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) -> None:
             policy = trainer.Policy(run.model, trainer._optimizer(run), run.experiment.batch.token_budget, 1.0)
             learner = Learner(policy, trainer.learning_of(run.experiment), freeze(run.model))
             found[attention] = [
-                trainer.learn(run.experiment, learner, groups, step) for step, groups in enumerate(recorded, 1)
+                at_once(trainer.learn(run.experiment, learner, groups, step)) for step, groups in enumerate(recorded, 1)
             ]
     for forest, padded in zip(found["forest"], found["sdpa"], strict=True):
         assert forest["policy/computed_tokens"] < 0.7 * padded["policy/computed_tokens"]

@@ -20,8 +20,10 @@ The parts, in the order of the data:
     engines       who samples
     log           where metrics go; one file = one sink
     checkpoint    save, verify, find
+    profile       where the time goes
     experiment    the whole configuration as one dataclass
     run           what is open during a run
+    rollouts      the same for people with an engine of their own
     trainer       the story: rollout -> batch -> step -> log -> save
     evaluate      the same conversations without an update
     sft           the supervised warm start
@@ -39,16 +41,37 @@ A part imports only from parts below it, and parts on one line never meet:
     trainer
     sft
     evaluate
+    rollouts
     run
     experiment
     rollout | policy | engines | log | checkpoint
-    credits
+    credits | profile
     environments | condensers | rewards | tasks | algorithms | batch | model
     tools
     extension
     types
 
-Importing this package imports nothing heavy.
+Importing this package imports nothing heavy; what it offers to Python is imported when it is asked for.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtgrpo.compose import preset as preset
+    from mtgrpo.rollouts import rollout_with_advantages as rollout_with_advantages
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "preset":
+        from mtgrpo.compose import preset  # noqa: PLC0415
+
+        return preset
+    if name == "rollout_with_advantages":
+        from mtgrpo.rollouts import rollout_with_advantages  # noqa: PLC0415
+
+        return rollout_with_advantages
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

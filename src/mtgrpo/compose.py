@@ -103,6 +103,14 @@ def compose(overrides: Sequence[Override], run: Path | None = None) -> Composed:
         raise ConfigError(str(error)) from error
 
 
+def preset(recipe: str, *words: str) -> Experiment:
+    """The experiment of a recipe, with further settings as on the command line: `preset("calculator", "seed=1")`.
+
+    Raises ConfigError.
+    """
+    return compose(parse([f"recipe={recipe}", *words])).experiment
+
+
 def recipes() -> dict[str, Path]:
     """The recipes that come with the package."""
     return {path.stem: path for path in sorted((RECIPES / "recipe").glob("*.yaml"))}

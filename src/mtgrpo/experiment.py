@@ -22,6 +22,7 @@ from mtgrpo.model.load import ModelSettings
 from mtgrpo.policy.learner import Updates
 from mtgrpo.policy.optimizer import OptimizerSettings, Schedule
 from mtgrpo.policy.reference import ReferenceSettings
+from mtgrpo.profile import Profile
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.chat import ChatSettings
 from mtgrpo.rollout.filter import Filter
@@ -121,6 +122,7 @@ class Experiment:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     log: list[str] = field(default_factory=lambda: ["console", "jsonl"])
     debug: Debug = field(default_factory=Debug)
+    profile: Profile = field(default_factory=Profile)
 
     def __post_init__(self) -> None:
         self.algorithm.check(self.rollout.group_size)
@@ -129,6 +131,11 @@ class Experiment:
         self._check_rewards()
         self._check_policies()
         self._check_deterministic()
+        if self.condenser.attends and not self.engine.attends:
+            raise ConfigError(
+                f"condenser {self.condenser.name} goes by the model's attention, which engine "
+                f"{type(self.engine).__name__} cannot measure: set engine=local or another condenser"
+            )
         if not self.trainer.steps and self.optimizer.schedule is not Schedule.constant:
             raise ConfigError(
                 f"optimizer.schedule={self.optimizer.schedule.value} needs to know the last step: set trainer.steps, "
@@ -140,6 +147,12 @@ class Experiment:
         """Whether results depend on the seed alone."""
         chosen = self.trainer.deterministic
         return not self.rollout.max_staleness if chosen is None else chosen
+
+    @property
+    def notices(self) -> list[str]:
+        """What the user should know before training begins."""
+        divides = isinstance(self.algorithm, GroupRelative) and self.algorithm.divide_by_std
+        return [text for text in (self.credit.notice(self.algorithm), self.reward.notice(divides)) if text]
 
     def _check_critic(self) -> None:
         name = type(self.algorithm).__name__

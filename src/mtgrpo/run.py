@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from mtgrpo.rollout.chat import Chat, open_chat
 from mtgrpo.rollout.group import Player
 from mtgrpo.rollout.play import Limits
 from mtgrpo.tasks import Split, TaskStream
-from mtgrpo.types import Sample, Task
+from mtgrpo.types import Attend, Sample, Task
 
 EVAL_SEED = 0  # the held-out tasks are the same in every run
 
@@ -91,7 +91,7 @@ def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
             chat=inputs.chat,
             model=model,
             engine=engine,
-            player=make_player(experiment, inputs.chat, engine, longest),
+            player=make_player(experiment, inputs.chat, engine.conversation, engine.attend, longest),
             tasks=inputs.tasks,
             held_out=inputs.held_out,
         )
@@ -113,11 +113,17 @@ def longest_context(experiment: Experiment, model: PreTrainedModel) -> int:
     return asked or min(own_limit, experiment.batch.token_budget)
 
 
-def make_player(experiment: Experiment, chat: Chat, engine: RunningEngine, longest_context: int) -> Player:
-    """Bind the parts of a conversation together."""
+def make_player(
+    experiment: Experiment,
+    chat: Chat,
+    conversation: Callable[[Key], AbstractAsyncContextManager[Sample]],
+    attend: Attend | None,
+    longest_context: int,
+) -> Player:
+    """Bind the parts of a conversation together; `conversation` and `attend` are an engine's."""
 
     def open_conversation(scope: str, task: str, sibling: int) -> AbstractAsyncContextManager[Sample]:
-        return engine.conversation(Key(experiment.seed, scope, task, sibling))
+        return conversation(Key(experiment.seed, scope, task, sibling))
 
     return Player(
         environment=experiment.environment,
@@ -133,5 +139,6 @@ def make_player(experiment: Experiment, chat: Chat, engine: RunningEngine, longe
         retries=experiment.rollout.retries,
         timeout_s=experiment.rollout.timeout_s,
         open_conversation=open_conversation,
+        attend=attend,
         slots=asyncio.Semaphore(experiment.rollout.max_concurrent),
     )

@@ -92,7 +92,7 @@ async def demonstrations(
         opening = await copy.copy(player.environment).start(task)
         if player.condenser.active:
             limits = player.limits.context_tokens, player.sampling.max_new_tokens
-            yield await rehearse(task, opening, messages, player.chat, player.condenser, *limits)
+            yield await rehearse(task, opening, messages, player.chat, player.condenser, *limits, player.attend)
         else:
             yield replay(task, opening, messages, player.chat)
 

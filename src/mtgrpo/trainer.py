@@ -24,7 +24,8 @@ from mtgrpo.log.curve import save_curve, terminal_curve
 from mtgrpo.policy.learner import Control, Learner, Learning
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.reference import freeze
-from mtgrpo.policy.step import Policy
+from mtgrpo.policy.step import Policy, Work
+from mtgrpo.profile import Profiler
 from mtgrpo.rollout.stream import Stream, describe_stream
 from mtgrpo.run import Run, open_run
 from mtgrpo.sft import warm_start
@@ -79,14 +80,15 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
 async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
     """Play, learn, repeat, until the first limit; returns steps and seconds, evaluation and saving not counted."""
     experiment = run.experiment
-    temperature, weights = experiment.sampling.temperature, run.engine.weights
-    policy = Policy(run.model, _optimizer(run), experiment.batch.token_budget, temperature, weights)
+    profiler = Profiler(experiment.profile)
+    temperature = experiment.sampling.temperature
+    policy = Policy(run.model, _optimizer(run), experiment.batch.token_budget, temperature, profiler)
     reference = freeze(run.model) if experiment.kl.coef else None
     learner = Learner(policy, learning_of(experiment), reference)
     budget = Budget(experiment.trainer)
     stream = _stream(run)
     run.sinks.stage("reinforcement learning", experiment.trainer.steps)
-    if notice := experiment.credit.notice(experiment.algorithm):
+    for notice in experiment.notices:
         run.sinks.note(notice)
     try:
         reached = await _steps(run, learner, stream, budget, curve)
@@ -100,6 +102,8 @@ async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
     finally:
         await stream.close()
     run.sinks.note(f"stopped after {budget.steps} steps: {reached}")
+    if summary := profiler.summary():
+        run.sinks.note(summary)
     return budget.steps, budget.seconds
 
 
@@ -137,15 +141,16 @@ async def _steps(run: Run, learner: Learner, stream: Stream, budget: Budget, cur
     while not (reached := budget.reached(stream.epoch)):
         began = time.perf_counter()
         step = budget.steps + 1
-        batch = await stream.batch(version=budget.steps)
-        groups = batch.groups
-        played = time.perf_counter()
-        metrics, interrupted = await _learn_beside(run, learner, batch.trained, step)
-        run.engine.version = step
+        with learner.policy.profiler.trace(step, run.folder):
+            batch = await stream.batch(version=budget.steps)
+            groups = batch.groups
+            played = time.perf_counter()
+            metrics, interrupted = await _learn_beside(run, learner, batch.trained, step)
         ended = time.perf_counter()
         metrics |= _describe_batch(groups, experiment, played - began, ended - played)
         metrics["rollout/filtered"] = batch.left_out / len(groups)
         metrics |= describe_stream(batch, version=step - 1)
+        metrics |= learner.policy.profiler.step(groups, run.engine.sync_s)
         budget.count(groups, ended - began)
         over = interrupted or budget.reached(stream.epoch)
         try:
@@ -174,16 +179,23 @@ def _record(run: Run, step: int, groups: Sequence[Group], metrics: Metrics) -> N
 
 
 async def _learn_beside(run: Run, learner: Learner, groups: Sequence[Group], step: int) -> tuple[Metrics, bool]:
-    """`learn`, in a thread while rollouts go on, where there are any to go on and the engine allows it.
+    """Learn while rollouts go on: between any two micro-batches they have their turn.
 
     Also whether Ctrl-C came meanwhile: a step that has begun is finished before anything is saved.
     """
-    experiment = run.experiment
-    if not (experiment.rollout.max_staleness and run.engine.beside_training):
-        return learn(experiment, learner, groups, step), False
+
+    async def by_turns() -> Metrics:
+        work = learn(run.experiment, learner, groups, step)
+        while True:
+            try:
+                next(work)
+            except StopIteration as done:
+                run.engine.version = step  # before the engine has its next turn
+                return done.value
+            await asyncio.sleep(0)
+
     interrupted = False
-    loop = asyncio.get_running_loop()
-    learning = loop.run_in_executor(None, learn, experiment, learner, groups, step)
+    learning = asyncio.create_task(by_turns())
     while not learning.done():
         try:
             await asyncio.shield(learning)
@@ -192,15 +204,16 @@ async def _learn_beside(run: Run, learner: Learner, groups: Sequence[Group], ste
     return learning.result(), interrupted
 
 
-def learn(experiment: Experiment, learner: Learner, groups: Sequence[Group], step: int) -> Metrics:
+def learn(experiment: Experiment, learner: Learner, groups: Sequence[Group], step: int) -> Work[Metrics]:
     """One rollout batch: layout, credit, update number `step`."""
     compared = comparable(groups, experiment.algorithm)
     if not compared:
         learner.move_reference(step)
         return {}
-    batch = build_batch([trajectory for group in compared for trajectory in group.trajectories])
+    with learner.policy.profiler.measure("packing"):
+        batch = build_batch([trajectory for group in compared for trajectory in group.trajectories])
     rewards = rewards_of(compared, experiment.algorithm, batch.trajectory, batch.turn)
-    metrics = learner.train(batch, rewards, step - 1, experiment.seed * 1_000_003 + step)
+    metrics = yield from learner.training(batch, rewards, step - 1, experiment.seed * 1_000_003 + step)
     return {f"policy/{name}": value for name, value in metrics.items()}
 
 

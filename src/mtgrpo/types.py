@@ -163,6 +163,10 @@ class Trajectory:
     queued_s: float = 0.0  # waiting for one of the `rollout.max_concurrent` places
     sample_s: float = 0.0  # waiting for the engine
     tool_s: float = 0.0  # waiting for the environment
+    condense_s: float = 0.0  # condensing, without what was sampled for it
+    condensed: int = 0  # how often its context was
+    tokens_before: int = 0  # of the contexts that were condensed, in all
+    tokens_after: int = 0  # of what was left of them
 
     @property
     def final(self) -> str:
@@ -179,6 +183,15 @@ class Trajectory:
         """Number of runs of turns whose contexts extend one another."""
         return sum(not turn.extends for turn in self.turns)
 
+    @property
+    def longest_context_tokens(self) -> int:
+        """The most tokens that a turn's context and output have together; 0 without turns."""
+        longest = length = 0
+        for turn in self.turns:
+            length = (length if turn.extends else 0) + len(turn.new_context) + len(turn.output)
+            longest = max(longest, length)
+        return longest
+
     def context(self, index: int) -> list[int]:
         """The full context tokens of turn `index`."""
         turn = self.turns[index]
@@ -193,3 +206,4 @@ class Group:
 
     task: Task
     trajectories: list[Trajectory]
+    score_s: float = 0.0  # that scoring took

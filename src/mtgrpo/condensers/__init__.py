@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from mtgrpo.extension import ConfigError
 from mtgrpo.types import Message
@@ -34,6 +35,7 @@ class Conversation:
     budget: int  # tokens that the next context may have
     count: Callable[[Sequence[Message]], int]  # the tokens of a context of these messages
     ask: Callable[[Message], Awaitable[Message]]  # once: the policy's answer to a message at the end; it is trained
+    attention: Callable[[Sequence[Step]], Awaitable[list[float]]]  # that each gets from the end of a context of all
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Condenser(ABC):
 
     when: When = When.over_budget
     max_condensed_tokens: int = 0  # a context's budget; 0 = environment.max_context_length less a turn
+
+    attends: ClassVar[bool] = False  # whether it asks for attention, which only engine=local can measure
 
     def __post_init__(self) -> None:
         if self.max_condensed_tokens < 0:
@@ -67,15 +71,35 @@ def messages_of(opening: Sequence[Message], steps: Sequence[Step]) -> list[Messa
     return [*opening, *(message for step in steps for message in step)]
 
 
+def best_and_newest(conversation: Conversation, best: Sequence[int], start: int) -> list[Message]:
+    """The opening, the steps numbered `best`, the best first, and those from `start`; of `best` what the budget holds.
+
+    Where it does not hold the last ones, as many of them as it does.
+    """
+    for count in range(len(best), 0, -1):
+        chosen = [conversation.steps[i] for i in sorted(best[:count])]
+        messages = messages_of(conversation.opening, [*chosen, *conversation.steps[start:]])
+        if conversation.count(messages) <= conversation.budget:
+            return messages
+    return newest(conversation, conversation.steps[start:])
+
+
 def newest(
     conversation: Conversation, steps: Sequence[Step], head: Sequence[Message] = (), share: float = 1.0
 ) -> list[Message]:
     """The opening, `head`, and as many of the newest `steps` as that share of the budget holds."""
     opening = [*conversation.opening, *head]
+    fitting = how_many_fit(opening, steps, conversation.count, conversation.budget * share)
+    return messages_of(opening, steps[len(steps) - fitting :])
 
-    def fits(count: int) -> bool:
-        kept = steps[len(steps) - count :]
-        return conversation.count(messages_of(opening, kept)) <= conversation.budget * share
+
+def how_many_fit(
+    opening: Sequence[Message], steps: Sequence[Step], count: Callable[[Sequence[Message]], int], budget: float
+) -> int:
+    """How many of the newest `steps` after `opening` have at most `budget` tokens together with it."""
+
+    def fits(number: int) -> bool:
+        return count(messages_of(opening, steps[len(steps) - number :])) <= budget
 
     low, high = 0, 1  # that many fit; from the end, since only a little of a long conversation may
     while high <= len(steps) and fits(high):
@@ -84,4 +108,4 @@ def newest(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return messages_of(opening, steps[len(steps) - low :])
+    return low

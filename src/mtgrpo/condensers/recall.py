@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtgrpo.condensers import Condenser, Conversation, messages_of, newest
+from mtgrpo.condensers import Condenser, Conversation, best_and_newest
 from mtgrpo.extension import ConfigError
 from mtgrpo.types import Message
 
@@ -40,12 +40,7 @@ class Recall(Condenser):
         start = max(0, len(steps) - self.keep_last_n_steps)
         query = [*conversation.opening, *(steps[-1] if steps else ())]
         ranked = bm25([_words(step) for step in steps[:start]], _words(query))
-        for count in range(min(self.recalled_steps, start), 0, -1):
-            chosen = [steps[i] for i in sorted(ranked[:count])]
-            messages = messages_of(conversation.opening, [*chosen, *steps[start:]])
-            if conversation.count(messages) <= conversation.budget:
-                return messages
-        return newest(conversation, steps[start:])
+        return best_and_newest(conversation, ranked[: self.recalled_steps], start)
 
 
 def bm25(documents: Sequence[Sequence[str]], query: Sequence[str]) -> list[int]:

@@ -67,6 +67,17 @@ class Credit(ABC):
         """
 
 
+def advantages(credit: Credit, algorithm: Algorithm, rewards: Rewards, values: Tensor | None = None) -> Assigned:
+    """What every sampled token of a rollout batch is worth to the loss.
+
+    rewards: weighted by `credit`. values [tokens] fp64: as in `Credit.assign`.
+    """
+    assigned = credit.assign(rewards, algorithm, values)
+    trained = rewards.of_tokens(rewards.trained)
+    assigned.advantage[trained] = algorithm.normalise(assigned.advantage[trained])
+    return assigned
+
+
 def refuse_constant(algorithm: Algorithm, name: str) -> None:
     """Raise ConfigError where `algorithm` needs one advantage for a whole trajectory."""
     if algorithm.one_advantage:

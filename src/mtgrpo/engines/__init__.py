@@ -6,13 +6,13 @@ One file = one engine: a dataclass of settings whose `start` gives the running e
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from transformers import PreTrainedModel
 
-from mtgrpo.types import Sample
+from mtgrpo.types import Attend, Sample
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -30,11 +30,11 @@ class RunningEngine(Protocol):
 
     version: int
     note: str  # what the user may want to know of it
-    beside_training: bool  # whether it may sample while another thread computes gradients
+    sync_s: float  # seconds spent on taking over new weights, in all
 
     @property
-    def weights(self) -> AbstractContextManager[object]:
-        """Held by whoever writes the weights, and by the engine while it reads them."""
+    def attend(self) -> Attend | None:
+        """Measures attention; None: this engine cannot."""
         ...
 
     def conversation(self, key: Key) -> AbstractAsyncContextManager[Sample]:
@@ -45,6 +45,8 @@ class RunningEngine(Protocol):
 @dataclass
 class Engine(ABC):
     """Base of all engines' settings."""
+
+    attends: ClassVar[bool] = False  # whether it measures attention, which some condensers ask for
 
     @abstractmethod
     def start(self, model: PreTrainedModel, deterministic: bool, longest_context: int) -> RunningEngine:

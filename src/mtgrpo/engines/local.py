@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import threading
+import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -41,6 +42,8 @@ class Local(Engine):
 
     memory_fraction: float = 0.3  # of this machine's memory (or the GPU's), at most, for keys and values
     keep_stale_cache: bool = False  # open conversations keep keys and values of older weights; else computed anew
+
+    attends: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.memory_fraction < 1:
@@ -90,7 +93,7 @@ class LocalEngine:
         keep_stale: bool = False,
     ) -> None:
         self.version = 0
-        self.weights: AbstractContextManager[object] = threading.Lock()
+        self.sync_s = 0.0
         self._keep_stale = keep_stale
         self._parameters = list(model.parameters())
         self._weights = self._weights_now()
@@ -98,7 +101,6 @@ class LocalEngine:
         self._deterministic = deterministic
         self._longest = longest_context
         self._forward = Forward(model)
-        self.beside_training = self._forward.fused  # the other path changes a setting of the model while it runs
         self._pages = pages
         self._schedule = Schedule(pages)
         self._planner = Planner(pages, model.device, computes_in(model))
@@ -153,17 +155,15 @@ class LocalEngine:
 
     async def attend(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
         """How much attention each of `spans` gets from the end of the context; see `attention_mass`."""
-        with self.weights:
-            self._notice_weights()
-            return attention_mass(self._forward, tokens, spans, self._device)
+        self._notice_weights()
+        return attention_mass(self._forward, tokens, spans, self._device)
 
     async def _run(self) -> None:
         """Step while there is work. An error in a step reaches every conversation that waits for the engine."""
         try:
             while self._schedule.requests:
                 await self._settle()
-                with self.weights:
-                    self._step()
+                self._step()
         except Exception as error:
             self._schedule.forget_all()  # what the step has left is not known
             for request in self._schedule.requests:
@@ -193,12 +193,14 @@ class LocalEngine:
         """Drop what was computed from other weights than the present ones."""
         weights = self._weights_now()
         if weights != self._weights:
+            began = time.perf_counter()
             if self._keep_stale:
                 self._schedule.share_no_more()
             else:
                 self._schedule.forget_all()
             self._forward.update()
             self._weights = weights
+            self.sync_s += time.perf_counter() - began
 
     def _weights_now(self) -> tuple[int, int]:
         """Changes when the weights do: the version, and how often torch has seen them written to."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 
 from mtgrpo.engines import Key
-from mtgrpo.types import Completion, Finish, Sample, Sampling
+from mtgrpo.types import Attend, Completion, Finish, Sample, Sampling
 
 Script = Callable[[Key, int], list[int]]  # (conversation, number of the turn) -> the output tokens, stop token included
 
@@ -18,8 +18,8 @@ class ScriptedEngine:
     def __init__(self, script: Script) -> None:
         self.version = 0
         self.note = "engine: scripted"
-        self.weights: AbstractContextManager[object] = nullcontext()
-        self.beside_training = True
+        self.sync_s = 0.0
+        self.attend: Attend | None = None
         self.asked: list[tuple[Key, list[int]]] = []  # every context it was given, in order
         self._script = script
 

@@ -6,7 +6,10 @@ put state on `self` (replacing, never mutating, shared fields).
 
 from __future__ import annotations
 
+import math
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtgrpo.extension import ConfigError
@@ -38,6 +41,8 @@ class Environment(ABC):
     max_turns: int = 8  # model turns per conversation; reaching it ends the trajectory as truncated
     max_context_length: int = 0  # tokens of context and output together; 0 = what model and batch.token_budget allow
     max_tool_tokens: int = 1024  # tokens the environment may add in one turn; more truncates the trajectory
+    end_at_confidence: float = 0.0  # an answer given with this probability per token ends the conversation; 0 = off
+    answer_pattern: str = "####|boxed"  # regular expression; a message in which it is found gives an answer
 
     def __post_init__(self) -> None:
         if self.max_turns < 1 or self.max_tool_tokens < 1:
@@ -50,6 +55,26 @@ class Environment(ABC):
                 "environment.max_context_length must be >= 0 (0 = what model and batch.token_budget allow), "
                 f"got {self.max_context_length}"
             )
+
+        if not 0 <= self.end_at_confidence < 1:
+            raise ConfigError(
+                f"environment.end_at_confidence must be in [0, 1) (0 = off), got {self.end_at_confidence}"
+            )
+        try:
+            re.compile(self.answer_pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"environment.answer_pattern={self.answer_pattern} is not a regular expression: {error}"
+            ) from error
+
+    def settled(self, message: Message, logprobs: Sequence[float]) -> bool:
+        """Whether an answer is given with enough confidence to end the conversation, whatever else it calls for.
+
+        The confidence is the geometric mean of the probabilities of the tokens that say `message`.
+        """
+        if not self.end_at_confidence or not re.search(self.answer_pattern, message.content):
+            return False
+        return math.fsum(logprobs) / len(logprobs) >= math.log(self.end_at_confidence)
 
     @abstractmethod
     async def start(self, task: Task) -> Opening:

@@ -15,11 +15,11 @@ from mtgrpo.algorithms.correction import Correction, Old, diagnostics, interpola
 from mtgrpo.algorithms.credit import Rewards
 from mtgrpo.algorithms.kl import KL, Estimator, Place, estimate
 from mtgrpo.batch.forest import Batch
-from mtgrpo.credits import Assigned, Credit
+from mtgrpo.credits import Assigned, Credit, advantages
 from mtgrpo.extension import ConfigError
 from mtgrpo.policy.forward import Scores
 from mtgrpo.policy.reference import ReferenceSettings, move
-from mtgrpo.policy.step import Metrics, Policy
+from mtgrpo.policy.step import Metrics, Policy, Work, at_once
 
 MAX_DRIFT = 0.1  # nats, between two forward passes of the same weights; fp32 has 1e-5, bfloat16 a few hundredths
 Control = Callable[[Tensor, Tensor, int], Tensor]  # (advantage, trajectory [tokens], seed) -> advantage [tokens]
@@ -80,6 +80,10 @@ class Learner:
         self._reference = reference  # what a KL penalty compares with
 
     def train(self, batch: Batch, rewards: Rewards, version: int, seed: int) -> Metrics:
+        """`training`, at once."""
+        return at_once(self.training(batch, rewards, version, seed))
+
+    def training(self, batch: Batch, rewards: Rewards, version: int, seed: int) -> Work[Metrics]:
         """Update the policy, which has seen `version` updates, on one rollout batch; metrics are means over its steps.
 
         `seed` decides the order of mini-batches. The old log-probabilities are frozen before the first step. With a
@@ -90,7 +94,7 @@ class Learner:
         learning = self._learning
         steps = list(_minibatches(len(rewards.outcome), learning.updates, seed))
         one_pass = steps[: len(steps) // learning.updates.updates_per_batch]
-        prepared = self._prepare(batch, rewards, one_pass, len(steps) > 1, seed)
+        prepared = yield from self._prepare(batch, rewards, one_pass, len(steps) > 1, seed)
         objective = _Objective(learning, self.kl_coef, batch, prepared, version, len(steps) == 1)
         members = Membership(batch.trajectory, rewards.group[batch.trajectory], batch.segment)
         collected: list[Metrics] = []
@@ -101,8 +105,8 @@ class Learner:
                 continue
             weights = torch.zeros(len(batch), dtype=torch.float64)
             weights[inside] = token_weights(learning.algorithm.average, members[inside], learning.length)
-            objective.begin(self.policy, entries, weights, first=not collected)
-            collected.append(self.policy.update(batch, entries, weights, objective))
+            yield from objective.begin(self.policy, entries, weights, first=not collected)
+            collected.append((yield from self.policy.updating(batch, entries, weights, objective)))
         metrics = _mean(collected)
         metrics |= {"updates": float(len(collected)), "trained_tokens": float(len(prepared.entries))}
         metrics |= self._describe(batch, prepared, objective.first_logp)
@@ -118,7 +122,9 @@ class Learner:
         if self._reference is not None:
             move(self._reference, self.policy.model, self._learning.reference, step)
 
-    def _prepare(self, batch: Batch, rewards: Rewards, one_pass: list[Tensor], several: bool, seed: int) -> _Prepared:
+    def _prepare(
+        self, batch: Batch, rewards: Rewards, one_pass: list[Tensor], several: bool, seed: int
+    ) -> Work[_Prepared]:
         """Credit, and what has to be computed once per batch."""
         learning, algorithm = self._learning, self._learning.algorithm
         rewards = learning.credit.weighted(rewards)
@@ -128,20 +134,20 @@ class Learner:
         everything = (trained | in_reward).nonzero()[:, 0]
         ref_logp = torch.full((len(batch),), torch.nan, dtype=torch.float64)
         if self._reference is not None:
-            ref_logp = self.policy.scores(batch, everything, self._reference).logp
+            ref_logp = (yield from self.policy.scoring(batch, everything, self._reference)).logp
         before: Scores | None = None
         if in_reward or algorithm.has_critic:
-            before = self._look(batch, everything, one_pass)
+            before = yield from self._look(batch, everything, one_pass)
         if in_reward and before is not None:
             penalty = estimate(learning.kl.estimator, before.logp, ref_logp)
             rewards = replace(rewards, per_token=-self.kl_coef * penalty)
-        assigned = self._assign(batch, rewards, trained, before, seed)
+        assigned = self._assign(batch, rewards, before, seed)
         entries = self._with_gradient(assigned.advantage, rewards).nonzero()[:, 0]
         correction = learning.correction
         old = correction.resolved(learning.stale, algorithm.against_engine)
         weigh = correction.active and old is Old.trainer
         if before is None and ((several and old is Old.trainer) or weigh or algorithm.top_entropy < 1):
-            before = self._look(batch, entries, one_pass)
+            before = yield from self._look(batch, entries, one_pass)
         weight = kept = None
         if weigh and before is not None:
             weight = torch.ones(len(batch), dtype=torch.float64)
@@ -151,17 +157,15 @@ class Learner:
             kept = before.entropy >= torch.quantile(before.entropy[entries], 1 - algorithm.top_entropy)
         return _Prepared(entries, assigned.advantage, assigned.target, before, ref_logp, weight, kept)
 
-    def _assign(self, batch: Batch, rewards: Rewards, trained: Tensor, before: Scores | None, seed: int) -> Assigned:
+    def _assign(self, batch: Batch, rewards: Rewards, before: Scores | None, seed: int) -> Assigned:
         """The advantages that the losses get, and targets for the value head."""
         learning, values = self._learning, None
         if learning.algorithm.has_critic and before is not None and before.value is not None:
             values = before.value.nan_to_num(0.0)  # of trajectories that are not trained
-        assigned = learning.credit.assign(rewards, learning.algorithm, values)
-        advantage = assigned.advantage
-        advantage[trained] = learning.algorithm.normalise(advantage[trained])
-        if learning.control:
-            advantage = learning.control(advantage, batch.trajectory, seed)
-        return Assigned(advantage, assigned.target)
+        assigned = advantages(learning.credit, learning.algorithm, rewards, values)
+        if not learning.control:
+            return assigned
+        return replace(assigned, advantage=learning.control(assigned.advantage, batch.trajectory, seed))
 
     def _with_gradient(self, advantage: Tensor, rewards: Rewards) -> Tensor:
         """Which tokens are computed: those of trajectories with a gradient, whole; [tokens] bool."""
@@ -173,10 +177,12 @@ class Learner:
             matters = matters & torch.isin(torch.arange(len(matters)), trajectory[advantage != 0])
         return rewards.of_tokens(matters)
 
-    def _look(self, batch: Batch, entries: Tensor, one_pass: list[Tensor]) -> Scores:
+    def _look(self, batch: Batch, entries: Tensor, one_pass: list[Tensor]) -> Work[Scores]:
         """The scores of `entries` before the first update; packed, and so rounded, as the updates will be."""
         parts = [entries[torch.isin(batch.trajectory[entries], members)] for members in one_pass]
-        looks = [self.policy.scores(batch, part) for part in parts]
+        looks: list[Scores] = []
+        for part in parts:
+            looks.append((yield from self.policy.scoring(batch, part)))
         found = looks[0]
         for part, look in zip(parts[1:], looks[1:], strict=True):
             for whole, new in ((found.logp, look.logp), (found.entropy, look.entropy), (found.value, look.value)):
@@ -223,7 +229,7 @@ class _Objective:
         self._first = True
         self._state_weight = torch.zeros(0)  # [tokens], of this update
 
-    def begin(self, policy: Policy, entries: Tensor, weights: Tensor, first: bool) -> None:
+    def begin(self, policy: Policy, entries: Tensor, weights: Tensor, first: bool) -> Work[None]:
         """Another update, on `entries` [n], which `weights` [tokens] weigh; what its losses need of all of them."""
         self._first = first
         if self._prepared.target is not None:
@@ -235,7 +241,7 @@ class _Objective:
         advantage, trajectory = self._prepared.advantage[entries], batch.trajectory[entries]
         log_ratio = torch.zeros_like(advantage)
         if not first or self._old is not Old.trainer:  # else the policy is the old one
-            now = policy.scores(batch, entries).logp[entries]
+            now = (yield from policy.scoring(batch, entries)).logp[entries]
             log_ratio = now - self._old_logp(entries, now)
         term = algorithm.sequence_term(log_ratio, advantage)
         _, index, counts = torch.unique(trajectory, return_inverse=True, return_counts=True)

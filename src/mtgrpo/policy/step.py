@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ from mtgrpo.batch.forest import Batch
 from mtgrpo.batch.packing import MicroBatch, Packing, pack
 from mtgrpo.policy.forward import Scores, check_forest, flops_of, layout_of, score
 from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.profile import Profiler
 
 Metrics = dict[str, float]
+T = TypeVar("T")
+Work = Generator[None, None, T]  # work that pauses between micro-batches, where the engine may go on; then its result
 TokenLoss = Callable[[Tensor, Scores], PerToken]  # (entries of the batch, their scores with gradient)
 
 
@@ -28,10 +31,10 @@ class Policy:
         optimizer: Optimizer,
         token_budget: int,
         temperature: float,
-        weights: AbstractContextManager[object] | None = None,  # held while they are written
+        profiler: Profiler | None = None,
     ) -> None:
         self.model = model
-        self._weights = weights or nullcontext()
+        self.profiler = profiler or Profiler()
         self.optimizer = optimizer
         self._token_budget = token_budget
         self._temperature = temperature
@@ -40,7 +43,8 @@ class Policy:
 
     def pack(self, batch: Batch, entries: Tensor) -> Packing:
         """The micro-batches that read `entries` [n]."""
-        return pack(batch, entries, self._token_budget, self._cost, self._layout)
+        with self.profiler.measure("packing"):
+            return pack(batch, entries, self._token_budget, self._cost, self._layout)
 
     def score(self, micro: MicroBatch, model: PreTrainedModel | None = None) -> Scores:
         """The scores of a micro-batch. Raises RuntimeError if they are not finite, or not those of a plain forward."""
@@ -57,8 +61,11 @@ class Policy:
             self._checked = True
         return scores
 
-    @torch.no_grad()
     def scores(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> Scores:
+        """`scoring`, at once."""
+        return at_once(self.scoring(batch, entries, model))
+
+    def scoring(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> Work[Scores]:
         """The scores of `entries` [n] by `model` (default: this policy), without gradient, on the CPU in fp64.
 
         They lie at their places in tensors of [len(batch)] that are NaN elsewhere.
@@ -67,14 +74,20 @@ class Policy:
         found = Scores(nothing.clone(), nothing.clone(), nothing.clone())
         assert found.value is not None
         for micro in self.pack(batch, entries).micro_batches[0]:
-            here = self.score(micro, model)
+            with self.profiler.measure("forward"), torch.no_grad():
+                here = self.score(micro, model)
             found.logp[micro.entries] = here.logp.double().cpu()[micro.target]
             found.entropy[micro.entries] = here.entropy.double().cpu()[micro.target]
             if here.value is not None:
                 found.value[micro.entries] = here.value.double().cpu()[micro.target]
+            yield
         return found
 
     def update(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Metrics:
+        """`updating`, at once."""
+        return at_once(self.updating(batch, entries, weights, loss))
+
+    def updating(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Work[Metrics]:
         """One optimiser step on sum_i weights[i] * loss_i over `entries`.
 
         entries [n] int64: what has a loss; weights [len(batch)]: the share of each token (see average.py). A token that
@@ -84,21 +97,33 @@ class Policy:
         sums: Metrics = {}
         packing = self.pack(batch, entries)
         for micro in packing.micro_batches[0]:
-            scores = self.score(micro).at(micro.target)
-            per_token = loss(micro.entries, scores)
-            share = weights[micro.entries].to(scores.logp)
-            value = (per_token.loss * share).sum()
-            value.backward()
+            with self.profiler.measure("forward"):
+                scores = self.score(micro).at(micro.target)
+                per_token = loss(micro.entries, scores)
+                share = weights[micro.entries].to(scores.logp)
+                value = (per_token.loss * share).sum()
+            with self.profiler.measure("backward"):
+                value.backward()
             total += value.item()
             weight += share.sum().item()
             found = per_token.metrics | {"clip_fraction": per_token.clipped, "entropy": scores.entropy.detach()}
             for name, amounts in found.items():
                 sums[name] = sums.get(name, 0.0) + (amounts * share).sum().item()
+            yield
         lr = self.optimizer.lr
-        with self._weights:
+        with self.profiler.measure("update"):
             metrics = {"loss": total, "lr": lr, "grad_norm": self.optimizer.step()}
         metrics |= {
             "computed_tokens": float(packing.computed),
             "repeated_tokens": float(packing.computed - packing.distinct),
         }
         return metrics | {name: amount / weight for name, amount in sums.items() if weight}
+
+
+def at_once(work: Work[T]) -> T:
+    """The result of work that is done without a pause."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return done.value

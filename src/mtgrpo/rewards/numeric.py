@@ -36,7 +36,7 @@ class Numeric(Reward):
     def reward(self, trajectory: Trajectory) -> float:
         """1.0 or 0.0. Raises ConfigError when the task's answer is not a number."""
         task = trajectory.task
-        answer = _stated(task.answer, require_marker=True)
+        answer = stated_number(task.answer, require_marker=True)
         if answer is None:
             answer = _leading_number(task.answer)
         if answer is None:
@@ -44,11 +44,11 @@ class Numeric(Reward):
                 f"task {task.id}: the answer {task.answer[:80]!r} is not a number; choose another column "
                 "with task.columns.answer=NAME, or grade text with reward=exact_match"
             )
-        return float(_stated(trajectory.final, self.require_marker) == answer)
+        return float(stated_number(trajectory.final, self.require_marker) == answer)
 
 
-def _stated(text: str, require_marker: bool) -> Fraction | None:
-    """The number that `text` gives as its answer."""
+def stated_number(text: str, require_marker: bool) -> Fraction | None:
+    """The number that `text` gives as its answer, as `Numeric` finds it; None where there is none."""
     if _MARKER in text:
         return _leading_number(text.rpartition(_MARKER)[2])
     if _BOX in text:

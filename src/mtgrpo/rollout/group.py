@@ -16,7 +16,7 @@ from mtgrpo.extension import ConfigError
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.chat import Chat
 from mtgrpo.rollout.play import Limits, play
-from mtgrpo.types import Group, Sample, Sampling, Status, Task, Trajectory
+from mtgrpo.types import Attend, Group, Sample, Sampling, Status, Task, Trajectory
 
 OpenConversation = Callable[[str, str, int], AbstractAsyncContextManager[Sample]]  # (scope, task id, sibling)
 
@@ -33,6 +33,7 @@ class Rollout:
     retries: int = 1  # fresh attempts for a conversation that failed through no fault of the model
     timeout_s: float = 0.0  # of one attempt at a conversation, 0 = none; what exceeds it has failed
     max_staleness: int = 0  # weight updates between a group's admission and its training; 0 = train, then play
+    in_play: float = 1.5  # batches of groups played at once where max_staleness > 0: more hides slower tools, is staler
     extra_siblings: int = 0  # played beside `group_size`; the first to finish are trained: quicker, biased to the quick
 
     def __post_init__(self) -> None:
@@ -45,6 +46,8 @@ class Rollout:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rollout.{name} must be >= 1, got {getattr(self, name)}")
+        if self.in_play <= 1:
+            raise ConfigError(f"rollout.in_play must be above 1, got {self.in_play}: nothing is played ahead otherwise")
         for name in ("retries", "timeout_s", "max_staleness", "extra_siblings"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"rollout.{name} must be >= 0, got {getattr(self, name)}")
@@ -63,6 +66,7 @@ class Player:
     retries: int
     timeout_s: float
     open_conversation: OpenConversation
+    attend: Attend | None  # None: the engine cannot tell
     slots: asyncio.Semaphore  # bounds the conversations open at once
     scope: str = "train/0"  # what is played for: part of the key of every random number
 
@@ -82,20 +86,20 @@ class Player:
         playing = [asyncio.ensure_future(self.play_one(task, sibling)) for sibling in range(size + extra)]
         try:
             if not extra:
-                return Group(task, list(await asyncio.gather(*playing)))
+                return self._scored(Group(task, list(await asyncio.gather(*playing))))
             ended: list[Trajectory] = []
             for one in asyncio.as_completed(playing):
                 ended.append(await one)
                 if sum(t.status is not Status.FAILED for t in ended) == size:
                     break
             ended.sort(key=lambda trajectory: (trajectory.status is Status.FAILED, trajectory.sibling))
-            return Group(task, ended[:size])
+            return self._scored(Group(task, ended[:size]))
         finally:
             for one in playing:
                 one.cancel()
 
     async def play_one(self, task: Task, sibling: int) -> Trajectory:
-        """Play one sibling; a failure of the world is retried with a fresh environment, then recorded."""
+        """Play one sibling, unscored; a failure of the world is retried with a fresh environment, then recorded."""
         asked = time.perf_counter()
         async with self.slots:  # kept for all attempts: who plays when must not depend on when others failed
             queued_s = time.perf_counter() - asked
@@ -106,13 +110,26 @@ class Player:
                 trajectory = await self._attempt(task, sibling, attempt)
                 trajectory.attempts = attempt + 1
         trajectory.sibling, trajectory.queued_s = sibling, queued_s
-        if trajectory.status is not Status.FAILED:
-            self._score(trajectory)
         return trajectory
 
-    def _score(self, trajectory: Trajectory) -> None:
+    def _scored(self, group: Group) -> Group:
+        """The group, all that did not fail of it scored together."""
+        began = time.perf_counter()
+        played = [t for t in group.trajectories if t.status is not Status.FAILED]
+        rewards = self.reward.rewards(played) if played else []
+        if len(rewards) != len(played):
+            raise ConfigError(
+                f"reward {type(self.reward).__name__} gave {len(rewards)} rewards for the {len(played)} trajectories "
+                f"of task {group.task.id}; it must give one for each"
+            )
+        for trajectory, reward in zip(played, rewards, strict=True):
+            trajectory.reward = float(reward)
+            self._score_turns(trajectory)
+        group.score_s = time.perf_counter() - began
+        return group
+
+    def _score_turns(self, trajectory: Trajectory) -> None:
         name = f"reward {type(self.reward).__name__}"
-        trajectory.reward = float(self.reward.reward(trajectory))
         trajectory.turn_rewards = [float(amount) for amount in self.reward.turn_rewards(trajectory)]
         if wrong := [amount for amount in (trajectory.reward, *trajectory.turn_rewards) if not math.isfinite(amount)]:
             raise ConfigError(f"{name} gave {wrong[0]} for task {trajectory.task.id}; it must be finite")
@@ -126,7 +143,9 @@ class Player:
         deadline = asyncio.timeout(self.timeout_s or None)
         try:
             async with deadline, self.open_conversation(f"{self.scope}/attempt{attempt}", task.id, sibling) as sample:
-                return await play(task, self.environment, self.chat, sample, self.sampling, self.limits, self.condenser)
+                return await play(
+                    task, self.environment, self.chat, sample, self.sampling, self.limits, self.condenser, self.attend
+                )
         except ConfigError:
             raise
         except TimeoutError as error:

@@ -7,13 +7,14 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from mtgrpo.condensers import Condenser, Conversation, Step, When, newest
+from mtgrpo.condensers import Condenser, Conversation, Step, When, how_many_fit, messages_of, newest
 from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.extension import ConfigError
 from mtgrpo.rollout.chat import Chat
-from mtgrpo.types import Finish, Message, Sample, Sampling, Status, Task, ToolSpec, Trajectory, Turn
+from mtgrpo.types import Attend, Finish, Message, Sample, Sampling, Status, Task, ToolSpec, Trajectory, Turn
 
 CONDENSE = ToolSpec(
     "condense", "Make room: forget the older part of this conversation.", {"type": "object", "properties": {}}
@@ -41,6 +42,7 @@ async def play(
     sampling: Sampling,
     limits: Limits,
     condenser: Condenser | None = None,
+    attend: Attend | None = None,
 ) -> Trajectory:
     """Play one conversation about `task`.
 
@@ -51,11 +53,13 @@ async def play(
     environment = copy.copy(environment)
     opening = await environment.start(task)
     sampling = dataclasses.replace(sampling, stop_ids=[*sampling.stop_ids, *chat.stop_ids])
-    playing = _Playing(Trajectory(task), opening, chat, sample, sampling, limits, condenser or Whole())
+    playing = _Playing(Trajectory(task), opening, chat, sample, sampling, limits, condenser or Whole(), attend)
     trajectory = playing.trajectory
     try:
         for spoken in range(1, environment.max_turns + 1):
             turn = await playing.turn()
+            if environment.settled(turn.message, turn.logprobs):
+                return trajectory
             message, asked = playing.requested(turn.message)
             reply = Reply()
             if message is not None:
@@ -88,10 +92,11 @@ class _Playing:
         sampling: Sampling,
         limits: Limits,
         condenser: Condenser,
+        attend: Attend | None,
     ) -> None:
         self.trajectory = trajectory
         self._chat, self._sample, self._sampling = chat, sample, sampling
-        self._limits, self._condenser = limits, condenser
+        self._limits, self._condenser, self._attend = limits, condenser, attend
         told = condenser.active and condenser.when is When.on_request
         if told and any(tool.name == CONDENSE.name for tool in opening.tools):
             raise ConfigError(
@@ -190,10 +195,13 @@ class _Playing:
             opening=self._opening,
             steps=tuple(self._all),
             budget=self._budget,
-            count=lambda messages: len(self._open(messages)),
+            count=self._count,
             ask=ask,
+            attention=self._attention,
         )
+        began, sampled_s = time.perf_counter(), self.trajectory.sample_s
         messages = await self._condenser.condense(conversation)
+        self.trajectory.condense_s += time.perf_counter() - began - (self.trajectory.sample_s - sampled_s)
         asked = self.trajectory.turns[-1].aside
         if messages == self._messages() and not asked and tokens <= self._budget:
             return False
@@ -202,6 +210,9 @@ class _Playing:
         self._steps = _steps(messages[len(self._opening) :])
         self._context = self._new = context
         self._extends = False
+        self.trajectory.condensed += 1
+        self.trajectory.tokens_before += tokens
+        self.trajectory.tokens_after += len(context)
         return True
 
     async def _ask(
@@ -226,6 +237,17 @@ class _Playing:
             self._extends = False
         return (await self.turn(aside=True)).message
 
+    async def _attention(self, steps: Sequence[Step]) -> list[float]:
+        """The shares of attention that `steps` get at the end of a context of the newest of them, the others 0."""
+        if self._attend is None:
+            raise ConfigError(
+                f"condenser {self._condenser.name} asks for attention, which this engine does not measure"
+            )
+        held = steps[len(steps) - how_many_fit(self._opening, steps, self._count, self._limits.context_tokens) :]
+        ends = [self._count(messages_of(self._opening, held[:count])) for count in range(len(held) + 1)]
+        tokens = self._open(messages_of(self._opening, held))
+        return [0.0] * (len(steps) - len(held)) + await self._attend(tokens, list(pairwise(ends)))
+
     def _check(self, messages: Sequence[Message], tokens: int, given: int, asked: bool) -> None:
         """Raises ConfigError for what a condenser may not do; that a summary is too long is no fault of its own."""
         name = f"condenser {self._condenser.name}"
@@ -243,6 +265,9 @@ class _Playing:
 
     def _open(self, messages: Sequence[Message]) -> list[int]:
         return self._chat.open(messages, self._tools)
+
+    def _count(self, messages: Sequence[Message]) -> int:
+        return len(self._open(messages))
 
     def _extension(self, before: Sequence[Step], said: Message, answers: Sequence[Message]) -> list[int] | None:
         history = [*self._opening, *(message for step in before for message in step), said]

@@ -13,7 +13,7 @@ from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.extension import ConfigError
 from mtgrpo.rollout.chat import Chat
 from mtgrpo.rollout.play import Limits, play
-from mtgrpo.types import SUMMARY, Completion, Finish, Message, Sampling, Task, Trajectory
+from mtgrpo.types import SUMMARY, Attend, Completion, Finish, Message, Sampling, Task, Trajectory
 
 UNLIMITED = 2**40  # tokens
 
@@ -26,6 +26,7 @@ async def rehearse(
     condenser: Condenser,
     context_tokens: int,
     max_new_tokens: int,
+    attend: Attend | None = None,
 ) -> Trajectory:
     """`messages` are what the assistant and the tools say after the opening; log-probabilities are set to 0.
 
@@ -35,7 +36,7 @@ async def rehearse(
     script = _Script(task, opening, list(messages), chat, condenser)
     limits = Limits(context_tokens, sampled_tokens=UNLIMITED, tool_tokens=UNLIMITED)
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    return await play(task, _Told(script=script), chat, script.sample, sampling, limits, _Asking(script))
+    return await play(task, _Told(script=script), chat, script.sample, sampling, limits, _Asking(script), attend)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 A group that is admitted at policy version v (the number of weight updates) is due at version v + max_staleness: it is
 trained then or before, unless a filter leaves it out or has refilled the batch with more than it needs. A batch is the
 groups that are due, which it waits for, and then what else has finished, the oldest first, as long as all
-that is left can still be trained in time. Twice `prompts_per_step` groups are in play, and one more for each
+that is left can still be trained in time. `in_play` times `prompts_per_step` groups are in play, and one more for each
 that others have overtaken, but no more than could be trained in time. So quick tasks go on while slow
 ones are played, no group is older than `max_staleness` updates when it is trained, none is thrown away, and a slow task
 is trained as often as a quick one. With `max_staleness` 0 everything is due at once: synchronous training.
@@ -12,15 +12,15 @@ is trained as often as a quick one. With `max_staleness` 0 everything is due at 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 from mtgrpo.rollout.group import Player, Rollout
 from mtgrpo.tasks import TaskStream
-from mtgrpo.types import EngineError, Group, Status
+from mtgrpo.types import EngineError, Group, Status, Task
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class Playing:
 
     version: int  # of the policy when it was admitted
     epoch: int  # the pass over the tasks that it belongs to, from 0
-    group: asyncio.Task[Group]
+    group: asyncio.Task[Group] = field(init=False)
     finished_s: float = 0.0  # when it was finished, by `time.perf_counter`
     overtaken: bool = False  # a later one was trained before it
 
@@ -124,21 +124,23 @@ class Stream:
     def _admit(self, version: int) -> None:
         settings, batch = self._settings, self._settings.prompts_per_step
         in_time = (settings.max_staleness + 1) * batch
-        while len(self._playing) < min(in_time, 2 * batch + sum(playing.overtaken for playing in self._playing)):
+        wanted = math.ceil(settings.in_play * batch)
+        while len(self._playing) < min(in_time, wanted + sum(playing.overtaken for playing in self._playing)):
             epoch, task = self._tasks.epoch, next(self._tasks)
             again = self._names[version, task.id]  # in a small data set: then with other random numbers
             self._names[version, task.id] += 1
             scope = f"train/{version + 1}" + (f"/again{again}" if again else "")
-            play = self._player.at(scope).play_group(task, settings.group_size, settings.extra_siblings)
-            playing = Playing(version, epoch, asyncio.ensure_future(play))
-            playing.group.add_done_callback(partial(self._arrive, playing))
+            playing = Playing(version, epoch)
+            playing.group = asyncio.create_task(self._play(playing, task, scope))
             self._playing.append(playing)
         self._names = Counter({key: count for key, count in self._names.items() if key[0] == version})
 
-    def _arrive(self, playing: Playing, group: asyncio.Task[Group]) -> None:
+    async def _play(self, playing: Playing, task: Task, scope: str) -> Group:
+        settings = self._settings
+        group = await self._player.at(scope).play_group(task, settings.group_size, settings.extra_siblings)
         playing.finished_s = time.perf_counter()
-        if not group.cancelled() and group.exception() is None:
-            self._arrived.append(group.result())
+        self._arrived.append(group)
+        return group
 
     def _chosen(self, version: int) -> list[Playing] | None:
         """The next batch; None while it is not complete. Raises what went wrong in a group."""

@@ -198,8 +198,11 @@ class Columns:
 
     prompt: str = "prompt"  # a string, or a list of messages
     messages: str = "messages"  # a list of {role, content}; used where a row has no prompt
-    answer: str = "answer"  # a string or a number; may be absent
+    answer: str = "answer"  # a string, a number or a list of accepted ones; where absent, reward_model.ground_truth
     id: str = "id"  # a string or a number; may be absent: the row's number is taken
+
+
+_VERL_ANSWERS = ("reward_model.ground_truth.target", "reward_model.ground_truth")  # the first: its search tasks
 
 
 class Rows(ABC):
@@ -239,6 +242,9 @@ class Rows(ABC):
 def task_from_row(row: Mapping[str, Any], columns: Columns, where: str, default_id: str) -> Task:
     """The task that a row of a table describes; columns that are not asked for become the task's metadata.
 
+    Where the user named no column of answers and the row has none, verl's reward_model.ground_truth (or its `target`)
+    is taken. Of several accepted answers the first is the task's, and metadata["answers"] holds all.
+
     Raises ConfigError, beginning with `where`, naming the column that is missing or of a wrong type.
     """
     used = columns.messages if cell(row, columns.prompt) is None else columns.prompt
@@ -249,10 +255,12 @@ def task_from_row(row: Mapping[str, Any], columns: Columns, where: str, default_
             "the prompt with task.columns.prompt=NAME (a string) or task.columns.messages=NAME (a list of messages)"
         )
     messages = _messages(prompt, f"{where}: column {used!r}")
-    answer = _scalar(row, "answer", columns.answer, where)
+    answers = _answers(row, columns.answer, where)
     task_id = _scalar(row, "id", columns.id, where) or default_id
     rest = {name: value for name, value in row.items() if name not in (used, columns.answer, columns.id)}
-    return Task(task_id, messages, answer, rest)
+    if len(answers) > 1:
+        rest["answers"] = answers
+    return Task(task_id, messages, answers[0] if answers else "", rest)
 
 
 def cell(row: Mapping[str, Any], column: str) -> Any:
@@ -267,6 +275,17 @@ def cell(row: Mapping[str, Any], column: str) -> Any:
     return value
 
 
+def _answers(row: Mapping[str, Any], column: str, where: str) -> list[str]:
+    """The accepted answers as text; none where absent, unless the user named the column."""
+    if column == Columns.answer and cell(row, column) is None:
+        column = next((name for name in _VERL_ANSWERS if cell(row, name) is not None), column)
+    values = cell(row, column)
+    if isinstance(values, list) and values:
+        return [_text(value, row, "answer", column, where) for value in cast("list[Any]", values)]
+    answer = _scalar(row, "answer", column, where)
+    return [answer] if answer else []
+
+
 def _scalar(row: Mapping[str, Any], option: str, column: str, where: str) -> str:
     """A string or a number as text; "" where absent, unless the user named the column."""
     value = cell(row, column)
@@ -274,6 +293,10 @@ def _scalar(row: Mapping[str, Any], option: str, column: str, where: str) -> str
         if column == getattr(Columns, option):
             return ""
         raise ConfigError(f"{where}: no column {column!r}; {_seen(row)}; correct task.columns.{option}={column}")
+    return _text(value, row, option, column, where)
+
+
+def _text(value: Any, row: Mapping[str, Any], option: str, column: str, where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ConfigError(
             f"{where}: column {column!r} must be a string or a number, got {_shown(value)}; {_seen(row)}; "

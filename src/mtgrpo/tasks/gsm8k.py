@@ -50,7 +50,7 @@ class Gsm8k(TaskSource):
         folder = Path(self.path).expanduser() if self.path else local and local / "gsm8k"
         file = folder and folder / f"{name}.jsonl"
         if file and file.is_file():
-            return JsonlRows([file])
+            return JsonlRows({file: file.stem})
         if self.path:
             raise ConfigError(
                 f"task.path={self.path}: there is no file {file}; give the folder that holds train.jsonl and test.jsonl"

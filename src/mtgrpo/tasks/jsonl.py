@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from abc import abstractmethod
 from array import array
 from bisect import bisect_left
@@ -21,27 +22,31 @@ from mtgrpo.types import Task
 class FileSource(TaskSource):
     """Base of the sources that read files of the user's own, whatever their format."""
 
-    path: str = ""  # a file, or a folder of files
-    eval_path: str = ""  # the same, held out; "" = hold out `eval_fraction` of `path`
-    eval_fraction: float = 0.1  # the share of rows, chosen by a hash of the id, that is never trained on
+    path: str = ""  # a file to train on, or a folder of files
+    train_files: list[str] = field(default_factory=list[str])  # several of them, in place of `path`
+    val_files: list[str] = field(default_factory=list[str])  # files and folders held out; [] = see `eval_fraction`
+    eval_fraction: float = 0.1  # without `val_files`, the share of rows, by a hash of the id, that is never trained on
     columns: Columns = field(default_factory=Columns)
 
     suffix: ClassVar[str]  # of the files looked for in a folder
 
     @abstractmethod
-    def rows(self, files: Sequence[Path]) -> Rows:
-        """Random access to the rows of `files`. Raises ConfigError where one cannot be read."""
+    def rows(self, files: Mapping[Path, str]) -> Rows:
+        """Random access to the rows of `files`, which have a name each, for ids. Raises ConfigError for bad files."""
 
     def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """A stream over `split`. Raises ConfigError for missing files, an empty split and a bad first row."""
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"task.eval_fraction must be in [0, 1), got {self.eval_fraction}")
-        rows = self.rows(self._files(split))
+        training, held_out = self._files()
+        names = names_for_ids([*training, *held_out])
+        files = held_out if split is Split.eval and held_out else training
+        rows = self.rows({file: names[file] for file in files})
         chosen = self._chosen(rows, split)
         if not chosen:
             raise ConfigError(
-                f"no rows for split {split.value}: task.path={self.path} task.eval_path={self.eval_path} "
-                f"task.eval_fraction={self.eval_fraction}; set task.eval_path, or another task.eval_fraction"
+                f"no rows for split {split.value}: {self._given()} task.val_files={_spelled(self.val_files)} "
+                f"task.eval_fraction={self.eval_fraction}; set task.val_files, or another task.eval_fraction"
             )
 
         def task_at(index: int) -> Task:
@@ -54,32 +59,77 @@ class FileSource(TaskSource):
         return IndexedStream(len(chosen), task_at, seed, repeat, [end - start for start, end in pairwise(bounds)])
 
     def _chosen(self, rows: Rows, split: Split) -> Sequence[int]:
-        if self.eval_path or (split is Split.train and not self.eval_fraction):
+        if self.val_files or (split is Split.train and not self.eval_fraction):
             return range(len(rows))
         return rows.divided(split, self.columns.id, self.eval_fraction)
 
-    def _files(self, split: Split) -> list[Path]:
-        if split is Split.eval and self.eval_path:
-            return self._files_at(self.eval_path, "task.eval_path")
-        files = self._files_at(self.path, "task.path")
-        held_out_files = self._files_at(self.eval_path, "task.eval_path") if self.eval_path else []
-        training = [file for file in files if file not in held_out_files]
-        if not training:
-            raise ConfigError(f"task.path={self.path} holds only the held-out files of task.eval_path={self.eval_path}")
-        return training
+    def _files(self) -> tuple[list[Path], list[Path]]:
+        """The files to train on and those held out; no file is among both, so a folder gives up what is held out."""
+        if not self.path and not self.train_files:
+            raise ConfigError(
+                "task.path is not set and task.train_files is empty; give one of them: task.path=FILE "
+                f"(a {self.suffix} file, or a folder of them) or task.train_files=[FILE,FILE]"
+            )
+        if self.path and self.train_files:
+            raise ConfigError(
+                f"task.path={self.path} and task.train_files={_spelled(self.train_files)} both say what to train on; "
+                "leave one of them out"
+            )
+        entries = [self.path] if self.path else self.train_files
+        training = self._found(entries, self._given())
+        held_out = self._found(self.val_files, f"task.val_files={_spelled(self.val_files)}")
+        for entry in entries:
+            if Path(entry).expanduser().resolve() in held_out:
+                raise ConfigError(
+                    f"{self._given()} and task.val_files={_spelled(self.val_files)} both name the file {entry}; "
+                    "leave it out of one of them"
+                )
+        remaining = [file for place, file in training.items() if place not in held_out]
+        if not remaining:
+            raise ConfigError(f"{self._given()} holds only the files of task.val_files={_spelled(self.val_files)}")
+        return remaining, list(held_out.values())
 
-    def _files_at(self, name: str, option: str) -> list[Path]:
+    def _found(self, entries: Sequence[str], given: str) -> dict[Path, Path]:
+        """The files that are named, by where they really are: a link to a file is that file."""
+        found: dict[Path, Path] = {}
+        for file in (file for entry in entries for file in self._files_at(entry, given)):
+            if file.resolve() in found:
+                raise ConfigError(f"{given} names the file {file} twice; name it once, or its folder alone")
+            found[file.resolve()] = file
+        return found
+
+    def _files_at(self, name: str, given: str) -> list[Path]:
         if not name:
-            raise ConfigError(f"{option} is not set; give a {self.suffix} file, or a folder of them")
-        path = Path(name).expanduser().resolve()
+            raise ConfigError(f"{given}: a name is empty; give a {self.suffix} file, or a folder of them")
+        path = Path(name).expanduser().absolute()
         if path.is_file():
             return [path]
         if not path.is_dir():
-            raise ConfigError(f"{option}={name}: there is no such file or folder (looked for {path})")
+            raise ConfigError(f"{given}: there is no such file or folder as {name} (looked for {path})")
         files = sorted(path.glob(f"*{self.suffix}"))
         if not files:
-            raise ConfigError(f"{option}={name}: the folder holds no {self.suffix} file")
+            raise ConfigError(f"{given}: the folder {name} holds no {self.suffix} file")
         return files
+
+    def _given(self) -> str:
+        """What says which files to train on, as the user types it."""
+        return f"task.path={self.path}" if self.path else f"task.train_files={_spelled(self.train_files)}"
+
+
+def names_for_ids(files: Sequence[Path]) -> dict[Path, str]:
+    """A name for each file: its stem, or, where several have that stem, its path below the folder they share."""
+    alike: dict[str, list[Path]] = {}
+    for file in files:
+        alike.setdefault(file.stem, []).append(file)
+    names: dict[Path, str] = {}
+    for stem, group in alike.items():
+        shared = os.path.commonpath([file.parent for file in group])
+        names |= {file: stem if len(group) == 1 else file.relative_to(shared).as_posix() for file in group}
+    return names
+
+
+def _spelled(names: Sequence[str]) -> str:
+    return f"[{','.join(names)}]"
 
 
 @dataclass
@@ -92,16 +142,20 @@ class Jsonl(FileSource):
 
     suffix: ClassVar[str] = ".jsonl"
 
-    def rows(self, files: Sequence[Path]) -> Rows:
+    def rows(self, files: Mapping[Path, str]) -> Rows:
         """Random access to the lines of `files`."""
         return JsonlRows(files)
 
 
 class JsonlRows(Rows):
-    """Random access to the lines of JSON Lines files through an index of byte offsets; blank lines are skipped."""
+    """Random access to the lines of JSON Lines files through an index of byte offsets; blank lines are skipped.
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
+    `files` gives each file the name that it has in the ids of rows without one.
+    """
+
+    def __init__(self, files: Mapping[Path, str]) -> None:
+        self._files = list(files)
+        self._names = list(files.values())
         self._file_of = array("l")
         self._offset_of = array("q")
         self._line_of = array("q")
@@ -130,7 +184,7 @@ class JsonlRows(Rows):
 
     def default_id(self, index: int) -> str:
         """The name of the file and the line's number."""
-        return f"{self._files[self._file_of[index]].stem}/{self._line_of[index]}"
+        return f"{self._names[self._file_of[index]]}/{self._line_of[index]}"
 
     def ids(self, column: str) -> Iterator[str]:
         """The id of every row; reads the files once."""

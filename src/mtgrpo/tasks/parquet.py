@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -18,13 +18,14 @@ from mtgrpo.tasks.jsonl import FileSource
 class Parquet(FileSource):
     """A table with a column of prompts (strings or lists of messages), and answers and ids if there are any.
 
-    One row group is held in memory; the shuffle orders the row groups and the rows inside each.
-    Example: `task=parquet task.path=train.parquet task.columns.answer=reward_model.ground_truth`.
+    One row group is held in memory; the shuffle orders the row groups and the rows inside each. Files made for verl
+    (prompt, reward_model.ground_truth, ...) are read as they are.
+    Example: `task=parquet task.train_files=[a.parquet,b.parquet] task.val_files=[c.parquet]`.
     """
 
     suffix: ClassVar[str] = ".parquet"
 
-    def rows(self, files: Sequence[Path]) -> Rows:
+    def rows(self, files: Mapping[Path, str]) -> Rows:
         """Random access to the rows of `files`."""
         return ParquetRows(files)
 
@@ -33,14 +34,18 @@ class Parquet(FileSource):
 class _RowGroup:
     file: Any  # pyarrow.parquet.ParquetFile
     path: Path
+    name: str  # of its file, in ids
     number: int  # within its file
     first_row: int  # of its file
 
 
 class ParquetRows(Rows):
-    """Random access to the rows of Parquet files, one row group in memory at a time."""
+    """Random access to the rows of Parquet files, one row group in memory at a time.
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    `files` gives each file the name that it has in the ids of rows without one.
+    """
+
+    def __init__(self, files: Mapping[Path, str]) -> None:
         try:
             from pyarrow import parquet  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         except ImportError as error:
@@ -49,14 +54,14 @@ class ParquetRows(Rows):
             ) from error
         self._groups: list[_RowGroup] = []
         blocks: list[int] = []
-        for path in files:
+        for path, name in files.items():
             try:
                 file: Any = parquet.ParquetFile(path)
             except (ValueError, OSError) as error:
                 raise ConfigError(f"{path}: not a Parquet file ({error})") from error
             first_row = 0
             for number in range(file.num_row_groups):
-                self._groups.append(_RowGroup(file, path, number, first_row))
+                self._groups.append(_RowGroup(file, path, name, number, first_row))
                 blocks.append(file.metadata.row_group(number).num_rows)
                 first_row += blocks[-1]
         self.blocks = blocks
@@ -81,7 +86,7 @@ class ParquetRows(Rows):
     def default_id(self, index: int) -> str:
         """The name of the file and the row's number."""
         number, row = self._locate(index)
-        return f"{self._groups[number].path.stem}/{self._groups[number].first_row + row + 1}"
+        return f"{self._groups[number].name}/{self._groups[number].first_row + row + 1}"
 
     def ids(self, column: str) -> Iterator[str]:
         """The id of every row; reads that column alone."""

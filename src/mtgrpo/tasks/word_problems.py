@@ -71,7 +71,7 @@ class WordProblems(TaskSource):
         local = data_folder()
         file = Path(self.path).expanduser() if self.path else local and local / "word_problems" / "svamp.jsonl"
         if file and file.is_file():
-            return JsonlRows([file])
+            return JsonlRows({file: file.stem})
         if self.path:
             raise ConfigError(f"task.path={self.path}: there is no such file; give the file svamp.jsonl")
         cure = "without a network, set task.path to the file svamp.jsonl, or MTGRPO_DATA to the folder of all data sets"

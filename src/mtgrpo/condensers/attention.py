@@ -1,0 +1,40 @@
+"""The model sees its last steps and those older ones that it attends to most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mtgrpo.condensers import Condenser, Conversation, best_and_newest
+from mtgrpo.extension import ConfigError
+from mtgrpo.types import Message
+
+
+@dataclass
+class Attention(Condenser):
+    """Keeps the last `keep_last_n_steps` steps and brings back the `attended_steps` others with the most attention.
+
+    The attention is that which the end of a context of all steps pays to each of them, as a mean over layers and heads;
+    steps that are too old for the window get none. It takes the model itself: engine=local. What is kept stays in its
+    order. Steps that the budget does not hold are dropped, those with the least attention first.
+    """
+
+    keep_last_n_steps: int = 1
+    attended_steps: int = 2
+
+    attends: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_last_n_steps < 0 or self.attended_steps < 0:
+            raise ConfigError(
+                "condenser attention: keep_last_n_steps and attended_steps must be >= 0, "
+                f"got {self.keep_last_n_steps} and {self.attended_steps}"
+            )
+
+    async def condense(self, conversation: Conversation) -> list[Message]:
+        """The last steps and the attended ones before them."""
+        start = max(0, len(conversation.steps) - self.keep_last_n_steps)
+        shares = await conversation.attention(conversation.steps)
+        ranked = sorted(range(start), key=lambda i: (-shares[i], -i))
+        return best_and_newest(conversation, ranked[: self.attended_steps], start)

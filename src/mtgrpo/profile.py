@@ -1,0 +1,112 @@
+"""Where the time of a run goes: seconds by phase, what condensing leaves, a trace of chosen steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.types import Group
+
+PHASES: tuple[str, ...] = ("packing", "forward", "backward", "update")  # of a training step
+
+
+@dataclass
+class Profile:
+    """Measurements under profile/ in every step, and their means at the end. On a GPU they cost some speed."""
+
+    enabled: bool = False  # seconds a conversation waits for the policy and for tools, seconds of a step's phases
+    reward: bool = True  # also seconds of scoring
+    condensation: bool = True  # also seconds of condensing, and tokens before and after
+    trace_steps: list[int] = field(
+        default_factory=list[int]
+    )  # write traces/step_000003.json (Chrome's format) of these
+
+    def __post_init__(self) -> None:
+        if self.trace_steps and not self.enabled:
+            raise ConfigError(f"profile.trace_steps={self.trace_steps} needs profile.enabled=true")
+        if wrong := [step for step in self.trace_steps if step < 1]:
+            raise ConfigError(f"profile.trace_steps: steps count from 1, got {wrong[0]}")
+
+
+class Profiler:
+    """Takes the measurements; where they are not enabled it takes none and waits for no device."""
+
+    def __init__(self, settings: Profile | None = None) -> None:
+        self._settings = settings or Profile()
+        self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)  # of the phases of the present step
+        self._sync_s = 0.0
+        self._steps: list[dict[str, float]] = []
+
+    @contextmanager
+    def measure(self, phase: str) -> Generator[None]:
+        """Counts what happens inside as `phase`, one of PHASES."""
+        if not self._settings.enabled:
+            yield
+            return
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += self._now() - began
+
+    def trace(self, step: int, folder: Path) -> AbstractContextManager[object]:
+        """Around step number `step`: writes its trace into the run's `folder`, if asked to."""
+        if step not in self._settings.trace_steps:
+            return nullcontext()
+        return _traced(folder / "traces" / f"step_{step:06d}.json")
+
+    def step(self, groups: Sequence[Group], sync_s: float) -> dict[str, float]:
+        """The measurements of a step: means over its conversations, seconds of the phases of its update.
+
+        sync_s: what the engine has spent on taking over weights since the run began.
+        """
+        if not self._settings.enabled:
+            return {}
+        played = [trajectory for group in groups for trajectory in group.trajectories]
+        found = {
+            "generation_s_per_conversation": mean(t.sample_s for t in played),
+            "tools_s_per_conversation": mean(t.tool_s for t in played),
+            **{f"{phase}_s": seconds for phase, seconds in self._seconds.items()},
+            "sync_s": sync_s - self._sync_s,
+        }
+        self._sync_s = sync_s
+        if self._settings.reward:
+            found["reward_s"] = sum(group.score_s for group in groups)
+        if self._settings.condensation:
+            times = max(1, sum(t.condensed for t in played))
+            found |= {
+                "condensation_s_per_conversation": mean(t.condense_s for t in played),
+                "condensed_per_conversation": mean(t.condensed for t in played),
+                "tokens_before_condensation": sum(t.tokens_before for t in played) / times,
+                "tokens_after_condensation": sum(t.tokens_after for t in played) / times,
+            }
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._steps.append(found)
+        return {f"profile/{name}": value for name, value in found.items()}
+
+    def summary(self) -> str:
+        """The means over all steps, a line each, for people; "" where there is nothing."""
+        if not self._steps:
+            return ""
+        rows = [f"  {name.replace('_', ' '):<34}{mean(s[name] for s in self._steps):12,.3f}" for name in self._steps[0]]
+        return "\n".join([f"profile, means over {len(self._steps)} steps:", *rows])
+
+    def _now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what was launched belongs to the phase that launched it
+        return time.perf_counter()
+
+
+@contextmanager
+def _traced(path: Path) -> Generator[None]:
+    with torch.profiler.profile() as profiler:
+        yield
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
