@@ -3,7 +3,7 @@
 Recipe `ledger_tiny`: conversations of 330 to 440 tokens. Every arm has its own warm start (demonstrations in the
 contexts that it would see), then GRPO; held-out success is measured before and after, and every reward is kept.
 
-    none        the whole history: conversations end where the window does
+    none        the whole history, in demonstrations beyond the window too; conversations end where the window does
     keep_last   the last two steps, after every turn
     summarize   a summary that the policy writes when the window is full
 

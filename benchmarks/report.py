@@ -201,6 +201,19 @@ def corrections() -> str:
     return arms("stale", "rollout.max_staleness=4 with")
 
 
+def ledger() -> str:
+    """Conversations that the window does not hold."""
+    _, detail = read("ledger")
+    rows: list[list[str]] = []
+    for name, runs in detail["runs"].items():
+        success = ", ".join(f"{run['before']:.2f} -> {run['after']:.2f}" for run in runs)
+        contexts = statistics.mean(run["segments"] for run in runs)
+        cut = statistics.mean(run["truncated"] for run in runs)
+        rows.append([f"`condenser={name}`", success, f"{contexts:.1f}", f"{cut:.0%}"])
+    head = ["", "held-out success by seed, before and after GRPO", "contexts a conversation", "cut by the window"]
+    return table(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -215,6 +228,7 @@ TABLES: dict[str, Callable[[], str]] = {
         algorithms,
         credit,
         corrections,
+        ledger,
     )
 }
 

@@ -32,7 +32,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_folder: Path)
     monkeypatch.chdir(tmp_path)
     for name in ("problems.jsonl", "held_out.jsonl"):
         (tmp_path / name).write_text("".join(blocks("json")))
-    for name, block in zip(("tools.py", "short.py"), blocks("python"), strict=True):
+    for name, block in zip(("tools.py", "short.py", "engine.py"), blocks("python"), strict=True):
         (tmp_path / name).write_text(block)
     (path,) = re.findall(r"checkpoint=(\S+)/checkpoints/step_000070", README)
     words = ["sft.steps=1", "trainer.steps=1", "rollout.prompts_per_step=1", "eval.tasks=1", "eval.samples=1"]
@@ -79,6 +79,11 @@ def test_the_list_of_options_is_current(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     assert OPTIONS.read_text() == capsys.readouterr().out, "run `make docs`"
+
+
+def test_an_engine_of_ones_own(newcomer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_file(newcomer / "engine.py")
+    assert capsys.readouterr().out.splitlines()[-4:] == ["1.0 [0.0]"] * 4
 
 
 VERL = (Path(__file__).parents[1] / "docs" / "coming_from_verl.md").read_text()

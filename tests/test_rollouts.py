@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,25 @@ from mtgrpo.policy.learner import Learner
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.profile import Profile
+from mtgrpo.rewards import Reward
 from mtgrpo.rollouts import Scored
 from mtgrpo.trainer import learning_of
-from mtgrpo.types import Completion, Finish, Message, Sample, Sampling, Task
+from mtgrpo.types import Completion, EngineError, Finish, Message, Sample, Sampling, Status, Task, Trajectory
 from test_play import CALL, chat, said, tokenizer
 
 TASKS = [Task(f"own/{number}", (Message("user", "What is 17 * 23?"),), answer="391") for number in range(3)]
 WORDS = ["model.name=tiny", "rollout.group_size=4", "batch.token_budget=2048"]
+
+
+@dataclass
+class Called(Reward):
+    """Whether the conversation calls a tool."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return float(bool(trajectory.turns[0].message.tool_calls))
+
+
+OWN = Path(__file__)
 
 
 class Own:
@@ -121,6 +133,24 @@ def test_what_needs_the_policy_is_refused(words: list[str], message: str) -> Non
         scored(*words)
 
 
+def test_an_engine_that_fails_is_told_of() -> None:
+    async def fails(tokens: Sequence[int], sampling: Sampling) -> Completion:
+        raise KeyError("no such model")
+
+    with pytest.raises(EngineError, match="every conversation failed, the first because of KeyError: 'no such model'"):
+        scored(engine=lambda experiment: fails)
+
+
+def test_what_training_leaves_out_has_no_advantage() -> None:
+    """Conversations that call once more where no turn is left are truncated."""
+    rewarded = scored("environment.max_turns=1", "algorithm.truncated=mask", f"reward={OWN}:Called")
+    for one in rewarded:
+        rewards = [t.reward for t in one.group.trajectories]
+        assert sorted(rewards) == [0, 0, 1, 1]
+        for trajectory, turns in zip(one.group.trajectories, one.advantages, strict=True):
+            assert turns == ([0.0] if trajectory.status is Status.TRUNCATED else [-0.5])
+
+
 def test_what_the_package_does_not_offer() -> None:
     with pytest.raises(AttributeError, match="no attribute 'rollouts_with'"):
         mtgrpo.rollouts_with  # noqa: B018
@@ -148,6 +178,14 @@ class First(Reward):
     def reward(self, trajectory):
         return float(trajectory.turns[0].output[0] % 7)
 """
+
+
+def test_attention_is_measured_by_the_local_engine(tmp_path: Path) -> None:
+    """In demonstrations, which call tools as a fresh model would not."""
+    words = ["recipe=ledger_tiny", "condenser=attention", "condenser.when=every_turn", "sft.batch_size=1"]
+    with pytest.raises(SystemExit) as done:
+        cli.main(["sft", *SMALL, *words, "sft.steps=1", f"hydra.run.dir={tmp_path}"])
+    assert done.value.code == 0
 
 
 def train(folder: Path, *words: str) -> list[dict[str, Any]]:

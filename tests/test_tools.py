@@ -6,6 +6,7 @@ import asyncio
 import operator
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -587,3 +588,22 @@ def test_any_text_gives_digits_or_a_refusal(text: str) -> None:
         assert str(refusal)
     else:
         assert re.fullmatch(r"-?\d+(\.\d+)?", result)
+
+
+async def test_an_answer_that_came_in_time_counts_though_nobody_could_listen() -> None:
+    """The event loop was busy with something else until after the deadline."""
+
+    async def quick() -> str:
+        await asyncio.sleep(0.02)
+        return "here"
+
+    asyncio.get_running_loop().call_later(0.01, time.sleep, 0.3)
+    assert await tools.call(quick, {}, 0.1) == "here"
+
+
+async def test_a_tool_that_is_cancelled_from_within_fails_like_others() -> None:
+    async def gives_up() -> str:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="CancelledError"):
+        await tools.call(gives_up, {}, 1)

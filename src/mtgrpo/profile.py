@@ -12,7 +12,7 @@ from statistics import mean
 import torch
 
 from mtgrpo.extension import ConfigError
-from mtgrpo.types import Group
+from mtgrpo.types import Group, Status
 
 PHASES: tuple[str, ...] = ("packing", "forward", "backward", "update")  # of a training step
 
@@ -26,7 +26,7 @@ class Profile:
     condensation: bool = True  # also seconds of condensing, and tokens before and after
     trace_steps: list[int] = field(
         default_factory=list[int]
-    )  # write traces/step_000003.json (Chrome's format) of these
+    )  # of whose updates traces/step_000003.json is written (Chrome's format)
 
     def __post_init__(self) -> None:
         if self.trace_steps and not self.enabled:
@@ -38,10 +38,10 @@ class Profile:
 class Profiler:
     """Takes the measurements; where they are not enabled it takes none and waits for no device."""
 
-    def __init__(self, settings: Profile | None = None) -> None:
+    def __init__(self, settings: Profile | None = None, sync_s: float = 0.0) -> None:
         self._settings = settings or Profile()
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)  # of the phases of the present step
-        self._sync_s = 0.0
+        self._sync_s = sync_s
         self._steps: list[dict[str, float]] = []
 
     @contextmanager
@@ -57,7 +57,7 @@ class Profiler:
             self._seconds[phase] += self._now() - began
 
     def trace(self, step: int, folder: Path) -> AbstractContextManager[object]:
-        """Around step number `step`: writes its trace into the run's `folder`, if asked to."""
+        """Around the update of step number `step`: writes its trace into the run's `folder`, if asked to."""
         if step not in self._settings.trace_steps:
             return nullcontext()
         return _traced(folder / "traces" / f"step_{step:06d}.json")
@@ -69,7 +69,8 @@ class Profiler:
         """
         if not self._settings.enabled:
             return {}
-        played = [trajectory for group in groups for trajectory in group.trajectories]
+        played = [t for group in groups for t in group.trajectories if t.status is not Status.FAILED]
+        played = played or [t for group in groups for t in group.trajectories]
         found = {
             "generation_s_per_conversation": mean(t.sample_s for t in played),
             "tools_s_per_conversation": mean(t.tool_s for t in played),

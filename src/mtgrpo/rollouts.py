@@ -19,7 +19,7 @@ from mtgrpo.experiment import Experiment
 from mtgrpo.extension import ConfigError
 from mtgrpo.rollout.chat import open_chat
 from mtgrpo.run import make_player
-from mtgrpo.types import Attend, Group, Sample, Task
+from mtgrpo.types import Attend, EngineError, Group, Sample, Status, Task
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,11 @@ async def rollout_with_advantages(
     """Play `experiment.rollout.group_size` conversations about each task, score them, compare them.
 
     sample: continues a list of tokens; many calls are awaited at once, `rollout.max_concurrent` at most. attend: for
-    condenser=attention. Groups of which too many failed to be compared are left out, as in training. Raises ConfigError
-    where an advantage depends on more than rewards: a critic, or a KL penalty that is part of the reward.
+    condenser=attention. Groups of which too many failed to be compared are left out, as in training; turns that
+    training would leave out (algorithm.truncated=mask) have advantage 0.
+
+    Raises EngineError when every conversation failed, and ConfigError where an advantage depends on more than rewards:
+    a critic, or a KL penalty that is part of the reward.
     """
     algorithm, credit = experiment.algorithm, experiment.credit
     if algorithm.has_critic or (experiment.kl.coef and experiment.kl.place is Place.reward):
@@ -62,7 +65,15 @@ async def rollout_with_advantages(
 
     player = make_player(experiment, chat, conversation, attend, longest)
     size, extra = experiment.rollout.group_size, experiment.rollout.extra_siblings
-    played = await asyncio.gather(*(player.play_group(task, size, extra) for task in tasks))
+    playing = [asyncio.ensure_future(player.play_group(task, size, extra)) for task in tasks]
+    try:
+        played = await asyncio.gather(*playing)
+    finally:
+        for group in playing:
+            group.cancel()
+    trajectories = [trajectory for group in played for trajectory in group.trajectories]
+    if trajectories and all(trajectory.status is Status.FAILED for trajectory in trajectories):
+        raise EngineError(f"every conversation failed, the first because of {trajectories[0].reason}")
     groups = comparable(played, algorithm)
     if not groups:
         return []

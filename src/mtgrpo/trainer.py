@@ -80,7 +80,7 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
 async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
     """Play, learn, repeat, until the first limit; returns steps and seconds, evaluation and saving not counted."""
     experiment = run.experiment
-    profiler = Profiler(experiment.profile)
+    profiler = Profiler(experiment.profile, run.engine.sync_s)
     temperature = experiment.sampling.temperature
     policy = Policy(run.model, _optimizer(run), experiment.batch.token_budget, temperature, profiler)
     reference = freeze(run.model) if experiment.kl.coef else None
@@ -141,13 +141,12 @@ async def _steps(run: Run, learner: Learner, stream: Stream, budget: Budget, cur
     while not (reached := budget.reached(stream.epoch)):
         began = time.perf_counter()
         step = budget.steps + 1
+        batch = await stream.batch(version=budget.steps)
+        groups = batch.groups
         with learner.policy.profiler.trace(step, run.folder):
-            batch = await stream.batch(version=budget.steps)
-            groups = batch.groups
-            played = time.perf_counter()
-            metrics, interrupted = await _learn_beside(run, learner, batch.trained, step)
+            metrics, train_s, interrupted = await _learn_beside(run, learner, batch.trained, step)
         ended = time.perf_counter()
-        metrics |= _describe_batch(groups, experiment, played - began, ended - played)
+        metrics |= _describe_batch(groups, experiment, ended - began - train_s, train_s)
         metrics["rollout/filtered"] = batch.left_out / len(groups)
         metrics |= describe_stream(batch, version=step - 1)
         metrics |= learner.policy.profiler.step(groups, run.engine.sync_s)
@@ -178,20 +177,23 @@ def _record(run: Run, step: int, groups: Sequence[Group], metrics: Metrics) -> N
     run.sinks.log(metrics, step)
 
 
-async def _learn_beside(run: Run, learner: Learner, groups: Sequence[Group], step: int) -> tuple[Metrics, bool]:
+async def _learn_beside(run: Run, learner: Learner, groups: Sequence[Group], step: int) -> tuple[Metrics, float, bool]:
     """Learn while rollouts go on: between any two micro-batches they have their turn.
 
-    Also whether Ctrl-C came meanwhile: a step that has begun is finished before anything is saved.
+    Also the seconds of learning alone, and whether Ctrl-C came meanwhile: a step that has begun is finished before
+    anything is saved.
     """
 
-    async def by_turns() -> Metrics:
-        work = learn(run.experiment, learner, groups, step)
+    async def by_turns() -> tuple[Metrics, float]:
+        work, seconds = learn(run.experiment, learner, groups, step), 0.0
         while True:
+            began = time.perf_counter()
             try:
                 next(work)
             except StopIteration as done:
                 run.engine.version = step  # before the engine has its next turn
-                return done.value
+                return done.value, seconds + time.perf_counter() - began
+            seconds += time.perf_counter() - began
             await asyncio.sleep(0)
 
     interrupted = False
@@ -201,7 +203,7 @@ async def _learn_beside(run: Run, learner: Learner, groups: Sequence[Group], ste
             await asyncio.shield(learning)
         except asyncio.CancelledError:
             interrupted = True
-    return learning.result(), interrupted
+    return *learning.result(), interrupted
 
 
 def learn(experiment: Experiment, learner: Learner, groups: Sequence[Group], step: int) -> Work[Metrics]:

@@ -82,7 +82,7 @@ class Sampling:
     min_p: float = 0.0  # keep what is at least this share of the most likely token's probability
     max_new_tokens: int = 512  # per turn
     stop_ids: list[int] = field(default_factory=list[int])  # end a turn, beside the chat template's own
-    timeout_s: float = 0.0  # of one turn, 0 = none; a conversation that exceeds it has failed and is retried
+    timeout_s: float = 0.0  # of one turn, training meanwhile too, 0 = none; a conversation that exceeds it fails
 
     def __post_init__(self) -> None:
         if self.temperature < 0:

@@ -68,14 +68,15 @@ class Credit(ABC):
 
 
 def advantages(credit: Credit, algorithm: Algorithm, rewards: Rewards, values: Tensor | None = None) -> Assigned:
-    """What every sampled token of a rollout batch is worth to the loss.
+    """What every sampled token of a rollout batch is worth to the loss: 0 where its trajectory is not trained.
 
     rewards: weighted by `credit`. values [tokens] fp64: as in `Credit.assign`.
     """
     assigned = credit.assign(rewards, algorithm, values)
     trained = rewards.of_tokens(rewards.trained)
-    assigned.advantage[trained] = algorithm.normalise(assigned.advantage[trained])
-    return assigned
+    advantage = torch.zeros_like(assigned.advantage)
+    advantage[trained] = algorithm.normalise(assigned.advantage[trained])
+    return replace(assigned, advantage=advantage)
 
 
 def refuse_constant(algorithm: Algorithm, name: str) -> None:

@@ -26,7 +26,10 @@ class Key:
 
 
 class RunningEngine(Protocol):
-    """What a rollout needs of an engine. `version` counts the weight updates the policy has seen."""
+    """What a rollout needs of an engine. `version` counts the weight updates the policy has seen.
+
+    An engine that reads the trainer's own weights does so in the event loop's thread, where they are also written.
+    """
 
     version: int
     note: str  # what the user may want to know of it

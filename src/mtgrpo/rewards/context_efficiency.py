@@ -80,7 +80,8 @@ class ContextEfficiency(Reward):
     form=bounded   R_i = 1 - bonus + bonus * pass_rate * shortest / L_i
     form=plain     R_i = 1 / L_i
 
-    pass_rate is the share of the siblings that are right (of those that did not fail), shortest the least L of these.
+    pass_rate is the share of the siblings that are right (of those that did not fail), shortest the least L of these;
+    one that was truncated and right counts in both, whatever algorithm.truncated makes of it.
 
     Bounded: 1 - bonus < R_i <= 1 - bonus + bonus * pass_rate, with bonus < 1/2. So right siblings differ by less than
     bonus * pass_rate, whatever their lengths, while right and wrong differ by more than 1 - bonus > bonus: a wrong
@@ -265,4 +266,6 @@ def _parsed(lines: Sequence[str], name: str) -> Iterator[tuple[str, str, str]]:
 
 def _text(value: Any) -> str:
     """A text, or a number as text; "" for anything else."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""

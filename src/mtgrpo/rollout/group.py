@@ -31,7 +31,7 @@ class Rollout:
     max_trajectory_tokens: int = 4096  # sampled by the policy, over all turns
     max_trajectory_tool_tokens: int = 8192  # added by the environment, over all turns
     retries: int = 1  # fresh attempts for a conversation that failed through no fault of the model
-    timeout_s: float = 0.0  # of one attempt at a conversation, 0 = none; what exceeds it has failed
+    timeout_s: float = 0.0  # of one attempt at a conversation, training meanwhile too; what exceeds it fails; 0 = none
     max_staleness: int = 0  # weight updates between a group's admission and its training; 0 = train, then play
     in_play: float = 1.5  # batches of groups played at once where max_staleness > 0: more hides slower tools, is staler
     extra_siblings: int = 0  # played beside `group_size`; the first to finish are trained: quicker, biased to the quick

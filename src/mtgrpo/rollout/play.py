@@ -7,13 +7,14 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from mtgrpo.condensers import Condenser, Conversation, Step, When, how_many_fit, messages_of, newest
 from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.extension import ConfigError
 from mtgrpo.rollout.chat import Chat
+from mtgrpo.rollout.wire import shared_length
 from mtgrpo.types import Attend, Finish, Message, Sample, Sampling, Status, Task, ToolSpec, Trajectory, Turn
 
 CONDENSE = ToolSpec(
@@ -244,8 +245,10 @@ class _Playing:
                 f"condenser {self._condenser.name} asks for attention, which this engine does not measure"
             )
         held = steps[len(steps) - how_many_fit(self._opening, steps, self._count, self._limits.context_tokens) :]
-        ends = [self._count(messages_of(self._opening, held[:count])) for count in range(len(held) + 1)]
         tokens = self._open(messages_of(self._opening, held))
+        begun = (self._open(messages_of(self._opening, held[:count])) for count in range(len(held)))
+        # A template may write the last message otherwise than those before: a step ends where the contexts differ.
+        ends = [*accumulate((shared_length(tokens, part) for part in begun), max), len(tokens)]
         return [0.0] * (len(steps) - len(held)) + await self._attend(tokens, list(pairwise(ends)))
 
     def _check(self, messages: Sequence[Message], tokens: int, given: int, asked: bool) -> None:

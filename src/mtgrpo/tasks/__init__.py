@@ -278,12 +278,19 @@ def cell(row: Mapping[str, Any], column: str) -> Any:
 def _answers(row: Mapping[str, Any], column: str, where: str) -> list[str]:
     """The accepted answers as text; none where absent, unless the user named the column."""
     if column == Columns.answer and cell(row, column) is None:
-        column = next((name for name in _VERL_ANSWERS if cell(row, name) is not None), column)
+        column = next((name for name in _VERL_ANSWERS if _is_answer(cell(row, name))), column)
     values = cell(row, column)
     if isinstance(values, list) and values:
         return [_text(value, row, "answer", column, where) for value in cast("list[Any]", values)]
     answer = _scalar(row, "answer", column, where)
     return [answer] if answer else []
+
+
+def _is_answer(value: Any) -> bool:
+    if isinstance(value, list):
+        several = cast("list[Any]", value)
+        return bool(several) and all(map(_is_answer, several)) and not any(isinstance(one, list) for one in several)
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
 def _scalar(row: Mapping[str, Any], option: str, column: str, where: str) -> str:

@@ -27,7 +27,7 @@ class Ledger(TaskSource):
     min_pages: int = 8
     max_pages: int = 12
     seed: int = 0  # another seed gives other problems
-    right: float = 1.0  # share of demonstrations without an error; the others add wrongly, stop early or guess
+    right: float = 1.0  # share of demonstrations without an error; the others stop at an earlier page
 
     def __post_init__(self) -> None:
         if not 2 <= self.min_pages <= self.max_pages:
@@ -58,28 +58,24 @@ class Ledger(TaskSource):
         """Pages, sums and an answer, with a summary after each step for condensers that ask for one."""
         rng = random.Random(f"demonstration/{seed}/{task.id}")
         pages = list(task.metadata["pages"])
-        kind = "right" if rng.random() < self.right else rng.choice(["misread", "early", "guess"])
-        if kind == "guess":
-            return (Message("assistant", f"#### {sum(pages) + rng.randrange(1, 999)}"),)
-        if kind == "early":
-            return tuple(_told(pages[: rng.randrange(1, len(pages))], misread=-1, finished=False))
-        return tuple(_told(pages, rng.randrange(1, len(pages)) if kind == "misread" else -1, finished=True))
+        if rng.random() < self.right:
+            return tuple(_told(pages, finished=True))
+        return tuple(_told(pages[: rng.randrange(1, len(pages))], finished=False))
 
 
 _AMOUNTS = {held_out: numbers(100, 999, held_out) for held_out in (False, True)}
 
 
-def _told(pages: list[int], misread: int, finished: bool) -> Iterator[Message]:
-    """The conversation after the task; page number `misread` is added wrongly; the end is looked for if `finished`."""
+def _told(pages: list[int], finished: bool) -> Iterator[Message]:
+    """The conversation after the task; the end is looked for if `finished`."""
     yield from _called("next_page", {}, str(pages[0]))
     yield Message("assistant", f"total {pages[0]}", name=SUMMARY)
     total = pages[0]
-    for number, amount in enumerate(pages[1:], 1):
+    for amount in pages[1:]:
         yield from _called("next_page", {}, str(amount))
         yield Message("assistant", f"total {total} new {amount}", name=SUMMARY)
-        added = amount + 10 if number == misread else amount
-        yield from _called("calculator", {"expression": f"{total} + {added}"}, str(total + added))
-        total += added
+        yield from _called("calculator", {"expression": f"{total} + {amount}"}, str(total + amount))
+        total += amount
         yield Message("assistant", f"total {total}", name=SUMMARY)
     if finished:
         yield from _called("next_page", {}, "no more pages")

@@ -122,22 +122,32 @@ async def call(tool: Callable[..., Any], arguments: Mapping[str, Any], timeout_s
     """What the tool answers to checked arguments, as a string. Raises TimeoutError after `timeout_s` seconds.
 
     What the tool raises comes through if it is an Exception; SystemExit and the like, which would end the whole
-    program, become RuntimeError, and so does StopIteration, which no coroutine can raise.
+    program, become RuntimeError, and so do StopIteration, which no coroutine can raise, and its own cancellation.
     A blocking tool runs in a thread of its own. Python cannot stop a thread: after a time-out it runs on, unheard.
     """
     function = _function(tool)
     hints = _hints(function)
     work = functools.partial(tool, **{name: _from_json(value, hints[name]) for name, value in arguments.items()})
     blocking = getattr(tool, "blocking", True) and not inspect.iscoroutinefunction(function)
-    limit = asyncio.timeout(timeout_s)
+    answer = asyncio.ensure_future(_answer(work, blocking))
     try:
-        async with limit:
-            answer = await _in_thread(work) if blocking else work()
-            return str(await answer if inspect.isawaitable(answer) else answer)
-    except TimeoutError:
-        if limit.expired():
-            raise TimeoutError(f"no answer within {timeout_s:g} s") from None
-        raise
+        # Unlike asyncio.timeout this takes an answer that came in time while the event loop was busy.
+        await asyncio.wait({answer}, timeout=timeout_s)
+        if not answer.done():
+            raise TimeoutError(f"no answer within {timeout_s:g} s")
+    finally:
+        if not answer.done():
+            answer.cancel()
+            await asyncio.wait({answer})
+    if answer.cancelled():
+        raise RuntimeError("CancelledError")
+    return answer.result()
+
+
+async def _answer(work: Callable[[], Any], blocking: bool) -> str:
+    try:
+        answer = await _in_thread(work) if blocking else work()
+        return str(await answer if inspect.isawaitable(answer) else answer)
     except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
         raise  # the last three come from outside: this call is given up, or the person wants to stop
     except BaseException as error:
