@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,14 +39,16 @@ from mtgrpo.credits.gigpo import GiGPO
 from mtgrpo.credits.return_to_go import ReturnToGo
 from mtgrpo.credits.trajectory import WholeTrajectory
 from mtgrpo.credits.turn import ByTurn
+from mtgrpo.engines import Key
+from mtgrpo.engines.local import Local
 from mtgrpo.extension import ConfigError
 from mtgrpo.model.attention import Attention, choose_attention
 from mtgrpo.model.value import add_value_head
 from mtgrpo.policy.forward import flops_of, layout_of
 from mtgrpo.policy.learner import Learner, Learning, Updates
 from mtgrpo.policy.reference import ReferenceSettings, freeze, move
-from mtgrpo.policy.step import Metrics
-from mtgrpo.types import Group, Message, Trajectory
+from mtgrpo.policy.step import Metrics, Work
+from mtgrpo.types import Group, Message, Sampling, Trajectory
 from test_policy import LONGEST, MODEL, ONE_MICRO_BATCH, PLAYED, REFERENCE, Watched, largest_difference, stored_with
 
 REWARDS = [1.0, -0.5, 0.25, 2.0]
@@ -443,3 +447,37 @@ def test_only_tokens_of_high_entropy_are_trained() -> None:
 def test_contradictions_are_refused(build: Callable[[], object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build()
+
+
+class Decoding(Watched):
+    """An engine samples from the policy after every micro-batch."""
+
+    sampled = 0
+
+    def updating(self, *arguments: Any) -> Work[Metrics]:
+        engine = Local().start(self.model, False, 64)
+
+        async def decode() -> None:
+            async with engine.conversation(Key(0, "train/1", str(Decoding.sampled), 0)) as sample:
+                Decoding.sampled += len((await sample([5, 6, 7], Sampling(max_new_tokens=3))).tokens)
+
+        work = super().updating(*arguments)
+        while True:
+            try:
+                next(work)
+            except StopIteration as done:
+                return done.value
+            asyncio.run(decode())
+            yield
+
+
+@pytest.mark.parametrize("case", [0, IDS.index("GSPO-WholeTrajectory")])
+def test_decoding_between_micro_batches_changes_no_digit(case: int) -> None:
+    Decoding.sampled = 0
+    learning, settings = learning_of(*CASES[case]), {"token_budget": LONGEST, "reference": True}
+    metrics, gradients, _ = updates(learning, **settings)
+    same, alike, _ = updates(learning, kind=Decoding, **settings)
+    assert Decoding.sampled > 3 * len(metrics)  # several micro-batches in each update
+    assert same == metrics
+    for one, other in zip(gradients, alike, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
