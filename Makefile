@@ -1,6 +1,6 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-quick bench-report \
+.PHONY: help setup demo lint test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-algorithms bench-quick bench-report \
 	bench-rollout bench-trl docs trl-env vllm-cpu clean
 
 BIN := .venv/bin
@@ -32,14 +32,14 @@ test-real: setup ## the tests on real data from end to end, and of a sweep over 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-algorithms bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-algorithms bench-ledger bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/logprobs.py
 
-bench-condensation: setup ## contexts condensed at every turn: the forest against packed rows; 8 minutes
+bench-condensation: setup ## contexts condensed at every turn: the forest against packed rows; 5 minutes
 	$(BIN)/python benchmarks/condensation.py
 
 bench-learning: setup ## does it learn, and do the controls not? three seeds and their controls; over an hour on two cores
@@ -60,6 +60,9 @@ bench-async: trl-env ## slow tools: do conversations overlap, what does playing 
 
 bench-algorithms: setup ## every algorithm, credit, corrections and a KL target on the demo's task: curves; over an hour
 	for group in algorithms credit kl stale; do $(BIN)/python benchmarks/algorithms.py --group $$group; done
+
+bench-ledger: setup ## conversations that the window does not hold, with and without condensing: curves; 30 minutes on two cores
+	$(BIN)/python benchmarks/ledger.py
 
 bench-quick: trl-env ## the main ratios beside the committed ones, in less than 5 minutes
 	$(BIN)/python benchmarks/quick.py

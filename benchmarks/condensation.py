@@ -30,7 +30,7 @@ ADDED = SUMMARY + SAMPLED + OBSERVED  # tokens per turn
 TURNS = {1: 10, 8: 5}  # by group size
 SIZE = "2m"
 SIDES = ("per_turn_packed", "forest")
-REPETITIONS = 9
+REPETITIONS = 5
 CASES = {
     f"g{siblings}_{ratio}": Scenario(
         groups=1,
