@@ -103,7 +103,7 @@ async def within(
     """Those demonstrations that a micro-batch can hold. Says when the first is left out; ConfigError when all are."""
     left_out = 0
     async for example in examples:
-        longest = max(len(example.context(i)) + len(turn.output) for i, turn in enumerate(example.turns))
+        longest = example.longest_context_tokens
         if longest <= token_budget:
             left_out = min(left_out, 1)
             yield example
