@@ -79,8 +79,9 @@ def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
         model = load_model(experiment.model, experiment.seed)
         longest = longest_context(experiment, model)
         engine = experiment.engine.start(model, experiment.deterministic, longest)
-        for note in (*inputs.chat.notes, describe_attention(model), engine.note):
+        for note in (*inputs.chat.notes, describe_attention(model)):
             sinks.note(note)
+        sinks.tell(engine.notes)
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through it for garbage takes longer than some training steps
         yield Run(

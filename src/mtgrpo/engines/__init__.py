@@ -32,7 +32,7 @@ class RunningEngine(Protocol):
     """
 
     version: int
-    note: str  # what the user may want to know of it
+    notes: list[str]  # what the user should know of it and has not been told yet
     sync_s: float  # seconds spent on taking over new weights, in all
 
     @property
@@ -49,6 +49,7 @@ class RunningEngine(Protocol):
 class Engine(ABC):
     """Base of all engines' settings."""
 
+    exact: ClassVar[bool] = False  # whether its log-probabilities are the trainer's, but for rounding
     attends: ClassVar[bool] = False  # whether it measures attention, which some condensers ask for
 
     @abstractmethod
