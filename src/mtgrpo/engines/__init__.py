@@ -49,8 +49,12 @@ class RunningEngine(Protocol):
 class Engine(ABC):
     """Base of all engines' settings."""
 
-    exact: ClassVar[bool] = False  # whether its log-probabilities are the trainer's, but for rounding
     attends: ClassVar[bool] = False  # whether it measures attention, which some condensers ask for
+
+    @property
+    def exact(self) -> bool:
+        """Whether its log-probabilities are the trainer's, but for rounding."""
+        return False
 
     @abstractmethod
     def start(self, model: PreTrainedModel, deterministic: bool, longest_context: int) -> RunningEngine:

@@ -47,12 +47,15 @@ class Local(Engine):
     memory_fraction: float = 0.3  # of this machine's memory (or the GPU's), at most, for keys and values
     keep_stale_cache: bool = False  # open conversations keep keys and values of older weights; else computed anew
 
-    exact: ClassVar[bool] = True
     attends: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.memory_fraction < 1:
             raise ConfigError(f"engine.memory_fraction must be in (0, 1), got {self.memory_fraction}")
+
+    @property
+    def exact(self) -> bool:
+        return not self.keep_stale_cache
 
     def start(self, model: PreTrainedModel, deterministic: bool, longest_context: int) -> LocalEngine:
         """An engine over `model`'s own weights.

@@ -315,10 +315,9 @@ class _Objective:
 
 
 def _mismatch_of_trajectories(batch: Batch, prepared: _Prepared, first_logp: Tensor, version: int) -> Metrics:
-    """How far engine and trainer are apart in trajectories that the present weights sampled from end to end."""
+    """How far engine and trainer are apart in what the present weights have sampled of each trajectory."""
     logp = first_logp if prepared.before is None else prepared.before.logp
-    older = batch.trajectory[batch.version != version].unique()
-    fresh = prepared.entries[~torch.isin(batch.trajectory[prepared.entries], older)]
+    fresh = prepared.entries[batch.version[prepared.entries] == version]
     if len(fresh) == 0:
         return {}
     log_rho = (logp - batch.behaviour_logp)[fresh]
