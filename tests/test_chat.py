@@ -517,9 +517,11 @@ def test_a_template_that_cannot_use_tools_says_so(name: str, tools: Tools, probl
     assert chat_of(name, tools=Tools.prompt).open([USER], [CALCULATOR])
 
 
-def test_a_template_that_places_tools_but_not_their_replies() -> None:
-    text = "{{ tools }}{% for m in messages if m.role != 'tool' %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
-    chat = with_template(text + "{% if add_generation_prompt %}assistant: {% endif %}")
+@pytest.mark.parametrize("shown", ["m.role != 'tool'", "true"], ids=["no replies", "no calls"])
+def test_a_template_that_places_tools_but_not_all_that_is_said_with_them(shown: str) -> None:
+    turns = "{% for m in messages if SHOWN %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
+    chat = with_template("{{ tools }}" + turns.replace("SHOWN", shown) + prompt)
     assert "tool calls hermes in the prompt" in chat.notes[0]
     context = decode(chat.open([USER, CALL, REPLY], [CALCULATOR]))
     assert context.endswith("user: <tool_response>\n3\n</tool_response><|im_end|>\nassistant: ")
@@ -574,7 +576,8 @@ def renderer_chat(thinking: Thinking = Thinking.keep) -> Chat:
 def test_a_known_model_is_left_to_the_renderers() -> None:
     copy = PreTrainedTokenizerFast(tokenizer_object=tokenizer().backend_tokenizer, eos_token="<|endoftext|>")
     copy.name_or_path = "Qwen/Qwen3-0.6B"
-    assert isinstance(open_chat(copy, ChatSettings()), RendererChat)
+    assert isinstance(known := open_chat(copy, ChatSettings()), RendererChat)
+    assert known.template is None, "a checkpoint keeps the tokenizer's own"
     assert isinstance(open_chat(copy, ChatSettings(template="chatml")), TemplateChat), "an explicit template wins"
     in_prompt = ChatSettings(tools=Tools.prompt)
     copy.chat_template = source("qwen3")

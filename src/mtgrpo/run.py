@@ -67,6 +67,8 @@ def check(experiment: Experiment) -> Inputs:
     held_out = list(itertools.islice(evaluated, experiment.eval.tasks))
     tokenizer = load_tokenizer(experiment.model.name)
     chat = open_chat(tokenizer, experiment.chat)
+    if chat.template is not None:
+        tokenizer.chat_template = chat.template  # a checkpoint is prompted as it was trained
     chat.open([Message("user", "hello")], told_tools(experiment.environment.tool_specs, experiment.condenser))
     return Inputs(tokenizer, chat, tasks, held_out)
 
@@ -79,6 +81,7 @@ def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
     sinks = open_sinks(experiment.log, folder)
     try:
         model = load_model(experiment.model, experiment.seed)
+        model.generation_config.eos_token_id = list(inputs.chat.stop_ids)  # and ends its turns so
         longest = longest_context(experiment, model)
         engine = experiment.engine.start(model, experiment.deterministic, longest)
         for note in (*inputs.chat.notes, describe_attention(model), engine.note):

@@ -110,7 +110,9 @@ def lacks_for_tools(template: Template) -> str:
     if "A probe." not in (template.try_render([USER], [PROBE_TOOL], prompt=True) or ""):
         return "place for tools"
     reply = template.try_render([USER, say_calls(1), Message("tool", "replyx7q", name="probe")]) or ""
-    return "" if "replyx7q" in reply else "place for the replies of tools"
+    if "replyx7q" not in reply:
+        return "place for the replies of tools"
+    return "" if ANCHOR in reply else "place for tool calls"
 
 
 def packaged(name: str) -> str:
