@@ -494,6 +494,21 @@ def test_a_dry_run_of_several_prints_each(run: Run, place: Path, no_model: None)
     assert list(place.iterdir()) == []
 
 
+def test_a_template_without_tools_is_refused_before_a_model_is_loaded(run: Run, place: Path, no_model: None) -> None:
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    (place / "plain.jinja").write_text(turns + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    words = ["train", "--dry-run", "chat.template=plain.jinja"]
+    assert run(*words)[0] == 0, "tools are described in the prompt"
+    code, _, err = run(*words, "chat.tools=template")
+    assert code == 2
+    assert "no place for tools; use chat.tools=prompt" in err
+    bare = [*words, "chat.tools=template", "environment=single_turn", "sft.steps=0"]
+    assert run(*bare)[0] == 0, "there are no tools"
+    code, _, err = run(*bare, "condenser=keep_last", "condenser.when=on_request")
+    assert code == 2
+    assert "no place for tools" in err
+
+
 # --- what is started
 
 

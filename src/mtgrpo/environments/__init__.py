@@ -67,6 +67,11 @@ class Environment(ABC):
                 f"environment.answer_pattern={self.answer_pattern} is not a regular expression: {error}"
             ) from error
 
+    @property
+    def tool_specs(self) -> tuple[ToolSpec, ...]:
+        """The tools that every conversation has, as far as they are known before one begins."""
+        return ()
+
     def settled(self, message: Message, logprobs: Sequence[float]) -> bool:
         """Whether an answer is given with enough confidence to end the conversation, whatever else it calls for.
 

@@ -11,7 +11,7 @@ from mtgrpo import tools
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.extension import ConfigError
 from mtgrpo.tools import Tool, ToolError
-from mtgrpo.types import Message, Task, ToolCall
+from mtgrpo.types import Message, Task, ToolCall, ToolSpec
 
 
 @dataclass
@@ -34,13 +34,17 @@ class ToolUse(Environment):
         self._specs = {name: tools.spec(name, tool) for name, tool in self._loaded.items()}
         self._tools = self._loaded
 
+    @property
+    def tool_specs(self) -> tuple[ToolSpec, ...]:
+        return tuple(self._specs.values())
+
     async def start(self, task: Task) -> Opening:
         # A conversation has tools of its own, so that one with state shares none of it with another conversation.
         self._tools = {name: copy.copy(tool) for name, tool in self._loaded.items()}
         for tool in self._tools.values():
             if isinstance(tool, Tool):
                 tool.begin(task)
-        return Opening(task.messages, tuple(self._specs.values()))
+        return Opening(task.messages, self.tool_specs)
 
     async def step(self, message: Message) -> Reply:
         if not message.error and not message.tool_calls:
