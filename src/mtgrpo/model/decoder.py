@@ -19,7 +19,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import head_logits
-from mtgrpo.model.products import OneDNNLinear, multiply, onednn, pack
+from mtgrpo.model.lora import merged
+from mtgrpo.model.products import multiply, onednn, pack
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, query [tokens, heads, size], key and value [tokens, key heads, size], scale) -> [tokens, heads, size]"""
@@ -194,22 +195,22 @@ def _norm(x: Tensor, norm: Any) -> Tensor:
 
 
 class _Product:
-    """Linear layers of one input, as one matrix product; with adapters, each as it is."""
+    """Linear layers of one input, as one matrix product with their adapters merged; other layers each as it is."""
 
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self._layers, self._dtype = layers, dtype
-        biases = {getattr(layer, "bias", None) is None for layer in layers}
-        self._plain = all(type(layer) in (nn.Linear, OneDNNLinear) for layer in layers) and len(biases) == 1
-        self._weight = self._bias = None
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
         self._packed = False
 
     def copy_weights(self) -> None:
         """The weights have changed."""
-        if not self._plain:
+        parts = [merged(layer) for layer in self._layers]
+        plain = [part for part in parts if part is not None]
+        biases = [bias for _, bias in plain if bias is not None]
+        if len(plain) < len(parts) or len(biases) not in (0, len(parts)):
             return
-        layers = cast(Sequence[nn.Linear], self._layers)
-        self._weight = torch.cat([layer.weight for layer in layers]).to(self._dtype)
-        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
+        self._weight = torch.cat([weight for weight, _ in plain]).to(self._dtype)
         self._bias = torch.cat(biases).to(self._dtype) if biases else None
         self._packed = onednn(self._weight.device, self._dtype)
         if self._packed:
