@@ -123,25 +123,15 @@ def score(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Scor
     """Log-probability and entropy of every target; the head runs once at each distinct parent."""
     parents, row = torch.unique(micro.parent, return_inverse=True)
     hidden = read_hidden(model, micro, parents)
-    row, token = row.to(hidden.device), micro.token.to(hidden.device)
-    kept = _kept(micro, row.cpu(), len(parents))
-    logp, entropy = sampled_logprobs(hidden, _head(model), row, token, temperature, kept)
-    expected = values(model, hidden)[row] if has_value_head(model) else None
-    return Scores(logp, entropy[row], expected)
-
-
-def _kept(micro: MicroBatch, row: Tensor, rows: int) -> Kept | None:
-    """What was kept after each distinct parent; `row` [targets] is that of each target.
-
-    Entries with one context were sampled from one distribution, and rounding aside they have kept the same tokens: the
-    union is taken.
-    """
-    if micro.kept is None:
-        return None
-    where = row[micro.target].repeat_interleave(micro.kept.offset.diff())
-    pairs = torch.stack([where, micro.kept.token], dim=1).unique(dim=0)
-    counts = pairs[:, 0].bincount(minlength=rows)
-    return Kept(torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)]), pairs[:, 1])
+    drawn, kept = row, None  # the distribution that each target was drawn from
+    if micro.kept is not None:  # several may follow one parent
+        sets = micro.kept.sets
+        pairs, drawn = torch.unique(row * sets + micro.kept.number, return_inverse=True)
+        kept = Kept(*micro.kept.listed(pairs % sets), row=pairs // sets)
+    drawn, token = drawn.to(hidden.device), micro.token.to(hidden.device)
+    logp, entropy = sampled_logprobs(hidden, _head(model), drawn, token, temperature, kept)
+    expected = values(model, hidden)[row.to(hidden.device)] if has_value_head(model) else None
+    return Scores(logp, entropy[drawn], expected)
 
 
 @torch.no_grad()
@@ -154,8 +144,6 @@ def check_forest(model: PreTrainedModel, micro: MicroBatch, scores: Scores, temp
         return
     count = len(micro.token)
     ends = micro.forest.subtree_end
-    parents, row = torch.unique(micro.parent, return_inverse=True)
-    kept = _kept(micro, row, len(parents))
     for target in sorted({round(i * (count - 1) / (CHECKED - 1)) for i in range(CHECKED)}):
         parent = int(micro.parent[target])
         nodes = torch.arange(parent + 1)
@@ -164,9 +152,8 @@ def check_forest(model: PreTrainedModel, micro: MicroBatch, scores: Scores, temp
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, -1:]
         token = micro.token[target : target + 1]
         only = None
-        if kept is not None:
-            start, stop = kept.offset[row[target] : row[target] + 2].tolist()
-            only = Kept(torch.tensor([0, stop - start]), kept.token[start:stop])
+        if micro.kept is not None:
+            only = Kept(*micro.kept.listed(micro.kept.number[target : target + 1]))
         plain = sampled_logprobs(hidden, _head(model), torch.tensor([0]), token, temperature, only)[0].item()
         found = scores.logp[target].item()
         if not abs(found - plain) <= TOLERANCE[computes_in(model)]:
