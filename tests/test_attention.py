@@ -201,10 +201,11 @@ def test_adapters_and_value_head(family: str, tmp_path: Path) -> None:
     source.save_pretrained(tmp_path)
     model = load_model(ModelSettings(str(tmp_path), DType.float64, lora=LoRA(rank=3), value_head=True), seed=0)
     assert uses_forest(model)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora" in name or "value_head" in name:
-                nn.init.normal_(parameter, std=0.3)
+                nn.init.normal_(parameter, std=0.3, generator=generator)
     batch = conversation()
     assert_equal_to_plain(model, batch, 1e-9, 1e-8)
 

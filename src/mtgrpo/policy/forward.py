@@ -119,22 +119,12 @@ def score(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Scor
     """Log-probability and entropy of every target; the head runs once at each distinct parent."""
     parents, row = torch.unique(micro.parent, return_inverse=True)
     hidden = read_hidden(model, micro, parents)
-    row, token = row.to(hidden.device), micro.token.to(hidden.device)
-    kept = _kept(micro, row.cpu(), len(parents))
-    logp, entropy = sampled_logprobs(hidden, _head(model), row, token, temperature, kept)
-    expected = values(model, hidden)[row] if has_value_head(model) else None
-    return Scores(logp, entropy[row], expected)
-
-
-def _kept(micro: MicroBatch, row: Tensor, rows: int) -> Kept | None:
-    """What was kept after each distinct parent; `row` [targets] is that of each target.
-
-    Entries with one context were sampled from one distribution, and rounding aside they have kept the same tokens: the
-    union is taken.
-    """
-    if micro.kept is None:
-        return None
-    where = row[micro.target].repeat_interleave(micro.kept.offset.diff())
-    pairs = torch.stack([where, micro.kept.token], dim=1).unique(dim=0)
-    counts = pairs[:, 0].bincount(minlength=rows)
-    return Kept(torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)]), pairs[:, 1])
+    drawn, kept = row, None  # the distribution that each target was drawn from
+    if micro.kept is not None:  # several may follow one parent
+        sets = micro.kept.sets
+        pairs, drawn = torch.unique(row * sets + micro.kept.number, return_inverse=True)
+        kept = Kept(*micro.kept.listed(pairs % sets), row=pairs // sets)
+    drawn, token = drawn.to(hidden.device), micro.token.to(hidden.device)
+    logp, entropy = sampled_logprobs(hidden, _head(model), drawn, token, temperature, kept)
+    expected = values(model, hidden)[row.to(hidden.device)] if has_value_head(model) else None
+    return Scores(logp, entropy[drawn], expected)
