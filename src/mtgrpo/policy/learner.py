@@ -14,6 +14,7 @@ from mtgrpo.algorithms.average import Membership, token_weights
 from mtgrpo.algorithms.correction import Correction, Old, diagnostics, interpolated
 from mtgrpo.algorithms.credit import Rewards
 from mtgrpo.algorithms.kl import KL, Estimator, Place, estimate
+from mtgrpo.algorithms.ratio import is_clamped
 from mtgrpo.batch.forest import Batch
 from mtgrpo.credits import Assigned, Credit, advantages
 from mtgrpo.extension import ConfigError
@@ -285,6 +286,7 @@ class _Objective:
         tokens = Tokens(logp, old, prepared.advantage[entries].to(logp), sequence)
         found = learning.algorithm.loss(tokens)
         loss, metrics = found.loss, dict(found.metrics)
+        clamped = is_clamped(tokens.log_ratio if sequence is None else sequence)
         if prepared.kept is not None:
             loss = loss * prepared.kept[entries].to(logp)
         if prepared.weight is not None:
@@ -297,12 +299,15 @@ class _Objective:
             ref_logp = prepared.ref_logp[entries].to(logp)
             behaviour = self._batch.behaviour_logp[entries].to(logp)
             loss = loss + self._kl_coef * learning.kl.penalty(logp, behaviour, ref_logp)
+            clamped |= learning.kl.clamped(now, behaviour, ref_logp)
         if learning.algorithm.entropy_coef:
             loss = loss - learning.algorithm.entropy_coef * scores.entropy
         if prepared.target is not None:
             value_loss = self._value_loss(prepared.target[entries], entries, scores)
             loss = loss + value_loss
             metrics["value_loss"] = value_loss.detach()
+        if clamped.any():
+            metrics["log_ratio_clamped"] = clamped
         return PerToken(loss, found.clipped, metrics)
 
     def _value_loss(self, target: Tensor, entries: Tensor, scores: Scores) -> Tensor:
