@@ -75,6 +75,17 @@ def tokenizer(normalizer: bool = False, text: str = "the answer of the calculato
 
 
 @lru_cache
+def base_tokenizer() -> Any:
+    """A base model's: its only special token is the end of a text."""
+    bpe = Tokenizer(
+        models.BPE({c: n for n, c in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "</s>"])}, [])
+    )
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
+
+
+@lru_cache
 def source(name: str) -> str:
     if name in ("chatml", "smollm2"):
         return chatml() if name == "chatml" else SMOLLM2
@@ -485,13 +496,36 @@ def test_a_turn_that_ends_with_the_next_role_is_not_extended() -> None:
     assert chat.extend([USER, ANSWER], [USER], [CALCULATOR]) is not None
 
 
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_base_model_speaks_chatml_in_ordinary_text(data: st.DataObject) -> None:
+    base = base_tokenizer()
+    chat = open_chat(base, ChatSettings(template="chatml"))
+    assert chat.notes == ["chat: template chatml, tool calls hermes, thinking keep, end of turn </s>"]
+    assert chat.stop_ids == (base.eos_token_id,)
+    messages = data.draw(conversations("chatml", nasty.map(lambda text: text.replace("<|im_end|>", "</s>"))))
+    tokens = play(chat, messages, [CALCULATOR])
+    whole = applied(chat.template, messages, [CALCULATOR])
+    assert base.decode(tokens) == whole
+    harmless = [m if m.role == "assistant" else Message(m.role, "x", name=m.name) for m in messages]
+    ends = applied(chat.template, harmless, [CALCULATOR]).count("</s>")
+    assert tokens.count(base.eos_token_id) == ends, "only ends of turns are special"
+    for message in messages:
+        if message.role == "assistant":
+            assert chat.encode(message)[-1] == base.eos_token_id
+            assert chat.parse(chat.encode(message)) == message
+    base.chat_template = chat.template
+    assert open_chat(base, ChatSettings()).open(messages, [CALCULATOR]) == chat.open(messages, [CALCULATOR])
+    base.chat_template = None
+
+
 def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no chat template.*chat\.template=chatml.*chat\.template=PATH"):
         with_template(None)
     with pytest.raises(ConfigError, match=r"'qwen' is neither auto nor chatml nor an existing \.jinja file"):
         with_template(None, template="qwen")
-    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="</s>")
-    with pytest.raises(ConfigError, match=r"needs <\|im_start\|> and <\|im_end\|>"):
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    with pytest.raises(ConfigError, match=r"neither <\|im_end\|> nor an eos token.*write one as eos_token"):
         open_chat(bare, ChatSettings(template="chatml"))
     path = tmp_path / "own.jinja"
     path.write_text(source("chatml"), "utf-8")
@@ -560,9 +594,10 @@ def test_half_characters_in_a_reply_are_replaced() -> None:
 
 
 def test_notes_say_what_is_in_force() -> None:
-    assert chat_of("chatml").notes == ["chat: template auto, tool calls hermes, thinking keep"]
+    chatml_note = "chat: template auto, tool calls hermes, thinking keep, end of turn <|im_end|>"
+    assert chat_of("chatml").notes == [chatml_note]
     assert chat_of("gemma3").notes == [
-        "chat: template auto, tool calls hermes in the prompt, thinking keep",
+        "chat: template auto, tool calls hermes in the prompt, thinking keep, end of turn <end_of_turn>",
         "chat: the template knows no tools: they are described in the prompt (chat.tools=prompt)",
     ]
     assert renderer_chat(Thinking.strip).notes == ["chat: renderer qwen3, thinking strip"]

@@ -53,7 +53,7 @@ class Tools(Enum):
 class ChatSettings:
     """How messages become tokens."""
 
-    template: str = "auto"  # auto = the tokenizer's own; "chatml"; or the path of a .jinja file
+    template: str = "auto"  # auto = the tokenizer's own; "chatml", for base models too; or the path of a .jinja file
     tools: Tools = Tools.auto  # as the template has it, or in the prompt; auto = there where it knows no tools
     thinking: Thinking = Thinking.keep  # keep: the policy sees its earlier thoughts; strip: as the template has it
 
@@ -112,14 +112,14 @@ def chatml() -> str:
 
 
 def _template_source(tokenizer: Any, template: str) -> str:
-    if template == "chatml":
-        missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in tokenizer.get_added_vocab()]
-        if missing:
+    if template == "chatml":  # what begins a turn may be ordinary text, as it is for base models, but not what ends it
+        end = "<|im_end|>" if "<|im_end|>" in tokenizer.get_added_vocab() else tokenizer.eos_token
+        if not end:
             raise ConfigError(
-                f"chat.template=chatml needs {' and '.join(missing)} as special tokens, which the tokenizer "
-                f"{tokenizer.name_or_path!r} lacks; add them to it or choose another template with chat.template=PATH"
+                f"chat.template=chatml: the tokenizer {tokenizer.name_or_path!r} has neither <|im_end|> nor an eos "
+                "token to end a turn with; write one as eos_token into its tokenizer_config.json"
             )
-        return chatml()
+        return chatml().replace("<|im_end|>", end)
     if template != "auto":
         path = Path(template).expanduser()
         if not path.is_file():
@@ -175,8 +175,9 @@ class TemplateChat(Chat):
         self._one_call = self._template.try_render([USER, say_calls(2)]) is None
         self._separator = self._find_separator()
         form = self._no_tools or f"tool calls {self._format.name}{' in the prompt' if in_prompt else ''}"
-        turns = "" if self._turn_end else "; no end-of-turn token was found, so every turn starts a new segment"
-        self.notes = [f"chat: template {settings.template}, {form}, thinking {settings.thinking.value}{turns}"]
+        turns = "" if self._turn_end else "; the template has none, so every turn starts a new segment"
+        thinking = f"thinking {settings.thinking.value}"
+        self.notes = [f"chat: template {settings.template}, {form}, {thinking}, end of turn {self._end}{turns}"]
         if in_prompt and lacking:
             self.notes.append("chat: the template knows no tools: they are described in the prompt (chat.tools=prompt)")
 
