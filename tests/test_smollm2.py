@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +15,9 @@ from transformers import PreTrainedModel
 
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.batch.packing import Layout, pack
+from mtgrpo.compose import compose, parse
 from mtgrpo.engines import Key
-from mtgrpo.engines.local import Local
+from mtgrpo.engines.local import Local, LocalEngine
 from mtgrpo.extension import ConfigError
 from mtgrpo.model import smollm2
 from mtgrpo.model.attention import Attention
@@ -21,6 +26,7 @@ from mtgrpo.model.lora import LoRA
 from mtgrpo.model.rounding import distance, plain_logprobs, reference
 from mtgrpo.policy.forward import flops_of, score
 from mtgrpo.rollout.chat import ChatSettings, open_chat
+from mtgrpo.run import open_run
 from mtgrpo.types import Completion, Finish, Message, Sampling, Task, Trajectory, Turn
 
 real = pytest.mark.real
@@ -201,3 +207,36 @@ def test_its_chat_template_has_turns_that_extend_one_another(fetched: Path) -> N
     assert extension is not None
     whole = chat.open([*messages, Message("user", "again")], ())
     assert whole == [*chat.open(messages[:1], ()), *said, *extension]
+
+
+@real
+def test_every_trained_token_was_sampled_over_200_conversations_with_a_tool(
+    fetched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = compose(parse(["recipe=smollm2_calculator", "model.name=smollm2", "log=[jsonl]"])).experiment
+    sampled: Counter[int] = Counter()  # every token that the engine gave, with all that stood before it
+    ask = LocalEngine._ask
+
+    async def watched(self: LocalEngine, conversation: Any, tokens: Sequence[int], sampling: Sampling) -> Completion:
+        completion = await ask(self, conversation, tokens, sampling)
+        path = 0
+        for number, token in enumerate([*tokens, *completion.tokens]):
+            path = hash((path, token))
+            sampled[path] += number >= len(tokens)
+        return completion
+
+    monkeypatch.setattr(LocalEngine, "_ask", watched)
+
+    async def play() -> list[Trajectory]:
+        with open_run(experiment, tmp_path) as run:
+            groups = await asyncio.gather(*(run.player.play_group(task, 8) for task in islice(run.tasks, 25)))
+        return [trajectory for group in groups for trajectory in group.trajectories]
+
+    played = asyncio.run(play())
+    assert len(played) == 200
+    assert sum(trajectory.tool_calls for trajectory in played) > 20
+    batch = build_batch(played)
+    paths: list[int] = []
+    for parent, token in zip(batch.forest.parent.tolist(), batch.forest.token.tolist(), strict=True):
+        paths.append(hash((paths[parent] if parent >= 0 else 0, token)))
+    assert Counter(paths[node] for node in batch.node.tolist()) == +sampled
