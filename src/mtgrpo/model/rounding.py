@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import head_logits
 
+MEASURED = 32  # positions of a context at whose end rounding is measured, for that of a single one says little
 MARGIN = 6.0  # how many times what the last bits do is still rounding
 HARMLESS = 0.01  # nats; a smaller difference is said, but is no reason to end a run
 
@@ -39,7 +40,7 @@ class Reference:
 
 def ends_the_run(apart: float, bound: float) -> bool:
     """Whether a difference of `apart` nats, where rounding explains `bound`, is a fault that no training survives."""
-    return not apart <= max(HARMLESS, 3 * bound)
+    return not apart <= max(HARMLESS, bound)
 
 
 @torch.no_grad()
@@ -55,12 +56,12 @@ def reference(model: PreTrainedModel, context: Sequence[int] | Tensor, first: in
 
     handle = model.get_input_embeddings().register_forward_hook(change_last_bits)
     try:
-        hidden = model.base_model(input_ids=ids.expand(3, -1), use_cache=False).last_hidden_state[:, first:]
+        hidden = model.base_model(input_ids=ids.expand(3, -1), use_cache=False).last_hidden_state
     finally:
         handle.remove()
-    logprobs = head_logits(model, hidden).log_softmax(-1)
-    moved = max(distance(logprobs[0], changed) for changed in logprobs[1:])
-    return Reference(logprobs[0], max(moved, unit))
+    measured = head_logits(model, hidden[:, -MEASURED:]).log_softmax(-1)
+    moved = max(distance(measured[0], changed) for changed in measured[1:])
+    return Reference(head_logits(model, hidden[0, first:]).log_softmax(-1), max(moved, unit))
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from mtgrpo.profile import Profiler
 
 Metrics = dict[str, float]
 T = TypeVar("T")
+WORST = 3.0  # how many times what is usual the differences of one micro-batch or trajectory of many may be
 Work = Generator[None, None, T]  # work that pauses between micro-batches, where the engine may go on; then its result
 TokenLoss = Callable[[Tensor, Scores], PerToken]  # (entries of the batch, their scores with gradient)
 
@@ -64,7 +65,7 @@ class Policy:
         Raises RuntimeError where both are wrong by more than rounding and than is harmless.
         """
         found = compare(self.model, deepest(packing.micro_batches[0]))
-        self._context, self._bound = found.context, found.bound
+        self._context, self._bound = found.context, WORST * found.bound
         if found.holds or math.isnan(found.apart):  # diverged weights are found when the batch is scored
             return packing
         if self._layout is Layout.forest:
@@ -76,7 +77,7 @@ class Policy:
                 return rows
             self.model.set_attn_implementation(Attention.forest.value)
         text = f"the log-probabilities of {type(self.model).__name__}, however it is laid out, {found}"
-        if ends_the_run(found.apart, found.bound):
+        if ends_the_run(found.apart, WORST * found.bound):
             raise RuntimeError(f"{text}: such contexts cannot be trained; set environment.max_context_length lower")
         self.notes.append(text)
         return packing
@@ -85,7 +86,7 @@ class Policy:
         """Note, or raise RuntimeError, where log-probabilities are `apart` nats apart, more than rounding explains."""
         if apart <= self._bound:
             return
-        self._bound = max(self._bound, reference(self.model, self._context, first=-1).bound)  # of the present weights
+        self._bound = WORST * reference(self.model, self._context, first=-1).bound  # of the present weights
         text = f"{what} by {apart:.2g} nats, of which rounding explains {self._bound:.2g}"
         if ends_the_run(apart, self._bound):
             raise RuntimeError(text)
