@@ -178,6 +178,8 @@ def _record(run: Run, step: int, groups: Sequence[Group], metrics: Metrics) -> N
     failed = [t for group in groups for t in group.trajectories if t.status is Status.FAILED]
     if failed:
         run.sinks.note(f"step {step}: {len(failed)} conversations failed, the first because of {failed[0].reason}")
+    if outages := [why for group in groups for t in group.trajectories for why in t.outages]:
+        run.sinks.note(f"step {step}: {len(outages)} calls were answered by no tool, the first because {outages[0]}")
     trajectories.write(run.folder, f"step_{step:06d}", groups)
     run.sinks.log(metrics, step)
 

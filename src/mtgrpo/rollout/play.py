@@ -61,9 +61,9 @@ async def play(
 ) -> Trajectory:
     """Play one conversation about `task`.
 
-    Reaching a limit ends it with status TRUNCATED and the limit's name as the reason. What the environment raises
-    (tool outage, time-out) is not caught here: a failure is not an outcome of the policy. Raises ConfigError for a
-    condenser whose budget does not hold the opening, or that gives other messages than it may.
+    Reaching a limit ends it with status TRUNCATED and the limit's name as the reason. What the environment raises is
+    not caught here: a failure is not an outcome of the policy. Raises ConfigError for a condenser whose budget does not
+    hold the opening, or that gives other messages than it may.
     """
     environment = copy.copy(environment)
     opening = await environment.start(task)
@@ -84,6 +84,9 @@ async def play(
             turn.observations = (*reply.messages, *asked)
             trajectory.tool_calls += reply.tool_calls
             trajectory.tool_errors += reply.tool_errors
+            trajectory.tool_timeouts += reply.tool_timeouts
+            trajectory.tool_retries += reply.tool_retries
+            trajectory.outages += reply.outages
             if reply.done:
                 return trajectory
             if spoken < environment.max_turns:
