@@ -43,12 +43,12 @@ from record import finish
 from mtgrpo.compose import compose, parse
 
 MODEL = os.environ.get("MTGRPO_SMOLLM2", "smollm2")  # a folder, or the name that the package finds it by
-RECIPES = ("smollm2", "smollm2_calculator", "smollm2_reasoning")
+RECIPES = ("smollm2", "smollm2_calculator")
 SEEDS = (10, 11)
 ARMS = ("grpo", "shuffled", "own", "lora")
 LORA = ("smollm2", 10)  # the recipe and the seed that it is measured on
 LORA_WORDS = ("model.lora.rank=16", "optimizer.lr=3e-4")
-EVALUATION = ("eval.tasks=200", "eval.samples=2")
+EVALUATION = ("eval.tasks=100", "eval.samples=2")
 QUICK = (
     *("trainer.steps=2", "rollout.prompts_per_step=2", "rollout.group_size=4"),
     *("sampling.max_new_tokens=24", "eval.tasks=4"),

@@ -84,13 +84,13 @@ class Policy:
 
     def judge(self, apart: float, what: str) -> None:
         """Note, or raise RuntimeError, where log-probabilities are `apart` nats apart, more than rounding explains."""
-        if apart <= self._bound:
+        if apart <= max(self._bound, 2 * self._noted):
             return
         self._bound = WORST * reference(self.model, self._context, first=-1).bound  # of the present weights
         text = f"{what} by {apart:.2g} nats, of which rounding explains {self._bound:.2g}"
         if ends_the_run(apart, self._bound):
             raise RuntimeError(text)
-        if apart > max(self._bound, 2 * self._noted):
+        if apart > self._bound:
             self._noted = apart
             self.notes.append(text)
 
