@@ -164,6 +164,9 @@ class TemplateChat(Chat):
         self._visible: dict[tuple[Any, ...], frozenset[int]] = {}
 
         self._prompt = self._template.render_or_refuse([USER], (), prompt=True)
+        self._opener = self._wire.last_added(self._wire.encode(self._prompt))
+        spaced = self._wire.encode_after(self._opener, "x") != self._wire.encode_after("", "x")
+        self._space = " " if spaced else ""  # that the tokenizer puts before what the model says
         self._inside_thinking = bool(re.search(r"<think>\s*$", self._prompt))
         self._turn_end = self._find_turn_end()
         self._end = self._turn_end or tokenizer.eos_token
@@ -199,13 +202,15 @@ class TemplateChat(Chat):
             self._extensions[shape] = self._learn_extension(calls, bool(tools), new)
         glue = self._extensions[shape]
         if glue is not None:
-            return self._wire.encode(glue.fill([self._wire.escape(text) for text in _texts(new)]))
-        text = self._extension(calls, bool(tools), new)
-        return None if text is None else self._wire.encode(text)
+            text = glue.fill([self._wire.escape(text) for text in _texts(new)])
+        else:
+            text = self._extension(calls, bool(tools), new)
+        return None if text is None else self._wire.encode_after(self._turn_end, text)
 
     def parse(self, output: Sequence[int]) -> Message:
         end = len(output) - 1 if output and output[-1] in self.stop_ids else len(output)
-        reasoning, rest, error = split_thinking(self._wire.decode(output[:end]), self._inside_thinking)
+        text = self._wire.decode(output[:end]).removeprefix(self._space)
+        reasoning, rest, error = split_thinking(text, self._inside_thinking)
         if error:
             return Message("assistant", rest, reasoning, error=error)
         said = self._format.parse(rest, self._schemas)
@@ -220,10 +225,10 @@ class TemplateChat(Chat):
             self._sayings[shape] = self._learn_saying(*shape)
         glue = self._sayings[shape]
         if glue is None:
-            return self._wire.encode(self._say(message))
+            return self._wire.encode_after(self._opener, self._say(message))
         values = [self._wire.escape(text, sampled=True) for text in (message.reasoning, message.content)]
         values.append(self._format.write(self._template.escaped_calls(message.tool_calls)))
-        return self._wire.encode(glue.fill(values))
+        return self._wire.encode_after(self._opener, glue.fill(values))
 
     def _find_turn_end(self) -> str:
         """The added token with which the template ends an assistant's turn whatever follows; "" if there is none."""

@@ -105,7 +105,7 @@ class RendererChat(Chat):
         for end in range(shared, len(tokens) + 1):
             text = self._wire.decode(tokens[shared:end])
             if text.startswith(rest):
-                return self._wire.encode(text[len(rest) :]) + tokens[end:]
+                return self._wire.encode_after("", text[len(rest) :]) + tokens[end:]
         return None if rest.strip() else tokens[shared:]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
