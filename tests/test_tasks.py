@@ -201,6 +201,48 @@ def test_jsonl_reads_conversations_with_tool_calls(tmp_path: Path) -> None:
     )
 
 
+WORKED = [
+    {"role": "user", "content": "2 * 3?"},
+    {"role": "assistant", "tool_calls": [{"name": "calculator", "arguments": {"expression": "2 * 3"}}]},
+    {"role": "tool", "name": "calculator", "content": "6"},
+    {"role": "assistant", "content": "#### 6"},
+]
+
+
+def test_worked_examples_stand_between_the_system_prompt_and_the_problem(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "4 * 5?"},
+        {"messages": [{"role": "system", "content": "Be quick."}, {"role": "user", "content": "6 * 7?"}]},
+    ]
+    path = write_jsonl(tmp_path / "own.jsonl", rows)
+    source = Jsonl(path=str(path), eval_fraction=0, system_prompt="Be exact.", examples=WORKED)
+    first, second = source.open(Split.train, 0, repeat=False)
+    worked = (
+        Message("user", "2 * 3?"),
+        Message("assistant", tool_calls=(ToolCall("calculator", {"expression": "2 * 3"}),)),
+        Message("tool", "6", name="calculator"),
+        Message("assistant", "#### 6"),
+    )
+    assert first.messages == (Message("system", "Be exact."), *worked, Message("user", "4 * 5?"))
+    assert second.messages == (Message("system", "Be quick."), *worked, Message("user", "6 * 7?"))
+
+
+@pytest.mark.parametrize(
+    ("examples", "said"),
+    [
+        (WORKED[:1], "end with an assistant's, got the roles user"),
+        (WORKED[1:], "begin with a user's .* got the roles assistant, tool, assistant"),
+        ([{"role": "teacher", "content": "x"}], "task.examples, message 1: role must be one of .* 'teacher'"),
+        ("2 * 3 is 6", "task.examples, message 1: must be an object with role and content, got str"),
+        (WORKED[0], "got the roles user"),
+    ],
+)
+def test_worked_examples_that_are_none_are_refused(tmp_path: Path, examples: Any, said: str) -> None:
+    path = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "4 * 5?"}])
+    with pytest.raises(ConfigError, match=said):
+        Jsonl(path=str(path), eval_fraction=0, examples=examples).open(Split.train, 0)
+
+
 def test_jsonl_names_rows_without_an_id_by_their_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "x"}\n\n{"prompt": "é", "id": "mine"}\n  \n{"prompt": "z"}', encoding="utf-8")

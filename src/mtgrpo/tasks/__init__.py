@@ -49,6 +49,7 @@ class TaskSource(ABC):
     """Base of all task sources."""
 
     system_prompt: str = ""  # put before every task's messages unless they begin with a system message
+    examples: Any = None  # worked messages after it: [{role: user, content: ...}, {role: assistant, content: ...}, ...]
 
     @abstractmethod
     def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
@@ -61,11 +62,11 @@ class TaskSource(ABC):
         """
         return None
 
-    def with_system_prompt(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """`messages` after this source's system prompt, or unchanged where they bring a system message of their own."""
-        if not self.system_prompt or messages[0].role == "system":
-            return messages
-        return (Message("system", self.system_prompt), *messages)
+    def with_prompt(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """`messages` after the system prompt, unless they bring one, and the worked examples. Raises ConfigError."""
+        own = 1 if messages[0].role == "system" else 0
+        system = messages[:own] or ((Message("system", self.system_prompt),) if self.system_prompt else ())
+        return (*system, *_worked(self.examples), *messages[own:])
 
 
 class IndexedStream:
@@ -326,6 +327,17 @@ def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
         raise ConfigError(
             f"{where} ends with an assistant message, so there is nothing left to answer; remove that message, or "
             "choose another column with task.columns.prompt=NAME or task.columns.messages=NAME"
+        )
+    return messages
+
+
+def _worked(examples: Any) -> tuple[Message, ...]:
+    values = cast("list[Any]", examples if isinstance(examples, list) else [examples] if examples else [])
+    messages = tuple(_message(value, f"task.examples, message {nth}") for nth, value in enumerate(values, 1))
+    if messages and (messages[0].role, messages[-1].role) != ("user", "assistant"):
+        raise ConfigError(
+            "task.examples must be messages that begin with a user's and end with an assistant's, "
+            f"got the roles {', '.join(message.role for message in messages)}"
         )
     return messages
 

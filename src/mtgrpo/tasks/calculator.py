@@ -90,7 +90,7 @@ class Calculator(TaskSource):
         prompt = tell(problem, rng)
         return Task(
             id=f"calculator/{self.seed}/{seed}/{split.value}/{index}",
-            messages=self.with_system_prompt((Message("user", prompt),)),
+            messages=self.with_prompt((Message("user", prompt),)),
             answer=str(problem.values[-1]),
             metadata={"start": problem.start, "steps": problem.steps, "values": problem.values},
         )

@@ -68,7 +68,7 @@ class Gsm8k(TaskSource):
                 f"{', '.join(row)}; read files of another layout with task=jsonl, task.columns.prompt=NAME and "
                 "task.columns.answer=NAME"
             )
-        messages = self.with_system_prompt((Message("user", question),))
+        messages = self.with_prompt((Message("user", question),))
         number = answer.strip().replace(",", "")
         return Task(f"gsm8k/{name}/{index}", messages, number, {"solution": solution})
 

@@ -48,7 +48,7 @@ class Hub(TaskSource):
         task = task_from_row(row, self.columns, self.path, default_id="")
         text = "\n".join(message.content for message in task.messages)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        return Task(task.id or digest, self.with_system_prompt(task.messages), task.answer, task.metadata)
+        return Task(task.id or digest, self.with_prompt(task.messages), task.answer, task.metadata)
 
 
 class HubStream:

@@ -52,7 +52,7 @@ class FileSource(TaskSource):
         def task_at(index: int) -> Task:
             row = chosen[index]
             task = task_from_row(rows[row], self.columns, rows.where(row), rows.default_id(row))
-            return Task(task.id, self.with_system_prompt(task.messages), task.answer, task.metadata)
+            return Task(task.id, self.with_prompt(task.messages), task.answer, task.metadata)
 
         task_at(0)
         bounds = [bisect_left(chosen, start) for start in (0, *accumulate(rows.blocks))]

@@ -49,7 +49,7 @@ class Ledger(TaskSource):
         pages = tuple(rng.choice(amounts) for _ in range(rng.randint(self.min_pages, self.max_pages)))
         return Task(
             id=name,
-            messages=self.with_system_prompt((Message("user", PROMPT),)),
+            messages=self.with_prompt((Message("user", PROMPT),)),
             answer=str(sum(pages)),
             metadata={"pages": pages},
         )

@@ -91,7 +91,7 @@ class WordProblems(TaskSource):
                 "and task.columns.answer=NAME"
             ) from error
         text = f"{body} {question}" if body.endswith((".", "?", "!", ",")) else f"{body}. {question}"
-        messages = self.with_system_prompt((Message("user", text),))
+        messages = self.with_prompt((Message("user", text),))
         return Task(
             f"svamp/{number}",
             messages,
