@@ -44,9 +44,9 @@ from mtgrpo.compose import compose, parse
 
 MODEL = os.environ.get("MTGRPO_SMOLLM2", "smollm2")  # a folder, or the name that the package finds it by
 RECIPES = ("smollm2", "smollm2_calculator")
-SEEDS = (10, 11)
+SEEDS = (12, 13)
 ARMS = ("grpo", "shuffled", "own", "lora")
-LORA = ("smollm2", 10)  # the recipe and the seed that it is measured on
+LORA = ("smollm2", 12)  # the recipe and the seed that it is measured on
 LORA_WORDS = ("model.lora.rank=16", "optimizer.lr=3e-4")
 EVALUATION = ("eval.tasks=100", "eval.samples=2")
 QUICK = (
