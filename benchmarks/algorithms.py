@@ -56,7 +56,9 @@ GROUPS: dict[str, dict[str, Arm]] = {
     },
     "credit": {
         "outcome alone": Arm([], [f"task.demonstrator={SELDOM}"]),
-        "credit=turn": Arm(["reward=calculation", "credit=turn"], [f"task.demonstrator={SELDOM}"]),
+        "credit=turn": Arm(
+            ["reward=calculation", "credit=turn", "credit.unbiased=false"], [f"task.demonstrator={SELDOM}"]
+        ),
     },
     "kl": {"kl.target": Arm(["kl.coef=0.1", "kl.estimator=k2", f"kl.target={KL_TARGET}", "kl.adaptation=1"])},
     "stale": {

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -36,8 +37,9 @@ from mtgrpo.log import write_summary
 from mtgrpo.policy.optimizer import Optimizer, Schedule
 from mtgrpo.policy.step import Policy
 from mtgrpo.rollout.stream import Stream
-from mtgrpo.run import open_run
+from mtgrpo.run import Run, open_run
 from mtgrpo.sft import negative_log_likelihood
+from mtgrpo.types import Status, Trajectory
 
 LEARNING_RATES = (0.02, 0.01, 0.005)  # of the matrices, for the arm `sft`; the warm start's is the first
 # Fixed before the benchmark was run. What a recipe must show: for the calculator alone.
@@ -55,8 +57,9 @@ Summary = dict[str, float]
 
 
 def command(words: list[str], folder: Path) -> Summary:
-    """Run `mtgrpo` with `words`; what it measured."""
+    """Run `mtgrpo` with `words`, unless the folder has a finished run; what it measured."""
     if not (folder / "summary.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # a run that was interrupted
         arguments = [
             sys.executable,
             "-m",
@@ -81,24 +84,36 @@ def share_with_variance(folder: Path) -> list[float]:
     return [row["reward/groups_with_variance"] for row in rows if "reward/groups_with_variance" in row]
 
 
+def succeeded(trajectory: Trajectory, experiment: Experiment) -> bool:
+    """Whether an evaluation would count it: it ended by itself, with the right answer."""
+    return trajectory.status is Status.COMPLETED and trajectory.reward >= experiment.reward.success_at
+
+
+async def imitate(run: Run, seconds: float) -> int:
+    """Sample, keep what succeeded, imitate it; for `seconds`. Returns the number of steps."""
+    experiment = run.experiment
+    settings = replace(experiment.optimizer, schedule=Schedule.constant)  # how many steps fit is not known
+    optimizer = Optimizer(run.model, settings, 0)
+    policy = Policy(run.model, optimizer, experiment.batch.token_budget, 1.0)
+    stream, began, step = Stream(run.player, run.tasks, experiment.rollout), time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        groups = (await stream.batch(version=step)).groups
+        step += 1
+        good = [t for group in groups for t in group.trajectories if succeeded(t, experiment)]
+        if good:
+            batch = build_batch(good)
+            weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
+            policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
+        run.engine.version = step
+    return step
+
+
 async def own_successes(experiment: Experiment, seconds: float, folder: Path) -> Summary:
-    """Sample, keep what succeeded, imitate it; for `seconds`, evaluation not counted."""
+    """The arm `own`; evaluation is not counted."""
     if (folder / "summary.json").exists():
         return json.loads((folder / "summary.json").read_text())
     with open_run(experiment, folder) as run:
-        settings = replace(experiment.optimizer, schedule=Schedule.constant)  # how many steps fit is not known
-        optimizer = Optimizer(run.model, settings, 0)
-        policy = Policy(run.model, optimizer, experiment.batch.token_budget, 1.0)
-        stream, began, step = Stream(run.player, run.tasks, experiment.rollout), time.perf_counter(), 0
-        while time.perf_counter() - began < seconds:
-            groups = (await stream.batch(version=step)).groups
-            step += 1
-            good = [t for g in groups for t in g.trajectories if t.reward >= experiment.reward.success_at]
-            if good:
-                batch = build_batch(good)
-                weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
-                policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
-            run.engine.version = step
+        await imitate(run, seconds)
         write_summary(folder, {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()})
     return json.loads((folder / "summary.json").read_text())
 

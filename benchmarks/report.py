@@ -112,6 +112,40 @@ def versus_trl() -> str:
     return table(head, rows)
 
 
+def versus_trl_135m() -> str:
+    """Whole steps of a real model against TRL."""
+    _, detail = read("versus_trl_135m")
+    rows: list[list[str]] = []
+    for side, label in (("ours", "mtgrpo"), ("trl", "TRL"), ("trl_best", f"TRL, {detail['rows']} rows a micro-batch")):
+        by = detail[side]
+        times = [f"{by[part]:.1f} s" for part in ("seconds", "rollout_s", "train_s")]
+        ratio = "" if side == "ours" else f"{by['seconds'] / detail['ours']['seconds']:.1f}"
+        memory = f"{by['peak_bytes'] / 2**30:.1f} GiB"
+        rows.append([label, *times, ratio, memory, str(len(by["every_step_s"]))])
+    return table(["", "a step", "rollouts", "training", "of ours", "peak memory", "steps measured"], rows)
+
+
+def smollm2() -> str:
+    """Held-out success of a real model before and after every arm, and the curves."""
+    _, detail = read("smollm2")
+
+    def cell(found: dict[str, Any] | None) -> str:
+        if found is None:
+            return ""
+        low, high = found["interval"]
+        return f"{found['success']:.3f} ({low:.2f}-{high:.2f})"
+
+    rows: list[list[str]] = []
+    for recipe, seeds in detail["recipes"].items():
+        for seed, arms in seeds.items():
+            points = f"{arms['grpo']['gain']['points']:+.0f}"
+            length = f"{arms['grpo']['steps']} steps, {arms['grpo']['seconds'] / 60:.0f} min"
+            others = [cell(arms.get(arm)) for arm in ("shuffled", "own", "lora")]
+            rows.append([f"`{recipe}`", seed, cell(arms["before"]), cell(arms["grpo"]), points, length, *others])
+    head = ["recipe", "seed", "before", "GRPO", "points", "in", "advantages shuffled", "own successes imitated", "LoRA"]
+    return f"![success over steps](docs/smollm2.png)\n\n{table(head, rows)}"
+
+
 def learning() -> str:
     """Both trainers on the embedded default."""
     _, detail = read("versus_trl_learning")
@@ -130,21 +164,24 @@ def learning() -> str:
 def headline() -> str:
     """The ratios that matter to who chooses a trainer."""
     ratios: dict[str, float] = {}
-    for name in ("versus_trl", "versus_trl_learning", "rollout", "forest"):
-        ratios |= read(name)[0]
+    for name in ("versus_trl", "versus_trl_135m", "versus_trl_learning", "rollout", "forest"):
+        if (RESULTS / f"{name}.json").exists():
+            ratios |= read(name)[0]
     for size in LABELS:
         speeds = read("rollout")[1][size]["multi_turn"]["tokens_per_s"]
         ratios[f"tuned.{size}"] = statistics.median(speeds["engine"]) / statistics.median(speeds["vllm_tuned"])
     rows = (
         ("a whole training step, prompts of 280 / 1,000 tokens", "TRL", ("versus_trl.2m_280", "versus_trl.2m_1000")),
         ("the same, TRL at its best", "TRL", ("versus_trl.2m_280_best", "versus_trl.2m_1000_best")),
+        ("the same, SmolLM2-135M-Instruct", "TRL / TRL at its best", ("versus_trl.135m", "versus_trl.135m_best")),
         ("time to 85 % success on the demo's task", "TRL, 8 rows per micro-batch", ("versus_trl.time_to_085",)),
         ("rollouts of several turns, 2 M / 30 M", "vLLM", tuple(f"rollout.multi_turn_vs_vllm.{s}" for s in LABELS)),
         ("the same, 2 M / 30 M", "vLLM tuned by hand", tuple(f"tuned.{size}" for size in LABELS)),
         ("forward and backward, prompts of 256 / 1,024 tokens", "padded rows", ("forest.A", "forest.B")),
         ("the same", "padded rows at their best", ("forest.A_best", "forest.B_best")),
     )
-    cells = [(what, rival, " / ".join(f"{ratios[name]:.1f}x" for name in names)) for what, rival, names in rows]
+    measured = [row for row in rows if all(name in ratios for name in row[2])]
+    cells = [(what, rival, " / ".join(f"{ratios[name]:.1f}x" for name in names)) for what, rival, names in measured]
     return table(["what", "against", "faster"], cells)
 
 
@@ -221,6 +258,8 @@ TABLES: dict[str, Callable[[], str]] = {
         condensation,
         rollout,
         versus_trl,
+        versus_trl_135m,
+        smollm2,
         learning,
         headline,
         staleness,
@@ -237,7 +276,11 @@ def filled(text: str) -> str:
     """`text` with its tables written anew."""
 
     def replace(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->\n{TABLES[match[1]]()}<!-- end -->"
+        try:
+            written = TABLES[match[1]]()
+        except FileNotFoundError:
+            written = "Not measured yet.\n"
+        return f"<!-- {match[1]} -->\n{written}<!-- end -->"
 
     return re.sub(rf"<!-- ({'|'.join(TABLES)}) -->\n.*?<!-- end -->", replace, text, flags=re.DOTALL)
 

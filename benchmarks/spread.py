@@ -11,8 +11,8 @@ from mtgrpo.types import Trajectory
 
 @dataclass
 class Spread(Reward):
-    """A number in [0, 1) that depends on the text of the last message."""
+    """A number in [0, 1) that depends on the text of the last message and on which of the siblings says it."""
 
     def reward(self, trajectory: Trajectory) -> float:
         """Of one conversation."""
-        return zlib.crc32(trajectory.final.encode()) % 1000 / 1000
+        return zlib.crc32(f"{trajectory.sibling} {trajectory.final}".encode()) % 1000 / 1000

@@ -29,6 +29,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.compose import compose, parse
+from mtgrpo.environments import Opening
 from mtgrpo.experiment import Experiment
 from mtgrpo.policy.optimizer import factor
 from mtgrpo.rewards import Reward
@@ -92,16 +93,16 @@ class Gate(TrainerCallback):
         self._began = wait(found | logs)
 
 
-def scorer(reward: Reward, gate: Gate) -> Callable[..., list[float | None]]:
-    """Our reward as a reward function of TRL's."""
+def scorer(reward: Reward, siblings: int, gate: Gate) -> Callable[..., list[float | None]]:
+    """Our reward as a reward function of TRL's, which gives it the siblings of a task one after another."""
 
     def score(completions: list[list[dict[str, Any]]], answer: list[str], **kwargs: Any) -> list[float | None]:
         gate.rewarded = time.perf_counter()
         found: list[float | None] = []
-        for messages, right in zip(completions, answer, strict=True):
+        for number, (messages, right) in enumerate(zip(completions, answer, strict=True)):
             last = Message("assistant", messages[-1].get("content") or "")
             turn = Turn([], [], [], [], Finish.STOP, last)
-            found.append(reward.reward(Trajectory(Task("", (), right), turns=[turn])))
+            found.append(reward.reward(Trajectory(Task("", (), right), number % siblings, [turn])))
         return found
 
     return score
@@ -110,27 +111,40 @@ def scorer(reward: Reward, gate: Gate) -> Callable[..., list[float | None]]:
 def prompts(experiment: Experiment, inputs: Inputs) -> Dataset:
     """The tasks of the whole run, in the order in which ours come."""
     tasks = list(islice(inputs.tasks, experiment.trainer.steps * experiment.rollout.prompts_per_step))
-    return Dataset.from_dict({"prompt": [messages(task) for task in tasks], "answer": [task.answer for task in tasks]})
+    found = [messages(opening(experiment, task)) for task in tasks]
+    return Dataset.from_dict({"prompt": found, "answer": [task.answer for task in tasks]})
 
 
-def messages(task: Task) -> list[dict[str, str]]:
+def opening(experiment: Experiment, task: Task) -> Opening:
+    """How a conversation of ours about `task` begins."""
+    return asyncio.run(copy.copy(experiment.environment).start(task))
+
+
+def messages(opening: Opening) -> list[dict[str, str]]:
     """As transformers' chat templates take them."""
-    return [{"role": message.role, "content": message.content} for message in task.messages]
+    return [{"role": message.role, "content": message.content} for message in opening.messages]
 
 
-def same_prompts(experiment: Experiment, inputs: Inputs) -> Any:
-    """A tokenizer whose chat template shows the tool in our words; TRL's schema has more of them."""
-    task = next(experiment.task.open(Split.train, experiment.seed))
-    opening = asyncio.run(copy.copy(experiment.environment).start(task))
-    shown = json.dumps(asdict(opening.tools[0]))
+def same_prompts(experiment: Experiment, inputs: Inputs) -> tuple[Any, list[Callable[..., str]]]:
+    """A tokenizer whose chat template shows the tool, if there is one, in our words, and the tools.
+
+    TRL's schema has more words. The prompts of the first step are compared token by token.
+    """
+    tasks = islice(experiment.task.open(Split.train, experiment.seed), experiment.rollout.prompts_per_step)
+    ours = [opening(experiment, task) for task in tasks]
     tokenizer = copy.deepcopy(inputs.tokenizer)
-    assert SCHEMA in chatml()
-    tokenizer.chat_template = chatml().replace(SCHEMA, json.dumps(shown))
-    ids = tokenizer.apply_chat_template(
-        messages(task), tools=[calculator], add_generation_prompt=True, return_dict=False
-    )
-    assert ids == inputs.chat.open(opening.messages, opening.tools), "the two sides see different prompts"
-    return tokenizer
+    tools: list[Callable[..., str]] = []
+    if ours[0].tools:
+        shown = json.dumps(asdict(ours[0].tools[0]))
+        assert SCHEMA in chatml()
+        tokenizer.chat_template = chatml().replace(SCHEMA, json.dumps(shown))
+        tools = [calculator]
+    for one in ours:
+        ids = tokenizer.apply_chat_template(
+            messages(one), tools=tools or None, add_generation_prompt=True, return_dict=False
+        )
+        assert ids == inputs.chat.open(one.messages, one.tools), "the two sides see different prompts"
+    return tokenizer, tools
 
 
 def configuration(experiment: Experiment, settings: Settings, folder: str) -> GRPOConfig:
@@ -182,17 +196,20 @@ def optimizer(experiment: Experiment, model: PreTrainedModel) -> tuple[torch.opt
 def build(experiment: Experiment, settings: Settings, folder: str, gate: Gate) -> GRPOTrainer:
     """The trainer, which writes to `folder` what it must."""
     inputs = check(experiment)
-    model = AutoModelForCausalLM.from_pretrained(experiment.model.name, dtype=torch.float32)
-    return GRPOTrainer(
+    tokenizer, tools = same_prompts(experiment, inputs)
+    model = AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path, dtype=torch.float32)
+    trainer = GRPOTrainer(
         model=model,
-        reward_funcs=scorer(experiment.reward, gate),
+        reward_funcs=scorer(experiment.reward, experiment.rollout.group_size, gate),
         args=configuration(experiment, settings, folder),
         train_dataset=prompts(experiment, inputs),
-        processing_class=same_prompts(experiment, inputs),
-        tools=[calculator],
+        processing_class=tokenizer,
+        tools=tools,
         callbacks=[gate],
         optimizers=optimizer(experiment, model),
     )
+    assert set(trainer.eos_token_ids) == set(inputs.chat.stop_ids), "the two sides end a turn at different tokens"
+    return trainer
 
 
 def main() -> None:

@@ -39,7 +39,8 @@ reproduce others: `algorithm.average=sequence_mean`. The ratio of a trajectory (
 `correction.weight=sequence`) is over all tokens that the policy sampled in it, whatever turn or segment they belong to.
 
 In the formulas rho_t is the probability of a token under the policy divided by that under the old policy
-(`correction.old`), sg() stops the gradient, and a group is the trajectories of one task.
+(`correction.old`), sg() stops the gradient, and a group is the trajectories of one task. Logarithms of ratios are
+clamped to [-20, 20]: beyond, there is no gradient, and `policy/log_ratio_clamped` says for what share of the tokens.
 """
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv ready: `scripts/setup.sh dev` for tests and tools, `scripts/setup.sh run` for running mtgrpo alone.
+# Makes .venv ready: `scripts/setup.sh dev` for tests and tools, `run` for running mtgrpo alone, `smollm2` for running it
+# on the real model of the second demo.
 #
 # Instant when nothing changed: .venv/.setup-<kind>-<key> stands for a finished install, the key being the hash of
 # pyproject.toml, constraints.txt and the Python version. A .venv that this script made is built again from nothing when
@@ -8,11 +9,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-kind=${1:?usage: scripts/setup.sh dev|run}
+kind=${1:?usage: scripts/setup.sh dev|run|smollm2}
 case $kind in
     dev) target='.[dev]' ;;
     run) target='.' ;;
-    *) echo "setup: '$kind' is neither dev nor run" >&2 && exit 2 ;;
+    smollm2) target='.[smollm2]' ;;
+    *) echo "setup: '$kind' is none of dev, run, smollm2" >&2 && exit 2 ;;
 esac
 torch_range=$(sed -n 's/^ *"\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
 venv_python=.venv/bin/python

@@ -43,7 +43,8 @@ from mtgrpo.model.attention import (
 from mtgrpo.model.load import DType, ModelSettings, compute_in, load_model
 from mtgrpo.model.lora import LoRA
 from mtgrpo.model.value import values
-from mtgrpo.policy.forward import check_forest, flops_of, layout_of, read_hidden, score
+from mtgrpo.policy.forward import flops_of, layout_of, read_hidden, score
+from mtgrpo.policy.guard import compare
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 TASK = Task("test/0", (Message("user", "?"),))
@@ -200,10 +201,11 @@ def test_adapters_and_value_head(family: str, tmp_path: Path) -> None:
     source.save_pretrained(tmp_path)
     model = load_model(ModelSettings(str(tmp_path), DType.float64, lora=LoRA(rank=3), value_head=True), seed=0)
     assert uses_forest(model)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora" in name or "value_head" in name:
-                nn.init.normal_(parameter, std=0.3)
+                nn.init.normal_(parameter, std=0.3, generator=generator)
     batch = conversation()
     assert_equal_to_plain(model, batch, 1e-9, 1e-8)
 
@@ -438,15 +440,12 @@ def test_attention_with_extras_is_refused(extra: dict[str, Any]) -> None:
 # --- the check at the start ---
 
 
-def test_a_model_whose_forest_is_wrong_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forest_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Had transformers not handed the forest to the attention, all siblings would see one another."""
     model = make_model("qwen3", DType.float32)
     whole = build_batch(conversation())
     micro = pack(whole, torch.arange(len(whole)), 10_000, flops_of(model)).micro_batches[0][0]
-    check_forest(model, micro, score(model, micro, 1.0), 1.0)
+    assert compare(model, micro).holds
     causal = torch.arange(len(whole.forest))
     monkeypatch.setattr(Visibility, "pieces", lambda *_: [Piece(0, len(micro.ids[0]), slice(0, len(causal)), True)])
-    wrong = score(model, micro, 1.0)
-    monkeypatch.undo()
-    with pytest.raises(RuntimeError, match=r"log-probability -\d+\.\d+ .* plain forward pass gives -\d+\.\d+"):
-        check_forest(model, micro, wrong, 1.0)
+    assert not compare(model, micro).holds

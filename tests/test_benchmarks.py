@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mtgrpo.compose import compose, parse
 from mtgrpo.extension import load_file
+from mtgrpo.model import tiny
 from mtgrpo.tasks import Split
+from mtgrpo.types import Finish, Message, Status, Task, Trajectory, Turn
 
 RECORD = Path(__file__).resolve().parent.parent / "benchmarks" / "record.py"
 
@@ -128,3 +135,159 @@ def test_every_row_of_the_benchmark_against_trl_has_a_case(monkeypatch: pytest.M
         task = next(compose(parse(case.words())).experiment.task.open(Split.train, 0))
         system, _ = task.messages
         assert 0 <= len(versus.load_tokenizer().encode(system.content)) - case.system_prompt < 40
+
+
+def test_an_interval_of_success_is_wilsons_over_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    interval = load_file(RECORD.parent / "smollm2.py").interval
+    alone = interval([1.0] * 8 + [0.0] * 2, samples=1)
+    assert alone == pytest.approx((0.4902, 0.9433), abs=1e-4)  # Wilson's for 8 of 10, from a table
+    assert interval([1.0] * 8 + [0.0] * 2, samples=4) == alone  # samples that are all alike add nothing
+    independent = interval([0.0] * 5 + [0.5] * 10 + [1.0] * 5, samples=2)
+    assert independent == pytest.approx(interval([0.0] * 20 + [1.0] * 20, samples=1))  # independent ones count in full
+    assert interval([0.0] * 10, samples=4) == pytest.approx((0, 0.2775), abs=1e-4)
+    assert interval([1.0] * 10, samples=4) == pytest.approx((0.7225, 1), abs=1e-4)
+
+
+def test_a_gain_has_newcombes_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    smollm2 = load_file(RECORD.parent / "smollm2.py")
+
+    def success(right: int, of: int) -> dict[str, Any]:
+        return {"success": right / of, "interval": smollm2.interval([1.0] * right + [0.0] * (of - right), 1)}
+
+    found = smollm2.gain(success(48, 80), success(56, 70))
+    assert found["points"] == pytest.approx(20)
+    assert found["interval"] == pytest.approx((5.24, 33.39), abs=0.01)  # Newcombe 1998, example (a), method 10
+
+
+def test_the_ratios_of_a_real_model_are_of_its_worst_gain_and_best_control(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    smollm2 = load_file(RECORD.parent / "smollm2.py")
+
+    def arm(points: float) -> dict[str, Any]:
+        return {"gain": {"points": points}}
+
+    recipes = {
+        "one": {10: {"before": {}, "grpo": arm(44), "shuffled": arm(-3), "lora": arm(5)}, 11: {"grpo": arm(38.256)}},
+        "other": {10: {"grpo": arm(60), "shuffled": arm(2)}},
+    }
+    assert smollm2.ratios_of(recipes) == {"smollm2.gain_min": 38.26, "smollm2.control_max": 2}
+    assert smollm2.ratios_of({"one": {10: {}}}) == {"smollm2.gain_min": None, "smollm2.control_max": None}
+
+
+def test_arms_of_other_settings_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    smollm2 = load_file(RECORD.parent / "smollm2.py")
+    start = smollm2.begin("calculator", 10, tmp_path / "seed_10", ["trainer.steps=3"])
+    assert start == smollm2.begin("calculator", 10, tmp_path / "seed_10", ["trainer.steps=3"])
+    assert start.steps == 3
+    with pytest.raises(SystemExit, match="other settings than now"):
+        smollm2.begin("calculator", 10, tmp_path / "seed_10", ["trainer.steps=4"])
+
+
+def test_a_run_that_was_interrupted_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    learning = load_file(RECORD.parent / "learning.py")
+    folder, started = tmp_path / "grpo", list[bool]()
+
+    def run(arguments: list[str], check: bool) -> None:
+        started.append(folder.exists())
+        folder.mkdir()
+        (folder / "summary.json").write_text('{"time/rl_s": 1.0}')
+
+    monkeypatch.setattr(learning.subprocess, "run", run)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("half a run")
+    for _ in range(2):
+        assert learning.command(["train"], folder) == {"time/rl_s": 1.0}
+    assert started == [False]
+
+
+def test_what_is_imitated_is_what_an_evaluation_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    succeeded = load_file(RECORD.parent / "learning.py").succeeded
+    experiment = compose(parse([])).experiment
+    ways = {
+        (status, reward): Trajectory(Task("", ()), status=status, reward=reward)
+        for status in Status
+        for reward in (0.0, 1.0)
+    }
+    assert [way for way, trajectory in ways.items() if succeeded(trajectory, experiment)] == [(Status.COMPLETED, 1.0)]
+
+
+def test_siblings_that_say_the_same_are_rewarded_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    spread = load_file(RECORD.parent / "spread.py").Spread()
+    turn = Turn([], [], [], [], Finish.STOP, Message("assistant", "#### 7"))
+    rewards = spread.rewards([Trajectory(Task("", ()), sibling, [turn]) for sibling in range(8)])
+    assert len(set(rewards)) == 8 and all(0 <= reward < 1 for reward in rewards)
+
+
+def test_a_table_without_results_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    report = load_file(RECORD.parent / "report.py")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    marked = "<!-- smollm2 -->\n<!-- end -->\n"
+    assert "Not measured yet." in report.filled(marked)
+    before = {"success": 0.16, "interval": [0.12, 0.21]}
+    trained = {"success": 0.6, "interval": [0.55, 0.65], "gain": {"points": 44.0}, "steps": 30, "seconds": 317.0}
+    recipes = {"smollm2": {"10": {"before": before, "grpo": trained, "shuffled": before, "own": trained}}}
+    (tmp_path / "smollm2.json").write_text(json.dumps({"ratios": {}, "detail": {"recipes": recipes}}))
+    assert (
+        "| `smollm2` | 10 | 0.160 (0.12-0.21) | 0.600 (0.55-0.65) | +44 | 30 steps, 5 min | 0.160 (0.12-0.21) "
+        "| 0.600 (0.55-0.65) |  |\n"
+    ) in report.filled(marked)
+    side = {"rollout_s": 8.0, "train_s": 9.0, "peak_bytes": 5 * 2**30, "every_step_s": [17.0]}
+    detail = {"rows": 8, "ours": side | {"seconds": 17.0}} | dict.fromkeys(
+        ("trl", "trl_best"), side | {"seconds": 340.0}
+    )
+    (tmp_path / "versus_trl_135m.json").write_text(json.dumps({"ratios": {}, "detail": detail}))
+    assert "| TRL | 340.0 s | 8.0 s | 9.0 s | 20.0 | 5.0 GiB | 1 |\n" in report.versus_trl_135m()
+
+
+def test_a_step_that_trains_less_than_it_sampled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    versus = load_file(RECORD.parent / "versus_trl_135m.py")
+    for step in ({"reward/groups_with_variance": 1.0}, {"frac_reward_zero_std": 0.0}):
+        assert versus.checked(step) == step
+    for step in ({"reward/groups_with_variance": 0.875}, {"frac_reward_zero_std": 0.125}):
+        with pytest.raises(AssertionError, match="12% of the groups are rewarded alike"):
+            versus.checked(step)
+
+
+def test_the_ratios_against_trl_are_of_whole_steps_and_whole_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    versus = load_file(RECORD.parent / "versus_trl_135m.py")
+    detail = {
+        "ours": {"seconds": 20.0, "peak_bytes": 5},
+        "trl": {"seconds": 400.0, "peak_bytes": 10},
+        "trl_best": {"seconds": 300.0, "peak_bytes": 8},
+    }
+    ratios = {"versus_trl.135m": 20.0, "versus_trl.135m_best": 15.0, "versus_trl.135m_memory": 0.5}
+    assert versus.ratios_of(detail) == ratios
+    assert versus.FULL.settings(rows=8, prompts=2)["micro_batches"] == 2
+    assert versus.FULL.settings(rows=2, prompts=8)["micro_batches"] == 32
+
+
+@pytest.mark.real
+def test_the_benchmark_of_a_real_model_keeps_finished_arms(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    tiny.build_model(tiny.SHAPES["tiny"], 0).save_pretrained(weights)
+    tiny.load_tokenizer().save_pretrained(weights)
+    words = ["--recipes", "calculator", "--seeds", "10", "--set", "sft.steps=0", "--folder", str(tmp_path / "kept")]
+    command = [sys.executable, str(RECORD.parent / "smollm2.py"), "--quick", "--jobs", "1", *words]
+
+    def run(*arms: str) -> dict[str, Any]:
+        environment = os.environ | {"MTGRPO_SMOLLM2": str(weights)}
+        line = [*command, "--arms", *arms]
+        said = subprocess.run(line, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
+        return json.loads(said.splitlines()[-1])["detail"]["recipes"]["calculator"]["10"]
+
+    first = run("grpo")
+    assert list(first) == ["before", "grpo"]
+    assert first["grpo"]["steps"] == 2 and len(first["grpo"]["tasks"]) == 4
+    assert not list(tmp_path.glob("kept/**/*.safetensors"))
+    second = run("grpo", "own")
+    assert {name: second[name] for name in first} == first  # to the last second that it took: nothing was run again
+    assert second["own"]["steps"] >= 1 and math.isfinite(second["own"]["gain"]["points"])
+    assert (tmp_path / "kept" / "quick" / "smollm2.png").stat().st_size > 1000

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from mtgrpo.extension import ConfigError
-from mtgrpo.rollout.chat import Chat, ChatSettings, TemplateChat, Thinking, chatml, open_chat
+from mtgrpo.rollout.chat import Chat, ChatSettings, TemplateChat, Thinking, Tools, chatml, open_chat
 from mtgrpo.rollout.renderer_chat import RendererChat, known_config
 from mtgrpo.rollout.wire import Wire
 from mtgrpo.types import Message, ToolCall, ToolSpec
@@ -46,6 +46,13 @@ ANSWER = Message("assistant", "It is 3.")
 EXACT = ["chatml", "qwen2_5", "qwen3_instruct_2507", "qwen3_vl", "qwen3_training", "qwen3_8_training", "llama3_1"]
 STRIPPING = ["qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "nemotron_3_nano", "nemotron_3_super"]
 TOOLLESS = ["gemma3", "phi3_5", "llama3", "qwen2_5_vl"]
+IN_PROMPT = ["smollm2", "gemma", *TOOLLESS]  # auto describes tools in the prompt; gemma refuses system messages
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 REASONING = ["chatml", "qwen3_training", "qwen3_8_training", *STRIPPING]
 ONE_CALL = ["llama3_1"]
 
@@ -68,9 +75,20 @@ def tokenizer(normalizer: bool = False, text: str = "the answer of the calculato
 
 
 @lru_cache
+def base_tokenizer() -> Any:
+    """A base model's: its only special token is the end of a text."""
+    bpe = Tokenizer(
+        models.BPE({c: n for n, c in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "</s>"])}, [])
+    )
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
+
+
+@lru_cache
 def source(name: str) -> str:
-    if name == "chatml":
-        return chatml()
+    if name in ("chatml", "smollm2"):
+        return chatml() if name == "chatml" else SMOLLM2
     spec = find_spec("trl")
     if spec is None or spec.origin is None:
         pytest.skip("the chat templates of trl are not installed")
@@ -86,8 +104,8 @@ def with_template(text: str | None, **settings: Any) -> Chat:
 
 
 @lru_cache
-def chat_of(name: str, thinking: Thinking = Thinking.keep) -> Chat:
-    return with_template(source(name), thinking=thinking)
+def chat_of(name: str, thinking: Thinking = Thinking.keep, tools: Tools = Tools.auto) -> Chat:
+    return with_template(source(name), thinking=thinking, tools=tools)
 
 
 def as_dict(message: Message) -> dict[str, Any]:
@@ -104,11 +122,15 @@ def as_dict(message: Message) -> dict[str, Any]:
 
 def rendered(name: str, messages: Sequence[Message], tools: Sequence[ToolSpec], prompt: bool = True) -> str:
     """The template's own rendering, without any of the code under test."""
+    return applied(source(name), messages, tools, prompt)
+
+
+def applied(template: str | None, messages: Sequence[Message], tools: Sequence[ToolSpec], prompt: bool = True) -> str:
     functions = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools]
     return tokenizer().apply_chat_template(
         [as_dict(message) for message in messages],
         tools=[{"type": "function", "function": function} for function in functions] or None,
-        chat_template=source(name),
+        chat_template=template,
         add_generation_prompt=prompt,
         tokenize=False,
     )
@@ -157,14 +179,16 @@ calls = st.builds(lambda key, value: ToolCall("calculator", {key: value}), st.sa
 
 @st.composite
 def conversations(
-    draw: st.DrawFn, name: str, text: st.SearchStrategy[str] = odd, thoughts: bool = True
+    draw: st.DrawFn, name: str, text: st.SearchStrategy[str] = odd, thoughts: bool = True, in_prompt: bool = False
 ) -> list[Message]:
     """A conversation that ends with the environment's words; the assistant's own text is plain."""
-    messages = [Message("system", draw(text))] if draw(st.booleans()) and name not in TOOLLESS else []
+    system = name not in TOOLLESS and name != "gemma"
+    one_call, toolless = (not in_prompt and name in names for names in (ONE_CALL, TOOLLESS))
+    messages = [Message("system", draw(text))] if draw(st.booleans()) and system else []
     messages.append(Message("user", draw(text)))
     for _ in range(draw(st.integers(1, 3))):
-        made = draw(st.lists(calls, max_size=1 if name in ONE_CALL else 2)) if name not in TOOLLESS else []
-        content = "" if made and name in ONE_CALL else draw(word)
+        made = draw(st.lists(calls, max_size=1 if one_call else 2)) if not toolless else []
+        content = "" if made and one_call else draw(word)
         reasoning = draw(word | st.just("")) if thoughts and name in REASONING else ""
         messages.append(Message("assistant", content, reasoning, tuple(made)))
         messages += [Message("tool", draw(text), name="calculator") for _ in made] or [Message("user", draw(text))]
@@ -187,7 +211,119 @@ def test_turns_extend_one_another_as_the_template_writes_them(name: str, data: s
         assert tokens == tokenizer().encode(whole, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3_1", "qwen3", "qwen3_5_think", "renderer"])
+@pytest.mark.parametrize("name", [*IN_PROMPT, "qwen2_5", "llama3_1"])
+@settings(max_examples=25)
+@given(data=st.data())
+def test_tools_in_the_prompt_are_what_the_template_in_force_writes(name: str, data: st.DataObject) -> None:
+    messages = data.draw(conversations(name, in_prompt=True))
+    tools = [CALCULATOR] if data.draw(st.booleans()) else []
+    chat = chat_of(name, tools=Tools.auto if name in IN_PROMPT else Tools.prompt)
+    whole = applied(chat.template, messages, tools)
+    assert play(chat, messages, tools) == chat.open(messages, tools)
+    assert chat.open(messages, tools) == tokenizer().encode(whole, add_special_tokens=False)
+    assert whole.count("Evaluates an expression.") == len(tools)
+    for message in messages:
+        if message.role == "assistant":
+            assert chat.parse(chat.encode(message)) == message
+
+
+def test_tools_in_the_system_prompt_word_for_word() -> None:
+    chat = chat_of("smollm2")
+    called = Message("assistant", "I add.", "", (ADD, ToolCall("calculator", {"expression": "é"})))
+    replies = [REPLY, Message("tool", "4", name="calculator")]
+    expected = """<|im_start|>system
+Be brief.
+
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{"type": "function", "function": {"name": "calculator", "description": "Evaluates an expression.", "parameters": \
+{"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}}}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+<|im_start|>user
+What?<|im_end|>
+<|im_start|>assistant
+I add.
+<tool_call>
+{"name": "calculator", "arguments": {"expression": "1 + 2"}}
+</tool_call>
+<tool_call>
+{"name": "calculator", "arguments": {"expression": "é"}}
+</tool_call><|im_end|>
+<|im_start|>user
+<tool_response>
+3
+</tool_response>
+<tool_response>
+4
+</tool_response><|im_end|>
+<|im_start|>assistant
+"""
+    assert decode(chat.open([Message("system", "Be brief."), USER, called, *replies], [CALCULATOR])) == expected
+    unled = decode(chat.open([USER, called, *replies], [CALCULATOR]))
+    assert unled == expected.replace("Be brief.\n\n", ""), "a system message is made where there is none"
+    plain = decode(chat.open([USER], []))
+    assert plain == rendered("smollm2", [USER], []), "without tools the template is left as it is"
+
+
+def test_tools_are_told_to_the_user_where_the_template_refuses_a_system_message() -> None:
+    chat = chat_of("gemma")
+    text = decode(chat.open([USER, CALL, REPLY, Message("user", "And?")], [CALCULATOR]))
+    assert text.startswith("<|endoftext|><start_of_turn>user\n# Tools\n")
+    assert text.count("# Tools") == 1
+    assert "</tool_call>\n\nWhat?<end_of_turn>" in text
+    replied = "<start_of_turn>user\n<tool_response>\n3\n</tool_response>\nAnd?<end_of_turn>\n<start_of_turn>model\n"
+    assert text.endswith(replied), "roles must alternate: one message"
+    with pytest.raises(ConfigError, match="roles system, user: System role not supported"):
+        chat.open([Message("system", "Be brief."), USER], [CALCULATOR])
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_reasoning_beside_tools_in_the_prompt(data: st.DataObject) -> None:
+    messages = data.draw(conversations("qwen3", in_prompt=True))
+    chat = chat_of("qwen3", tools=Tools.prompt)
+    tokens = play(chat, messages, [CALCULATOR])
+    assert without_thoughts(decode(tokens)) == without_thoughts(applied(chat.template, messages, [CALCULATOR]))
+    assert all(message.reasoning in decode(tokens) for message in messages)
+    for message in messages:
+        if message.role == "assistant":
+            assert chat.parse(chat.encode(message)) == message
+
+
+def test_reasoning_is_stripped_where_the_template_strips_it_from_tools_in_the_prompt() -> None:
+    chat = chat_of("qwen3", Thinking.strip, Tools.prompt)
+    call, answer = Message("assistant", "", "hm", (ADD,)), Message("assistant", "3", "so")
+    assert chat.extend([USER, call], [REPLY], [CALCULATOR]) is not None, "kept within a chain of tool calls"
+    assert chat.extend([USER, call, REPLY, answer], [USER], [CALCULATOR]) is None
+    dropping = chat_of("deepseek_r1_distill", Thinking.strip)  # drops what stands before </think>
+    assert "hm" not in decode(dropping.open([USER, call, REPLY], [CALCULATOR]))
+    assert dropping.extend([USER, call], [REPLY], [CALCULATOR]) is None
+    assert dropping.parse(dropping.encode(call)) == call
+
+
+def test_messages_as_clients_of_a_server_write_them() -> None:
+    parts: list[dict[str, Any]] = [
+        {"role": "user", "content": "What?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "calculator", "arguments": "{}"}}]},
+        {"role": "tool", "content": [{"type": "text", "text": "3"}], "tool_call_id": "1"},
+    ]
+    text = tokenizer().apply_chat_template(
+        parts, chat_template=chat_of("smollm2").template, tokenize=False, add_generation_prompt=True
+    )
+    called = Message("assistant", "", "", (ToolCall("calculator", {}),))
+    assert text == decode(chat_of("smollm2").open([USER, called, REPLY], []))
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3_1", "qwen3", "qwen3_5_think", "smollm2", "renderer"])
 @settings(max_examples=25)
 @given(data=st.data())
 def test_text_that_was_not_sampled_stays_text(name: str, data: st.DataObject) -> None:
@@ -196,7 +332,8 @@ def test_text_that_was_not_sampled_stays_text(name: str, data: st.DataObject) ->
     messages = data.draw(conversations(name, nasty, thoughts=False))
     spec = ToolSpec("calculator", data.draw(nasty), {"type": "object", "properties": {}, "note": data.draw(nasty)})
     tokens = play(chat, messages, [spec])
-    assert without_empty_thoughts(decode(tokens)) == without_empty_thoughts(rendered(name, messages, [spec]))
+    whole = applied(chat.template or source(name), messages, [spec])
+    assert without_empty_thoughts(decode(tokens)) == without_empty_thoughts(whole)
     harmless = [
         m if m.role == "assistant" else Message(m.role, "x" if m.content else "", name=m.name) for m in messages
     ]
@@ -359,13 +496,36 @@ def test_a_turn_that_ends_with_the_next_role_is_not_extended() -> None:
     assert chat.extend([USER, ANSWER], [USER], [CALCULATOR]) is not None
 
 
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_base_model_speaks_chatml_in_ordinary_text(data: st.DataObject) -> None:
+    base = base_tokenizer()
+    chat = open_chat(base, ChatSettings(template="chatml"))
+    assert chat.notes == ["chat: template chatml, tool calls hermes, thinking keep, end of turn </s>"]
+    assert chat.stop_ids == (base.eos_token_id,)
+    messages = data.draw(conversations("chatml", nasty.map(lambda text: text.replace("<|im_end|>", "</s>"))))
+    tokens = play(chat, messages, [CALCULATOR])
+    whole = applied(chat.template, messages, [CALCULATOR])
+    assert base.decode(tokens) == whole
+    harmless = [m if m.role == "assistant" else Message(m.role, "x", name=m.name) for m in messages]
+    ends = applied(chat.template, harmless, [CALCULATOR]).count("</s>")
+    assert tokens.count(base.eos_token_id) == ends, "only ends of turns are special"
+    for message in messages:
+        if message.role == "assistant":
+            assert chat.encode(message)[-1] == base.eos_token_id
+            assert chat.parse(chat.encode(message)) == message
+    base.chat_template = chat.template
+    assert open_chat(base, ChatSettings()).open(messages, [CALCULATOR]) == chat.open(messages, [CALCULATOR])
+    base.chat_template = None
+
+
 def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no chat template.*chat\.template=chatml.*chat\.template=PATH"):
         with_template(None)
     with pytest.raises(ConfigError, match=r"'qwen' is neither auto nor chatml nor an existing \.jinja file"):
         with_template(None, template="qwen")
-    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="</s>")
-    with pytest.raises(ConfigError, match=r"needs <\|im_start\|> and <\|im_end\|>"):
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    with pytest.raises(ConfigError, match=r"neither <\|im_end\|> nor an eos token.*write one as eos_token"):
         open_chat(bare, ChatSettings(template="chatml"))
     path = tmp_path / "own.jinja"
     path.write_text(source("chatml"), "utf-8")
@@ -374,13 +534,31 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "problem"), [("gemma3", "no place for tools"), ("gemma4", "an unknown format")])
-def test_a_template_that_cannot_use_tools_says_so(name: str, problem: str) -> None:
-    chat = chat_of(name)
+@pytest.mark.parametrize(
+    ("name", "tools", "problem"),
+    [
+        ("gemma3", Tools.template, "no place for tools"),
+        ("gemma4", Tools.template, "an unknown format"),
+        ("gemma4", Tools.auto, "an unknown format"),
+    ],
+)
+def test_a_template_that_cannot_use_tools_says_so(name: str, tools: Tools, problem: str) -> None:
+    chat = chat_of(name, tools=tools)
     assert problem in chat.notes[0]
     assert chat.open([USER], [])
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError, match=rf"{problem}.*chat\.tools=prompt"):
         chat.open([USER], [CALCULATOR])
+    assert chat_of(name, tools=Tools.prompt).open([USER], [CALCULATOR])
+
+
+@pytest.mark.parametrize("shown", ["m.role != 'tool'", "true"], ids=["no replies", "no calls"])
+def test_a_template_that_places_tools_but_not_all_that_is_said_with_them(shown: str) -> None:
+    turns = "{% for m in messages if SHOWN %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
+    chat = with_template("{{ tools }}" + turns.replace("SHOWN", shown) + prompt)
+    assert "tool calls hermes in the prompt" in chat.notes[0]
+    context = decode(chat.open([USER, CALL, REPLY], [CALCULATOR]))
+    assert context.endswith("user: <tool_response>\n3\n</tool_response><|im_end|>\nassistant: ")
 
 
 def test_a_refused_conversation_is_a_config_error() -> None:
@@ -416,7 +594,12 @@ def test_half_characters_in_a_reply_are_replaced() -> None:
 
 
 def test_notes_say_what_is_in_force() -> None:
-    assert chat_of("chatml").notes == ["chat: template auto, tool calls hermes, thinking keep"]
+    chatml_note = "chat: template auto, tool calls hermes, thinking keep, end of turn <|im_end|>"
+    assert chat_of("chatml").notes == [chatml_note]
+    assert chat_of("gemma3").notes == [
+        "chat: template auto, tool calls hermes in the prompt, thinking keep, end of turn <end_of_turn>",
+        "chat: the template knows no tools: they are described in the prompt (chat.tools=prompt)",
+    ]
     assert renderer_chat(Thinking.strip).notes == ["chat: renderer qwen3, thinking strip"]
 
 
@@ -428,11 +611,30 @@ def renderer_chat(thinking: Thinking = Thinking.keep) -> Chat:
 def test_a_known_model_is_left_to_the_renderers() -> None:
     copy = PreTrainedTokenizerFast(tokenizer_object=tokenizer().backend_tokenizer, eos_token="<|endoftext|>")
     copy.name_or_path = "Qwen/Qwen3-0.6B"
-    assert isinstance(open_chat(copy, ChatSettings()), RendererChat)
+    assert isinstance(known := open_chat(copy, ChatSettings()), RendererChat)
+    assert known.template is None, "a checkpoint keeps the tokenizer's own"
     assert isinstance(open_chat(copy, ChatSettings(template="chatml")), TemplateChat), "an explicit template wins"
+    in_prompt = ChatSettings(tools=Tools.prompt)
+    copy.chat_template = source("qwen3")
+    assert isinstance(open_chat(copy, in_prompt), TemplateChat), "tools in the prompt are jinja's"
     copy.name_or_path = "somebody/Qwen3-0.6B"
     copy.chat_template = source("qwen3")
     assert isinstance(open_chat(copy, ChatSettings()), TemplateChat)
+
+
+def test_a_renderer_that_leaves_tools_out_is_not_used() -> None:
+    bpe = Tokenizer.from_str(tokenizer().backend_tokenizer.to_str())
+    kinds = ["calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"]
+    outputs = ["outputs▁begin", "outputs▁end", "output▁begin", "output▁end"]
+    names = ["begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant", *(f"tool▁{kind}" for kind in kinds + outputs)]
+    bpe.add_special_tokens([f"<｜{name}｜>" for name in names])  # noqa: RUF001
+    deepseek = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<｜end▁of▁sentence｜>")  # noqa: RUF001
+    deepseek.name_or_path = "deepseek-ai/DeepSeek-V3"
+    deepseek.chat_template = source("deepseek_r1_distill")
+    chat = open_chat(deepseek, ChatSettings())
+    assert "Evaluates an expression." in deepseek.decode(chat.open([USER], [CALCULATOR]))
+    with pytest.raises(ConfigError, match="no place for tools"):
+        open_chat(deepseek, ChatSettings(tools=Tools.template)).open([USER], [CALCULATOR])
 
 
 @settings(max_examples=20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,13 +17,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from mtgrpo import checkpoint
+from mtgrpo import checkpoint, preset
 from mtgrpo.checkpoint import CheckpointSettings, flatten, latest, load_state, save, unflatten, verify
 from mtgrpo.extension import ConfigError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
+from mtgrpo.rollout.chat import ChatSettings, Tools, chatml, open_chat
+from mtgrpo.run import open_run
+from mtgrpo.types import Message, ToolCall, ToolSpec
 
 logging.disable_progress_bar()
 TENSORS = {"0/exp_avg": torch.arange(6.0).reshape(2, 3).T, "rng": torch.arange(5, dtype=torch.uint8)}
@@ -76,6 +80,46 @@ def test_a_checkpoint_is_a_model_folder(saved: Save, model: PreTrainedModel) -> 
     assert loaded.state_dict().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
     assert load_tokenizer(str(path)).get_vocab() == load_tokenizer("tiny").get_vocab()
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
+@pytest.mark.parametrize("template", ["chatml", "PATH", "auto"])
+def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: int, tmp_path: Path) -> None:
+    base, own = tmp_path / "base", tmp_path / "own.jinja"
+    load_model(ModelSettings("tiny"), seed=0).save_pretrained(base)
+    plain = load_tokenizer("tiny")
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    plain.chat_template = turns + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    plain.save_pretrained(base)
+    own.write_text(chatml().replace("You may call these tools", "Tools"))
+    chosen = str(own) if template == "PATH" else template
+    words = [f"model.name={base}", f"model.lora.rank={rank}", f"chat.template={chosen}", "log=[jsonl]"]
+    with open_run(preset("calculator", *words), tmp_path / "run") as run:
+        path = save(tmp_path, 1, run.model, run.tokenizer, {}, {})
+    call = ToolCall("calculator", {"expression": "1 + 2"})
+    messages = [Message("user", "What?"), Message("assistant", "I add.", "", (call, call))]
+    messages += [Message("tool", "3", name="calculator"), Message("tool", "3", name="calculator")]
+    tool = ToolSpec("calculator", "Evaluates an expression.", {"type": "object", "properties": {}})
+    expected = run.chat.open(messages, [tool])
+    function = {"name": "calculator", "arguments": call.arguments}
+    dicts: list[dict[str, Any]] = [{"role": message.role, "content": message.content} for message in messages]
+    dicts[1]["tool_calls"] = [{"type": "function", "function": function}] * 2
+    saved: Any = AutoTokenizer.from_pretrained(path)
+    prompted = saved.apply_chat_template(
+        dicts,
+        tools=[{"type": "function", "function": dataclasses.asdict(tool)}],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    assert prompted == expected, "as transformers and vLLM prompt it"
+    reopened = open_chat(load_tokenizer(str(path)), ChatSettings())
+    assert reopened.open(messages, [tool]) == expected
+    assert reopened.stop_ids == run.chat.stop_ids
+    if template == "auto":
+        again = open_chat(load_tokenizer(str(path)), ChatSettings(tools=Tools.prompt))
+        assert again.template == reopened.template, "tools are not told of twice"
+    if not rank:
+        assert GenerationConfig.from_pretrained(path).eos_token_id == list(run.chat.stop_ids)
 
 
 def test_without_tensors(saved: Save) -> None:

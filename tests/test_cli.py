@@ -199,7 +199,8 @@ def test_every_recipe_is_an_experiment_and_short(name: str) -> None:
     made = experiment(f"recipe={name}")
     assert type(made) is Experiment
     assert made.environment.max_turns >= 1
-    assert 10 <= len(recipes()[name].read_text().splitlines()) <= 25
+    settings = [line for line in recipes()[name].read_text().splitlines() if "- {role: " not in line]
+    assert 10 <= len(settings) <= 25
 
 
 def test_the_chosen_option_is_an_object_of_its_own_class() -> None:
@@ -503,6 +504,21 @@ def test_a_dry_run_of_several_prints_each(run: Run, place: Path, no_model: None)
     titles = [line for line in out.splitlines() if line.startswith("# run ")]
     assert titles == [f"# run {n}: seed={s} kl.coef={c}" for n, (s, c) in enumerate([(3, 0), (3, 1), (4, 0), (4, 1)])]
     assert list(place.iterdir()) == []
+
+
+def test_a_template_without_tools_is_refused_before_a_model_is_loaded(run: Run, place: Path, no_model: None) -> None:
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    (place / "plain.jinja").write_text(turns + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    words = ["train", "--dry-run", "chat.template=plain.jinja"]
+    assert run(*words)[0] == 0, "tools are described in the prompt"
+    code, _, err = run(*words, "chat.tools=template")
+    assert code == 2
+    assert "no place for tools; use chat.tools=prompt" in err
+    bare = [*words, "chat.tools=template", "environment=single_turn", "sft.steps=0"]
+    assert run(*bare)[0] == 0, "there are no tools"
+    code, _, err = run(*bare, "condenser=keep_last", "condenser.when=on_request")
+    assert code == 2
+    assert "no place for tools" in err
 
 
 # --- what is started

@@ -30,7 +30,8 @@ from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
 
 TASK = Task("test/0", (Message("user", "?"),))
 CENTRED = GRPO(divide_by_std=False)
-EVERY = [WholeTrajectory(), ReturnToGo(gamma=0.9), ReturnToGo(level=Level.token), ByTurn(), GiGPO(), GAE()]
+EVERY = [WholeTrajectory(), ReturnToGo(gamma=0.9), ReturnToGo(level=Level.token), GiGPO(), GAE()]
+EVERY += [ByTurn(), ByTurn(unbiased=False)]
 
 
 def played(reward: float, turn_rewards: Sequence[float], said: Sequence[str] = (), tokens: int = 1) -> Trajectory:
@@ -81,12 +82,33 @@ def test_returns_over_tokens_are_those_over_turns_where_nothing_is_discounted() 
 def test_turns_are_compared_with_those_at_the_same_place() -> None:
     """MT-GRPO: the first turns' rewards are 1 and 0, the outcomes 0 and 1; the last turn gets the outcome alone."""
     group = [played(0, [1, 5]), played(1, [0, 7])]
-    assert assigned(ByTurn(), group) == [-0.5 + 0.5, -0.5, 0.5 - 0.5, 0.5]
-    assert assigned(ByTurn(turn_coef=3), group) == [-0.5 + 1.5, -0.5, 0.5 - 1.5, 0.5]
+    assert assigned(ByTurn(unbiased=False), group) == [-0.5 + 0.5, -0.5, 0.5 - 0.5, 0.5]
+    assert assigned(ByTurn(turn_coef=3, unbiased=False), group) == [-0.5 + 1.5, -0.5, 0.5 - 1.5, 0.5]
     # A third sibling that ends with its first turn: its last turn is compared, but only its outcome counts.
     longer = [*group, played(0.5, [0.5])]
-    assert assigned(ByTurn(), longer)[-1] == 0
-    assert assigned(ByTurn(), longer)[0] == pytest.approx(-0.5 + 0.5)
+    assert assigned(ByTurn(unbiased=False), longer)[-1] == 0
+    assert assigned(ByTurn(unbiased=False), longer)[0] == pytest.approx(-0.5 + 0.5)
+
+
+def test_a_sibling_that_has_ended_has_nothing_more_to_get() -> None:
+    """Outcome and rewards to come: 6, 5 and 8, 8 and 1; after its only turn the last sibling has its outcome of 0.5."""
+    group = [played(0, [1, 5]), played(1, [0, 7]), played(0.5, [0.5])]
+    first, second = (6 + 8 + 1) / 3, (5 + 8 + 0.5) / 3
+    assert assigned(ByTurn(), group) == pytest.approx([6 - first, 5 - second, 8 - first, 8 - second, 1 - first])
+    # by half: 3, 2.5 and 4.5, 4.5 and 0.75; another group, of other lengths, changes nothing
+    first, second = (3 + 4.5 + 0.75) / 3, (2.5 + 4.5 + 0.5) / 3
+    half = [3 - first, 2.5 - second, 4.5 - first, 4.5 - second, 0.75 - first]
+    other = [played(1, [1, 1, 1]), played(1, [1, 1, 1])]
+    assert assigned(ByTurn(turn_coef=0.5), other, group) == pytest.approx([0.0] * 6 + half)
+    # the scale is the deviation of all of them
+    scale = torch.tensor([6.0, 5, 8, 8, 1], dtype=torch.float64).std().item() + 1e-6
+    wanted = [x / scale for x in assigned(ByTurn(), group)]
+    assert assigned(ByTurn(), group, algorithm=GRPO()) == pytest.approx(wanted)
+
+
+def test_the_form_of_the_paper_says_what_it_does() -> None:
+    assert "when to stop" in ByTurn(unbiased=False).notice(CENTRED)
+    assert ByTurn().notice(CENTRED) == ""
 
 
 def test_turns_after_the_same_observation_are_compared() -> None:
@@ -124,7 +146,7 @@ def test_the_estimate_over_turns_with_a_critic() -> None:
     assert found.target.nan_to_num(-1).tolist() == [first + 1, -1, second + 2, -1]
 
 
-@pytest.mark.parametrize("credit", [ReturnToGo(), ReturnToGo(gamma=0.9), ReturnToGo(level=Level.token), GAE()])
+@pytest.mark.parametrize("credit", [credit for credit in EVERY if not isinstance(credit, GiGPO)])
 @pytest.mark.parametrize("turn_rewards", [[1.0, 1.0], [0.0, 0.0]])
 def test_equal_conversations_do_not_explode_where_the_deviation_is_divided_by(
     credit: Credit, turn_rewards: list[float]
@@ -167,7 +189,7 @@ def test_invariance_constant_rewards_give_no_advantage(reward: float, siblings: 
     for algorithm in (CENTRED, GRPO(), RLOO(), DAPO(overlong_tokens=100, overlong_buffer=50)):
         said = [str(number) for number in range(turns)]
         group = [played(reward, [0.25] * turns, said) for _ in range(siblings)]
-        for credit in (WholeTrajectory(), ByTurn(), GiGPO()):
+        for credit in (WholeTrajectory(), ByTurn(), ByTurn(unbiased=False), GiGPO()):
             assert assigned(credit, group, algorithm=algorithm) == [0.0] * (siblings * turns)
 
 

@@ -13,13 +13,14 @@ from omegaconf import OmegaConf
 from mtgrpo import extension
 from mtgrpo.environments import Environment, Reply
 from mtgrpo.environments.single_turn import SingleTurn
-from mtgrpo.environments.tool_use import ToolUse
+from mtgrpo.environments.tool_use import OnOutage, OutageError, ToolUse
 from mtgrpo.extension import ConfigError
 from mtgrpo.types import Message, Task, ToolCall
 
 TASK = Task("task/1", (Message("system", "Use tools."), Message("user", "What is 2 + 2?")), answer="4")
 OWN_TOOLS = '''
 import asyncio
+import threading
 from dataclasses import dataclass
 from mtgrpo.tools import Tool, ToolError
 
@@ -58,6 +59,21 @@ def leaves() -> str:
 def refuses() -> str:
     """Refuse."""
     raise ToolError("not today")
+
+wake = threading.Event()
+woken = threading.Event()
+
+@dataclass
+class Sleeper(Tool):
+    """Counts its calls, once it has slept."""
+    count: int = 0
+    def __call__(self, hangs: bool) -> int:
+        if hangs:
+            wake.wait(60)
+        self.count += 1
+        if hangs:
+            woken.set()
+        return self.count
 
 @dataclass
 class Counter(Tool):
@@ -146,33 +162,47 @@ async def test_without_tools_the_user_answers_and_no_call_is_counted(message: Me
 
 
 async def test_the_calls_of_one_message_run_at_once(own: str) -> None:
-    environment = await opened(ToolUse(tools=[f"{own}:meet"], timeout_s=60))
+    environment = await opened(ToolUse(tools=[f"{own}:meet"], call_timeout_s=60))
     reply = await environment.step(calls(("meet", {"name": "a"}), ("meet", {"name": "b"})))
     assert observed(reply) == [("meet", "a"), ("meet", "b")]
 
 
-async def test_a_tool_that_breaks_raises_with_its_name_and_cause(own: str) -> None:
-    environment = await opened(ToolUse(tools=[f"{own}:breaks"]))
-    with pytest.raises(RuntimeError, match=r"^the tool breaks failed: OSError: the disk is full$") as failure:
-        await environment.step(calls(("breaks", {})))
-    assert isinstance(failure.value.__cause__, OSError)
+@pytest.mark.parametrize(
+    ("tool", "why"), [("breaks", "OSError: the disk is full"), ("leaves", "RuntimeError: SystemExit: 3")]
+)
+async def test_a_tool_that_stays_out_of_order_is_told_or_fails_the_conversation(own: str, tool: str, why: str) -> None:
+    settings: dict[str, Any] = {"tools": [f"{own}:{tool}", "calculator"], "call_retries": 2, "backoff_s": 0}
+    both = calls((tool, {}), ("calculator", {"expression": "2 + 2"}))
+    reply = await (await opened(ToolUse(**settings, on_outage=OnOutage.observe))).step(both)
+    assert observed(reply) == [(tool, f"error: the tool {tool} is out of order"), ("calculator", "4")]
+    assert (reply.tool_calls, reply.tool_errors, reply.tool_retries) == (2, 0, 2)
+    assert reply.outages == (f"the tool {tool} failed: {why}",)
+    with pytest.raises(OutageError, match=f"^the tool {tool} failed: {why}$") as failure:
+        await (await opened(ToolUse(**settings))).step(both)
+    assert isinstance(failure.value.__cause__, OSError if tool == "breaks" else RuntimeError)
 
 
-async def test_a_tool_that_ends_the_program_fails_the_rollout_alone(own: str) -> None:
-    environment = await opened(ToolUse(tools=[f"{own}:leaves"]))
-    with pytest.raises(RuntimeError, match=r"^the tool leaves failed: RuntimeError: SystemExit: 3$"):
-        await environment.step(calls(("leaves", {})))
+async def test_a_call_that_takes_too_long_is_a_mistake_of_the_model_and_not_repeated(own: str) -> None:
+    environment = await opened(ToolUse(tools=[f"{own}:hang"], call_timeout_s=0.01))
+    reply = await environment.step(calls(("hang", {})))
+    assert observed(reply) == [("hang", "error: no answer within 0.01 s")]
+    assert (reply.tool_errors, reply.tool_timeouts, reply.tool_retries, reply.outages) == (1, 1, 0, ())
 
 
-async def test_a_tool_that_hangs_raises_with_its_name(own: str) -> None:
-    environment = await opened(ToolUse(tools=[f"{own}:hang"], timeout_s=0.01))
-    with pytest.raises(RuntimeError, match=r"^the tool hang failed: TimeoutError: no answer within 0\.01 s$"):
-        await environment.step(calls(("hang", {})))
+async def test_what_runs_on_after_its_time_does_not_touch_later_calls(own: str) -> None:
+    environment = await opened(ToolUse(tools=[f"{own}:Sleeper"], call_timeout_s=0.05))
+    module = extension.load_file(Path(own))
+    slow, quick = calls(("Sleeper", {"hangs": True})), calls(("Sleeper", {"hangs": False}))
+    assert observed(await environment.step(quick)) == [("Sleeper", "1")]
+    assert observed(await environment.step(slow)) == [("Sleeper", "error: no answer within 0.05 s")]
+    module.wake.set()
+    module.woken.wait(60)
+    assert observed(await environment.step(quick)) == [("Sleeper", "2")]
 
 
 async def test_nothing_runs_on_after_a_failure(own: str) -> None:
-    environment = await opened(ToolUse(tools=[f"{own}:breaks", f"{own}:end_late"]))
-    with pytest.raises(RuntimeError, match="the tool breaks failed"):
+    environment = await opened(ToolUse(tools=[f"{own}:breaks", f"{own}:end_late"], call_retries=0))
+    with pytest.raises(OutageError, match="the tool breaks failed"):
         await environment.step(calls(("breaks", {}), ("end_late", {"name": "a"})))
     assert extension.load_file(Path(own)).ended == ["a"]
 
@@ -195,10 +225,12 @@ async def test_a_restarted_copy_begins_anew(own: str) -> None:
 
 @pytest.mark.parametrize("tools", [["calculator"], {"calculator": {"max_digits": 4}}])
 async def test_settings_come_from_a_configuration(tools: Any) -> None:
-    config = OmegaConf.merge(OmegaConf.structured(ToolUse), {"tools": tools, "timeout_s": 5, "max_turns": 3})
+    config = OmegaConf.merge(
+        OmegaConf.structured(ToolUse), {"tools": tools, "call_timeout_s": 5, "on_outage": "observe"}
+    )
     environment = OmegaConf.to_object(config)
     assert isinstance(environment, ToolUse)
-    assert (environment.timeout_s, environment.max_turns) == (5.0, 3)
+    assert (environment.call_timeout_s, environment.on_outage) == (5.0, OnOutage.observe)
     playing = await opened(environment)
     (answer,) = observed(await playing.step(calls(("calculator", {"expression": "9999 + 1"}))))
     assert answer[1] == ("10000" if isinstance(tools, list) else "error: a number has more than 4 digits")
@@ -212,8 +244,11 @@ def test_an_environment_travels_to_another_process() -> None:
 def test_wrong_settings_are_refused_when_the_environment_is_made(own: str) -> None:
     with pytest.raises(ConfigError, match="there is no tools named 'abacus'"):
         ToolUse(tools=["abacus"])
-    with pytest.raises(ConfigError, match=r"environment\.timeout_s must be above 0 seconds, got 0"):
-        ToolUse(timeout_s=0)
+    with pytest.raises(ConfigError, match=r"environment\.call_timeout_s must be above 0 seconds, got 0"):
+        ToolUse(call_timeout_s=0)
+    for wrong in ({"call_retries": -1}, {"backoff_s": -1.0}):
+        with pytest.raises(ConfigError, match=r"environment\.call_retries and environment\.backoff_s must be >= 0"):
+            ToolUse(**wrong)  # type: ignore[arg-type]
 
 
 async def test_a_single_turn_ends_with_the_first_message() -> None:

@@ -194,16 +194,16 @@ def cut(output: list[int], kept: list[list[int]]) -> Turn:
     return made
 
 
-def test_what_was_kept_stays_with_its_entry() -> None:
-    played = [Trajectory(TASK, turns=[cut([5, 6], [[5], [6, 8, 9]])]), Trajectory(TASK, turns=[cut([7], [[4, 7]])])]
-    kept = build_batch(played).kept
+def test_what_was_kept_stays_with_its_entry_and_is_stored_once() -> None:
+    turns = [cut([5, 6], [[5], [6, 8, 9]]), cut([7], [[4, 7]]), cut([8, 5], [[6, 8, 9], [5]])]
+    kept = build_batch([Trajectory(TASK, turns=[turn]) for turn in turns]).kept
     assert kept is not None
+    assert (kept.sets, kept.number.tolist()) == (3, [0, 1, 2, 1, 0])
     assert kept.offset.tolist() == [0, 1, 4, 6]
     assert kept.token.tolist() == [5, 6, 8, 9, 4, 7]
-    chosen = kept.select(torch.tensor([2, 0]))
-    assert chosen.offset.tolist() == [0, 2, 3]
-    assert chosen.token.tolist() == [4, 7, 5]
-    assert kept.select(torch.empty(0, dtype=torch.long)).offset.tolist() == [0]
+    offset, token = kept.listed(torch.tensor([2, 0, 2]))
+    assert (offset.tolist(), token.tolist()) == ([0, 2, 3, 5], [4, 7, 5, 4, 7])
+    assert kept.listed(torch.empty(0, dtype=torch.long))[0].tolist() == [0]
 
 
 def test_a_batch_is_cut_throughout_or_not_at_all() -> None:

@@ -157,7 +157,7 @@ def learning_of(algorithm: Algorithm, credit: Credit | None = None) -> Learning:
 
 
 CASES: list[tuple[Algorithm, Credit]] = [(algorithm, credit_for(algorithm)) for algorithm in ALGORITHMS]
-CASES += [(GRPO(), credit) for credit in (ReturnToGo(gamma=0.9), ByTurn(), GiGPO(), GAE())]
+CASES += [(GRPO(), credit) for credit in (ReturnToGo(gamma=0.9), ByTurn(), ByTurn(unbiased=False), GiGPO(), GAE())]
 CASES += [(GSPO(clip_low=0.05, clip_high=0.05), ByTurn()), (PPO(), GAE(level=Level.token))]
 IDS = [f"{type(algorithm).__name__}-{type(credit).__name__}" for algorithm, credit in CASES]
 

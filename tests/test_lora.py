@@ -40,6 +40,7 @@ from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
 from mtgrpo.extension import ConfigError
 from mtgrpo.model import tiny
+from mtgrpo.model.decoder import Forward, causal_attention
 from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer, save_model
 from mtgrpo.model.lora import LoRA, save_adapter
 from mtgrpo.model.value import values
@@ -60,7 +61,7 @@ IDS = torch.randint(20, 1000, (3, 11), generator=torch.Generator().manual_seed(0
 TOKENIZER = load_tokenizer("tiny")
 
 
-def save_base(family: str, folder: Path, hidden: int = 64, layers: int = LAYERS) -> Path:
+def save_base(family: str, folder: Path, hidden: int = 64, layers: int = LAYERS, **more: Any) -> Path:
     config, architecture = FAMILIES[family]
     torch.manual_seed(0)
     model = architecture(
@@ -76,6 +77,7 @@ def save_base(family: str, folder: Path, hidden: int = 64, layers: int = LAYERS)
             bos_token_id=None,
             eos_token_id=2,
             pad_token_id=0,
+            **more,
         )
     )
     with torch.no_grad():  # a fresh model is nearly uniform, and its norms do nothing
@@ -284,6 +286,58 @@ def test_the_engine_samples_from_the_adapted_model(
             full = model(torch.tensor([context + completion.tokens])).logits[0, len(context) - 1 : -1].log_softmax(-1)
         expected = full.gather(-1, tokens[:, None])[:, 0].double()
         assert difference(torch.tensor(completion.logprobs, dtype=torch.float64), expected) < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(DType.float64, 1e-12), (DType.float32, 2e-5), (DType.bfloat16, 0.2)])
+@pytest.mark.parametrize(
+    ("family", "targets", "more"),
+    [
+        ("qwen2", [], {"tie_word_embeddings": False}),  # q, k and v have biases
+        ("qwen3", ["0.self_attn.k_proj", "up_proj"], {"tie_word_embeddings": True}),
+        ("llama", [], {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("mistral", ["1.mlp.down_proj"], {"tie_word_embeddings": False}),
+    ],
+)
+def test_decoding_runs_no_adapter_and_gives_what_they_give_after_every_update(
+    tmp_path: Path, family: str, targets: list[str], more: dict[str, Any], dtype: DType, tolerance: float
+) -> None:
+    model = adapt(save_base(family, tmp_path, **more), dtype, targets=targets)
+    forward = Forward(model)
+    assert forward.fused
+    ran: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.register_forward_hook(lambda module, _inputs, _output: ran.append(module))
+    before = None
+    for _ in range(3):
+        expected = logits(model)[0].log_softmax(-1)
+        ran.clear()
+        with torch.no_grad():
+            hidden = forward(IDS[0], torch.arange(IDS.shape[1]), causal_attention)
+            found = forward.logits(hidden).log_softmax(-1)
+        assert ran == []
+        assert difference(found, expected) < tolerance
+        assert before is None or difference(expected, before) > tolerance / 2
+        before = expected
+        update(model)
+        forward.update()
+
+
+@pytest.mark.parametrize("more", [{"use_dora": True}, {"lora_bias": True}])
+def test_adapters_that_are_more_than_a_product_decode_as_they_are(
+    bases: dict[str, Path], tmp_path: Path, more: dict[str, bool]
+) -> None:
+    model = load(bases["qwen2"])
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], **more), "default")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    forward = Forward(model)
+    assert forward.fused
+    with torch.no_grad():
+        hidden = forward(IDS[0], torch.arange(IDS.shape[1]), causal_attention)
+        assert difference(forward.logits(hidden), logits(model)[0]) < 2e-5
 
 
 # --- training ---

@@ -355,7 +355,7 @@ def test_a_failing_sibling_does_not_disturb_the_others(culprit: str, tmp_path: P
         call = f'<tool_call>\n{{"name": "ask", "arguments": {{"who": "{who}"}}}}\n</tool_call>'
         return said(f"#### {key.sibling}") if turn else said(call)
 
-    environment = Guarded(tools=[f"{tmp_path}/tools.py:ask"])
+    environment = Guarded(tools=[f"{tmp_path}/tools.py:ask"], call_retries=0)
     player = make_player(ScriptedEngine(script), environment, retries=0)
     group = asyncio.run(player.play_group(TASK, 4))
     assert [trajectory.sibling for trajectory in group.trajectories] == [0, 1, 2, 3]

@@ -28,7 +28,7 @@ from mtgrpo.credits.trajectory import WholeTrajectory
 from mtgrpo.extension import ConfigError
 from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.model.logprobs import sampled_logprobs
-from mtgrpo.policy import forward
+from mtgrpo.policy import forward, guard
 from mtgrpo.policy.forward import Scores
 from mtgrpo.policy.learner import Learner, Learning, Updates
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings, Schedule, factor
@@ -366,7 +366,7 @@ def test_only_sampled_tokens_are_predicted(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(forward, "sampled_logprobs", watch)
     algorithm = Recording()
     train(policy, advantage=torch.ones(4), algorithm=algorithm)
-    assert predicted == [ALL_TOKENS, *[1] * forward.CHECKED]  # the head never sees another place
+    assert predicted == [ALL_TOKENS]  # the head never sees another place
     with torch.no_grad():
         expected = torch.cat([logp for trajectory in PLAYED for logp in plain_logprobs(policy.model, trajectory)])
     assert torch.allclose(algorithm.seen[0][0], expected, rtol=0, atol=1e-10)
@@ -503,7 +503,7 @@ def test_a_forward_pass_that_is_not_reproducible_is_noticed() -> None:
     def disturb(_module: nn.Module, _inputs: object, hidden: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return hidden * (2 if calls > 1 + forward.CHECKED else 1)  # after the check of the first micro-batch
+        return hidden * (2 if calls > 2 + guard.CHECKED else 1)  # after the check and the first of two passes
 
     policy.model.model.norm.register_forward_hook(disturb)
     with pytest.raises(RuntimeError, match="not reproducible"):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from mtgrpo import tools
 from mtgrpo.extension import ConfigError
-from mtgrpo.tools import Tool, ToolError
+from mtgrpo.tools import CallTimeoutError, Tool, ToolError
 from mtgrpo.tools.calculator import Calculator
 
 
@@ -406,7 +406,7 @@ async def test_a_tool_that_takes_too_long_is_a_timeout() -> None:
 
     try:
         for tool in (blocking, coroutine):
-            with pytest.raises(TimeoutError, match=r"^no answer within 0\.01 s$"):
+            with pytest.raises(CallTimeoutError, match=r"^no answer within 0\.01 s$"):
                 await tools.call(tool, {}, 0.01)
     finally:
         release.set()

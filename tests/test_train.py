@@ -373,7 +373,7 @@ def test_impossible_lengths_are_refused(words: list[str], said: str) -> None:
 
 
 def test_a_world_that_fails_from_the_start_ends_the_run_with_the_reason(tmp_path: Path, own: Path) -> None:
-    made = experiment(*busy(own, "sft.steps=0"))
+    made = experiment(*busy(own, "sft.steps=0", "environment.backoff_s=0"))
     module = vars(type(made.environment))["step"].__globals__
     module["down"].set()
     with pytest.raises(NothingPlayedError, match="OSError: the line is dead"):
@@ -383,7 +383,7 @@ def test_a_world_that_fails_from_the_start_ends_the_run_with_the_reason(tmp_path
 def test_an_outage_during_training_trains_nothing_and_passes(
     tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = experiment(*busy(own, "sft.steps=0", "trainer.steps=3", "eval.every_steps=1"))
+    made = experiment(*busy(own, "sft.steps=0", "trainer.steps=3", "eval.every_steps=1", "environment.backoff_s=0"))
     down = vars(type(made.environment))["step"].__globals__["down"]
     batch, evaluate = Stream.batch, trainer.evaluate
 
@@ -412,6 +412,23 @@ def test_an_outage_during_training_trains_nothing_and_passes(
     assert {line["status"] for line in played(tmp_path / "run", 2)} == {Status.FAILED.value}
     assert found["train/steps"] == 3
     assert curve.draw(tmp_path, 60, 12)
+
+
+def test_an_outage_that_the_model_is_told_of_is_counted_and_explained(tmp_path: Path, own: Path) -> None:
+    words = busy(own, "sft.steps=0", "trainer.steps=1", "environment.backoff_s=0", "environment.on_outage=observe")
+    made = experiment(*words)
+    vars(type(made.environment))["step"].__globals__["down"].set()
+    found = asyncio.run(train(made, tmp_path / "run", Curve()))
+    (step,) = [row for row in rows(tmp_path / "run") if row["stage"] == "reinforcement learning"]
+    assert (step["rollout/failed"], step["rollout/tool_timeouts"]) == (0, 0)
+    assert 0 < step["rollout/tool_outages"] == step["rollout/tool_retries"] / 4
+    assert step["policy/grad_norm"] > 0
+    assert found["eval/tool_outages/before"] > 0
+    why = "the tool dawdle failed: OSError: the line is dead"
+    told = f"calls were answered by no tool, the first because {why}"
+    assert told in (tmp_path / "run" / "notes.txt").read_text()
+    outages = [cause for line in played(tmp_path / "run", 1) for cause in line.get("outages", [])]
+    assert set(outages) == {why} and len(outages) == 4 * step["rollout/tool_outages"]
 
 
 def test_prompts_that_are_too_long_are_truncated_and_train_nothing(tmp_path: Path) -> None:

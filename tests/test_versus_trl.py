@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ from mtgrpo.batch.forest import build_batch
 from mtgrpo.compose import compose, parse
 from mtgrpo.extension import load_file
 from mtgrpo.model import tiny
+from mtgrpo.model.load import load_model
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.run import check
@@ -42,15 +44,32 @@ def weights(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def smollm2() -> str:
+    """A real model."""
+    if "MTGRPO_SMOLLM2" not in os.environ:
+        pytest.skip("MTGRPO_SMOLLM2 names no folder with SmolLM2-135M-Instruct")
+    return os.environ["MTGRPO_SMOLLM2"]
+
+
 def conversation(prompt: list[int], turns: int, rng: random.Random) -> Trajectory:
     trajectory = Trajectory(TASK)
     for turn in range(turns):
-        context = [rng.randrange(9, 2000) for _ in range(rng.randint(3, 9))] if turn else prompt
-        output = [rng.randrange(9, 2000) for _ in range(rng.randint(2, 12))]
-        logprobs = [-rng.uniform(7.2, 8.0) for _ in output]  # about what an untrained model gives: ratios around 1
+        context = [rng.randrange(100, 2000) for _ in range(rng.randint(3, 9))] if turn else prompt
+        output = [rng.randrange(100, 2000) for _ in range(rng.randint(2, 12))]
         said = Message("assistant", "")
-        trajectory.turns.append(Turn(context, output, logprobs, [0] * len(output), Finish.STOP, said, turn > 0))
+        trajectory.turns.append(
+            Turn(context, output, [0.0] * len(output), [0] * len(output), Finish.STOP, said, turn > 0)
+        )
     return trajectory
+
+
+def sample_as_an_older_policy(trajectories: list[Trajectory], policy: Policy, rng: random.Random) -> None:
+    """Log-probabilities near the policy's own: ratios around 1."""
+    batch = build_batch(trajectories)
+    own = iter(policy.scores(batch, torch.arange(len(batch))).logp.tolist())
+    for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
+        turn.logprobs = [next(own) + rng.uniform(-0.6, 0.6) for _ in turn.output]
 
 
 def as_trl_sees_it(trajectories: list[Trajectory], advantage: torch.Tensor, pad: int) -> dict[str, Any]:
@@ -85,17 +104,24 @@ def as_trl_sees_it(trajectories: list[Trajectory], advantage: torch.Tensor, pad:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-def test_one_batch_has_one_loss(trl_side: ModuleType, weights: Path, tmp_path: Path) -> None:
-    words = [f"model.name={weights}", "rollout.prompts_per_step=2", "rollout.group_size=4", "sft.steps=0"]
-    experiment = compose(parse([*words, "trainer.steps=2", "optimizer.warmup_steps=0"])).experiment
+@pytest.mark.parametrize(("model_name", "environment"), [("weights", "tool_use"), ("smollm2", "single_turn")])
+def test_one_batch_has_one_loss(
+    model_name: str, environment: str, request: pytest.FixtureRequest, trl_side: ModuleType, tmp_path: Path
+) -> None:
+    words = [f"model.name={request.getfixturevalue(model_name)}", "rollout.prompts_per_step=2", "rollout.group_size=4"]
+    words += ["sft.steps=0", "trainer.steps=2", "optimizer.warmup_steps=0", f"environment={environment}"]
+    experiment = compose(parse(words)).experiment
     settings = trl_side.Settings(words, 128, checkpointing=False)
     trainer = trl_side.build(experiment, settings, str(tmp_path / "trl"), trl_side.Gate())
     rng = random.Random(0)
     trajectories: list[Trajectory] = []
     for _ in range(2):
-        prompt = [rng.randrange(9, 2000) for _ in range(rng.randint(20, 30))]
+        prompt = [rng.randrange(100, 2000) for _ in range(rng.randint(20, 30))]
         trajectories += [conversation(prompt, rng.randint(1, 3), rng) for _ in range(4)]
     advantage = torch.tensor([0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5])
+    own_model = load_model(experiment.model, 0)
+    policy = Policy(own_model, Optimizer(own_model, experiment.optimizer, 2), 2048, 1.0)
+    sample_as_an_older_policy(trajectories, policy, rng)
 
     model = trainer.model
     model.train()
@@ -106,8 +132,6 @@ def test_one_batch_has_one_loss(trl_side: ModuleType, weights: Path, tmp_path: P
     model.zero_grad()
 
     batch = build_batch(trajectories)
-    own_model = tiny.build_model(tiny.SHAPES["tiny"], 0)
-    policy = Policy(own_model, Optimizer(own_model, experiment.optimizer, 2), 2048, 1.0)
     share = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
     found = policy.update(
         batch,

@@ -29,6 +29,7 @@ COMMANDS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
     "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070",
+    "data": "get what cannot be shipped: data smollm2, a real model of 135 M parameters",
 }
 FLAGS = {
     "--help": "-h",
@@ -95,13 +96,27 @@ def run_command(arguments: Sequence[str]) -> int:
         close = difflib.get_close_matches(command, COMMANDS, 1)
         meant = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {command!r}; {meant}")
+    if command == "data" and "--help" not in flags:
+        return _data(words, dry="--dry-run" in flags)
     if "--help" in flags:
+        if command == "data":
+            show(f"mtgrpo data smollm2: {COMMANDS[command]}; into MTGRPO_MODELS, by default ~/.cache/mtgrpo")
+            return 0
         from mtgrpo.helptext import help_text  # noqa: PLC0415
 
         words = [word for word in words if not word.startswith(("checkpoint=", "hydra."))]
         show(f"mtgrpo {command} [KEY=VALUE ...]: {COMMANDS[command]}\n\n{help_text(words)}")
         return 0
     return _start(command, words, multirun="--multirun" in flags, dry="--dry-run" in flags)
+
+
+def _data(words: Sequence[str], dry: bool) -> int:
+    if list(words) != ["smollm2"]:
+        raise ConfigError("mtgrpo data smollm2 is all there is: it gets the model of model.name=smollm2")
+    from mtgrpo.model import smollm2  # noqa: PLC0415
+
+    show(f"model.name=smollm2 goes to {smollm2.folder()}" if dry else f"model.name=smollm2 is in {smollm2.fetch()}")
+    return 0
 
 
 def show(text: str) -> None:

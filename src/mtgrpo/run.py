@@ -20,9 +20,9 @@ from mtgrpo.model.attention import describe_attention
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.rollout.chat import Chat, open_chat
 from mtgrpo.rollout.group import Player
-from mtgrpo.rollout.play import Limits
+from mtgrpo.rollout.play import Limits, told_tools
 from mtgrpo.tasks import Split, TaskStream
-from mtgrpo.types import Attend, Sample, Task
+from mtgrpo.types import Attend, Message, Sample, Task
 
 EVAL_SEED = 0  # the held-out tasks are the same in every run
 
@@ -66,7 +66,11 @@ def check(experiment: Experiment) -> Inputs:
     evaluated = experiment.task.open(Split.eval, EVAL_SEED, repeat=False)
     held_out = list(itertools.islice(evaluated, experiment.eval.tasks))
     tokenizer = load_tokenizer(experiment.model.name)
-    return Inputs(tokenizer, open_chat(tokenizer, experiment.chat), tasks, held_out)
+    chat = open_chat(tokenizer, experiment.chat)
+    if chat.template is not None:
+        tokenizer.chat_template = chat.template  # a checkpoint is prompted as it was trained
+    chat.open([Message("user", "hello")], told_tools(experiment.environment.tool_specs, experiment.condenser))
+    return Inputs(tokenizer, chat, tasks, held_out)
 
 
 @contextmanager
@@ -77,10 +81,12 @@ def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
     sinks = open_sinks(experiment.log, folder)
     try:
         model = load_model(experiment.model, experiment.seed)
+        model.generation_config.eos_token_id = list(inputs.chat.stop_ids)  # and ends its turns so
         longest = longest_context(experiment, model)
         engine = experiment.engine.start(model, experiment.deterministic, longest)
-        for note in (*inputs.chat.notes, describe_attention(model), engine.note):
+        for note in (*inputs.chat.notes, describe_attention(model)):
             sinks.note(note)
+        sinks.tell(engine.notes)
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through it for garbage takes longer than some training steps
         yield Run(

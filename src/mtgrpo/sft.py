@@ -67,6 +67,7 @@ async def warm_start(run: Run) -> float:
         batch = build_batch([await anext(fitting) for _ in range(settings.batch_size)])
         weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
         metrics = policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
+        run.sinks.tell(policy.notes)
         elapsed_s = time.perf_counter() - began
         await asyncio.sleep(0)  # where Ctrl-C is heard
         run.sinks.log({"sft/loss": metrics["loss"], "sft/lr": metrics["lr"], "time/sft_s": elapsed_s}, step)

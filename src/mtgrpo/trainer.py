@@ -32,6 +32,7 @@ from mtgrpo.sft import warm_start
 from mtgrpo.types import Group, Status, Trajectory
 
 Metrics = dict[str, float]
+MISMATCH = "in a conversation the engine's log-probabilities differ from the trainer's"
 
 
 @dataclass
@@ -145,6 +146,10 @@ async def _steps(run: Run, learner: Learner, stream: Stream, budget: Budget, cur
         groups = batch.groups
         with learner.policy.profiler.trace(step, run.folder):
             metrics, train_s, interrupted = await _learn_beside(run, learner, batch.trained, step)
+        if experiment.engine.exact:
+            learner.policy.judge(metrics.get("policy/mismatch/worst_trajectory", 0.0), MISMATCH)
+        for notes in (run.engine.notes, learner.policy.notes):
+            run.sinks.tell(notes)
         ended = time.perf_counter()
         metrics |= _describe_batch(groups, experiment, ended - began - train_s, train_s)
         metrics["rollout/filtered"] = batch.left_out / len(groups)
@@ -173,6 +178,8 @@ def _record(run: Run, step: int, groups: Sequence[Group], metrics: Metrics) -> N
     failed = [t for group in groups for t in group.trajectories if t.status is Status.FAILED]
     if failed:
         run.sinks.note(f"step {step}: {len(failed)} conversations failed, the first because of {failed[0].reason}")
+    if outages := [why for group in groups for t in group.trajectories for why in t.outages]:
+        run.sinks.note(f"step {step}: {len(outages)} calls were answered by no tool, the first because {outages[0]}")
     trajectories.write(run.folder, f"step_{step:06d}", groups)
     run.sinks.log(metrics, step)
 

@@ -30,7 +30,7 @@ class Status(Enum):
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"  # a limit on turns or tokens was reached
-    FAILED = "failed"  # tool outage, time-out, crash: never trained, never part of a baseline
+    FAILED = "failed"  # through engine, environment or rollout.timeout_s: never trained, never part of a baseline
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,9 @@ class Trajectory:
     attempts: int = 1  # how often it was played; above 1 after a failure
     tool_calls: int = 0
     tool_errors: int = 0
+    tool_timeouts: int = 0
+    tool_retries: int = 0
+    outages: list[str] = field(default_factory=list[str])  # why calls were answered without their tool
     queued_s: float = 0.0  # waiting for one of the `rollout.max_concurrent` places
     sample_s: float = 0.0  # waiting for the engine
     tool_s: float = 0.0  # waiting for the environment

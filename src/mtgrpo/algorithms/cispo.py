@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.baseline import GroupRelative
+from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.extension import ConfigError
 
 
@@ -31,6 +32,6 @@ class CISPO(GroupRelative):
 
     def loss(self, tokens: Tokens) -> PerToken:
         """REINFORCE with clipped weights; `clipped` says where the weight was, the gradient is there all the same."""
-        ratio = tokens.log_ratio.detach().exp()
+        ratio = ratio_of(tokens.log_ratio.detach())
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return PerToken(-weight * tokens.advantage * tokens.logp, weight != ratio)

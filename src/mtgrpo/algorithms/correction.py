@@ -12,9 +12,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.extension import ConfigError
-
-LARGEST = 20.0  # sums of log-ratios are cut there before they are exponentiated
 
 
 class Old(Enum):
@@ -99,8 +98,7 @@ class Correction:
         log_rho = old_logp - behaviour_logp
         _, index, counts = torch.unique(trajectory, return_inverse=True, return_counts=True)
         total = log_rho.new_zeros(len(counts)).index_add(0, index, log_rho)
-        product, mean = total.clamp(-LARGEST, LARGEST).exp()[index], (total / counts).exp()[index]
-        rho = log_rho.clamp(-LARGEST, LARGEST).exp()
+        product, mean, rho = ratio_of(total)[index], ratio_of(total / counts)[index], ratio_of(log_rho)
         weight = {
             Weight.none: torch.ones_like(rho),
             Weight.token: rho.clamp(max=self.cap),
@@ -136,7 +134,7 @@ def diagnostics(log_rho: Tensor) -> dict[str, float]:
     """
     if len(log_rho) == 0:
         return {}
-    rho = log_rho.clamp(-LARGEST, LARGEST).exp()
+    rho = ratio_of(log_rho)
     square = rho.square().mean().item()
     return {
         "mismatch/max_abs_dlogp": log_rho.abs().max().item(),

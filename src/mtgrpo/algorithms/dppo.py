@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.baseline import GroupRelative
+from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.extension import ConfigError
 
 
@@ -49,5 +50,5 @@ class DPPO(GroupRelative):
         moved = tokens.logp.detach().exp() - tokens.old_logp.exp()
         positive = tokens.advantage > 0
         left_out = (positive & (moved > self.clip_high)) | (~positive & (moved < -self.clip_low))
-        gain = tokens.log_ratio.exp() * tokens.advantage * ~left_out
+        gain = ratio_of(tokens.log_ratio) * tokens.advantage * ~left_out
         return PerToken(self.kl_coef * tokens.log_ratio.square() - gain, left_out)

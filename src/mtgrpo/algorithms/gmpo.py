@@ -11,6 +11,7 @@ from torch import Tensor
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.baseline import GroupRelative
+from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.extension import ConfigError
 
 
@@ -46,6 +47,6 @@ class GMPO(GroupRelative):
         """The trajectory's loss, with the token's share of its gradient."""
         assert tokens.sequence is not None, "sequence_term asks for it"
         term = self.sequence_term(tokens.log_ratio, tokens.advantage)
-        loss = -tokens.advantage * (tokens.sequence + term - term.detach()).exp()
+        loss = -tokens.advantage * ratio_of(tokens.sequence + (term - term.detach()))
         clipped = (term.detach() != tokens.log_ratio.detach()) & (tokens.advantage != 0)
         return PerToken(loss, clipped)

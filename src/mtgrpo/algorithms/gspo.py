@@ -9,6 +9,7 @@ from torch import Tensor
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.baseline import GroupRelative
+from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.algorithms.surrogate import ClippedSurrogate
 
 
@@ -34,4 +35,4 @@ class GSPO(ClippedSurrogate, GroupRelative):
     def loss(self, tokens: Tokens) -> PerToken:
         """The clipped surrogate with the trajectory's ratio."""
         assert tokens.sequence is not None, "sequence_term asks for it"
-        return self.surrogate((tokens.sequence + tokens.logp - tokens.logp.detach()).exp(), tokens)
+        return self.surrogate(ratio_of(tokens.sequence + (tokens.logp - tokens.logp.detach())), tokens)

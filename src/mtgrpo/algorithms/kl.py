@@ -7,6 +7,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from mtgrpo.algorithms.ratio import LARGEST, is_clamped, ratio_of
 from mtgrpo.extension import ConfigError
 
 STEPS_AT_MOST = 0.2  # by how much of its value the coefficient changes at once, times kl.adaptation (arXiv:1909.08593)
@@ -70,7 +71,12 @@ class KL:
     def penalty(self, logp: Tensor, behaviour_logp: Tensor, ref_logp: Tensor) -> Tensor:
         """What a term of the loss is for each token [tokens], before it is weighted; `behaviour_logp` sampled."""
         found = estimate(self.estimator, logp, ref_logp)
-        return (logp - behaviour_logp).exp() * found if self.unbiased else found
+        return ratio_of(logp - behaviour_logp) * found if self.unbiased else found
+
+    def clamped(self, logp: Tensor, behaviour_logp: Tensor, ref_logp: Tensor) -> Tensor:
+        """Where a log-ratio of the penalty is clamped; [tokens] bool."""
+        found = is_clamped((ref_logp - logp).clamp(min=0)) & (self.estimator is Estimator.k3)
+        return found | is_clamped(logp - behaviour_logp) if self.unbiased else found
 
     def adapted(self, coef: float, measured: float) -> float:
         """The coefficient after a step in which the KL was `measured`, in nats per token (arXiv:1909.08593)."""
@@ -90,4 +96,5 @@ def estimate(estimator: Estimator, logp: Tensor, ref_logp: Tensor) -> Tensor:
         return d
     if estimator is Estimator.k2:
         return d.square() / 2
-    return (-d).exp() - 1 + d
+    d = d.clamp(min=-LARGEST)  # where exp(-d) is clamped, d alone would pull away from the reference
+    return ratio_of(-d) - 1 + d

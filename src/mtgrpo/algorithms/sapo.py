@@ -9,6 +9,7 @@ import torch
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.baseline import GroupRelative
+from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.extension import ConfigError
 
 
@@ -37,5 +38,5 @@ class SAPO(GroupRelative):
         """The gated loss; nothing is ever clipped."""
         positive = tokens.advantage > 0
         tau = torch.where(positive, self.tau_positive, self.tau_negative).to(tokens.advantage)
-        gate = torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * (4 / tau)
+        gate = torch.sigmoid(tau * (ratio_of(tokens.log_ratio) - 1)) * (4 / tau)
         return PerToken(-gate * tokens.advantage, torch.zeros_like(positive))

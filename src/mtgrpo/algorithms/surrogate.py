@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mtgrpo.algorithms import PerToken, Tokens
+from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.extension import ConfigError
 
 
@@ -35,7 +36,7 @@ class ClippedSurrogate:
 
     def loss(self, tokens: Tokens) -> PerToken:
         """The surrogate, per token."""
-        return self.surrogate(tokens.log_ratio.exp(), tokens)
+        return self.surrogate(ratio_of(tokens.log_ratio), tokens)
 
     def surrogate(self, ratio: torch.Tensor, tokens: Tokens) -> PerToken:
         """The surrogate for `ratio` [tokens], which may be that of the token or of its trajectory."""

@@ -73,17 +73,27 @@ class Forest:
 
 @dataclass(frozen=True)
 class Kept:
-    """The tokens that top-k, top-p or min-p kept when each entry was sampled: token[offset[i]:offset[i + 1]]."""
+    """The tokens that top-k, top-p or min-p kept when each entry was sampled: those of set number[i].
 
-    offset: Tensor  # [entries + 1] int64
+    Set k is token[offset[k]:offset[k + 1]]; equal ones are stored once. Siblings that were sampled on either side of a
+    weight update have kept different tokens in the same context.
+    """
+
+    number: Tensor  # [entries] int64
+    offset: Tensor  # [sets + 1] int64
     token: Tensor  # [total] int64
 
-    def select(self, entries: Tensor) -> Kept:
-        """Those of `entries` [n], in their order."""
-        counts = self.offset.diff()[entries]
+    @property
+    def sets(self) -> int:
+        """How many there are."""
+        return len(self.offset) - 1
+
+    def listed(self, sets: Tensor) -> tuple[Tensor, Tensor]:
+        """Offsets [n + 1] and tokens [total] of `sets` [n] int64, one after the other."""
+        counts = self.offset.diff()[sets]
         offset = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
         within = torch.arange(int(offset[-1])) - offset[:-1].repeat_interleave(counts)
-        return Kept(offset, self.token[self.offset[entries].repeat_interleave(counts) + within])
+        return offset, self.token[self.offset[sets].repeat_interleave(counts) + within]
 
 
 @dataclass(frozen=True)
@@ -218,8 +228,10 @@ def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
 
 
 def _join(kept: Sequence[array[int]]) -> Kept:
-    offset = torch.tensor([0, *map(len, kept)]).cumsum(0)
-    return Kept(offset, torch.from_numpy(np.concatenate([np.frombuffer(tokens, np.int32) for tokens in kept])).long())
+    sets: dict[bytes, int] = {}
+    number = torch.tensor([sets.setdefault(tokens.tobytes(), len(sets)) for tokens in kept])
+    offset = torch.tensor([0, *(len(tokens) // 4 for tokens in sets)]).cumsum(0)
+    return Kept(number, offset, torch.from_numpy(np.frombuffer(b"".join(sets), np.int32).astype(np.int64)))
 
 
 def _problem(turn: Turn, first: bool, context_length: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -56,9 +56,9 @@ class MicroBatch:
     parent: Tensor  # [targets] int64, row * width + column of the hidden state that predicts each target
     token: Tensor  # [targets] int64, what it predicts
     entries: Tensor  # [n] int64, the entries of the batch that are read here
-    target: Tensor  # [n] int64, the target of each entry; entries of the same node share one
+    target: Tensor  # [n] int64, the target of each entry; entries of the same node that kept the same set share one
     cost: float
-    kept: Kept | None = None  # [n], what top-k, top-p or min-p kept for each entry; None = all
+    kept: Kept | None = None  # [targets], what top-k, top-p or min-p kept; None = all
 
 
 @dataclass(frozen=True)
@@ -116,18 +116,26 @@ class _LaidOut:
 
 @dataclass(frozen=True)
 class _Needed:
-    """What has to be computed, and what is read from it. A target is a sampled node that some entries ask for."""
+    """What has to be computed, and what is read from it.
+
+    A target is a sampled node that some entries ask for, together with the set of tokens that they kept.
+    """
 
     forest: Forest
     parent: Tensor  # [targets], node of `forest`
     token: Tensor  # [targets]
     entries: Tensor  # [n]
     target: Tensor  # [n]
-    kept: Kept | None  # [entries of the batch]
+    kept: Kept | None  # [targets]
 
     @classmethod
     def of(cls, batch: Batch, entries: Tensor) -> _Needed:
-        sampled, target = batch.node[entries].unique(return_inverse=True)
+        wanted, kept = batch.node[entries], batch.kept
+        if kept is not None:
+            wanted = wanted * kept.sets + kept.number[entries]
+        sampled, target = wanted.unique(return_inverse=True)
+        if kept is not None:
+            kept, sampled = replace(kept, number=sampled % kept.sets), sampled // kept.sets
         parent = batch.forest.parent[sampled]
         nodes = batch.forest.with_ancestors(parent)
         return cls(
@@ -136,7 +144,7 @@ class _Needed:
             token=batch.forest.token[sampled],
             entries=entries,
             target=target,
-            kept=batch.kept,
+            kept=kept,
         )
 
     def read_from(self, laid_out: _LaidOut, cost: Cost) -> list[MicroBatch]:
@@ -157,7 +165,7 @@ class _Needed:
                     entries=self.entries[place],
                     target=torch.searchsorted(mine, self.target[place]),
                     cost=cost.token * ids.numel() + cost.pair * pairs + cost.read * reads,
-                    kept=self.kept.select(self.entries[place]) if self.kept else None,
+                    kept=None if self.kept is None else replace(self.kept, number=self.kept.number[mine]),
                 )
             )
         return found

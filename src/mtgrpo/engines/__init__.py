@@ -32,7 +32,7 @@ class RunningEngine(Protocol):
     """
 
     version: int
-    note: str  # what the user may want to know of it
+    notes: list[str]  # what the user should know of it and has not been told yet
     sync_s: float  # seconds spent on taking over new weights, in all
 
     @property
@@ -50,6 +50,11 @@ class Engine(ABC):
     """Base of all engines' settings."""
 
     attends: ClassVar[bool] = False  # whether it measures attention, which some condensers ask for
+
+    @property
+    def exact(self) -> bool:
+        """Whether its log-probabilities are the trainer's, but for rounding."""
+        return False
 
     @abstractmethod
     def start(self, model: PreTrainedModel, deterministic: bool, longest_context: int) -> RunningEngine:

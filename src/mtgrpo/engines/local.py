@@ -25,15 +25,19 @@ from transformers import PreTrainedModel
 from mtgrpo.engines import Engine, Key
 from mtgrpo.engines.mass import attention_mass
 from mtgrpo.engines.paged_attention import attend
-from mtgrpo.engines.pages import PAGE, Pages, token_bytes, whole_pages
-from mtgrpo.engines.plan import Planner
+from mtgrpo.engines.pages import PAGE, Pages, Stored, token_bytes, whole_pages
+from mtgrpo.engines.plan import Planner, Row
 from mtgrpo.engines.sampling import sample, stream_key, uniforms
 from mtgrpo.engines.schedule import Conversation, Request, Schedule
 from mtgrpo.extension import ConfigError
 from mtgrpo.model.attention import obstacle
 from mtgrpo.model.decoder import Forward
 from mtgrpo.model.load import computes_in
+from mtgrpo.model.rounding import MARGIN, Reference, distance, plain_logprobs, reference
 from mtgrpo.types import Completion, EngineError, Finish, Sample, Sampling
+
+CHECKED = 16  # tokens of a context that are computed again after each update
+PROBE = 3 * PAGE  # tokens that are computed again at the start
 
 
 @dataclass
@@ -48,6 +52,10 @@ class Local(Engine):
     def __post_init__(self) -> None:
         if not 0 < self.memory_fraction < 1:
             raise ConfigError(f"engine.memory_fraction must be in (0, 1), got {self.memory_fraction}")
+
+    @property
+    def exact(self) -> bool:
+        return not self.keep_stale_cache
 
     def start(self, model: PreTrainedModel, deterministic: bool, longest_context: int) -> LocalEngine:
         """An engine over `model`'s own weights.
@@ -67,9 +75,19 @@ class Local(Engine):
                 f"of a conversation of {tokens // PAGE * PAGE} tokens, but one may grow to {longest_context}; set "
                 f"{more}environment.max_context_length to at most {tokens // PAGE * PAGE}"
             )
-        return LocalEngine(
+        engine = LocalEngine(
             model, deterministic, Pages(model, tokens, longest_context), longest_context, self.keep_stale_cache
         )
+        engine.check()
+        return engine
+
+
+def probe(model: PreTrainedModel, longest: int) -> Tensor:
+    """A context of up to `PROBE` ordinary tokens from all over the vocabulary, the first of which are often special."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    count = min(PROBE, longest)
+    numbers = torch.arange(count, device=model.device)
+    return vocabulary // 20 + (numbers * 2_654_435_761 % 2**32) * (vocabulary - vocabulary // 20) // 2**32
 
 
 def _memory_bytes(device: torch.device) -> int:
@@ -95,6 +113,7 @@ class LocalEngine:
         self.version = 0
         self.sync_s = 0.0
         self._keep_stale = keep_stale
+        self._model = model
         self._parameters = list(model.parameters())
         self._weights = self._weights_now()
         self._device = model.device
@@ -104,10 +123,52 @@ class LocalEngine:
         self._pages = pages
         self._schedule = Schedule(pages)
         self._planner = Planner(pages, model.device, computes_in(model))
-        path = "fused decoding" if self._forward.fused else "decoding through the model's own modules"
-        self.note = f"engine: local, {path}; memory for the keys and values of {pages.tokens:,} tokens"
+        self.notes: list[str] = []
+        self._rounding = 0.0  # nats, that of the model when it was last measured
         self._changed = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
+
+    def check(self) -> None:
+        """Compare with the model's own forward pass, through the KV cache; leaves fused decoding where that is wrong.
+
+        Raises ConfigError when decoding through the model's own modules is wrong too.
+        """
+        context = probe(self._model, self._longest)
+        expected = reference(self._model, context)
+        self._rounding = expected.rounding
+        apart = distance(expected.logprobs, self._through_cache(context))
+        if self._forward.fused and not apart <= expected.bound:
+            self._leave_fused(apart, expected)
+            apart = distance(expected.logprobs, self._through_cache(context))
+        if not apart <= expected.bound:
+            raise ConfigError(
+                f"engine=local cannot sample from {type(self._model).__name__}: over {len(context)} tokens its "
+                f"log-probabilities differ from the model's own forward pass by {apart:.2g} nats, of which rounding "
+                f"explains {expected.bound:.2g}; choose another model or engine"
+            )
+        path = "fused decoding" if self._forward.fused else "decoding through the model's own modules"
+        room = f"memory for the keys and values of {self._pages.tokens:,} tokens"
+        self.notes.append(f"engine: local, {path}; {room}")
+
+    @torch.inference_mode()
+    def _through_cache(self, context: Tensor) -> Tensor:
+        """Log-probabilities [n, vocabulary] of the next token: a prompt, more tokens, one token after them."""
+        stored, found = Stored(), []
+        for tokens in (context[: -len(context) // 3], context[-len(context) // 3 : -1], context[-1:]):
+            if len(tokens):
+                self._pages.own.reserve(stored, len(tokens))
+                plan = self._planner.plan([Row(stored, tokens.tolist())])
+                hidden = self._forward(plan.ids, plan.positions, partial(attend, self._pages, plan))
+                found.append(self._forward.logits(hidden[: len(tokens)]).log_softmax(-1))
+        self._pages.own.cut(stored, 0)
+        return torch.cat(found)
+
+    def _leave_fused(self, apart: float, expected: Reference) -> None:
+        self._forward.use_own_modules()
+        self.notes.append(
+            f"engine: fused decoding differs from the model's own forward pass by {apart:.2g} nats, of which rounding "
+            f"explains {expected.bound:.2g}: from here on the model decodes through its own modules, more slowly"
+        )
 
     @asynccontextmanager
     async def conversation(self, key: Key) -> AsyncGenerator[Sample]:
@@ -155,7 +216,7 @@ class LocalEngine:
 
     async def attend(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
         """How much attention each of `spans` gets from the end of the context; see `attention_mass`."""
-        self._notice_weights()
+        self._notice_weights(tokens)
         return attention_mass(self._forward, tokens, spans, self._device)
 
     async def _run(self) -> None:
@@ -189,8 +250,8 @@ class LocalEngine:
             else:
                 return
 
-    def _notice_weights(self) -> None:
-        """Drop what was computed from other weights than the present ones."""
+    def _notice_weights(self, context: Sequence[int]) -> None:
+        """Drop what was computed from other weights than the present ones; check the new ones on some of `context`."""
         weights = self._weights_now()
         if weights != self._weights:
             began = time.perf_counter()
@@ -199,8 +260,19 @@ class LocalEngine:
             else:
                 self._schedule.forget_all()
             self._forward.update()
+            self._check_weights(torch.tensor(context[:CHECKED], device=self._device))
             self._weights = weights
             self.sync_s += time.perf_counter() - began
+
+    def _check_weights(self, context: Tensor) -> None:
+        """Whether the fused path still computes what the model does."""
+        if self._forward.fused:
+            found = self._forward.logprobs(context)
+            if not distance(plain_logprobs(self._model, context), found) <= MARGIN * self._rounding:
+                expected = reference(self._model, context)
+                self._rounding = expected.rounding
+                if not (apart := distance(expected.logprobs, found)) <= expected.bound:
+                    self._leave_fused(apart, expected)
 
     def _weights_now(self) -> tuple[int, int]:
         """Changes when the weights do: the version, and how often torch has seen them written to."""
@@ -210,7 +282,7 @@ class LocalEngine:
     @torch.inference_mode()
     def _step(self) -> None:
         """Compute the pending tokens; sample one for each request that has no more of them."""
-        self._notice_weights()
+        self._notice_weights(self._schedule.requests[0].tokens)
         rows = self._schedule.next()
         if not rows:
             return

@@ -17,7 +17,7 @@ class ScriptedEngine:
 
     def __init__(self, script: Script) -> None:
         self.version = 0
-        self.note = "engine: scripted"
+        self.notes = ["engine: scripted"]
         self.sync_s = 0.0
         self.attend: Attend | None = None
         self.asked: list[tuple[Key, list[int]]] = []  # every context it was given, in order

@@ -32,6 +32,9 @@ class Reply:
     done: bool = False
     tool_calls: int = 0  # how many calls the model made in this turn
     tool_errors: int = 0  # how many of them were the model's mistakes
+    tool_timeouts: int = 0  # how many of these mistakes were calls that took too long
+    tool_retries: int = 0  # how many calls were made again because the tool failed
+    outages: tuple[str, ...] = ()  # why each call was answered with the news that its tool is out of order
 
 
 @dataclass
@@ -67,6 +70,11 @@ class Environment(ABC):
                 f"environment.answer_pattern={self.answer_pattern} is not a regular expression: {error}"
             ) from error
 
+    @property
+    def tool_specs(self) -> tuple[ToolSpec, ...]:
+        """The tools that every conversation has, as far as they are known before one begins."""
+        return ()
+
     def settled(self, message: Message, logprobs: Sequence[float]) -> bool:
         """Whether an answer is given with enough confidence to end the conversation, whatever else it calls for.
 
@@ -82,4 +90,8 @@ class Environment(ABC):
 
     @abstractmethod
     async def step(self, message: Message) -> Reply:
-        """Answer the model's message. The model's mistakes are observations; raise only when the world fails."""
+        """Answer the model's message. The model's mistakes are observations; raise only when the world fails.
+
+        A conversation for which this raises is played anew, so those that are trained did less of what fails: where
+        failures are frequent, answer with an observation instead.
+        """

@@ -65,6 +65,11 @@ class Sinks:
         for sink in self._sinks:
             sink.note(text)
 
+    def tell(self, notes: list[str]) -> None:
+        """Note each of `notes`, of which nothing is left."""
+        while notes:
+            self.note(notes.pop(0))
+
     def close(self) -> None:
         """Close every sink, also when one of them fails."""
         with ExitStack() as stack:

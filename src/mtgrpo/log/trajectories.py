@@ -32,6 +32,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "messages": [_message(message) for message in messages],
         "turns": [_turn(turn) for turn in trajectory.turns],
         **({"turn_rewards": trajectory.turn_rewards} if trajectory.turn_rewards else {}),
+        **({"outages": trajectory.outages} if trajectory.outages else {}),
     }
 
 

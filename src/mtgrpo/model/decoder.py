@@ -2,8 +2,8 @@
 
 Every model whose attention can be replaced goes through its own modules. Those with the layers of Llama (Qwen2, Qwen3,
 Mistral) go through the same products in fewer and faster operations: q, k and v in one, gate and up in one, weights
-laid out for the few rows of a decoding step. That takes a copy of the weights after each update, and is compared with
-the model's own forward each time.
+laid out for the few rows of a decoding step. That takes a copy of the weights after each update; the engine compares it
+with the model's own forward pass each time.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import head_logits
-from mtgrpo.model.products import OneDNNLinear, multiply, onednn, pack
+from mtgrpo.model.lora import merged
+from mtgrpo.model.products import multiply, onednn, pack
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, query [tokens, heads, size], key and value [tokens, key heads, size], scale) -> [tokens, heads, size]"""
 
 DELEGATED = "delegated"  # the attention of transformers models while they decode
-CHECKED = 8  # tokens
-# How far final hidden states may be apart between two ways of computing them, as a share of the largest.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 class Forward:
@@ -36,29 +34,26 @@ class Forward:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._fused = _Fused(model) if _like_llama(model) else None
-        if self._fused and not self._distance(self._fused) <= TOLERANCE[computes_in(model)]:
-            self._fused = None  # alike by name alone
 
     @property
     def fused(self) -> bool:
         """Whether the model takes the fast path."""
         return self._fused is not None
 
+    def use_own_modules(self) -> None:
+        """Leave the fast path, for good."""
+        self._fused = None
+
     def update(self) -> None:
-        """The weights have changed. Raises RuntimeError when the two ways to compute with them disagree."""
+        """The weights have changed."""
         if self._fused:
             self._fused.copy_weights()
-            if not (distance := self._distance(self._fused)) <= TOLERANCE[computes_in(self._model)]:
-                raise RuntimeError(f"decoding differs from the model's own forward by {distance:.2g} of its size")
 
     @torch.no_grad()
-    def _distance(self, fused: _Fused) -> float:
-        """The largest difference between the fused path and the model's own forward over a few tokens, relative."""
-        ids = torch.arange(CHECKED, device=self._model.device) + 1
-        positions = torch.arange(CHECKED, device=self._model.device)
-        expected = self._model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-        found = fused(ids, positions, causal_attention)
-        return ((found - expected).abs().max() / expected.abs().max()).item()
+    def logprobs(self, context: Tensor) -> Tensor:
+        """Of the next token at every position of `context` [n], which nothing precedes: [n, vocabulary]."""
+        positions = torch.arange(len(context), device=context.device)
+        return self.logits(self(context, positions, causal_attention)).log_softmax(-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocabulary] in fp32 (fp64 for fp64 models)."""
@@ -200,22 +195,22 @@ def _norm(x: Tensor, norm: Any) -> Tensor:
 
 
 class _Product:
-    """Linear layers of one input, as one matrix product; with adapters, each as it is."""
+    """Linear layers of one input, as one matrix product with their adapters merged; other layers each as it is."""
 
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self._layers, self._dtype = layers, dtype
-        biases = {getattr(layer, "bias", None) is None for layer in layers}
-        self._plain = all(type(layer) in (nn.Linear, OneDNNLinear) for layer in layers) and len(biases) == 1
-        self._weight = self._bias = None
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
         self._packed = False
 
     def copy_weights(self) -> None:
         """The weights have changed."""
-        if not self._plain:
+        parts = [merged(layer) for layer in self._layers]
+        plain = [part for part in parts if part is not None]
+        biases = [bias for _, bias in plain if bias is not None]
+        if len(plain) < len(parts) or len(biases) not in (0, len(parts)):
             return
-        layers = cast(Sequence[nn.Linear], self._layers)
-        self._weight = torch.cat([layer.weight for layer in layers]).to(self._dtype)
-        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
+        self._weight = torch.cat([weight for weight, _ in plain]).to(self._dtype)
         self._bias = torch.cat(biases).to(self._dtype) if biases else None
         self._packed = onednn(self._weight.device, self._dtype)
         if self._packed:

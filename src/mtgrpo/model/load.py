@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from mtgrpo.extension import ConfigError
-from mtgrpo.model import tiny
+from mtgrpo.model import smollm2, tiny
 from mtgrpo.model.attention import Attention, choose_attention
 from mtgrpo.model.logprobs import head_logits
 from mtgrpo.model.lora import LoRA, add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
@@ -38,7 +38,10 @@ class DType(Enum):
 
 @dataclass
 class ModelSettings:
-    """Which model is trained. `tiny`, `tiny-2m` and `tiny-30m` are Qwen3-shaped models from scratch."""
+    """Which model is trained. `tiny`, `tiny-2m` and `tiny-30m` are Qwen3-shaped models from scratch.
+
+    `smollm2` is the real SmolLM2-135M-Instruct, which the command `mtgrpo data smollm2` puts on this machine.
+    """
 
     name: str = "tiny"  # or a folder, or a name on the Hugging Face hub
     dtype: DType = DType.float32  # what the forward computes in; weights stay fp32
@@ -61,7 +64,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if name in tiny.SHAPES:
         return tiny.load_tokenizer()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(_place(name))
     except (OSError, ValueError) as error:
         raise ConfigError(_not_found(name, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -113,7 +116,7 @@ def computes_in(model: PreTrainedModel) -> torch.dtype:
 
 def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -> PreTrainedModel:
     """The model that `settings.name` says, with its own adapter, a new one or none."""
-    name = settings.name
+    name = _place(settings.name)
     try:
         adapter = find_adapter(name)
     except ConfigError:
@@ -132,6 +135,16 @@ def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -
     elif settings.lora.rank:
         add_adapter(model, settings.lora, seed)
     return model
+
+
+def _place(name: str) -> str:
+    """Where the model of this name lies: itself, but for one that the command `mtgrpo data` puts on this machine."""
+    if name != smollm2.NAME:
+        return name
+    folder = smollm2.folder()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.name={name} is not on this machine yet ({folder}): run mtgrpo data {name}")
+    return str(folder)
 
 
 def _not_found(name: str, error: Exception, base: str = "") -> str:

@@ -11,6 +11,9 @@ The backward computes each tile anew, turns it in place into the gradient with r
 
 and multiplies it into the gradients. The last `KEPT_BYTES` of tiles are kept from the forward instead, so that nothing
 is computed twice where the logits are small.
+
+Where top-k, top-p or min-p cut the distribution, the logits of the kept tokens alone are read off the tiles, and each
+distribution is normalised over its own; several may follow one row.
 """
 
 from __future__ import annotations
@@ -27,15 +30,15 @@ from transformers import PreTrainedModel
 ROWS = 2048  # of a tile, at most; enough for the matrix products to run at full speed
 TILE_BYTES = 16 * 2**20  # the forward and the backward each work on two tiles
 KEPT_BYTES = 64 * 2**20  # of tiles that the backward does not compute again
-CUT = -1e30  # the logit of a token that was not kept: its probability is exactly 0, and 0 * CUT is 0
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The tokens that top-k, top-p or min-p kept: of row i, token[offset[i]:offset[i + 1]], one at least."""
+    """The tokens that top-k, top-p or min-p kept: of distribution i, token[offset[i]:offset[i + 1]], one at least."""
 
-    offset: Tensor  # [rows + 1] int64
+    offset: Tensor  # [distributions + 1] int64
     token: Tensor  # [total] int64
+    row: Tensor | None = None  # [distributions] int64, which hidden state each follows; None = one each, in order
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -52,29 +55,32 @@ def sampled_logprobs(
     """Log-probability of token[i] after hidden[row[i]], and the entropy of the distribution after every row.
 
     hidden [rows, hidden_size]; row, token [n] int64, in any order, several tokens of a row allowed. The distribution
-    is softmax(head(hidden) / temperature), renormalised over `kept` if given. Computed in fp32, or in fp64 if hidden or
-    head is; autocast is ignored. Returns logp [n] and entropy [rows] in nats; both carry gradient, once.
+    is softmax(head(hidden) / temperature). With `kept` it is renormalised over what was kept, and `row` and the
+    entropies are those of the distributions of `kept`. Computed in fp32, or in fp64 if hidden or head is; autocast is
+    ignored. Returns logp [n] and entropy [rows] in nats; both carry gradient, once.
 
     Raises ValueError for a row or token out of range, a row that keeps no token, a sampled token that is not kept.
     """
     device, vocabulary, weight = hidden.device, head.out_features, head.weight
     bias = cast("Tensor | None", head.bias)
     row, token = row.to(device), token.to(device)
-    _check(row, token, len(hidden), vocabulary)
-    cuts = None
-    if kept is not None:
-        cuts = _check_kept(kept, row, token, len(hidden), vocabulary)
-        union, index = cuts[1].unique(return_inverse=True)
+    cut = None
+    if kept is None:
+        _check(row, token, len(hidden), vocabulary)
+    else:
+        cut = _Cut.of(kept, row, token, len(hidden), vocabulary)
+        row, token = cut.row, cut.token
+        union, index = token.unique(return_inverse=True)
         if 0 < len(union) < vocabulary // 2:  # the rest of the head is not needed
-            weight = weight.index_select(0, union)
+            weight, token = weight.index_select(0, union), index
             bias = None if bias is None else bias.index_select(0, union)
-            token, cuts = torch.searchsorted(union, token), (cuts[0], index)
     wide = torch.float64 in (hidden.dtype, weight.dtype)
     dtype = torch.float64 if wide else torch.float32
-    plan = _Plan.of(row, token, len(hidden), len(weight), dtype.itemsize, temperature, cuts)
+    plan = _Plan.of(row, token, len(hidden), len(weight), dtype.itemsize, temperature)
     with torch.autocast(device.type, enabled=False):
         bias = None if bias is None else bias.to(dtype)
-        return _Tiled.apply(hidden.to(dtype), weight.to(dtype), bias, plan, torch.is_grad_enabled())
+        inputs = (hidden.to(dtype), weight.to(dtype), bias, plan)
+        return _Tiled.apply(*inputs, torch.is_grad_enabled()) if cut is None else cut.scores(_Read.apply(*inputs))
 
 
 def _check(row: Tensor, token: Tensor, rows: int, vocabulary: int) -> None:
@@ -84,21 +90,57 @@ def _check(row: Tensor, token: Tensor, rows: int, vocabulary: int) -> None:
         raise ValueError(f"{pair}, but there are {rows} rows and a vocabulary of {vocabulary} tokens")
 
 
-def _check_kept(kept: Kept, row: Tensor, token: Tensor, rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """The rows [total] and tokens [total] of `kept`."""
-    offset, cut_token = kept.offset.to(row.device), kept.token.to(row.device)
-    if len(offset) != rows + 1 or offset[0] != 0 or offset[-1] != len(cut_token):
-        raise ValueError(f"kept.offset must lead from 0 to {len(cut_token)} in {rows + 1} values, is {offset.tolist()}")
-    count = offset.diff()
-    for i in (count <= 0).nonzero()[:1, 0].tolist():
-        raise ValueError(f"row {i} keeps {count[i].item()} tokens, must keep one at least")
-    cut_row = torch.arange(rows, device=row.device).repeat_interleave(count)
-    _check(cut_row, cut_token, rows, vocabulary)
-    found = torch.isin(row * vocabulary + token, cut_row * vocabulary + cut_token)
-    for i in (~found).nonzero()[:1, 0].tolist():
-        pair = f"token {token[i].item()} of row {row[i].item()}"
-        raise ValueError(f"pair {i}, {pair}, is not among the tokens that the row keeps: its log-probability is -inf")
-    return cut_row, cut_token
+@dataclass(frozen=True)
+class _Cut:
+    """The kept tokens of all distributions, by distribution and token; tensors [total] int64."""
+
+    distribution: Tensor
+    row: Tensor  # of the hidden state
+    token: Tensor
+    sampled: Tensor  # [n], the place of each sampled token
+    count: int  # of distributions
+
+    @staticmethod
+    def of(kept: Kept, row: Tensor, token: Tensor, rows: int, vocabulary: int) -> _Cut:
+        """`row` [n] is the distribution of each sampled token; there are `rows` hidden states."""
+        offset, found = kept.offset.to(row.device), kept.token.to(row.device)
+        follows = torch.arange(rows, device=row.device) if kept.row is None else kept.row.to(row.device)
+        count = len(follows)
+        if len(offset) != count + 1 or offset[0] != 0 or offset[-1] != len(found):
+            raise ValueError(
+                f"kept.offset must lead from 0 to {len(found)} in {count + 1} values, is {offset.tolist()}"
+            )
+        each = offset.diff()
+        for i in (each <= 0).nonzero()[:1, 0].tolist():
+            raise ValueError(f"row {i} keeps {each[i].item()} tokens, must keep one at least")
+        _check(row, token, count, vocabulary)
+        _check(follows.repeat_interleave(each), found, rows, vocabulary)
+        key = torch.arange(count, device=row.device).repeat_interleave(each) * vocabulary + found
+        if (key.diff() <= 0).any():  # in another order, or twice
+            key = key.unique()
+        wanted = row * vocabulary + token
+        sampled = torch.searchsorted(key, wanted)
+        for i in (key[sampled.clamp(max=len(key) - 1)] != wanted).nonzero()[:1, 0].tolist():
+            pair = f"token {token[i].item()} of row {row[i].item()}"
+            raise ValueError(
+                f"pair {i}, {pair}, is not among the tokens that the row keeps: its log-probability is -inf"
+            )
+        distribution = key // vocabulary
+        return _Cut(distribution, follows[distribution], key % vocabulary, sampled, count)
+
+    def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [n] of the sampled tokens and entropies of the distributions; `logits` [total]."""
+        top = logits.new_empty(self.count).scatter_reduce(
+            0, self.distribution, logits.detach(), "amax", include_self=False
+        )
+        logits = logits - top[self.distribution]
+        logp = logits - self._sum(logits.exp()).log()[self.distribution]
+        return logp[self.sampled], -self._sum(logp.exp() * logp)
+
+    def _sum(self, amounts: Tensor) -> Tensor:
+        """Over each distribution, one after the other: many small ones would be lost in fp32."""
+        total = amounts.new_zeros(self.count, dtype=torch.float64).index_add(0, self.distribution, amounts.double())
+        return total.to(amounts)
 
 
 @dataclass(frozen=True)
@@ -110,7 +152,6 @@ class _Tile:
     column: int  # which range of the vocabulary
     pairs: Tensor  # numbers of the pairs
     pair_at: tuple[Tensor, Tensor]  # their rows and columns within the tile
-    kept_at: tuple[Tensor, Tensor] | None  # rows and columns of the kept tokens
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -128,15 +169,7 @@ class _Plan:
     tiles: list[_Tile]
 
     @staticmethod
-    def of(
-        row: Tensor,
-        token: Tensor,
-        rows: int,
-        vocabulary: int,
-        itemsize: int,
-        temperature: float,
-        cuts: tuple[Tensor, Tensor] | None,
-    ) -> _Plan:
+    def of(row: Tensor, token: Tensor, rows: int, vocabulary: int, itemsize: int, temperature: float) -> _Plan:
         blocks = max(1, ceil(rows / ROWS))
         height = max(1, ceil(rows / blocks))
         blocks = max(1, ceil(rows / height))
@@ -145,22 +178,14 @@ class _Plan:
         width = ceil(vocabulary / columns)
         columns = ceil(vocabulary / width)
 
-        def split(row: Tensor, token: Tensor) -> tuple[Tensor, ...]:
-            """For every tile, which of the places [row, token] lie in it."""
-            tile = row // height * columns + token // width
-            return tile.argsort(stable=True).split(tile.bincount(minlength=blocks * columns).tolist())
-
-        pairs = split(row, token)
-        kept = None if cuts is None else split(*cuts)
+        tile = row // height * columns + token // width
+        pairs = tile.argsort(stable=True).split(tile.bincount(minlength=blocks * columns).tolist())
         tiles: list[_Tile] = []
         for i in range(blocks * columns):
             top, left = i // columns * height, i % columns * width
-            kept_at = None
-            if cuts is not None and kept is not None:
-                kept_at = (cuts[0][kept[i]] - top, cuts[1][kept[i]] - left)
             pair_at = (row[pairs[i]] - top, token[pairs[i]] - left)
             across, down = slice(left, min(left + width, vocabulary)), slice(top, min(top + height, rows))
-            tiles.append(_Tile(down, across, i % columns, pairs[i], pair_at, kept_at))
+            tiles.append(_Tile(down, across, i % columns, pairs[i], pair_at))
         return _Plan(row, token // width, columns, temperature, tiles)
 
     def buffer(self, like: Tensor) -> Tensor:
@@ -173,15 +198,33 @@ class _Plan:
         scale = 1 / self.temperature
         add, beta = (logits, 0.0) if bias is None else (bias[tile.tokens], scale)
         torch.addmm(add, hidden[tile.rows], weight[tile.tokens].t(), beta=beta, alpha=scale, out=logits)
-        if tile.kept_at is not None:
-            found = logits[tile.kept_at]
-            logits.fill_(CUT)[tile.kept_at] = found
         return logits
 
 
 def _view(buffer: Tensor, tile: _Tile) -> Tensor:
     height, width = tile.shape
     return buffer[: height * width].view(height, width)
+
+
+class _Gradients:
+    """Those of hidden, weight and bias, where they are needed, added up tile by tile."""
+
+    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], needed: tuple[bool, ...]) -> None:
+        self._hidden, self._weight, _ = inputs
+        both = zip(inputs, needed, strict=False)
+        self.hidden, self.weight, self.bias = (
+            None if x is None or not need else torch.zeros_like(x) for x, need in both
+        )
+
+    def add(self, tile: _Tile, d: Tensor) -> None:
+        """`d` is the gradient with respect to the tile's logits, times the temperature."""
+        rows, tokens = tile.rows, tile.tokens
+        if self.hidden is not None:
+            self.hidden[rows].addmm_(d, self._weight[tokens])
+        if self.weight is not None:
+            self.weight[tokens].addmm_(d.t(), self._hidden[rows])
+        if self.bias is not None:
+            self.bias[tokens] += d.sum(0)
 
 
 class _Tiled(torch.autograd.Function):
@@ -228,8 +271,7 @@ class _Tiled(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, share, normaliser, entropy, *stored = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        needed = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-        d_hidden, d_weight, d_bias = (torch.zeros_like(x) if need else None for x, need in needed)
+        gradients = _Gradients((hidden, weight, bias), ctx.needs_input_grad)
         onehot = None if grad_logp is None else grad_logp / plan.temperature
         spread = hidden.new_zeros(len(hidden))  # the gradient is p * -spread + onehot, but for the entropy's p log p
         if onehot is not None:
@@ -240,7 +282,7 @@ class _Tiled(torch.autograd.Function):
         room, more = plan.buffer(hidden), plan.buffer(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             for number, tile in enumerate(plan.tiles, len(stored) - len(plan.tiles)):
-                rows, tokens = tile.rows, tile.tokens
+                rows = tile.rows
                 if number >= 0:
                     d = torch.mul(_view(stored[number], tile), share[tile.column, rows, None], out=_view(room, tile))
                 else:
@@ -251,10 +293,34 @@ class _Tiled(torch.autograd.Function):
                     d.addcmul_(p_log_p, grad_entropy[rows, None], value=-1)
                 if onehot is not None:
                     d.index_put_(tile.pair_at, onehot[tile.pairs], accumulate=True)
-                if d_hidden is not None:
-                    d_hidden[rows].addmm_(d, weight[tokens])
-                if d_weight is not None:
-                    d_weight[tokens].addmm_(d.t(), hidden[rows])
-                if d_bias is not None:
-                    d_bias[tokens] += d.sum(0)
-        return d_hidden, d_weight, d_bias, None, None
+                gradients.add(tile, d)
+        return gradients.hidden, gradients.weight, gradients.bias, None, None
+
+
+class _Read(torch.autograd.Function):
+    """The logits of the plan's pairs alone, [n]; the head runs once for each row, however often it is read."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+        found = hidden.new_empty(len(plan.row))
+        room = plan.buffer(hidden)
+        for tile in plan.tiles:
+            found[tile.pairs] = plan.logits(tile, hidden, weight, bias, room)[tile.pair_at]
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.plan = plan
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares neither names nor number
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        gradients = _Gradients((hidden, weight, bias), ctx.needs_input_grad)
+        room, grad = plan.buffer(hidden), grad / plan.temperature
+        with torch.autocast(hidden.device.type, enabled=False):
+            for tile in plan.tiles:
+                d = _view(room, tile).zero_()
+                gradients.add(tile, d.index_put_(tile.pair_at, grad[tile.pairs], accumulate=True))
+        return gradients.hidden, gradients.weight, gradients.bias, None

@@ -12,13 +12,15 @@ from typing import cast
 
 import torch
 from peft import LoraConfig, PeftConfig, TaskType, get_peft_model_state_dict
+from peft.tuners.lora import Linear as AdaptedLinear
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, find_adapter_config_file
 
 from mtgrpo.extension import ConfigError
+from mtgrpo.model.products import OneDNNLinear
 
 _ADAPTER = "default"  # peft can hold several, by name; here there is one
 
@@ -97,6 +99,14 @@ def load_adapter(model: PreTrainedModel, config: LoraConfig, name: str, settings
 def has_adapter(model: PreTrainedModel) -> bool:
     """Whether adapters are what is trained."""
     return "peft_config" in vars(model)
+
+
+def merged(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of the linear layer that `layer` amounts to, its adapter included; None where there is none."""
+    if type(layer) is AdaptedLinear and not layer.lora_variant and not any(layer.lora_bias.values()):
+        found = merged(layer.get_base_layer())
+        return found and (found[0] + layer.get_delta_weight(_ADAPTER), found[1])
+    return (layer.weight, layer.bias) if type(layer) in (nn.Linear, OneDNNLinear) else None
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:

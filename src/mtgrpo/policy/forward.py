@@ -18,10 +18,6 @@ from mtgrpo.model.logprobs import Kept, sampled_logprobs
 from mtgrpo.model.products import GRID, onednn
 from mtgrpo.model.value import has_value_head, values
 
-CHECKED = 4  # targets that the plain path computes again
-# How far two ways of computing the same log-probability may be apart, in nats, before something must be wrong.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.3}
-
 
 @dataclass(frozen=True)
 class Scores:
@@ -123,55 +119,12 @@ def score(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Scor
     """Log-probability and entropy of every target; the head runs once at each distinct parent."""
     parents, row = torch.unique(micro.parent, return_inverse=True)
     hidden = read_hidden(model, micro, parents)
-    row, token = row.to(hidden.device), micro.token.to(hidden.device)
-    kept = _kept(micro, row.cpu(), len(parents))
-    logp, entropy = sampled_logprobs(hidden, _head(model), row, token, temperature, kept)
-    expected = values(model, hidden)[row] if has_value_head(model) else None
-    return Scores(logp, entropy[row], expected)
-
-
-def _kept(micro: MicroBatch, row: Tensor, rows: int) -> Kept | None:
-    """What was kept after each distinct parent; `row` [targets] is that of each target.
-
-    Entries with one context were sampled from one distribution, and rounding aside they have kept the same tokens: the
-    union is taken.
-    """
-    if micro.kept is None:
-        return None
-    where = row[micro.target].repeat_interleave(micro.kept.offset.diff())
-    pairs = torch.stack([where, micro.kept.token], dim=1).unique(dim=0)
-    counts = pairs[:, 0].bincount(minlength=rows)
-    return Kept(torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)]), pairs[:, 1])
-
-
-@torch.no_grad()
-def check_forest(model: PreTrainedModel, micro: MicroBatch, scores: Scores, temperature: float) -> None:
-    """Compute a few targets again, each from its context alone, the plain way.
-
-    Raises RuntimeError with both numbers when they differ by more than rounding.
-    """
-    if micro.forest is None:
-        return
-    count = len(micro.token)
-    ends = micro.forest.subtree_end
-    parents, row = torch.unique(micro.parent, return_inverse=True)
-    kept = _kept(micro, row, len(parents))
-    for target in sorted({round(i * (count - 1) / (CHECKED - 1)) for i in range(CHECKED)}):
-        parent = int(micro.parent[target])
-        nodes = torch.arange(parent + 1)
-        context = nodes[ends[: parent + 1] > parent]
-        ids = micro.ids[:, context].to(model.device)
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, -1:]
-        token = micro.token[target : target + 1]
-        only = None
-        if kept is not None:
-            start, stop = kept.offset[row[target] : row[target] + 2].tolist()
-            only = Kept(torch.tensor([0, stop - start]), kept.token[start:stop])
-        plain = sampled_logprobs(hidden, _head(model), torch.tensor([0]), token, temperature, only)[0].item()
-        found = scores.logp[target].item()
-        if not abs(found - plain) <= TOLERANCE[computes_in(model)]:
-            raise RuntimeError(
-                f"forest attention gives log-probability {found:.6f} to token {int(token)} after {len(context)} tokens "
-                f"where the plain forward pass gives {plain:.6f} ({type(model).__name__}, {computes_in(model)}): "
-                "set model.attention=sdpa"
-            )
+    drawn, kept = row, None  # the distribution that each target was drawn from
+    if micro.kept is not None:  # several may follow one parent
+        sets = micro.kept.sets
+        pairs, drawn = torch.unique(row * sets + micro.kept.number, return_inverse=True)
+        kept = Kept(*micro.kept.listed(pairs % sets), row=pairs // sets)
+    drawn, token = drawn.to(hidden.device), micro.token.to(hidden.device)
+    logp, entropy = sampled_logprobs(hidden, _head(model), drawn, token, temperature, kept)
+    expected = values(model, hidden)[row.to(hidden.device)] if has_value_head(model) else None
+    return Scores(logp, entropy[drawn], expected)

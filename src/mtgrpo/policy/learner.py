@@ -14,14 +14,18 @@ from mtgrpo.algorithms.average import Membership, token_weights
 from mtgrpo.algorithms.correction import Correction, Old, diagnostics, interpolated
 from mtgrpo.algorithms.credit import Rewards
 from mtgrpo.algorithms.kl import KL, Estimator, Place, estimate
+from mtgrpo.algorithms.ratio import is_clamped
 from mtgrpo.batch.forest import Batch
 from mtgrpo.credits import Assigned, Credit, advantages
 from mtgrpo.extension import ConfigError
 from mtgrpo.policy.forward import Scores
+from mtgrpo.policy.guard import worst_trajectory
 from mtgrpo.policy.reference import ReferenceSettings, move
 from mtgrpo.policy.step import Metrics, Policy, Work, at_once
 
-MAX_DRIFT = 0.1  # nats, between two forward passes of the same weights; fp32 has 1e-5, bfloat16 a few hundredths
+NOT_REPRODUCIBLE = (
+    "the forward pass is not reproducible: before the first update of a batch its log-probabilities changed"
+)
 Control = Callable[[Tensor, Tensor, int], Tensor]  # (advantage, trajectory [tokens], seed) -> advantage [tokens]
 
 
@@ -95,7 +99,7 @@ class Learner:
         steps = list(_minibatches(len(rewards.outcome), learning.updates, seed))
         one_pass = steps[: len(steps) // learning.updates.updates_per_batch]
         prepared = yield from self._prepare(batch, rewards, one_pass, len(steps) > 1, seed)
-        objective = _Objective(learning, self.kl_coef, batch, prepared, version, len(steps) == 1)
+        objective = _Objective(learning, self.policy, self.kl_coef, batch, prepared, version, len(steps) == 1)
         members = Membership(batch.trajectory, rewards.group[batch.trajectory], batch.segment)
         collected: list[Metrics] = []
         for chosen in steps:
@@ -105,11 +109,13 @@ class Learner:
                 continue
             weights = torch.zeros(len(batch), dtype=torch.float64)
             weights[inside] = token_weights(learning.algorithm.average, members[inside], learning.length)
-            yield from objective.begin(self.policy, entries, weights, first=not collected)
+            yield from objective.begin(entries, weights, first=not collected)
             collected.append((yield from self.policy.updating(batch, entries, weights, objective)))
         metrics = _mean(collected)
         metrics |= {"updates": float(len(collected)), "trained_tokens": float(len(prepared.entries))}
         metrics |= self._describe(batch, prepared, objective.first_logp)
+        if len(steps) == 1 or prepared.before is not None:  # else some tokens were first scored after an update
+            metrics |= _mismatch_of_trajectories(batch, prepared, objective.first_logp, version)
         measured = metrics.get("kl", learning.kl.target)
         self._target_met |= measured >= learning.kl.target
         if self._target_met:  # before, it would only fall, and be too low when the target is met
@@ -219,17 +225,24 @@ class _Objective:
     """The loss of every token of a rollout batch, update by update."""
 
     def __init__(
-        self, learning: Learning, kl_coef: float, batch: Batch, prepared: _Prepared, version: int, single: bool
+        self,
+        learning: Learning,
+        policy: Policy,
+        kl_coef: float,
+        batch: Batch,
+        prepared: _Prepared,
+        version: int,
+        single: bool,
     ) -> None:
         self.first_logp = torch.full((len(batch),), torch.nan, dtype=torch.float64)  # as each token was first scored
-        self._learning, self._kl_coef = learning, kl_coef
+        self._learning, self._policy, self._kl_coef = learning, policy, kl_coef
         self._batch, self._prepared, self._version, self._single = batch, prepared, version, single
         self._old = learning.correction.resolved(learning.stale, learning.algorithm.against_engine)
         self._sequence: Tensor | None = None  # [tokens], of the update that has begun
         self._first = True
         self._state_weight = torch.zeros(0)  # [tokens], of this update
 
-    def begin(self, policy: Policy, entries: Tensor, weights: Tensor, first: bool) -> Work[None]:
+    def begin(self, entries: Tensor, weights: Tensor, first: bool) -> Work[None]:
         """Another update, on `entries` [n], which `weights` [tokens] weigh; what its losses need of all of them."""
         self._first = first
         if self._prepared.target is not None:
@@ -241,7 +254,7 @@ class _Objective:
         advantage, trajectory = self._prepared.advantage[entries], batch.trajectory[entries]
         log_ratio = torch.zeros_like(advantage)
         if not first or self._old is not Old.trainer:  # else the policy is the old one
-            now = (yield from policy.scoring(batch, entries)).logp[entries]
+            now = (yield from self._policy.scoring(batch, entries)).logp[entries]
             log_ratio = now - self._old_logp(entries, now)
         term = algorithm.sequence_term(log_ratio, advantage)
         _, index, counts = torch.unique(trajectory, return_inverse=True, return_counts=True)
@@ -268,11 +281,12 @@ class _Objective:
         self.first_logp[entries] = torch.where(fresh, now.double().cpu(), self.first_logp[entries])
         old = self._old_logp(entries, now)
         if self._first and self._old is Old.trainer:
-            _check_drift((now - old).abs().max().item())
+            self._policy.judge(_rms(now - old), NOT_REPRODUCIBLE)
         sequence = None if self._sequence is None else self._sequence[entries].to(logp)
         tokens = Tokens(logp, old, prepared.advantage[entries].to(logp), sequence)
         found = learning.algorithm.loss(tokens)
         loss, metrics = found.loss, dict(found.metrics)
+        clamped = is_clamped(tokens.log_ratio if sequence is None else sequence)
         if prepared.kept is not None:
             loss = loss * prepared.kept[entries].to(logp)
         if prepared.weight is not None:
@@ -285,12 +299,15 @@ class _Objective:
             ref_logp = prepared.ref_logp[entries].to(logp)
             behaviour = self._batch.behaviour_logp[entries].to(logp)
             loss = loss + self._kl_coef * learning.kl.penalty(logp, behaviour, ref_logp)
+            clamped |= learning.kl.clamped(now, behaviour, ref_logp)
         if learning.algorithm.entropy_coef:
             loss = loss - learning.algorithm.entropy_coef * scores.entropy
         if prepared.target is not None:
             value_loss = self._value_loss(prepared.target[entries], entries, scores)
             loss = loss + value_loss
             metrics["value_loss"] = value_loss.detach()
+        if clamped.any():
+            metrics["log_ratio_clamped"] = clamped
         return PerToken(loss, found.clipped, metrics)
 
     def _value_loss(self, target: Tensor, entries: Tensor, scores: Scores) -> Tensor:
@@ -302,12 +319,18 @@ class _Objective:
         return torch.where(wanted.isnan(), 0.0, found * self._state_weight[entries].to(found)).to(scores.logp)
 
 
-def _check_drift(drift: float) -> None:
-    if drift > MAX_DRIFT:
-        raise RuntimeError(
-            f"log-probabilities changed by {drift:.3g} before the first update of a batch: the forward pass is not "
-            "reproducible"
-        )
+def _mismatch_of_trajectories(batch: Batch, prepared: _Prepared, first_logp: Tensor, version: int) -> Metrics:
+    """How far engine and trainer are apart in what the present weights have sampled of each trajectory."""
+    logp = first_logp if prepared.before is None else prepared.before.logp
+    fresh = prepared.entries[batch.version[prepared.entries] == version]
+    if len(fresh) == 0:
+        return {}
+    log_rho = (logp - batch.behaviour_logp)[fresh]
+    return {"mismatch/worst_trajectory": worst_trajectory(log_rho, batch.trajectory[fresh])}
+
+
+def _rms(differences: Tensor) -> float:
+    return differences.square().mean().sqrt().item()
 
 
 def _minibatches(trajectories: int, updates: Updates, seed: int) -> Iterator[Tensor]:

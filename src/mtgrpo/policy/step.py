@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
@@ -11,13 +12,17 @@ from transformers import PreTrainedModel
 
 from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import Batch
-from mtgrpo.batch.packing import MicroBatch, Packing, pack
-from mtgrpo.policy.forward import Scores, check_forest, flops_of, layout_of, score
+from mtgrpo.batch.packing import Layout, MicroBatch, Packing, pack
+from mtgrpo.model.attention import Attention
+from mtgrpo.model.rounding import ends_the_run, reference
+from mtgrpo.policy.forward import Scores, flops_of, layout_of, score
+from mtgrpo.policy.guard import compare, deepest, depth
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.profile import Profiler
 
 Metrics = dict[str, float]
 T = TypeVar("T")
+WORST = 3.0  # how many times what is usual the differences of one micro-batch or trajectory of many may be
 Work = Generator[None, None, T]  # work that pauses between micro-batches, where the engine may go on; then its result
 TokenLoss = Callable[[Tensor, Scores], PerToken]  # (entries of the batch, their scores with gradient)
 
@@ -39,15 +44,58 @@ class Policy:
         self._token_budget = token_budget
         self._temperature = temperature
         self._cost, self._layout = flops_of(model), layout_of(model)
-        self._checked = False  # whether the forest was compared with the plain path
+        self.notes: list[str] = []  # what the user should know and has not been told yet
+        self._checked_tokens = 0  # contexts up to this length were compared with the plain forward pass
+        self._context = torch.zeros(0)  # one of them, and
+        self._bound = 0.0  # nats, how far rounding may move its log-probabilities
+        self._noted = 0.0  # nats, the last difference that was said
 
     def pack(self, batch: Batch, entries: Tensor) -> Packing:
         """The micro-batches that read `entries` [n]."""
         with self.profiler.measure("packing"):
-            return pack(batch, entries, self._token_budget, self._cost, self._layout)
+            packing = pack(batch, entries, self._token_budget, self._cost, self._layout)
+        if (longest := depth(packing.micro_batches[0])) <= self._checked_tokens:
+            return packing
+        self._checked_tokens = 1 << (longest - 1).bit_length()  # once more when contexts outgrow the next power of two
+        return self._checked(packing, batch, entries)
+
+    def _checked(self, packing: Packing, batch: Batch, entries: Tensor) -> Packing:
+        """`packing`, compared with plain forward passes; padded rows from here on where a forest is wrong, they right.
+
+        Raises RuntimeError where both are wrong by more than rounding and than is harmless.
+        """
+        found = compare(self.model, deepest(packing.micro_batches[0]))
+        self._context, self._bound = found.context, WORST * found.bound
+        if found.holds or math.isnan(found.apart):  # diverged weights are found when the batch is scored
+            return packing
+        if self._layout is Layout.forest:
+            self.model.set_attn_implementation(Attention.sdpa.value)
+            rows = pack(batch, entries, self._token_budget, self._cost, Layout.padded)
+            if compare(self.model, deepest(rows.micro_batches[0])).holds:
+                self._layout = Layout.padded
+                self.notes.append(f"the log-probabilities of the token forest {found}: training on padded rows")
+                return rows
+            self.model.set_attn_implementation(Attention.forest.value)
+        text = f"the log-probabilities of {type(self.model).__name__}, however it is laid out, {found}"
+        if ends_the_run(found.apart, WORST * found.bound):
+            raise RuntimeError(f"{text}: such contexts cannot be trained; set environment.max_context_length lower")
+        self.notes.append(text)
+        return packing
+
+    def judge(self, apart: float, what: str) -> None:
+        """Note, or raise RuntimeError, where log-probabilities are `apart` nats apart, more than rounding explains."""
+        if apart <= max(self._bound, 2 * self._noted):
+            return
+        self._bound = WORST * reference(self.model, self._context, first=-1).bound  # of the present weights
+        text = f"{what} by {apart:.2g} nats, of which rounding explains {self._bound:.2g}"
+        if ends_the_run(apart, self._bound):
+            raise RuntimeError(text)
+        if apart > self._bound:
+            self._noted = apart
+            self.notes.append(text)
 
     def score(self, micro: MicroBatch, model: PreTrainedModel | None = None) -> Scores:
-        """The scores of a micro-batch. Raises RuntimeError if they are not finite, or not those of a plain forward."""
+        """The scores of a micro-batch. Raises RuntimeError if they are not finite."""
         scores = score(model or self.model, micro, self._temperature)
         wrong = (~scores.logp.detach().isfinite()).nonzero()[:, 0]
         if len(wrong):
@@ -56,9 +104,6 @@ class Policy:
                 f"that of token {int(micro.token[wrong[0].cpu()])} with {scores.logp[wrong[0]].item()}: the weights "
                 "have diverged, or what was sampled has probability 0 under the policy"
             )
-        if not self._checked:
-            check_forest(model or self.model, micro, scores, self._temperature)
-            self._checked = True
         return scores
 
     def scores(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> Scores:

@@ -12,15 +12,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo.extension import ConfigError
 from mtgrpo.rollout.formats import FORMATS, Hermes, ToolFormat, split_thinking
-from mtgrpo.rollout.template import USER, Glue, Template, learn
+from mtgrpo.rollout.template import (
+    ANCHOR,
+    PROBE_CALL,
+    PROBE_TOOL,
+    USER,
+    Glue,
+    Template,
+    lacks_for_tools,
+    learn,
+    packaged,
+    say_calls,
+    with_tools_in_prompt,
+)
 from mtgrpo.rollout.wire import Wire, shared_length
-from mtgrpo.types import Message, ToolCall, ToolSpec
+from mtgrpo.types import Message, ToolSpec
 
 
 class Thinking(Enum):
@@ -30,11 +41,20 @@ class Thinking(Enum):
     strip = "strip"  # where the template drops it, the context is written anew and a new segment begins
 
 
+class Tools(Enum):
+    """How the model is told of tools, and calls and replies are written."""
+
+    auto = "auto"  # as the template has it; in the prompt where it knows no tools
+    template = "template"  # as the template has it
+    prompt = "prompt"  # in the system prompt and in contents, as Hermes does; the template sees no tools
+
+
 @dataclass
 class ChatSettings:
     """How messages become tokens."""
 
-    template: str = "auto"  # auto = the tokenizer's own; "chatml"; or the path of a .jinja file
+    template: str = "auto"  # auto = the tokenizer's own; "chatml", for base models too; or the path of a .jinja file
+    tools: Tools = Tools.auto  # as the template has it, or in the prompt; auto = there where it knows no tools
     thinking: Thinking = Thinking.keep  # keep: the policy sees its earlier thoughts; strip: as the template has it
 
 
@@ -43,6 +63,7 @@ class Chat(ABC):
 
     stop_ids: tuple[int, ...]  # the tokens that end a turn
     notes: list[str]  # what is in force, to be printed at start
+    template: str | None = None  # the jinja source in force; None = the tokenizer's own
 
     @abstractmethod
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
@@ -75,29 +96,30 @@ def open_chat(tokenizer: Any, settings: ChatSettings) -> Chat:
     tokenizer brings a template of its own. Raises ConfigError when there is no usable template.
     """
     name = str(tokenizer.name_or_path)
-    if settings.template == "auto" and "/" in name and not Path(name).exists():  # the name of a model on a hub
+    on_hub = "/" in name and not Path(name).exists()
+    if on_hub and settings.template == "auto" and settings.tools is not Tools.prompt:
         from mtgrpo.rollout.renderer_chat import RendererChat, known_config  # noqa: PLC0415  takes a second to import
 
         config = known_config(name)
-        if config is not None:
-            return RendererChat(tokenizer, config, settings.thinking)
+        if config is not None and (chat := RendererChat(tokenizer, config, settings.thinking)).knows_tools:
+            return chat
     return TemplateChat(tokenizer, _template_source(tokenizer, settings.template), settings)
 
 
 def chatml() -> str:
     """The source of the project's own chat template: ChatML with Hermes tool calls."""
-    return resources.files("mtgrpo.rollout").joinpath("chatml.jinja").read_text("utf-8")
+    return packaged("chatml.jinja")
 
 
 def _template_source(tokenizer: Any, template: str) -> str:
-    if template == "chatml":
-        missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in tokenizer.get_added_vocab()]
-        if missing:
+    if template == "chatml":  # what begins a turn may be ordinary text, as it is for base models, but not what ends it
+        end = "<|im_end|>" if "<|im_end|>" in tokenizer.get_added_vocab() else tokenizer.eos_token
+        if not end:
             raise ConfigError(
-                f"chat.template=chatml needs {' and '.join(missing)} as special tokens, which the tokenizer "
-                f"{tokenizer.name_or_path!r} lacks; add them to it or choose another template with chat.template=PATH"
+                f"chat.template=chatml: the tokenizer {tokenizer.name_or_path!r} has neither <|im_end|> nor an eos "
+                "token to end a turn with; write one as eos_token into its tokenizer_config.json"
             )
-        return chatml()
+        return chatml().replace("<|im_end|>", end)
     if template != "auto":
         path = Path(template).expanduser()
         if not path.is_file():
@@ -115,10 +137,7 @@ def _template_source(tokenizer: Any, template: str) -> str:
     return own
 
 
-_ANCHOR = "anchorx7q"
 _STUBS = ((USER,), (USER, Message("assistant", "well"), Message("user", "and then")))
-_PROBE_TOOL = ToolSpec("probe", "A probe.", {"type": "object", "properties": {"a": {"type": "string"}}})
-_PROBE_CALL = ToolCall("probe", {"a": _ANCHOR})
 _OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
 _EMPTY_THINKING = re.compile(r"^(<think>)?\s*</think>\s*")
 
@@ -133,6 +152,11 @@ class TemplateChat(Chat):
     def __init__(self, tokenizer: Any, source: str, settings: ChatSettings) -> None:
         self._wire = Wire(tokenizer)
         self._template = Template(tokenizer, source, self._wire)
+        lacking = lacks_for_tools(self._template)
+        in_prompt = bool(lacking) if settings.tools is Tools.auto else settings.tools is Tools.prompt
+        if in_prompt:
+            self._template = Template(tokenizer, with_tools_in_prompt(self._template), self._wire)
+        self.template = self._template.source
         self._thinking = settings.thinking
         self._schemas: dict[str, Mapping[str, Any]] = {}
         self._extensions: dict[tuple[Any, ...], Glue | None] = {}
@@ -148,15 +172,21 @@ class TemplateChat(Chat):
         ends = (self._wire.added.get(self._end), tokenizer.eos_token_id)
         self.stop_ids = tuple(dict.fromkeys(token for token in ends if token is not None))
         self._format, self._no_tools = self._find_format()
-        self._one_call = self._template.try_render([USER, _say_calls(2)]) is None
+        self._one_call = self._template.try_render([USER, say_calls(2)]) is None
         self._separator = self._find_separator()
-        form = self._no_tools or f"tool calls {self._format.name}"
-        turns = "" if self._turn_end else "; no end-of-turn token was found, so every turn starts a new segment"
-        self.notes = [f"chat: template {settings.template}, {form}, thinking {settings.thinking.value}{turns}"]
+        form = self._no_tools or f"tool calls {self._format.name}{' in the prompt' if in_prompt else ''}"
+        turns = "" if self._turn_end else "; the template has none, so every turn starts a new segment"
+        thinking = f"thinking {settings.thinking.value}"
+        self.notes = [f"chat: template {settings.template}, {form}, {thinking}, end of turn {self._end}{turns}"]
+        if in_prompt and lacking:
+            self.notes.append("chat: the template knows no tools: they are described in the prompt (chat.tools=prompt)")
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         if tools and self._no_tools:
-            raise ConfigError(f"the chat template has {self._no_tools}; use chat.template=chatml or chat.template=PATH")
+            raise ConfigError(
+                f"the chat template has {self._no_tools}; use chat.tools=prompt, chat.template=chatml or "
+                "chat.template=PATH"
+            )
         self._schemas.update((tool.name, tool.parameters) for tool in tools)
         return self._wire.encode(self._template.render_or_refuse(messages, tools, prompt=True))
 
@@ -199,26 +229,24 @@ class TemplateChat(Chat):
         """The added token with which the template ends an assistant's turn whatever follows; "" if there is none."""
         tokens = "|".join(re.escape(token) for token in sorted(self._wire.added, key=len, reverse=True))
         found: set[str] = set()
-        said = Message("assistant", _ANCHOR)
+        said = Message("assistant", ANCHOR)
         for messages, prompt in (([USER, said], False), ([USER, said, USER], True)):
             text = self._template.try_render(messages, prompt=prompt) or ""
-            end = re.match(rf"\s*({tokens})", text.partition(_ANCHOR)[2])
+            end = re.match(rf"\s*({tokens})", text.partition(ANCHOR)[2])
             found.add(end.group(1) if end else "")
         return found.pop() if len(found) == 1 else ""
 
     def _find_format(self) -> tuple[ToolFormat, str]:
         """(the format in which the template writes tool calls, why tools cannot be used with it or "")."""
-        shown = self._template.try_render([USER], [_PROBE_TOOL], prompt=True) or ""
-        if "A probe." not in shown:
-            return Hermes(), "no place for tools"
-        reply = self._template.try_render([USER, _say_calls(1), Message("tool", "replyx7q", name="probe")]) or ""
-        if "replyx7q" not in reply:
-            return Hermes(), "no place for the replies of tools"
-        said = self._template.try_render([USER, _say_calls(1)], [_PROBE_TOOL]) or ""
-        said = said[shared_length(said, shown) :]
+        lacking = lacks_for_tools(self._template)
+        if lacking:
+            return Hermes(), f"no {lacking}"
+        shown = self._template.try_render([USER], [PROBE_TOOL], prompt=True) or ""
+        said = self._template.try_render([USER, say_calls(1)], [PROBE_TOOL]) or ""
+        said = said[shared_length(said, _OPEN_THINKING.sub("", shown)) :]
         said = said[: said.rfind(self._turn_end)] if self._turn_end else said
         for form in FORMATS:
-            if form.parse(split_thinking(said, inside=False)[1], {}).calls == (_PROBE_CALL,):
+            if form.parse(split_thinking(said, inside=False)[1], {}).calls == (PROBE_CALL,):
                 return form, ""
         return Hermes(), f"an unknown format of tool calls ({said.strip()[:60]!r})"
 
@@ -242,8 +270,8 @@ class TemplateChat(Chat):
 
         None unless the rest of the conversation is written as before, in a short and in a longer conversation.
         """
-        specs = [_PROBE_TOOL] if tools else []
-        said = _say_calls(1) if calls else Message("assistant", _ANCHOR)
+        specs = [PROBE_TOOL] if tools else []
+        said = say_calls(1) if calls else Message("assistant", ANCHOR)
         found: set[str] = set()
         for stub in _STUBS if self._turn_end else ():
             before = self._template.try_render(stub, specs, prompt=True)
@@ -251,9 +279,9 @@ class TemplateChat(Chat):
             after = self._template.try_render([*stub, said, *new], specs, prompt=True)
             if before is None or alone is None or after is None:
                 return None
-            rest = after.partition(_ANCHOR)[2]
+            rest = after.partition(ANCHOR)[2]
             closing, end, extension = rest.partition(self._turn_end)
-            if not alone.partition(_ANCHOR)[2].startswith(closing + end):
+            if not alone.partition(ANCHOR)[2].startswith(closing + end):
                 return None
             if not end or not after.startswith(_OPEN_THINKING.sub("", before)):
                 return None
@@ -261,7 +289,7 @@ class TemplateChat(Chat):
         return found.pop() if len(found) == 1 else None
 
     def _learn_saying(self, reasoning: bool, content: bool, calls: int) -> Glue | None:
-        probes = (_PROBE_CALL,) * calls
+        probes = (PROBE_CALL,) * calls
         written = self._format.write(probes)
 
         def write(values: Sequence[str]) -> str | None:
@@ -315,17 +343,13 @@ class TemplateChat(Chat):
                     message,
                     content="text" if message.content else "",
                     reasoning=f"thought{index}q7x" if message.reasoning else "",
-                    tool_calls=(_PROBE_CALL,) if message.tool_calls else (),
+                    tool_calls=(PROBE_CALL,) if message.tool_calls else (),
                 )
                 for index, message in enumerate(messages)
             ]
             text = self._template.try_render(probes, prompt=True) or ""
             self._visible[shape] = frozenset(int(number) for number in re.findall(r"thought(\d+)q7x", text))
         return self._visible[shape]
-
-
-def _say_calls(count: int) -> Message:
-    return Message("assistant", tool_calls=(_PROBE_CALL,) * count)
 
 
 def _texts(messages: Sequence[Message]) -> list[str]:

@@ -31,6 +31,20 @@ class Limits:
     tool_tokens: int  # the environment's, over the whole trajectory
 
 
+def told_tools(tools: tuple[ToolSpec, ...], condenser: Condenser) -> tuple[ToolSpec, ...]:
+    """The tools that the model is told of: the environment's, and `condense` where it may ask for that.
+
+    Raises ConfigError where both have the same name.
+    """
+    if not condenser.active or condenser.when is not When.on_request:
+        return tools
+    if any(tool.name == CONDENSE.name for tool in tools):
+        raise ConfigError(
+            f"condenser.when=on_request: the environment has a tool {CONDENSE.name} of its own; rename it"
+        )
+    return (*tools, CONDENSE)
+
+
 class _LimitError(Exception):
     """A limit was reached; its name is the message."""
 
@@ -47,9 +61,9 @@ async def play(
 ) -> Trajectory:
     """Play one conversation about `task`.
 
-    Reaching a limit ends it with status TRUNCATED and the limit's name as the reason. What the environment raises
-    (tool outage, time-out) is not caught here: a failure is not an outcome of the policy. Raises ConfigError for a
-    condenser whose budget does not hold the opening, or that gives other messages than it may.
+    Reaching a limit ends it with status TRUNCATED and the limit's name as the reason. What the environment raises is
+    not caught here: a failure is not an outcome of the policy. Raises ConfigError for a condenser whose budget does not
+    hold the opening, or that gives other messages than it may.
     """
     environment = copy.copy(environment)
     opening = await environment.start(task)
@@ -70,6 +84,9 @@ async def play(
             turn.observations = (*reply.messages, *asked)
             trajectory.tool_calls += reply.tool_calls
             trajectory.tool_errors += reply.tool_errors
+            trajectory.tool_timeouts += reply.tool_timeouts
+            trajectory.tool_retries += reply.tool_retries
+            trajectory.outages += reply.outages
             if reply.done:
                 return trajectory
             if spoken < environment.max_turns:
@@ -98,12 +115,7 @@ class _Playing:
         self.trajectory = trajectory
         self._chat, self._sample, self._sampling = chat, sample, sampling
         self._limits, self._condenser, self._attend = limits, condenser, attend
-        told = condenser.active and condenser.when is When.on_request
-        if told and any(tool.name == CONDENSE.name for tool in opening.tools):
-            raise ConfigError(
-                f"condenser.when=on_request: the environment has a tool {CONDENSE.name} of its own; rename it"
-            )
-        self._tools = (*opening.tools, CONDENSE) if told else opening.tools
+        self._tools = told_tools(opening.tools, condenser)
         self._opening = opening.messages
         self._all: list[Step] = []  # what was said since the opening
         self._steps: list[Step] = []  # what of it the present context holds

@@ -12,10 +12,9 @@ import renderers.base  # pyright: ignore[reportMissingTypeStubs]
 from mtgrpo.extension import ConfigError
 from mtgrpo.rollout.chat import Chat, Thinking
 from mtgrpo.rollout.formats import Malformed, split_thinking
+from mtgrpo.rollout.template import PROBE_TOOL, USER
 from mtgrpo.rollout.wire import Wire, shared_length
 from mtgrpo.types import Message, ToolCall, ToolSpec
-
-_USER = Message("user", "hello")
 
 
 def known_config(model: str) -> renderers.BaseRendererConfig | None:
@@ -40,7 +39,8 @@ class RendererChat(Chat):
         self._stripping: Any = library.create_renderer(safe, config) if thinking is Thinking.strip else None
         self._tools: dict[str, dict[str, Any]] = {}
         self.stop_ids = tuple(dict.fromkeys(self._renderer.get_stop_token_ids()))
-        self._prompt = self._render([_USER])
+        self._prompt = self._render([USER])
+        self.knows_tools = self._render([USER], [PROBE_TOOL]) != self._prompt
         self._endings = {calls: self.encode(_sample(calls)) for calls in (False, True)}
         self.notes = [f"chat: renderer {self._renderer.config.name}, thinking {thinking.value}"]
 
@@ -85,7 +85,7 @@ class RendererChat(Chat):
         return Message("assistant", rest, reasoning, error=error)
 
     def encode(self, message: Message) -> list[int]:
-        rendered = self._renderer.render(self._messages([_USER, message]))
+        rendered = self._renderer.render(self._messages([USER, message]))
         said = self._after_prompt(rendered.token_ids)
         if said is None:  # the message is written in another way than it is asked for
             said = _sampled(rendered)
@@ -93,8 +93,8 @@ class RendererChat(Chat):
         if ends:
             return said[: ends[-1] + 1]
         # In some formats a turn ends with the token that opens the next one: ask with an answer.
-        answer = Message("tool", "ok", name=message.tool_calls[0].name) if message.tool_calls else _USER
-        answered = _sampled(self._renderer.render(self._messages([_USER, message, answer])))
+        answer = Message("tool", "ok", name=message.tool_calls[0].name) if message.tool_calls else USER
+        answered = _sampled(self._renderer.render(self._messages([USER, message, answer])))
         closing = [token for token in answered if token in self.stop_ids]
         return [*said, closing[-1] if closing else self.stop_ids[0]]
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -18,13 +19,15 @@ from mtgrpo.extension import ConfigError
 from mtgrpo.rollout.wire import Wire
 from mtgrpo.types import Message, ToolCall, ToolSpec
 
+ANCHOR = "anchorx7q"
+
 
 class Template:
     """A chat template over our messages. Contents are escaped on the way in, so `render` returns escaped text."""
 
     def __init__(self, tokenizer: Any, source: str, wire: Wire) -> None:
         self._tokenizer = tokenizer
-        self._source = source
+        self.source = source
         self._wire = wire
         self.shows_reasoning = True
         for key in ("reasoning_content", "reasoning", "thinking", ""):  # "" = written into the content
@@ -38,7 +41,7 @@ class Template:
         return self._tokenizer.apply_chat_template(
             [self._as_dict(message) for message in messages],
             tools=[self._tool(tool) for tool in tools] or None,
-            chat_template=self._source,
+            chat_template=self.source,
             add_generation_prompt=prompt,
             tokenize=False,
         )
@@ -93,6 +96,38 @@ class Template:
 
 
 USER = Message("user", "hello")
+PROBE_TOOL = ToolSpec("probe", "A probe.", {"type": "object", "properties": {"a": {"type": "string"}}})
+PROBE_CALL = ToolCall("probe", {"a": ANCHOR})
+
+
+def say_calls(count: int) -> Message:
+    """An assistant's message that makes `count` calls."""
+    return Message("assistant", tool_calls=(PROBE_CALL,) * count)
+
+
+def lacks_for_tools(template: Template) -> str:
+    """What a template would need to take tools; "" for nothing."""
+    if "A probe." not in (template.try_render([USER], [PROBE_TOOL], prompt=True) or ""):
+        return "place for tools"
+    reply = template.try_render([USER, say_calls(1), Message("tool", "replyx7q", name="probe")]) or ""
+    if "replyx7q" not in reply:
+        return "place for the replies of tools"
+    return "" if ANCHOR in reply else "place for tool calls"
+
+
+def packaged(name: str) -> str:
+    """The source of a template that comes with the package."""
+    return resources.files("mtgrpo.rollout").joinpath(name).read_text("utf-8")
+
+
+def with_tools_in_prompt(template: Template) -> str:
+    """The source of `template` that takes tools, whatever it did before: they are described in the prompt."""
+    prelude = packaged("tools_in_prompt.jinja")
+    if prelude in template.source:
+        return template.source
+    shown = template.try_render([Message("system", "rulesx7q"), USER], prompt=True) or ""
+    role = "system" if "rulesx7q" in shown else "user"
+    return f"{{%- set prompt_tools_role = '{role}' %}}\n{prelude}{template.source}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from mtgrpo.extension import ConfigError
 from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream, held_out
-from mtgrpo.tasks.gsm8k import solve_with_calculator
 from mtgrpo.types import Message, Task
 
 NAMES = ("Tom", "Ann", "Bob", "Eva", "Sam", "Mia", "Leo", "Zoe")
@@ -45,10 +44,9 @@ class OneStep(TaskSource):
     division) appears in `eval` tasks only, in either order and with any operator.
     """
 
-    operators: str = "+-*/"  # those that occur, in turn
+    operators: str = "+-*/"  # those that occur, equally often
     largest: int = 59  # number of a sum or a difference; the smallest is 2
     largest_factor: int = 12  # number of a product, divisor and quotient of a division; the smallest is 2
-    calculator: bool = False  # demonstrations, and with them worked examples, call the tool calculator
 
     def __post_init__(self) -> None:
         if not self.operators or not set(self.operators) <= set(STORIES):
@@ -63,17 +61,14 @@ class OneStep(TaskSource):
         """An endless stream; task number i of a split is the same in every run with the same `seed`."""
         return IndexedStream(None, lambda index: self._task(split, seed, index), seed, repeat)
 
-    def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
-        """The calculation, in words or as a call, and the answer."""
-        calculation = task.metadata["calculation"]
-        if self.calculator:
-            return solve_with_calculator([(calculation, task.answer)], task.answer)
-        return (Message("assistant", f"{calculation} = {task.answer}\n#### {task.answer}"),)
+    def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
+        """The calculation and the answer."""
+        return (Message("assistant", f"{task.metadata['calculation']} = {task.answer}\n#### {task.answer}"),)
 
     def _task(self, split: Split, seed: int, index: int) -> Task:
         task_id = f"one_step/{seed}/{split.value}/{index}"
         rng = random.Random(task_id)
-        operator = self.operators[index % len(self.operators)]
+        operator = rng.choice(self.operators)
         low, high = self._pair(rng, operator, split)
         a, b, answer = {
             "+": (low, high, low + high),

@@ -32,6 +32,10 @@ class ToolError(Exception):
     """A tool refuses what the model asked for; the model sees the text as its observation."""
 
 
+class CallTimeoutError(ToolError):
+    """A call took too long: what it was asked to do may have no end, so the model sees this too."""
+
+
 @dataclass
 class Tool(ABC):
     """Base of all tools. The file name is the tool's name.
@@ -41,6 +45,7 @@ class Tool(ABC):
     """
 
     blocking: ClassVar[bool] = True  # run in a thread, so that nothing else waits; False for microsecond work
+    idempotent: ClassVar[bool] = True  # a call that failed may be made again; False: it might do its work twice
 
     def begin(self, task: Task) -> None:  # noqa: B027  (most tools need not know)
         """Called on the conversation's own copy before it begins, for tools that depend on the task."""
@@ -49,8 +54,9 @@ class Tool(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do the work and return what the model sees (made a string by `str`); may be a coroutine function.
 
-        Raise ToolError for the model's mistakes. Any other exception, also SystemExit, is the tool's own failure and
-        fails the rollout.
+        Raise ToolError for the model's mistakes. Any other exception, also SystemExit or the time-out of a server that
+        was asked, means that the tool is out of order: the call is made again if the tool is `idempotent`, then
+        `environment.on_outage` decides.
         """
 
 
@@ -119,7 +125,7 @@ def check_arguments(spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
 
 
 async def call(tool: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> str:
-    """What the tool answers to checked arguments, as a string. Raises TimeoutError after `timeout_s` seconds.
+    """What the tool answers to checked arguments, as a string. Raises CallTimeoutError after `timeout_s` seconds.
 
     What the tool raises comes through if it is an Exception; SystemExit and the like, which would end the whole
     program, become RuntimeError, and so do StopIteration, which no coroutine can raise, and its own cancellation.
@@ -134,7 +140,7 @@ async def call(tool: Callable[..., Any], arguments: Mapping[str, Any], timeout_s
         # Unlike asyncio.timeout this takes an answer that came in time while the event loop was busy.
         await asyncio.wait({answer}, timeout=timeout_s)
         if not answer.done():
-            raise TimeoutError(f"no answer within {timeout_s:g} s")
+            raise CallTimeoutError(f"no answer within {timeout_s:g} s")
     finally:
         if not answer.done():
             answer.cancel()

@@ -1,0 +1,85 @@
+"""A model's own forward pass as the reference, and how far rounding alone may move its log-probabilities.
+
+Two exact ways of computing the same model differ by rounding. By how much depends on its dtype, its size and its
+weights: 1e-6 nats for a small model in fp32, .02 for one of a hundred million parameters in bfloat16, and far more
+after tokens on which a model was never trained. So no constant tells rounding from a fault. What does is the model
+itself: its forward pass is repeated with the last bits of its inputs changed. The fused and the plain path were half to
+twice as far apart as that (fp64, fp32 and bfloat16; a tiny model and SmolLM2-135M).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mtgrpo.model.load import computes_in
+from mtgrpo.model.logprobs import head_logits
+
+MEASURED = 32  # positions of a context at whose end rounding is measured, for that of a single one says little
+MARGIN = 6.0  # how many times what the last bits do is still rounding
+HARMLESS = 0.01  # nats; a smaller difference is said, but is no reason to end a run
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a model says of one context, computed by its own forward pass over that context alone."""
+
+    logprobs: Tensor  # [positions, vocabulary], of the next token
+    rounding: float  # nats, how far they move when the inputs change in their last bits
+
+    @property
+    def bound(self) -> float:
+        """The largest distance from `logprobs` that rounding explains, in nats."""
+        return MARGIN * self.rounding
+
+
+def ends_the_run(apart: float, bound: float) -> bool:
+    """Whether a difference of `apart` nats, where rounding explains `bound`, is a fault that no training survives."""
+    return not apart <= max(HARMLESS, bound)
+
+
+@torch.no_grad()
+def reference(model: PreTrainedModel, context: Sequence[int] | Tensor, first: int = 0) -> Reference:
+    """`context` [n] token ids; of its positions from `first` on (negative: that many at the end)."""
+    ids = torch.as_tensor(context, device=model.device)
+    unit = _unit(computes_in(model))
+    signs = torch.where(torch.arange(len(ids), device=ids.device) % 2 == 0, 1.0, -1.0)[:, None]
+
+    def change_last_bits(_module: Any, _inputs: Any, embedded: Tensor) -> Tensor:
+        signed = signs.to(embedded) * torch.where(torch.arange(embedded.shape[-1]) % 3 == 0, 1.0, -1.0).to(embedded)
+        return torch.stack([embedded[0], embedded[1] * (1 + unit * signed), embedded[2] * (1 - unit * signed)])
+
+    handle = model.get_input_embeddings().register_forward_hook(change_last_bits)
+    try:
+        hidden = model.base_model(input_ids=ids.expand(3, -1), use_cache=False).last_hidden_state
+    finally:
+        handle.remove()
+    measured = head_logits(model, hidden[:, -MEASURED:]).log_softmax(-1)
+    moved = max(distance(measured[0], changed) for changed in measured[1:])
+    return Reference(head_logits(model, hidden[0, first:]).log_softmax(-1), max(moved, unit))
+
+
+@torch.no_grad()
+def plain_logprobs(model: PreTrainedModel, context: Tensor) -> Tensor:
+    """Log-probabilities of the next token at every position of `context` [n]: [n, vocabulary]."""
+    hidden = model.base_model(input_ids=context[None], use_cache=False).last_hidden_state[0]
+    return head_logits(model, hidden).log_softmax(-1)
+
+
+def distance(expected: Tensor, found: Tensor) -> float:
+    """Root mean square of the difference in nats, each token of the vocabulary weighted by its probability.
+
+    Both [positions, vocabulary] log-probabilities; NaN where one of them is not finite.
+    """
+    squares = (expected.exp() * (found - expected).square()).nansum(-1)  # 0 * inf where nothing is expected is 0
+    return squares.mean().sqrt().item() if found.isfinite().any() and not found.isnan().any() else torch.nan
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """The last bit; less under autocast, where products alone are rounded, not sums, norms and the residual stream."""
+    return torch.finfo(dtype).eps / (4 if dtype is torch.bfloat16 else 1)

@@ -1,0 +1,255 @@
+"""Faults planted in engine and trainer: each is refused, ends the run or is said and gone round within two steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from mtgrpo.compose import compose, parse
+from mtgrpo.engines import local, paged_attention
+from mtgrpo.engines.pages import Pages
+from mtgrpo.engines.plan import Plan, Planner, _Parts
+from mtgrpo.engines.schedule import Schedule
+from mtgrpo.extension import ConfigError
+from mtgrpo.log import Sinks
+from mtgrpo.model.attention import Visibility
+from mtgrpo.model.decoder import _Product
+from mtgrpo.policy import forward, guard
+from mtgrpo.trainer import Curve, train
+
+ENVIRONMENT = '''
+from dataclasses import dataclass
+
+from mtgrpo.environments import Environment, Opening, Reply
+from mtgrpo.rewards import Reward
+from mtgrpo.types import Message
+
+
+@dataclass
+class Talk(Environment):
+    """Four turns with long answers: contexts of some hundred tokens."""
+
+    async def start(self, task):
+        self.turns = 0
+        return Opening((Message("system", " 1 2 3 4 5 6 7 8 9" * 3), *task.messages))
+
+    async def step(self, message):
+        self.turns += 1
+        answer = Message("user", "go on: " + message.content[:8] + " 1 2 3 4 5 6 7 8 9" * 3)
+        return Reply((answer,), done=self.turns == 4)
+
+
+@dataclass
+class Varied(Reward):
+    def reward(self, trajectory):
+        return float(sum(map(sum, (turn.output for turn in trajectory.turns))) % 97)
+'''
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+
+
+def run(folder: Path, monkeypatch: Patch, *words: str) -> list[str]:
+    """Two steps of four long conversations; what the user was told."""
+    own = folder / "own.py"
+    own.write_text(ENVIRONMENT)
+    told: list[str] = []
+    monkeypatch.setattr(Sinks, "note", lambda _self, text: told.append(text))
+    settings = [
+        *("trainer.steps=2", "sft.steps=0", "rollout.prompts_per_step=2", "rollout.group_size=2", "log=[jsonl]"),
+        *("sampling.max_new_tokens=12", "eval.tasks=1", "eval.samples=1", "eval.every_steps=0"),
+        f"sampling.stop_ids={list(range(0, 2048, 8))}".replace(" ", ""),
+        f"environment={own}:Talk",
+        *("environment.max_turns=5", f"reward={own}:Varied", "optimizer.lr=1e-2", "optimizer.warmup_steps=0"),
+    ]
+    asyncio.run(train(compose(parse([*settings, *words])).experiment, folder / "run", Curve()))
+    return told
+
+
+def changed(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
+    """Put `change(original, *arguments)` in the place of a function."""
+
+    def plant(monkeypatch: Patch) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments: change(original, *arguments))
+
+    return plant
+
+
+def positions_jump(first: int) -> Plant:
+    def jump(plan: Callable[..., Plan], *arguments: Any) -> Plan:
+        found = plan(*arguments)
+        return replace(found, positions=found.positions + 1 * (found.positions >= first))
+
+    return changed(Planner, "plan", jump)
+
+
+def queries_scaled(first: int) -> Plant:
+    """From some position on, as Llama 4 does."""
+
+    def scaled(attend: Any, pages: Pages, plan: Plan, layer: int, query: Tensor, *rest: Any) -> Tensor:
+        return attend(pages, plan, layer, query * (1 + 0.3 * (plan.positions >= first))[:, None, None], *rest)
+
+    return changed(local, "attend", scaled)
+
+
+def cache_overwritten(first: int) -> Plant:
+    """The keys of position 40 become those of a later one."""
+
+    def overwrite(attend: Any, pages: Pages, plan: Plan, layer: int, *rest: Any) -> Tensor:
+        found = attend(pages, plan, layer, *rest)
+        if int(plan.positions.max()) >= first:
+            keys = pages.own.keys[layer]
+            keys[0, :, 8] = keys[0, :, 9]
+        return found
+
+    return changed(local, "attend", overwrite)
+
+
+def window(longest: int) -> Plant:
+    """Pages of a conversation further back than that are not seen."""
+
+    def cut(attend: Any, pages: Pages, plan: Plan, *rest: Any) -> Tensor:
+        table = plan.table.clone()
+        absent = plan.absent.clone() if plan.absent is not None else table < 0
+        far = plan.positions >= longest
+        absent[far & ((~absent).sum(1) > 1), 0] = True
+        return attend(pages, replace(plan, absent=absent), *rest)
+
+    return changed(local, "attend", cut)
+
+
+def shifted_mask(mask: Any, parts: Any, hidden: Any) -> Tensor:
+    """Every token also sees the one after it."""
+    moved = hidden.copy()
+    moved[..., 1:] = hidden[..., :-1]
+    return mask(parts, moved)
+
+
+def one_more(advance: Any, planner: Planner, plan: Plan, rows: Any) -> Plan:
+    """A step of decoding sees a place that nobody has written yet."""
+    found = advance(planner, plan, rows)
+    found.parts[0].mask[found.ends, 0, 0, found.filled.clamp(max=31)] = 0
+    return found
+
+
+def prefix_overwritten(attend: Any, pages: Pages, plan: Plan, layer: int, *rest: Any) -> Tensor:
+    found = attend(pages, plan, layer, *rest)
+    keys = pages.prefixes.keys[layer]
+    keys[0, :, 8] = keys[0, :, 9]
+    return found
+
+
+def next_row(sample: Any, engine: Any, requests: Any, hidden: Tensor) -> None:
+    sample(engine, requests, hidden.roll(1, 0))
+
+
+def no_temperature(sample: Any, logits: Tensor, *rest: Any) -> Any:
+    return sample(logits * 0.8, *rest)
+
+
+def dynamic(rotary: Any, module: Any, x: Tensor, positions: Tensor) -> Any:
+    """Position factors that depend on the longest position of the forward pass."""
+    return rotary(module, x, positions * (1 + (int(positions.max()) > 128)))
+
+
+def siblings_see_one_another(init: Any, visibility: Any, depth: Tensor, ends: Tensor, *rest: Any) -> None:
+    init(visibility, depth, ends.clamp(min=len(ends) // 2), *rest)
+
+
+def no_rest(pieces: Any, *arguments: Any) -> Any:
+    """What a run of the forest sees above it is cut short."""
+    return [p if p.first else replace(p, columns=slice(p.columns.start, max(p.columns.start + 1, p.columns.stop - 1)))
+            for p in pieces(*arguments)]  # fmt: skip
+
+
+def wrong_parent(read: Any, model: Any, micro: Any, positions: Tensor) -> Tensor:
+    return read(model, micro, (positions - 1).clamp(min=0))
+
+
+def jump_in_trainer(read: Any, model: Any, micro: Any, positions: Tensor) -> Tensor:
+    if micro.forest is None:
+        return read(model, micro, positions)
+    return read(model, replace(micro, position=micro.position + (micro.position >= 128)), positions)
+
+
+def in_trainer(change: Callable[..., Tensor]) -> Plant:
+    def plant(monkeypatch: Patch) -> None:
+        for module in (forward, guard):
+            changed(module, "read_hidden", change)(monkeypatch)
+
+    return plant
+
+
+def shifted_rows(read: Any, model: Any, micro: Any, positions: Tensor) -> Tensor:
+    return read(model, replace(micro, ids=micro.ids.roll(1, 1)), positions)
+
+
+def frozen_copy(monkeypatch: Patch) -> None:
+    """The engine's copy of the weights is made once."""
+    copied: set[int] = set()
+    original = _Product.copy_weights
+
+    def once(self: _Product) -> None:
+        if id(self) not in copied:
+            copied.add(id(self))
+            original(self)
+
+    monkeypatch.setattr(_Product, "copy_weights", once)
+
+
+FAULTS: dict[str, Plant] = {
+    "positions of the engine jump at 64": positions_jump(64),
+    "positions of the engine jump at 128": positions_jump(128),
+    "queries are scaled from 64": queries_scaled(64),
+    "queries are scaled from 128": queries_scaled(128),
+    "a key is overwritten at 80": cache_overwritten(80),
+    "a key is overwritten at 160": cache_overwritten(160),
+    "the first page is not seen from 80": window(80),
+    "the first page is not seen from 160": window(160),
+    "a prompt sees one token too many": changed(_Parts, "_mask", shifted_mask),
+    "a decoding step sees an empty place": changed(Planner, "_advance", one_more),
+    "a key that siblings share is overwritten": changed(local, "attend", prefix_overwritten),
+    "partial results are not merged": changed(
+        paged_attention, "_attention", lambda f, *a: (lambda o, s: (o, s * 0))(*f(*a))
+    ),
+    "the cache outlives an update": changed(Schedule, "forget_all", lambda _original, _self: None),
+    "the copy of the weights outlives an update": frozen_copy,
+    "tokens are sampled from the next conversation": changed(local.LocalEngine, "_sample", next_row),
+    "the engine has another temperature": changed(local, "sample", no_temperature),
+    "positions depend on the whole forward pass": changed(Qwen3RotaryEmbedding, "forward", dynamic),
+    "siblings see one another": changed(Visibility, "__init__", siblings_see_one_another),
+    "a run misses the last token above it": changed(Visibility, "pieces", no_rest),
+    "the hidden state before is read": in_trainer(wrong_parent),
+    "positions of the trainer jump at 128": in_trainer(jump_in_trainer),
+}
+
+WORDS = {"the cache outlives an update": ("rollout.max_staleness=1", "rollout.in_play=2", "trainer.steps=4")}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    FAULTS[name](monkeypatch)
+    try:
+        told = run(tmp_path, monkeypatch, *WORDS.get(name, ()))
+    except (ConfigError, RuntimeError) as error:
+        told = [str(error)]
+    assert any("of which rounding explains" in text for text in told)
+
+
+def test_without_a_fault_nothing_is_said(tmp_path: Path, monkeypatch: Patch) -> None:
+    told = run(tmp_path, monkeypatch)
+    assert not any("rounding" in text for text in told)
+    assert any("fused decoding" in text for text in told)
+
+
+def test_padded_rows_are_compared_too(tmp_path: Path, monkeypatch: Patch) -> None:
+    in_trainer(shifted_rows)(monkeypatch)
+    with pytest.raises(RuntimeError, match="such contexts cannot be trained"):
+        run(tmp_path, monkeypatch, "model.attention=sdpa")

@@ -1,0 +1,189 @@
+"""Tools that fail now and then must not choose what is trained: the calls are made again, not the conversations."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from mtgrpo import extension
+from mtgrpo.engines import Key
+from mtgrpo.engines.local import Local
+from mtgrpo.engines.scripted import ScriptedEngine
+from mtgrpo.environments import Opening, Reply
+from mtgrpo.environments.tool_use import OnOutage, ToolUse
+from mtgrpo.evaluate import evaluate
+from mtgrpo.types import Message, Status, Task, ToolCall, Trajectory
+from test_async import in_jumping_time
+from test_play import TASK, make_player, model, said
+
+CALLS = 0.6  # the probability of one more call, of at most MOST
+MOST = 4
+TOOLS = '''
+import asyncio
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mtgrpo.tools import Tool
+
+rng = random.Random(0)
+asked = []
+
+async def now() -> float:
+    """Tell the time."""
+    return asyncio.get_running_loop().time()
+
+async def times_out() -> None:
+    """Ask a server that does not answer."""
+    asked.append(await now())
+    raise TimeoutError("the server")
+
+@dataclass
+class Unsteady(Tool):
+    """Fails now and then."""
+
+    blocking: ClassVar[bool] = False
+    rate: float = 0.0
+
+    def __call__(self) -> str:
+        if rng.random() < self.rate:
+            raise OSError("the line is dead")
+        return "done"
+
+@dataclass
+class Order(Tool):
+    """Buys something, and fails afterwards."""
+
+    idempotent: ClassVar[bool] = False
+
+    async def __call__(self) -> None:
+        asked.append(await now())
+        raise OSError("the line is dead")
+'''
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Iterator[Any]:
+    path = tmp_path / "tools.py"
+    path.write_text(TOOLS)
+    module = extension.load_file(path)
+    module.path = path
+    yield module
+
+
+def script(key: Key, turn: int) -> list[int]:
+    """Calls or answers, whatever the tool has said: a policy of known probabilities."""
+    drawn = random.Random(f"{key.scope}/{key.task}/{key.sibling}/{turn}").random()
+    return said('<tool_call>\n{"name": "Unsteady", "arguments": {}}\n</tool_call>' if drawn < CALLS else "#### 1")
+
+
+def trained(tools: Any, rate: float, **settings: Any) -> dict[tuple[str, int], int]:
+    """How many calls each conversation makes that did not fail, of 100 tasks with 4 siblings."""
+    tools.rng.seed(7)
+    environment = ToolUse(tools={f"{tools.path}:Unsteady": {"rate": rate}}, max_turns=MOST, **settings)
+
+    async def run() -> list[Trajectory]:
+        player = make_player(ScriptedEngine(script), environment)
+        groups = [player.play_group(Task(str(index), TASK.messages), 4) for index in range(100)]
+        return [trajectory for group in await asyncio.gather(*groups) for trajectory in group.trajectories]
+
+    return {(t.task.id, t.sibling): t.tool_calls for t in in_jumping_time(run()) if t.status is not Status.FAILED}
+
+
+def test_what_is_trained_is_what_would_be_without_failures(tools: Any) -> None:
+    """Every single conversation, while there are retries left; and afterwards, if the model is told."""
+    never = trained(tools, 0.0)
+    assert len(never) == 400 and set(never.values()) == set(range(MOST + 1))
+    assert trained(tools, 0.05) == never
+    assert trained(tools, 0.3, call_retries=12) == never
+    assert trained(tools, 0.3, call_retries=0, on_outage=OnOutage.observe) == never
+
+
+def test_conversations_played_anew_select_those_that_call_less(tools: Any) -> None:
+    """As a formula has it, the policy's probabilities being known: with n calls, (1 - rate) ** n of them survive."""
+    never, rate = trained(tools, 0.0), 0.3
+    anew = trained(tools, rate, call_retries=0)
+    share = [CALLS**n * (1 - CALLS if n < MOST else 1) for n in range(MOST + 1)]
+    survive = [share[n] * (1 - rate) ** n for n in range(MOST + 1)]
+    # a conversation may survive at once, or fail and survive when it is played anew: equally distributed
+    expected = sum(n * survive[n] for n in range(MOST + 1)) / sum(survive)
+    assert mean(never.values()) == pytest.approx(sum(n * share[n] for n in range(MOST + 1)), abs=0.2)
+    assert mean(anew.values()) == pytest.approx(expected, abs=0.15)
+    assert expected < 0.6 * mean(never.values())
+    assert len(anew) < 380
+    retried = trained(tools, rate)
+    assert len(retried) == 400 and mean(retried.values()) > 0.98 * mean(never.values())
+
+
+def test_retries_wait_twice_as_long_each_time(tools: Any) -> None:
+    async def times(name: str, **settings: Any) -> tuple[list[float], Reply]:
+        tools.asked.clear()
+        environment = ToolUse(tools=[f"{tools.path}:{name}"], **settings)
+        await environment.start(TASK)
+        reply = await environment.step(Message("assistant", tool_calls=(ToolCall(name, {}),)))
+        return list(tools.asked), reply
+
+    asked, reply = in_jumping_time(times("times_out", call_retries=4, backoff_s=0.5, on_outage=OnOutage.observe))
+    assert asked == pytest.approx([0, 0.5, 1.5, 3.5, 7.5])
+    assert reply.outages == ("the tool times_out failed: TimeoutError: the server",)
+    assert (reply.tool_retries, reply.tool_timeouts, reply.tool_errors) == (4, 0, 0)
+    asked, reply = in_jumping_time(times("Order", on_outage=OnOutage.observe))
+    assert asked == [0]  # nothing is bought twice
+    assert (reply.messages[0].content, reply.tool_retries) == ("error: the tool Order is out of order", 0)
+
+
+@dataclass
+class Busy(ToolUse):
+    """The model's first two messages are taken for calls, whatever they say."""
+
+    async def start(self, task: Task) -> Opening:
+        self.turn = 0
+        return await super().start(task)
+
+    async def step(self, message: Message) -> Reply:
+        self.turn += 1
+        calls = (ToolCall("Unsteady", {}),) * (1 + len(message.content) % 3) if self.turn < 3 else ()
+        return await super().step(Message("assistant", tool_calls=calls))
+
+
+def test_failures_and_waiting_change_no_digit(tools: Any) -> None:
+    """Neither of which conversations decode together nor of their random numbers."""
+
+    def digits(rate: float) -> tuple[list[Any], int]:
+        environment = Busy(tools={f"{tools.path}:Unsteady": {"rate": rate}}, call_retries=20)
+        player = make_player(Local().start(model(), True, 1024), environment, max_concurrent=5, max_new_tokens=6)
+        player.sampling.stop_ids = list(range(1024))  # half of all tokens end the turn
+
+        async def run() -> list[Trajectory]:
+            groups = [player.play_group(Task(str(index), TASK.messages), 3) for index in range(4)]
+            return [trajectory for group in await asyncio.gather(*groups) for trajectory in group.trajectories]
+
+        found = in_jumping_time(run())
+        return [(t.turns, t.status, t.reward) for t in found], sum(t.tool_retries for t in found)
+
+    (never, none), (often, some) = digits(0.0), digits(0.3)
+    assert (none, some > 5) == (0, True)
+    assert often == never
+
+
+def test_evaluation_has_the_same_rule(tools: Any) -> None:
+    def measured(rate: float, **settings: Any) -> dict[str, float]:
+        environment = ToolUse(tools={f"{tools.path}:Unsteady": {"rate": rate}}, max_turns=MOST, **settings)
+        tasks = [Task(str(index), TASK.messages) for index in range(50)]
+        return in_jumping_time(evaluate(make_player(ScriptedEngine(script), environment), tasks, 4))
+
+    never, often = measured(0.0), measured(0.3, call_retries=12)
+    told = measured(0.3, call_retries=0, on_outage=OnOutage.observe)
+    counts = ("eval/tool_retries", "eval/tool_outages")
+    assert [never[name] for name in counts] == [0, 0]
+    assert often["eval/tool_retries"] > 0.3 and often["eval/tool_outages"] == 0
+    assert told["eval/tool_retries"] == 0 and told["eval/tool_outages"] > 0.2
+    for name in never.keys() - counts:
+        assert often[name] == told[name] == never[name]
