@@ -199,7 +199,8 @@ def test_every_recipe_is_an_experiment_and_short(name: str) -> None:
     made = experiment(f"recipe={name}")
     assert type(made) is Experiment
     assert made.environment.max_turns >= 1
-    assert 10 <= len(recipes()[name].read_text().splitlines()) <= 25
+    settings = [line for line in recipes()[name].read_text().splitlines() if "- {role: " not in line]
+    assert 10 <= len(settings) <= 25
 
 
 def test_the_chosen_option_is_an_object_of_its_own_class() -> None:
@@ -278,6 +279,17 @@ def test_a_file_dropped_into_a_folder_is_an_option(monkeypatch: pytest.MonkeyPat
 
 
 # --- what is refused
+
+
+@pytest.mark.parametrize("command", ["sft", "train"])
+def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, place: Path, no_model: None) -> None:
+    for number, name in enumerate(("own", "held_out")):
+        place.joinpath(f"{name}.jsonl").write_text(json.dumps({"prompt": f"1 + {number}?", "answer": 1 + number}))
+    words = ["recipe=jsonl", "model.name=tiny", "task.path=own.jsonl", "task.val_files=[held_out.jsonl]", "--dry-run"]
+    code, _, error = run(command, *words, "sft.steps=3")
+    assert code == 2
+    assert error.startswith("mtgrpo: sft.steps=3: task Jsonl has no demonstrations to learn from; set sft.steps=0")
+    assert run("train", *words)[0] == 0
 
 
 @pytest.mark.parametrize(

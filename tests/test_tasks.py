@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -16,18 +17,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtgrpo import tasks
 from mtgrpo.compose import compose, parse
 from mtgrpo.extension import ConfigError, find, names
 from mtgrpo.rewards.numeric import Numeric
-from mtgrpo.tasks import Columns, IndexedStream, Split, TaskSource, held_out, permuted
+from mtgrpo.tasks import Columns, IndexedStream, Split, TaskSource, held_out, hub, permuted
 from mtgrpo.tasks.gsm8k import Gsm8k, solve_with_calculator
 from mtgrpo.tasks.hub import Hub, HubRows
 from mtgrpo.tasks.jsonl import Jsonl
+from mtgrpo.tasks.ledger import PROMPT, Ledger
 from mtgrpo.tasks.parquet import Parquet
 from mtgrpo.tasks.word_problems import WordProblems
 from mtgrpo.tools.calculator import Calculator
-from mtgrpo.types import Finish, Message, Task, ToolCall, Trajectory, Turn
+from mtgrpo.types import SUMMARY, Finish, Message, Task, ToolCall, Trajectory, Turn
 
 
 def numbered(index: int) -> Task:
@@ -234,13 +235,37 @@ def test_worked_examples_stand_between_the_system_prompt_and_the_problem(tmp_pat
         (WORKED[1:], "begin with a user's .* got the roles assistant, tool, assistant"),
         ([{"role": "teacher", "content": "x"}], "task.examples, message 1: role must be one of .* 'teacher'"),
         ("2 * 3 is 6", "task.examples, message 1: must be an object with role and content, got str"),
-        (WORKED[0], "got the roles user"),
+        (2, r"task\.examples=2: task Jsonl has no demonstrations .* task\.examples=\[{role: user, content:"),
     ],
 )
 def test_worked_examples_that_are_none_are_refused(tmp_path: Path, examples: Any, said: str) -> None:
     path = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "4 * 5?"}])
     with pytest.raises(ConfigError, match=said):
         Jsonl(path=str(path), eval_fraction=0, examples=examples).open(Split.train, 0)
+
+
+def test_demonstrations_are_shown_as_worked_examples() -> None:
+    """As many as are asked for, with their tool calls and without what is said to a condenser, before every task."""
+    source = Ledger(examples=3, min_pages=2, max_pages=2, system_prompt="Be exact.")
+    first, second = itertools.islice(source.open(Split.eval, 0), 2)
+    system, *worked, problem = first.messages
+    assert (system.content, problem) == ("Be exact.", Message("user", PROMPT))
+    assert second.messages[:-1] == first.messages[:-1]
+    assert [message.role for message in worked] == ["user", *["assistant", "tool"] * 4, "assistant"] * 3
+    assert not any(message.name == SUMMARY for message in worked)
+    shown = {message.content for message in worked if message.role == "tool"}
+    for seed in (0, 1, 2):
+        for task in itertools.islice(source.open(Split.train, seed), 20):
+            assert not shown >= {str(page) for page in task.metadata["pages"]}
+
+
+def test_tasks_without_a_demonstration_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"question": f"{n} + 1?", "answer": f"So <<{n}+1={n + n % 2}>>\n#### {n + n % 2}"} for n in range(1, 9)]
+    for split in ("train", "test"):
+        write_jsonl(tmp_path / f"{split}.jsonl", rows)
+    (task, *_) = Gsm8k(path=str(tmp_path), system_prompt="", examples=2).open(Split.eval, 0, repeat=False)
+    asked = [message.content for message in task.messages if message.role == "user"]
+    assert len(asked) == 3 and {text[0] for text in asked[:2]} <= set("1357")
 
 
 def test_jsonl_names_rows_without_an_id_by_their_line(tmp_path: Path) -> None:
@@ -707,13 +732,13 @@ def test_without_files_the_hub_is_read(hub_folder: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("no_local_data")
 def test_the_data_folder_is_found_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tasks.data_folder() is None
+    assert hub.data_folder() is None
     (tmp_path / "shared" / "data").mkdir(parents=True)
-    assert tasks.data_folder() == Path("../shared/data")
+    assert hub.data_folder() == Path("../shared/data")
     monkeypatch.setenv("MTGRPO_DATA", str(tmp_path))
-    assert tasks.data_folder() == tmp_path
+    assert hub.data_folder() == tmp_path
     monkeypatch.setenv("MTGRPO_DATA", str(tmp_path / "none"))
-    assert "MTGRPO_DATA=" in error_of(tasks.data_folder)
+    assert "MTGRPO_DATA=" in error_of(hub.data_folder)
 
 
 def test_varied_word_problems_keep_wording_and_equation(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,6 +192,8 @@ def checked_job(command: str, overrides: Sequence[Override]) -> Job:
         if command == "train":
             experiment.check_training()
         check(experiment)
+        if not checkpoint:
+            experiment.check_warm_start()
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename or 'the input'}: {error.strerror or error}") from error
     return Job(command, list(overrides), composed, checkpoint)

@@ -226,6 +226,14 @@ class Experiment:
                     f"set trainer.deterministic=false, or {name}=0"
                 )
 
+    def check_warm_start(self) -> None:
+        """Raise ConfigError where a warm start is asked for and the tasks have no demonstrations."""
+        if self.sft.steps and type(self.task).demonstration is TaskSource.demonstration:
+            raise ConfigError(
+                f"sft.steps={self.sft.steps}: task {type(self.task).__name__} has no demonstrations to learn from; set "
+                "sft.steps=0, or write `demonstration` in a task source of your own (task=path/to/file.py:Name)"
+            )
+
     def check_training(self) -> None:
         """Raise ConfigError for what can be evaluated but not trained."""
         longest, budget = self.environment.max_context_length, self.batch.token_budget

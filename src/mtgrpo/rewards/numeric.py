@@ -14,11 +14,11 @@ _MARKER = "####"
 _BOX = r"\boxed{"
 _LONGEST = 100  # characters of a number; anything longer is garbage, not worth the arithmetic
 
-# A number stands alone: not inside a longer one, a time, a power or a number with an exponent.
+# A number stands alone: not inside a longer one, a time, a power or a word, and without an exponent.
 _NUMBER = re.compile(
     r"(?<![\d.,:/^])(?P<sign>[-+\u2212]?)\$?"
     r"(?P<value>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:/(?P<divisor>\d+))?"
-    r"(?!\d|[.,:/^]\d|[eE][-+]?\d|[\u00b2\u00b3\u00b9\u2070-\u2079])"
+    r"(?!\d|[.,:/^_]\d|[A-Za-z]|[\u00b2\u00b3\u00b9\u2070-\u2079])"
 )
 _BEFORE_NUMBER = re.compile(r"[\s$*]*")  # white space, a currency sign, the stars of bold type
 
@@ -28,7 +28,8 @@ class Numeric(Reward):
     """1 when the number that the final message gives equals the answer exactly, else 0.
 
     It is looked for after the last `####`, else in the last `\\boxed{}`. `$`, `%`, thousands separators and trailing
-    zeros do not matter: `$1,200.00` equals `1200`, `1/2` equals `0.5`.
+    zeros do not matter: `$1,200.00` equals `1200`, `1/2` equals `0.5`. Words may follow, but what runs on into letters
+    (`20of20`, `20k`) is no number.
     """
 
     require_marker: bool = True  # false: where there is neither, the last number of the text counts

@@ -5,24 +5,25 @@ A stream never loads all of its data, and continues exactly where it was from `s
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
-import os
 import reprlib
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import accumulate
-from pathlib import Path
 from typing import Any, Protocol, cast, get_args
 
 from mtgrpo.extension import ConfigError
-from mtgrpo.types import Message, Role, Task, ToolCall
+from mtgrpo.types import SUMMARY, Message, Role, Task, ToolCall
 
 MATHS_SYSTEM_PROMPT = "Solve the problem. End with #### and the answer as a plain number."
+
+EXAMPLES_SEED = 2_000_000  # worked examples are other generated tasks than the rollouts and the warm start
 
 
 class Split(Enum):
@@ -49,7 +50,7 @@ class TaskSource(ABC):
     """Base of all task sources."""
 
     system_prompt: str = ""  # put before every task's messages unless they begin with a system message
-    examples: Any = None  # worked messages after it: [{role: user, content: ...}, {role: assistant, content: ...}, ...]
+    examples: Any = 0  # worked ones after it: how many demonstrations of training tasks, or messages of your own
 
     @abstractmethod
     def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
@@ -66,7 +67,23 @@ class TaskSource(ABC):
         """`messages` after the system prompt, unless they bring one, and the worked examples. Raises ConfigError."""
         own = 1 if messages[0].role == "system" else 0
         system = messages[:own] or ((Message("system", self.system_prompt),) if self.system_prompt else ())
-        return (*system, *_worked(self.examples), *messages[own:])
+        return (*system, *self.worked, *messages[own:])
+
+    @functools.cached_property
+    def worked(self) -> tuple[Message, ...]:
+        """The worked examples that stand before every task. Raises ConfigError."""
+        if not isinstance(self.examples, int):
+            return _worked(self.examples)
+        bare = replace(self, system_prompt="", examples=0)
+        tried = itertools.islice(bare.open(Split.train, EXAMPLES_SEED), 1000) if self.examples else ()
+        pairs = ((task, self.demonstration(task, EXAMPLES_SEED)) for task in tried)
+        shown = list(itertools.islice(((*task.messages, *said) for task, said in pairs if said), self.examples))
+        if len(shown) < self.examples:
+            raise ConfigError(
+                f"task.examples={self.examples}: task {type(self).__name__} has no demonstrations to show; give "
+                "messages of your own: task.examples=[{role: user, content: ...}, {role: assistant, content: ...}]"
+            )
+        return tuple(message for example in shown for message in example if message.name != SUMMARY)
 
 
 class IndexedStream:
@@ -94,7 +111,7 @@ class IndexedStream:
         self._seed = seed
         self._repeat = repeat
         self._blocks = blocks or (() if length is None else (length,))
-        self._starts = [0, *accumulate(self._blocks)]
+        self._starts = [0, *itertools.accumulate(self._blocks)]
         self._plan: tuple[int, list[int], list[int]] = (-1, [], [])  # epoch, its order of blocks, where each ends
 
     def __iter__(self) -> Iterator[Task]:
@@ -132,7 +149,7 @@ class IndexedStream:
         if self._plan[0] != self.epoch:
             count = len(self._blocks)
             order = [permuted(number, count, self._key("blocks")) for number in range(count)]
-            self._plan = (self.epoch, order, list(accumulate(self._blocks[block] for block in order)))
+            self._plan = (self.epoch, order, list(itertools.accumulate(self._blocks[block] for block in order)))
         _, order, ends = self._plan
         nth = bisect_right(ends, self._position)
         block = order[nth]
@@ -175,22 +192,6 @@ def _hash(text: str) -> int:
 def held_out(task_id: str, fraction: float) -> bool:
     """Whether the task of this id belongs to the held-out `fraction`; depends on nothing else, so it never changes."""
     return _hash(task_id) < fraction * 2**64
-
-
-def data_folder() -> Path | None:
-    """The folder of local data sets: $MTGRPO_DATA, else ../shared/data where that exists, else None.
-
-    Raises ConfigError when $MTGRPO_DATA is set to something that is not a folder.
-    """
-    named = os.environ.get("MTGRPO_DATA")
-    folder = Path(named or "../shared/data")
-    if folder.is_dir():
-        return folder
-    if named:
-        raise ConfigError(
-            f"MTGRPO_DATA={named} is not a folder; set it to the folder that holds the data sets, or unset it"
-        )
-    return None
 
 
 @dataclass
@@ -332,7 +333,7 @@ def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
 
 
 def _worked(examples: Any) -> tuple[Message, ...]:
-    values = cast("list[Any]", examples if isinstance(examples, list) else [examples] if examples else [])
+    values = cast("list[Any]", examples if isinstance(examples, list) else [examples])
     messages = tuple(_message(value, f"task.examples, message {nth}") for nth, value in enumerate(values, 1))
     if messages and (messages[0].role, messages[-1].role) != ("user", "assistant"):
         raise ConfigError(

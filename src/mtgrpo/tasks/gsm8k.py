@@ -8,8 +8,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from mtgrpo.extension import ConfigError
-from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, IndexedStream, Rows, Split, TaskSource, TaskStream, cell, data_folder
-from mtgrpo.tasks.hub import HubRows
+from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, IndexedStream, Rows, Split, TaskSource, TaskStream, cell
+from mtgrpo.tasks.hub import HubRows, data_folder
 from mtgrpo.tasks.jsonl import JsonlRows
 from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator

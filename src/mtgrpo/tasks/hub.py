@@ -1,11 +1,13 @@
-"""Data sets of the Hugging Face hub."""
+"""Data sets of the Hugging Face hub, and where those that are here already lie."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo.extension import ConfigError
@@ -104,6 +106,22 @@ class HubStream:
         self._data.set_epoch(self.epoch)
         self._rows = islice(iter(self._data), self._position, None)
         self._following = next(self._rows, None)
+
+
+def data_folder() -> Path | None:
+    """The folder of local data sets: $MTGRPO_DATA, else ../shared/data where that exists, else None.
+
+    Raises ConfigError when $MTGRPO_DATA is set to something that is not a folder.
+    """
+    named = os.environ.get("MTGRPO_DATA")
+    folder = Path(named or "../shared/data")
+    if folder.is_dir():
+        return folder
+    if named:
+        raise ConfigError(
+            f"MTGRPO_DATA={named} is not a folder; set it to the folder that holds the data sets, or unset it"
+        )
+    return None
 
 
 class HubRows(Rows):

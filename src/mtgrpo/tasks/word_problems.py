@@ -15,11 +15,10 @@ from mtgrpo.tasks import (
     Split,
     TaskSource,
     TaskStream,
-    data_folder,
     permuted,
 )
 from mtgrpo.tasks.gsm8k import solve_with_calculator
-from mtgrpo.tasks.hub import HubRows
+from mtgrpo.tasks.hub import HubRows, data_folder
 from mtgrpo.tasks.jsonl import JsonlRows
 from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator

@@ -1,0 +1,101 @@
+"""Generated puzzles of the package reasoning-gym: arithmetic, logic, algorithms, games, about 100 data sets."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from mtgrpo.extension import ConfigError
+from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream, held_out
+from mtgrpo.types import Message, Task
+
+# Their scoring runs what the model said as Python code, by eval or sympy's parse_expr.
+RUNS_ANSWERS = {
+    *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24"),
+    *("simple_integration", "spiral_matrix", "string_insertion"),
+}
+_EVAL_FRACTION = 0.2
+_SIZE = 1000  # questions that are made from one seed
+_TRIES = 100  # questions that are looked at for one of the wanted split
+
+
+@dataclass
+class ReasoningGym(TaskSource):
+    """One data set of reasoning-gym, graded by its own rules with reward=reasoning_gym.
+
+    Held out is a fifth of all questions, by a hash of their text: no question is both trained on and evaluated.
+    Example: `task=reasoning_gym task.dataset=chain_sum task.config='{max_terms: 3}' reward=reasoning_gym`. The answer
+    is expected after `####`, or as the library asks for it in <answer></answer>: say so in task.system_prompt.
+    """
+
+    dataset: str = ""  # its name in the library
+    config: Any = None  # the data set's own settings: {name: value}
+    run_answers: bool = False  # allow data sets that are graded by running the model's answer as Python code
+
+    def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+        """An endless stream; the same in every run with the same `seed`. Raises ConfigError for what cannot be made."""
+        if self.dataset in RUNS_ANSWERS and not self.run_answers:
+            raise ConfigError(
+                f"task.dataset={self.dataset} is graded by running the model's answers as Python code, which may do "
+                "anything; where that is no danger, set task.run_answers=true"
+            )
+        config = json.dumps(self.config or {}, sort_keys=True)
+        _questions(self.dataset, config, 0)
+        return IndexedStream(None, lambda index: self._task(config, split, seed, index), seed, repeat)
+
+    def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
+        """The library's answer; None for tasks of which any of several answers is right and it gives none."""
+        return (Message("assistant", f"#### {task.answer}"),) if task.answer else None
+
+    def _task(self, config: str, split: Split, seed: int, index: int) -> Task:
+        for number in range(index * _TRIES, (index + 1) * _TRIES):
+            entry = _entry(self.dataset, config, seed, number)
+            if held_out(entry["question"], _EVAL_FRACTION) is (split is Split.eval):
+                return Task(
+                    id=f"reasoning_gym/{self.dataset}/{seed}/{split.value}/{index}",
+                    messages=self.with_prompt((Message("user", entry["question"]),)),
+                    answer=entry["answer"] or "",
+                    metadata={"dataset": self.dataset, "config": json.loads(config), "entry": entry},
+                )
+        raise ConfigError(
+            f"task.dataset={self.dataset} task.config={config}: none of {_TRIES} questions is for split {split.value}; "
+            "it has too few different ones: set its config to more"
+        )
+
+
+def _entry(name: str, config: str, seed: int, number: int) -> dict[str, Any]:
+    """Question `number` of the endless row of questions that `seed` begins."""
+    part, place = divmod(number, _SIZE)
+    start = random.Random(f"reasoning_gym/{seed}/{part}").randrange(2**31)
+    questions = _questions(name, config, start)
+    state = random.getstate()
+    random.seed(start + place)  # list_functions draws from the global generator
+    try:
+        return questions[place]
+    finally:
+        random.setstate(state)
+
+
+@functools.lru_cache(maxsize=4)
+def _questions(name: str, config: str, seed: int) -> Any:
+    """A data set of the library. Raises ConfigError when there is none of that name and those settings."""
+    try:
+        import reasoning_gym  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+        from reasoning_gym.factory import DATASETS  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError as error:
+        raise ConfigError(
+            "task=reasoning_gym needs the package reasoning-gym; install it with: pip install 'mtgrpo[reasoning-gym]'"
+        ) from error
+    if name not in DATASETS:
+        raise ConfigError(
+            f"task.dataset={name!r} is no data set of reasoning-gym; it has {', '.join(sorted(DATASETS))}"
+        )
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=_SIZE, **json.loads(config))
+    except Exception as error:  # a data set checks its settings as it likes
+        raise ConfigError(
+            f"task.config={config} does not suit task.dataset={name}: {type(error).__name__}: {error}"
+        ) from error

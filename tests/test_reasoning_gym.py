@@ -1,0 +1,151 @@
+"""Puzzles of reasoning-gym: the same by the same seed, in one split only, graded by the library."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from mtgrpo.compose import compose, parse
+from mtgrpo.extension import ConfigError
+from mtgrpo.rewards.reasoning_gym import ReasoningGym as Graded
+from mtgrpo.tasks import Split
+from mtgrpo.tasks.reasoning_gym import RUNS_ANSWERS, ReasoningGym
+from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+
+# Small and large, with and without files of their own, settings that depend on the number of questions, numpy's state.
+NAMES = ("chain_sum", "gsm_symbolic", "list_functions", "pool_matrix", "spell_backward", "syllogism", "word_ladder")
+
+
+@pytest.fixture(autouse=True)
+def library() -> Any:
+    return pytest.importorskip("reasoning_gym")
+
+
+def tasks(name: str, count: int = 20, split: Split = Split.train, seed: int = 0, **config: Any) -> list[Task]:
+    return list(itertools.islice(ReasoningGym(dataset=name, config=config).open(split, seed), count))
+
+
+def graded(task: Task, said: str, **settings: bool) -> float:
+    turn = Turn([], [], [], [], Finish.STOP, Message("assistant", said))
+    return Graded(**settings).reward(Trajectory(task, turns=[turn]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tasks_are_a_function_of_seed_split_and_number(name: str) -> None:
+    assert tasks(name) == tasks(name)
+    assert tasks(name, seed=1) != tasks(name)
+    source = ReasoningGym(dataset=name)
+    stream = source.open(Split.train, 3)
+    list(itertools.islice(stream, 12))
+    resumed = source.open(Split.train, 3)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert list(itertools.islice(resumed, 3)) == tasks(name, 15, seed=3)[12:]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_question_is_in_both_splits(name: str) -> None:
+    trained = {task.messages[-1].content for seed in (0, 5) for task in tasks(name, 40, seed=seed)}
+    held_out = {task.messages[-1].content for seed in (0, 5) for task in tasks(name, 10, Split.eval, seed)}
+    assert trained.isdisjoint(held_out)
+
+
+def test_the_splits_are_disjoint_where_there_are_few_questions() -> None:
+    few = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    trained, held_out = (
+        {task.messages[-1].content for task in tasks("chain_sum", 1000, split, **few)} for split in Split
+    )
+    assert trained.isdisjoint(held_out)
+    assert len(trained | held_out) > 190  # of 200: + and - over ten by ten digits
+    assert len(held_out) == pytest.approx(40, abs=12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_library_accepts_its_own_answers_and_no_others(name: str) -> None:
+    for task in tasks(name, 5):
+        (message,) = ReasoningGym(dataset=name).demonstration(task, 0) or ()
+        assert graded(task, f"I think.\n{message.content}") == pytest.approx(1)
+        assert graded(task, f"I think <answer>{task.answer}</answer>.") == pytest.approx(1)
+        assert graded(task, "#### nonsense") < 1
+        assert graded(task, task.answer) == 0  # nothing says that it is the answer
+        assert graded(task, task.answer, require_marker=False) == pytest.approx(1)
+        assert graded(task, "", require_marker=False) == 0
+
+
+@pytest.mark.real
+@pytest.mark.timeout(600)
+def test_every_data_set_makes_tasks_and_grades_them(library: Any) -> None:
+    from reasoning_gym.factory import DATASETS  # noqa: PLC0415
+
+    names = sorted(set(DATASETS) - {"composite"})
+    assert len(names) > 100
+    for name in names:
+        source = ReasoningGym(dataset=name, run_answers=True)
+        (task,) = itertools.islice(source.open(Split.train, 0), 1)
+        assert task.messages[-1].content and 0 <= graded(task, "#### nonsense") <= 1, name
+        if task.answer:
+            assert graded(task, f"#### {task.answer}") >= 0.99, name
+
+
+def test_what_the_grading_cannot_read_is_worth_nothing(library: Any) -> None:
+    (task,) = tasks("prime_factorization", 1)
+    with pytest.raises(ValueError, match="nonsense"):
+        library.get_score_answer_fn("prime_factorization")("nonsense", task.metadata["entry"])
+    assert graded(task, "#### nonsense") == 0
+
+
+def test_the_data_sets_that_run_answers_are_known(library: Any) -> None:
+    """Whichever data set hands the answer to Python's eval, itself or through sympy, is refused unless asked for."""
+    from reasoning_gym.factory import DATASETS  # noqa: PLC0415
+
+    running = re.compile(r"\b(eval|exec|sympify|parse_expr)\((user_)?answer")
+    found = {name for name, (cls, _) in DATASETS.items() if running.search(inspect.getsource(cls.score_answer))}
+    assert found == RUNS_ANSWERS
+    with pytest.raises(ConfigError, match=r"countdown is graded by running .* task\.run_answers=true"):
+        ReasoningGym(dataset="countdown").open(Split.train, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "said"),
+    [
+        ("chain_sums", {}, r"task\.dataset='chain_sums' is no data set .* chain_sum,"),
+        ("", {}, "task.dataset='' is no data set"),
+        ("chain_sum", {"min_terms": 9}, "max_terms must be >= min_terms"),
+        ("chain_sum", {"terms": 9}, "unexpected keyword argument 'terms'"),
+        ("chain_sum", {"seed": 9}, "multiple values for keyword argument 'seed'"),
+        ("composite", {"datasets": [{"name": "countdown", "weight": 1, "config": {}}]}, "does not suit"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(name: str, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ReasoningGym(dataset=name, config=config).open(Split.train, 0)
+
+
+def test_too_few_questions_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"none of 100 questions is for split .* too few different ones"):
+        for split in Split:
+            tasks("count_primes", 1, split, min_n=5, max_n=5)
+
+
+def test_tasks_of_others_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"other/1 is none of reasoning-gym.* task=reasoning_gym"):
+        graded(Task("other/1", (Message("user", "?"),), "1"), "#### 1")
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"pip install 'mtgrpo\[reasoning-gym\]'"):
+        ReasoningGym(dataset="leg_counting").open(Split.train, 0)
+
+
+def test_a_config_can_be_given_on_the_command_line() -> None:
+    words = ["task=reasoning_gym", "reward=reasoning_gym", "task.dataset=chain_sum", "task.config={max_terms: 2}"]
+    experiment = compose(parse([*words, "sft.steps=0"])).experiment
+    (task,) = itertools.islice(experiment.task.open(Split.train, 0), 1)
+    assert task.metadata["config"] == {"max_terms": 2}
+    assert experiment.reward.reward(Trajectory(task)) == 0
