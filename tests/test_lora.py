@@ -279,7 +279,7 @@ def test_the_engine_samples_from_the_adapted_model(
     async def run() -> list[list[tuple[list[int], Completion]]]:
         return await asyncio.gather(*(converse(sibling) for sibling in range(3)))
 
-    engine = Local().start(model, True, 1024)
+    engine = Local().start(model, True, 512)
     for context, completion in itertools.chain(*asyncio.run(run())):
         tokens = torch.tensor(completion.tokens)
         with torch.no_grad():

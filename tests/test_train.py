@@ -19,6 +19,7 @@ from mtgrpo.credits.trajectory import WholeTrajectory
 from mtgrpo.evaluate import NothingPlayedError, run_evaluation
 from mtgrpo.experiment import Experiment
 from mtgrpo.extension import ConfigError
+from mtgrpo.model.traits import Traits
 from mtgrpo.options import options
 from mtgrpo.policy.learner import Learner
 from mtgrpo.policy.reference import freeze
@@ -499,9 +500,19 @@ def test_demonstrations_that_no_micro_batch_holds_are_left_out() -> None:
             yield example(size)
 
     async def kept(*sizes: int) -> list[int]:
-        return [len(e.turns[0].new_context) async for e in within(stream(*sizes), 10, told.append)]
+        return [
+            len(e.turns[0].new_context) async for e in within(stream(*sizes), 10, "batch.token_budget=10", told.append)
+        ]
 
     assert asyncio.run(kept(3, 9, 8, 100, 5)) == [3, 8, 5]
     assert told == ["demonstrations longer than batch.token_budget=10 are left out; one has 11 tokens"]
     with pytest.raises(ConfigError, match=r"1000 demonstrations in a row .*token_budget=10, the last has 42"):
         asyncio.run(kept(2, *[40] * 1000))
+
+
+def test_demonstrations_that_the_model_does_not_compute_exactly_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtgrpo.sft.traits", lambda model: Traits("", (), 20, "beyond 20 it does something else"))
+    with pytest.raises(ConfigError, match="longer than the 20 tokens that the model computes exactly"):
+        run_sft(experiment(), tmp_path)

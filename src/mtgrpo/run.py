@@ -18,6 +18,7 @@ from mtgrpo.extension import ConfigError
 from mtgrpo.log import Sinks, open_sinks, sink_class
 from mtgrpo.model.attention import describe_attention
 from mtgrpo.model.load import load_model, load_tokenizer
+from mtgrpo.model.traits import check_length, traits
 from mtgrpo.rollout.chat import Chat, open_chat
 from mtgrpo.rollout.group import Player
 from mtgrpo.rollout.play import Limits, told_tools
@@ -108,15 +109,11 @@ def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
 
 def longest_context(experiment: Experiment, model: PreTrainedModel) -> int:
     """How long a conversation may grow, in tokens. Raises ConfigError when more is asked for than the model can do."""
-    # Beyond a sliding window the engine, which sees all that is stored, would not be the model that is trained.
-    limits = [getattr(model.config, name, None) for name in ("max_position_embeddings", "sliding_window")]
-    own_limit = min((int(limit) for limit in limits if limit), default=0)
-    asked = experiment.environment.max_context_length
-    if not own_limit and not asked:
+    asked, own = experiment.environment.max_context_length, traits(model).longest
+    if not own and not asked:
         raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")
-    if own_limit and asked > own_limit:
-        raise ConfigError(f"environment.max_context_length={asked} is more than the model's own {own_limit} tokens")
-    return asked or min(own_limit, experiment.batch.token_budget)
+    check_length(model, asked)
+    return asked or min(own, experiment.batch.token_budget)
 
 
 def make_player(

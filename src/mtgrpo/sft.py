@@ -18,6 +18,7 @@ from mtgrpo.evaluate import evaluate_fully
 from mtgrpo.experiment import Experiment
 from mtgrpo.extension import ConfigError
 from mtgrpo.log import write_summary
+from mtgrpo.model.traits import traits
 from mtgrpo.policy.forward import Scores
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
@@ -62,7 +63,10 @@ async def warm_start(run: Run) -> float:
     policy = Policy(run.model, optimizer, experiment.batch.token_budget, temperature=1.0)
     stream = experiment.task.open(Split.train, experiment.seed + DEMONSTRATION_SEED)
     examples = demonstrations(experiment.task, stream, run.player, experiment.seed)
-    fitting = within(examples, experiment.batch.token_budget, run.sinks.note)
+    limit, name = experiment.batch.token_budget, f"batch.token_budget={experiment.batch.token_budget}"
+    if longest := traits(run.model).longest:
+        limit, name = min((limit, name), (longest, f"the {longest} tokens that the model computes exactly"))
+    fitting = within(examples, limit, name, run.sinks.note)
     for step in range(1, settings.steps + 1):
         batch = build_batch([await anext(fitting) for _ in range(settings.batch_size)])
         weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
@@ -99,23 +103,23 @@ async def demonstrations(
 
 
 async def within(
-    examples: AsyncIterator[Trajectory], token_budget: int, note: Callable[[str], None]
+    examples: AsyncIterator[Trajectory], tokens: int, name: str, note: Callable[[str], None]
 ) -> AsyncIterator[Trajectory]:
-    """Those demonstrations that a micro-batch can hold. Says when the first is left out; ConfigError when all are."""
+    """Demonstrations of up to `tokens`, a limit called `name`. Says when one is left out; ConfigError when all are."""
     left_out = 0
     async for example in examples:
         longest = example.longest_context_tokens
-        if longest <= token_budget:
+        if longest <= tokens:
             left_out = min(left_out, 1)
             yield example
             continue
         left_out += 1
         if left_out == 1:
-            note(f"demonstrations longer than batch.token_budget={token_budget} are left out; one has {longest} tokens")
+            note(f"demonstrations longer than {name} are left out; one has {longest} tokens")
         if left_out == MAX_WITHOUT:
             raise ConfigError(
-                f"{MAX_WITHOUT} demonstrations in a row are longer than batch.token_budget={token_budget}, the last "
-                f"has {longest} tokens; set it higher"
+                f"{MAX_WITHOUT} demonstrations in a row are longer than {name}, the last has {longest} tokens; "
+                "raise the limit or choose shorter tasks"
             )
 
 

@@ -30,10 +30,10 @@ from mtgrpo.engines.plan import Planner, Row
 from mtgrpo.engines.sampling import sample, stream_key, uniforms
 from mtgrpo.engines.schedule import Conversation, Request, Schedule
 from mtgrpo.extension import ConfigError
-from mtgrpo.model.attention import obstacle
 from mtgrpo.model.decoder import Forward
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.rounding import MARGIN, Reference, distance, plain_logprobs, reference
+from mtgrpo.model.traits import check_length, traits
 from mtgrpo.types import Completion, EngineError, Finish, Sample, Sampling
 
 CHECKED = 16  # tokens of a context that are computed again after each update
@@ -60,11 +60,15 @@ class Local(Engine):
     def start(self, model: PreTrainedModel, deterministic: bool, longest_context: int) -> LocalEngine:
         """An engine over `model`'s own weights.
 
-        Raises ConfigError for models that keep more than keys and values, or whose attention cannot be replaced, and
-        for a budget that does not hold one conversation of `longest_context` tokens.
+        Raises ConfigError for models that keep more than keys and values, or whose attention cannot be replaced, for
+        contexts that the model computes in another way, and for a budget that does not hold one of them.
         """
-        if reason := obstacle(model):
-            raise ConfigError(f"engine=local cannot sample from this model: {reason}")
+        found = traits(model)
+        reason = found.obstacle
+        if not reason and len(set(found.caches)) > 1:
+            reason = f"the layers of {type(model).__name__} have keys of different shapes"
+        if reason:
+            raise ConfigError(f"engine=local cannot sample from this model: {reason}; choose another model or engine")
         total = _memory_bytes(model.device)
         tokens = int(self.memory_fraction * total / token_bytes(model))
         if tokens < whole_pages(longest_context):
@@ -75,6 +79,7 @@ class Local(Engine):
                 f"of a conversation of {tokens // PAGE * PAGE} tokens, but one may grow to {longest_context}; set "
                 f"{more}environment.max_context_length to at most {tokens // PAGE * PAGE}"
             )
+        check_length(model, longest_context)
         engine = LocalEngine(
             model, deterministic, Pages(model, tokens, longest_context), longest_context, self.keep_stale_cache
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mtgrpo.model.load import computes_in
+from mtgrpo.model.traits import traits
 
 PAGE = 32  # tokens in a page of a conversation
 PREFIX_PAGE = 256  # tokens in a page of a prefix
@@ -118,11 +119,10 @@ def token_bytes(model: PreTrainedModel) -> int:
 
 
 def _shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    """Layers, heads and size of the keys, which are those of the values."""
-    config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, heads, size
+    """Attention calls, heads and size of the keys, which are those of the values."""
+    caches = traits(model).caches
+    heads, size = caches[0]
+    return len(caches), heads, size
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

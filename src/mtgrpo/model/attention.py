@@ -27,6 +27,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from mtgrpo.extension import ConfigError
+from mtgrpo.model.traits import EXTRAS, traits
 
 BLOCK = 128  # FlexAttention's tile, in tokens
 CHAIN = 256  # rows of a causal call on CPU
@@ -47,13 +48,13 @@ class Attention(Enum):
 
 def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:
     """Set the model's attention. Raises ConfigError when the model or the machine cannot do what is wanted."""
-    reason = obstacle(model)
+    if not model._supports_sdpa:  # pyright: ignore[reportPrivateUsage]  (has no public name)
+        raise ConfigError(f"{type(model).__name__} has no scaled dot-product attention; such models are not supported")
+    reason = traits(model).obstacle
     if wanted is Attention.auto:
         wanted = Attention.sdpa if reason else Attention.forest
     if wanted is Attention.forest and reason:
         raise ConfigError(f"model.attention=forest: {reason}; set model.attention=auto")
-    if not model._supports_sdpa:  # pyright: ignore[reportPrivateUsage]  (has no public name)
-        raise ConfigError(f"{type(model).__name__} has no scaled dot-product attention; such models are not supported")
     if wanted is Attention.flash_attention_2 and not is_flash_attn_2_available():
         raise ConfigError("model.attention=flash_attention_2 needs a GPU and the flash-attn package; set it to auto")
     model.set_attn_implementation(wanted.value)
@@ -69,32 +70,13 @@ def describe_attention(model: PreTrainedModel) -> str:
     if uses_forest(model):
         kernel = "FlexAttention" if model.device.type == "cuda" else "two flash calls for each run of the forest"
         return f"attention: token forest, every distinct token computed once ({kernel})"
-    reason = obstacle(model)
+    reason = traits(model).obstacle
     because = f", because {reason}" if reason else ""
     return f"attention: padded rows, {_implementation(model)}{because}"
 
 
 def _implementation(model: PreTrainedModel) -> str:
     return str(model.config._attn_implementation)  # pyright: ignore[reportPrivateUsage]  (has no public name)
-
-
-def obstacle(model: PreTrainedModel) -> str:
-    """Why the model's attention cannot be replaced by another softmax attention; "" when it can."""
-    if others := _other_layers(model):
-        return f"{type(model).__name__} has layers that are not softmax attention ({others})"
-    sizes = {getattr(model.config, name, None) for name in ("qk_head_dim", "v_head_dim")}
-    if len(sizes) > 1:
-        return f"the keys and values of {type(model).__name__} differ in size"
-    if not model._supports_attention_backend:  # pyright: ignore[reportPrivateUsage]
-        return f"the attention of {type(model).__name__} cannot be replaced"
-    return ""
-
-
-def _other_layers(model: PreTrainedModel) -> str:
-    """The kinds of layers that mix tokens in another way than by softmax attention; "" when there are none."""
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    others = sorted(kinds - {"full_attention", "sliding_attention"})
-    return ", ".join(others) or ("recurrent" if model._is_stateful else "")  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True)
@@ -314,13 +296,15 @@ def forest_attention(
     """
     if forest is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    unsupported = [name for name in EXTRAS if kwargs.get(name) is not None]
     if unsupported or dropout:
         raise ValueError(f"forest attention knows no {unsupported or 'dropout'}: set model.attention=sdpa")
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    size = value.shape[-1]
+    query, key, value = of_one_size(query, key, value)
     window = sliding_window or 0
     if query.is_cuda:
         output = _compiled_flex_attention()(
@@ -334,7 +318,13 @@ def forest_attention(
         last = layer is not None and config is not None and layer == config.num_hidden_layers - 1
         pieces = forest.pieces(window, query.dtype, last)
         output = _ForestAttention.apply(by_group, *shared, pieces, scale).flatten(0, 1)[None]
-    return output.transpose(1, 2), None
+    return output[..., :size].transpose(1, 2), None
+
+
+def of_one_size(*tensors: Tensor) -> list[Tensor]:
+    """Zeros after the heads of query, key and value where they differ in size; scores and outputs stay as they are."""
+    size = max(tensor.shape[-1] for tensor in tensors)
+    return [t if t.shape[-1] == size else nn.functional.pad(t, (0, size - t.shape[-1])) for t in tensors]
 
 
 AttentionInterface.register(Attention.forest.value, forest_attention)

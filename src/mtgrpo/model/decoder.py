@@ -8,8 +8,8 @@ with the model's own forward pass each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -17,15 +17,23 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 from transformers import AttentionInterface, PreTrainedModel
 
+from mtgrpo.model.attention import of_one_size
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import head_logits
 from mtgrpo.model.lora import merged
 from mtgrpo.model.products import multiply, onednn, pack
+from mtgrpo.model.traits import EXTRAS, attending_by
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-"""(layer, query [tokens, heads, size], key and value [tokens, key heads, size], scale) -> [tokens, heads, size]"""
+"""(number of the call, query [tokens, heads, size], key and value [tokens, key heads, size], scale) -> like query
+
+Calls are counted through one forward pass: some models call the attention of a layer more than once.
+"""
 
 DELEGATED = "delegated"  # the attention of transformers models while they decode
+QUERIED = 8  # tokens
+SAME_QUERIES = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.1}  # the same of queries, root mean square
+FAR = 2**17  # tokens, where a configuration names no last position
 
 
 class Forward:
@@ -34,6 +42,8 @@ class Forward:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._fused = _Fused(model) if _like_llama(model) else None
+        if self._fused and not self._same_queries(self._fused):
+            self._fused = None  # alike by name alone
 
     @property
     def fused(self) -> bool:
@@ -55,20 +65,54 @@ class Forward:
         positions = torch.arange(len(context), device=context.device)
         return self.logits(self(context, positions, causal_attention)).log_softmax(-1)
 
+    @torch.no_grad()
+    def _same_queries(self, fused: _Fused) -> bool:
+        """Whether those of `fused` are the model's own at its last positions: some models scale them from one on."""
+        number = torch.arange(QUERIED, device=self._model.device)
+        ids = number + int(self._model.config.get_text_config().vocab_size) // 4  # the first are often special
+        positions = number + int(getattr(self._model.config, "max_position_embeddings", None) or FAR) - QUERIED
+        expected, found = (_queries(forward, ids, positions) for forward in (self._through_modules, fused))
+        if found.shape != expected.shape:  # the model attends more often
+            return False
+        return bool((found - expected).norm() <= SAME_QUERIES[computes_in(self._model)] * expected.norm())
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocabulary] in fp32 (fp64 for fp64 models)."""
         return self._fused.head(hidden) if self._fused else head_logits(self._model, hidden)
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """ids, positions [tokens] int64 -> final hidden states [tokens, hidden]."""
-        if self._fused:
-            return self._fused(ids, positions, attend)
+        return (self._fused or self._through_modules)(ids, positions, attend)
+
+    def _through_modules(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The same by the model's own forward."""
         unused = torch.zeros(1, 1, 1, 1, device=ids.device)  # of four dimensions: transformers then builds no mask
-        with _delegating(self._model.config):
+        calls = count()
+
+        def attend_next(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            return attend(next(calls), query, key, value, scale)
+
+        with attending_by(self._model, DELEGATED):
             output = self._model.base_model(
-                input_ids=ids[None], position_ids=positions[None], attention_mask=unused, use_cache=False, attend=attend
+                input_ids=ids[None],
+                position_ids=positions[None],
+                attention_mask=unused,
+                use_cache=False,
+                attend=attend_next,
             )
         return output.last_hidden_state[0]
+
+
+def _queries(forward: Callable[[Tensor, Tensor, Attend], Tensor], ids: Tensor, positions: Tensor) -> Tensor:
+    """What the attention calls of one forward pass get, scaled."""
+    found: list[Tensor] = []
+
+    def attend(call: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        found.append(query * scale)
+        return causal_attention(call, query, key, value, scale)
+
+    forward(ids, positions, attend)
+    return torch.stack(found)
 
 
 def causal_attention(_layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -78,26 +122,16 @@ def causal_attention(_layer: int, query: Tensor, key: Tensor, value: Tensor, sca
     return found[0].transpose(0, 1)
 
 
-@contextmanager
-def _delegating(config: Any) -> Generator[None]:
-    before = config._attn_implementation
-    config._attn_implementation = DELEGATED
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
 def _delegate(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, *, scaling: float | None = None,
-    attend: Attend, **settings: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    *, scaling: float | None = None, attend: Callable[[Tensor, Tensor, Tensor, float], Tensor], **settings: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention as transformers calls it: query [1, heads, tokens, size] -> [1, tokens, heads, size]."""
-    if unsupported := [name for name in ("softcap", "s_aux", "position_bias") if settings.get(name) is not None]:
+    if unsupported := [name for name in EXTRAS if settings.get(name) is not None]:
         raise ValueError(f"the engine's attention knows no {unsupported}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attend(module.layer_idx, q, k, v, scale)[None], None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in of_one_size(query, key, value))
+    return attend(q, k, v, scale)[None, :, :, : value.shape[-1]], None
 
 
 AttentionInterface.register(DELEGATED, _delegate)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
@@ -90,28 +90,37 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
         )
     if settings.value_head:
         add_value_head(model, weights, Path(settings.name))
+    if model.base_model is model:
+        raise ConfigError(
+            f"model.name={settings.name}: {type(model).__name__} has no body apart from its head; "
+            "such models are not supported, choose another"
+        )
     model.eval()
     model.to(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # pyright: ignore[reportCallIssue, reportArgumentType]
     compute_in(model, settings.dtype)
     choose_attention(model, settings.attention)
     use_onednn(model)
     use_lean_norms(model)
-    _check_head(model, settings.name)
+    _check_head(model, settings)
     return model
 
 
 def compute_in(model: PreTrainedModel, dtype: DType) -> None:
     """Make the model's forward compute in `dtype`; its weights become fp64 for float64 and stay what they are else."""
+    body = model.base_model  # the methods are bound, so that a copy of the model runs its own weights
     if dtype is DType.float64:
-        _compute_in_double(model)
+        model.double()
+        model.set_experts_implementation("eager")  # the others know no fp64
+        for module in (body, *body.children()):
+            module.forward = MethodType(_float64_forward, module)
     if dtype is DType.bfloat16:
-        body = model.base_model
-        body.forward = MethodType(_bfloat16_forward, body)  # bound, so that a copy of the model runs its own weights
+        body.forward = MethodType(_bfloat16_forward, body)
 
 
 def computes_in(model: PreTrainedModel) -> torch.dtype:
     """What the forward computes in."""
-    return torch.bfloat16 if "forward" in vars(model.base_model) else model.dtype
+    rounds = model.dtype is torch.float32 and "forward" in vars(model.base_model)
+    return torch.bfloat16 if rounds else model.dtype
 
 
 def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -> PreTrainedModel:
@@ -159,10 +168,16 @@ def _not_found(name: str, error: Exception, base: str = "") -> str:
 
 
 @torch.no_grad()
-def _check_head(model: PreTrainedModel, name: str) -> None:
+def _check_head(model: PreTrainedModel, settings: ModelSettings) -> None:
     """Body and head by themselves must give the model's logits: some families cap or scale them afterwards."""
-    ids = torch.tensor([[1, 2, 3]], device=model.device)
-    parts = head_logits(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    ids, name = torch.tensor([[1, 2, 3]], device=model.device), settings.name
+    try:
+        parts = head_logits(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"model.name={name}: {type(model).__name__} cannot compute in {settings.dtype.value} "
+            f"({str(error).partition(chr(10))[0]}); choose another model.dtype"
+        ) from error
     whole = model(input_ids=ids, use_cache=False).logits.to(parts)
     if not torch.allclose(parts, whole, rtol=1e-3, atol=1e-3):
         difference = (parts - whole).abs().max().item()
@@ -177,28 +192,19 @@ def _bfloat16_forward(body: Any, *args: Any, **kwargs: Any) -> Any:
         return type(body).forward(body, *args, **kwargs)
 
 
-def _compute_in_double(model: PreTrainedModel) -> None:
-    """fp64 throughout: transformers' RMS norms compute in fp32 whatever their input, so they are replaced."""
-    model.double()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
-                setattr(module, name, _DoubleNorm(child))
+def _float64_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    with _Float64():
+        return type(module).forward(module, *args, **kwargs)
 
 
-class _DoubleNorm(nn.RMSNorm):
-    """An RMS norm of transformers', with its own weight, in the precision of its input."""
+class _Float64(TorchFunctionMode):
+    """Within, fp64 is computed where a model says fp32, as norms, routing and recurrences do whatever their weights."""
 
-    def __init__(self, norm: Any) -> None:
-        eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-        super().__init__(norm.weight.shape[0], eps=eps, dtype=torch.float64)
-        self.weight = norm.weight
-        with torch.no_grad():  # some families, Gemma's among them, scale by 1 + weight
-            self.offset = round((norm(torch.ones_like(norm.weight)) - norm.weight).mean().item())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The normalised input."""
-        return rms_norm(x, self.normalized_shape, self.weight + self.offset, self.eps)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        kwargs = {k: torch.float64 if value is torch.float32 else value for k, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

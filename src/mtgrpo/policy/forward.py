@@ -45,7 +45,7 @@ def flops_of(model: PreTrainedModel) -> Cost:
     embeddings = sum(m.weight.numel() for m in body.modules() if isinstance(m, nn.Embedding))
     config = model.config
     heads = getattr(config, "num_attention_heads", 0)  # a model may have none
-    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    size = config.to_dict().get("head_dim") or (config.hidden_size // heads if heads else 0)
     return Cost(
         token=2 * (matrices - embeddings),
         pair=4 * config.num_hidden_layers * heads * size,

@@ -1,0 +1,395 @@
+"""Tries every architecture of transformers at a tiny size and writes docs/architectures.md: `make architectures`.
+
+For each: how training batches are laid out, how the engine decodes, and how far the log-probabilities of both are from
+those of a plain forward pass over each context alone; or the line with which it is refused.
+`tests/test_architectures.py` runs the same and compares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from mtgrpo.batch.forest import build_batch
+from mtgrpo.batch.packing import pack
+from mtgrpo.compose import preset
+from mtgrpo.engines import Key, schedule
+from mtgrpo.engines.local import Local, LocalEngine
+from mtgrpo.extension import ConfigError
+from mtgrpo.model.attention import uses_forest
+from mtgrpo.model.load import DType, ModelSettings, load_model
+from mtgrpo.policy.forward import flops_of, layout_of, score
+from mtgrpo.run import longest_context
+from mtgrpo.types import Completion, Finish, Message, Sampling, Task, Trajectory, Turn
+
+TARGET = Path(__file__).with_name("architectures.md")
+LONG = 150  # tokens of the longest context that is asked for
+WINDOW = 72  # of models with sliding windows or chunks
+ORIGINAL = 80  # positions of models whose scheme changes after some
+INTRODUCTION = f"""# Architectures
+
+This page is written by `make architectures`, which takes the causal language models of transformers one by one (this
+was {transformers.__version__}), at a tiny size with random weights, and does with them what a run does.
+
+- training: how a batch is laid out. *forest*: each distinct token once. *padded*: a row for each conversation.
+- decoding: how `engine=local` samples. *fused*: the fast path. *own modules*: any other model. Empty: it cannot.
+- tokens: the longest context that was accepted; {LONG} were asked for. Sliding windows and chunks have {WINDOW} tokens
+  here, and position schemes that change do so after {ORIGINAL}.
+- trainer, engine: the largest error of a log-probability, in nats, in float64, against the model's own forward pass
+  over each context alone. Contexts branch, have several turns, are condensed, and reach the longest length.
+
+"""
+
+# What a configuration has of these is set to this.
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "bos_token_id": 2, "eos_token_id": 1,
+    "pad_token_id": 0, "embd_pdrop": 0.0, "attention_dropout": 0.0, "sliding_window": WINDOW,
+    "attention_chunk_size": WINDOW, "ffn_hidden_size": 48, "ffn_dim": 48, "word_embed_proj_dim": 32,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
+    "expert_ffn_hidden_size": 16, "intermediate_size_mlp": 16, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, "moe_topk": 2,
+    "n_shared_experts": 1, "num_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "zero_expert_num": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "index_head_dim": 8, "index_n_heads": 32, "index_topk": WINDOW, "mamba_n_heads": 4,
+    "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_expand": 2,
+    "state_size": 8, "ssm_state_size": 8, "n_groups": 1, "mamba_n_groups": 1, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "laurel_rank": 4, "dropout": 0.0,
+    "activation_dropout": 0.0, "layerdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "hidden_dropout": 0.0,
+    "embedding_dropout": 0.0, "resid_dropout": 0.0,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 2.0, 4.0, 8.0], "original_max_position_embeddings": ORIGINAL,
+}  # fmt: skip
+MLA = {"num_key_value_heads": 4, "head_dim": 4}
+# Model types of transformers and what else their configurations need; "type: note" is a variant of the type.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "afmoe": {"global_attn_every_n_layers": 2, "num_dense_layers": 1},
+    "apertus": {},
+    "arcee": {},
+    "aria_text": {},
+    "axk1": MLA,
+    "bert": {},
+    "bamba": {"attn_layer_indices": [1]},
+    "biogpt": {},
+    "bitnet": {},
+    "bloom": {},
+    "cohere": {"logit_scale": 1.0},
+    "cohere: scaled logits": {},
+    "cohere2": {"logit_scale": 1.0},
+    "cohere2_moe": {"logit_scale": 1.0},
+    "ctrl": {"dff": 48},
+    "cwm": {},
+    "dbrx": {
+        "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    },
+    "deepseek_v2": MLA,
+    "deepseek_v3": MLA,
+    "deepseek_v3: keys larger than values": {**MLA, "v_head_dim": 6, "qk_nope_head_dim": 4},
+    "deepseek_v32": MLA,
+    "diffllama": {},
+    "doge": {},
+    "dots1": {},
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_layer_end_index": 2},
+    "exaone4": {"sliding_window_pattern": 2},
+    "exaone_moe": {"sliding_window_pattern": 2},
+    "falcon": {},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "flex_olmo": {},
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_text": {},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {},
+    "glm4_moe_lite": {**MLA, "qk_nope_head_dim": 4, "head_dim": 4},
+    "glm_moe_dsa": MLA,
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gpt_neox": {},
+    "gpt_oss": {},
+    "gptj": {"rotary_dim": 4},
+    "granite": {},
+    "granitemoe": {},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "granitemoeshared": {"shared_intermediate_size": 16},
+    "helium": {},
+    "hrm_text": {"num_layers_per_stack": 1, "H_cycles": 2, "L_cycles": 2},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {},
+    "hy_v3": {},
+    "jais2": {},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "expert_layer_period": 2},
+    "jetmoe": {"num_key_value_heads": 2, "kv_channels": 8},
+    "laguna": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
+    "llama": {},
+    "llama: dynamic": {
+        "max_position_embeddings": ORIGINAL,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    },
+    "llama: linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    "llama: llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL,
+        }
+    },
+    "llama: yarn": {"rope_parameters": YARN},
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+    "longcat_flash": {**MLA, "num_layers": 1},
+    "mamba": {},
+    "mellum": {"layer_types": ["sliding_attention", "full_attention"]},
+    "minicpm3": MLA,
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+    "minimax_m2": {},
+    "ministral": {"layer_types": ["sliding_attention", "full_attention"]},
+    "ministral3": {"sliding_window": None, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
+    "mistral": {},
+    "mixtral": {},
+    "modernbert-decoder": {"local_attention": WINDOW, "global_attn_every_n_layers": 2},
+    "mpt": {},
+    "nanochat": {},
+    "nemotron": {},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "olmoe": {},
+    "opt": {},
+    "persimmon": {},
+    "phi": {},
+    "phi3": {"sliding_window": None},
+    "phi3: longrope": {
+        "sliding_window": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": ORIGINAL
+    },
+    "phimoe": {"sliding_window": None},
+    "phimoe: windows": {},
+    "qwen2": {},
+    "qwen2: windows": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen2_moe": {},
+    "qwen2_moe: windows": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3": {},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_moe": {},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"], "attention_window_size": WINDOW},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "solar_open": {},
+    "stablelm": {},
+    "starcoder2": {},
+    "vaultgemma": {},
+    "xglm": {},
+    "youtu": MLA,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of one architecture. Errors are the worst, in nats; NaN where nothing was measured."""
+
+    layout: str = ""
+    decoding: str = ""
+    longest: int = 0  # tokens of a context
+    trainer: float = math.nan
+    engine: float = math.nan
+    refused: str = ""  # what is, and why
+
+
+def names() -> list[str]:
+    """Those that this version of transformers has."""
+    return [name for name in sorted(CONFIGS) if name.partition(":")[0] in CONFIG_MAPPING]
+
+
+def build(name: str) -> PreTrainedModel:
+    """A tiny model of random weights, far from uniform attention and predictions."""
+    kind, extra = name.partition(":")[0], CONFIGS[name]
+    default = AutoConfig.for_model(kind)
+    known = {*default.to_dict(), *default.attribute_map}
+    config = AutoConfig.for_model(kind, **{k: v for k, v in SIZES.items() if k in known} | extra)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        assert model.num_parameters() < 500_000, f"{name} is no tiny model: {model.num_parameters()} parameters"
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+            else:
+                nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
+        nn.init.normal_(model.get_input_embeddings().weight)
+        with torch.no_grad():
+            head = model.get_output_embeddings().weight
+            head.mul_(3 / model(input_ids=torch.arange(3, 64)[None], use_cache=False).logits.std())
+    return model
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    """Ordinary tokens of the tiny vocabulary."""
+    return [rng.randrange(3, 64) for _ in range(count)]
+
+
+def turn(new_context: list[int], output: list[int], extends: bool = False) -> Turn:
+    """A turn that was sampled by somebody else."""
+    unknown = [-1.0] * len(output), [0] * len(output)
+    return Turn(new_context, output, *unknown, Finish.STOP, Message("assistant"), extends)
+
+
+def trajectories(longest: int) -> list[Trajectory]:
+    """Two groups of three siblings of one to four turns, of which one reaches `longest`; the last context is new."""
+    rng, task = random.Random(0), Task("sweep/0", (Message("user", "?"),))
+    found: list[Trajectory] = []
+    for length in (longest, 20):
+        prompt, opening, part = tokens(rng, length // 2), tokens(rng, 2), length // 8
+        for sibling in range(3):
+            turns = [turn(prompt, opening[: 1 + sibling % 2] + tokens(rng, part - 1 - sibling % 2))]
+            for _ in range(sibling):
+                turns.append(turn(tokens(rng, part // 2), tokens(rng, part - part // 2), extends=True))
+            if sibling == 2:
+                turns.append(turn(tokens(rng, 1), tokens(rng, length - length // 2 - 3 * part - 1), extends=True))
+            turns.append(turn(prompt[: length // 4] + tokens(rng, 2), tokens(rng, part)))
+            found.append(Trajectory(task, turns=turns))
+    return found
+
+
+@contextmanager
+def transformers_own(model: PreTrainedModel) -> Iterator[None]:
+    """Within, the model attends as transformers would."""
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    yield
+    model.set_attn_implementation(implementation)
+
+
+@torch.no_grad()
+def plain(model: PreTrainedModel, context: list[int], output: list[int]) -> torch.Tensor:
+    """Log-probabilities of `output`, by a forward pass over this context alone."""
+    hidden = model.base_model(input_ids=torch.tensor([context + output]), use_cache=False).last_hidden_state
+    logits = model.get_output_embeddings()(hidden[0, len(context) - 1 : -1])
+    return logits.log_softmax(-1).gather(-1, torch.tensor(output)[:, None])[:, 0]
+
+
+def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference; infinite where one is not a number."""
+    return float((found - expected).abs().nan_to_num(torch.inf).max())
+
+
+def trainer_error(model: PreTrainedModel, longest: int) -> float:
+    """All of a batch in one micro-batch."""
+    played = trajectories(longest)
+    batch = build_batch(played)
+    packed = pack(batch, torch.arange(len(batch)), 100_000, flops_of(model), layout_of(model))
+    (micro,) = packed.micro_batches[0]
+    with torch.no_grad():
+        logp = score(model, micro, 1.0).logp[micro.target][micro.entries.argsort()]
+    with transformers_own(model):
+        expected = [plain(model, t.context(i), x.output) for t in played for i, x in enumerate(t.turns)]
+    return worst(logp, torch.cat(expected))
+
+
+def engine_error(model: PreTrainedModel, engine: LocalEngine, longest: int) -> float:
+    """Two groups of three siblings, one to three turns each; prompts go through in parts."""
+    rng = random.Random(1)
+    prompts = [tokens(rng, longest // 2), tokens(rng, longest // 3)]
+    played: list[tuple[list[int], Completion]] = []
+
+    async def converse(task: int, sibling: int) -> None:
+        context = prompts[task]
+        async with engine.conversation(Key(0, "sweep", str(task), sibling)) as sample:
+            for number in range(sibling + 1):
+                new = longest - len(context) if task == 0 and number == 2 else longest // 8
+                done = await sample(context, Sampling(max_new_tokens=new))
+                played.append((context, done))
+                context = context + done.tokens + tokens(rng, 1 + (task + sibling) % 3)
+
+    async def play() -> None:
+        await asyncio.gather(*(converse(task, sibling) for task in range(2) for sibling in range(3)))
+
+    whole, schedule.STEP_TOKENS = schedule.STEP_TOKENS, 16
+    asyncio.run(play())
+    schedule.STEP_TOKENS = whole
+    assert max(len(context) + len(done.tokens) for context, done in played) == longest
+    with transformers_own(model):
+        return max(
+            worst(torch.tensor(done.logprobs, dtype=torch.float64), plain(model, context, done.tokens))
+            for context, done in played
+        )
+
+
+def load(name: str) -> PreTrainedModel:
+    """The way of a run, from a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        build(name).save_pretrained(folder)
+        return load_model(ModelSettings(folder, DType.float64), seed=0)
+
+
+def longest_of(model: PreTrainedModel) -> tuple[int, str]:
+    """How long contexts may grow, and why not longer."""
+    asked = preset("calculator", f"environment.max_context_length={LONG}", f"batch.token_budget={LONG}")
+    try:
+        return longest_context(asked, model), ""
+    except ConfigError as error:
+        return longest_context(preset("calculator", f"batch.token_budget={LONG}"), model), str(error)
+
+
+def measure(name: str) -> Found:
+    """Try one architecture."""
+    try:
+        model = load(name)
+    except ConfigError as error:
+        return Found(refused=re.sub(r"model\.name=\S+?(?=[: ])", f"model.name={name.partition(':')[0]}", str(error)))
+    longest, refused = longest_of(model)
+    layout = "forest" if uses_forest(model) else "padded"
+    error = trainer_error(model, longest)
+    try:
+        engine = Local(memory_fraction=0.001).start(model, True, longest)
+    except ConfigError as reason:
+        return Found(layout, "", longest, error, refused=str(reason))
+    decoding = "fused" if engine._forward.fused else "own modules"
+    return Found(layout, decoding, longest, error, engine_error(model, engine, longest), refused)
+
+
+def row(name: str, found: Found) -> list[str]:
+    """One architecture, as cells of the table."""
+
+    def decade(error: float) -> str:
+        return "" if math.isnan(error) else f"1e{math.ceil(math.log10(max(error, 1e-16)))}"
+
+    tokens = str(found.longest or "")
+    return [name, found.layout, found.decoding, tokens, decade(found.trainer), decade(found.engine), found.refused]
+
+
+HEAD = ["model type", "training", "decoding", "tokens", "trainer", "engine", "what is refused"]
+
+
+def page() -> str:
+    """All of them."""
+    rows = [HEAD, ["---"] * len(HEAD), *(row(name, measure(name)) for name in names())]
+    return INTRODUCTION + "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    TARGET.write_text(page())

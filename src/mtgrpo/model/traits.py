@@ -1,0 +1,256 @@
+"""What the attention of a model is like, found by running the model on a few tokens.
+
+Configurations do not tell: families compute masks, scales and positions in ways of their own. So what each call of the
+attention really gets is recorded, and a small branching forest is compared with plain forward passes. This costs a few
+forward passes over some twenty tokens, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from mtgrpo.extension import ConfigError
+
+EXTRAS = ("softcap", "s_aux", "position_bias", "indices")  # what some models ask of their attention beside softmax
+LONG = 2**17  # tokens, where a configuration names no last position
+UNBOUNDED = 2**30  # tokens
+APART = 1e-3  # of the size of states: rounding is less, what is wrong is more
+# Two contexts that share their first tokens: node -> depth, end of its subtree.
+SHARED = 8
+DEPTH = [*range(8), *range(8, 14), *range(8, 14)]
+SUBTREE_END = [20] * 8 + [14] * 6 + [20] * 6
+CONTEXTS = [[*range(14)], [*range(8), *range(14, 20)]]
+
+Rule = Callable[[Any, Any, Any, Any], Any]
+"""transformers' mask function: (batch, head, query, key) -> whether the query sees the key"""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What trainer and engine must know of a model before they compute its attention themselves."""
+
+    obstacle: str  # why its attention cannot be replaced by another softmax attention; "" when it can
+    caches: tuple[tuple[int, int], ...]  # of every attention call, in order: heads and size of keys and values
+    longest: int  # up to how many tokens a context is computed as if it were alone; 0 = any number
+    limited_by: str  # what happens beyond
+
+
+_known: WeakKeyDictionary[PreTrainedModel, Traits] = WeakKeyDictionary()
+
+
+def traits(model: PreTrainedModel) -> Traits:
+    """Those of `model`, which must be in evaluation mode."""
+    if model not in _known:
+        _known[model] = _examine(model)
+    return _known[model]
+
+
+def check_length(model: PreTrainedModel, tokens: int) -> None:
+    """Raises ConfigError when contexts of so many tokens are not computed as if each were alone."""
+    found = traits(model)
+    if found.longest and tokens > found.longest:
+        raise ConfigError(
+            f"contexts of {tokens} tokens are more than trainer and engine can compute exactly: {found.limited_by}; "
+            f"set environment.max_context_length to at most {found.longest}"
+        )
+
+
+@contextmanager
+def attending_by(model: PreTrainedModel, implementation: str) -> Generator[None]:
+    """Within, the model's attention is the one registered as `implementation`."""
+    config: Any = model.config
+    before = config._attn_implementation
+    config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+@torch.no_grad()
+def _examine(model: PreTrainedModel) -> Traits:
+    name = type(model).__name__
+    positions = int(getattr(model.config, "max_position_embeddings", None) or 0)
+    ids = _tokens(model)
+    with attending_by(model, "sdpa"):
+        try:
+            expected = _hidden(model, input_ids=ids[torch.tensor(CONTEXTS)])
+        except Exception as error:
+            raise ConfigError(f"{name} cannot be run on text alone ({_line(error)}); choose another model") from error
+        shared = expected[:, :SHARED]
+        if not _same(shared[0], shared[1]):
+            raise ConfigError(f"{name} computes tokens from those that follow them; such models are not supported")
+        independent = _independent(model, ids, shared[0], positions or LONG)
+    limits = [
+        (positions, f"the configuration of {name} names {positions} positions"),
+        (independent, f"{name} changes the positions of all tokens in longer ones"),
+    ]
+    obstacle, recorded = "", _Recorder()
+    try:
+        obstacle = _obstacle(model, ids, expected, recorded)
+    except Exception as error:  # whatever a model does that nobody has foreseen
+        obstacle = _line(error)
+    if obstacle:
+        obstacle = f"the attention of {name} cannot be replaced ({obstacle})"
+    else:
+        limits += [(window, f"layers of {name} see no more than {window} tokens") for window in recorded.windows]
+    longest, limited_by = min(((tokens, why) for tokens, why in limits if tokens), default=(0, ""))
+    return Traits(obstacle, tuple(recorded.caches), longest, limited_by)
+
+
+def _obstacle(model: PreTrainedModel, ids: Tensor, expected: Tensor, recorder: _Recorder) -> str:
+    """Replace the attention by `recorder`, over a forest; why that does not give the states that are `expected`."""
+    if others := _other_layers(model):
+        return f"it has layers of another kind: {others}"
+    if not model._supports_attention_backend:  # pyright: ignore[reportPrivateUsage]
+        return "transformers has no interface for it"
+    recorder.register()
+    with attending_by(model, _RECORDED):
+        _hidden(model, input_ids=ids[None, :2])  # for the masks
+        recorder.caches.clear()
+        recorder.depth = torch.tensor(DEPTH, device=ids.device)
+        unused = torch.zeros(1, 1, 1, 1, device=ids.device)  # of four dimensions: transformers then builds no mask
+        found = _hidden(
+            model, input_ids=ids[None], position_ids=recorder.depth[None], attention_mask=unused, forest=recorder.depth
+        )
+    if not recorder.obstacle and not _same(found[0, torch.tensor(CONTEXTS)], expected):
+        return "branches of a conversation that share their beginning come out otherwise than by themselves"
+    return recorder.obstacle
+
+
+def _other_layers(model: PreTrainedModel) -> str:
+    """The kinds of layers that mix tokens in another way than by softmax attention; "" when there are none."""
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    others = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
+    return ", ".join(others) or ("recurrent" if model._is_stateful else "")  # pyright: ignore[reportPrivateUsage]
+
+
+def _independent(model: PreTrainedModel, ids: Tensor, alone: Tensor, high: int) -> int:
+    """Up to how many tokens the states of the first, `alone`, do not depend on how many there are; 0 = up to `high`."""
+
+    def same(length: int) -> bool:
+        """In a pass that ends at position `length` - 1."""
+        positions = torch.tensor([[*range(SHARED), length - 1]], device=ids.device)
+        everything = torch.ones_like(positions)  # else a gap would be taken for the end of a sequence
+        found = _hidden(model, input_ids=ids[None, : SHARED + 1], position_ids=positions, attention_mask=everything)
+        return _same(found[0, :-1], alone)
+
+    low = SHARED + 1
+    try:
+        if high <= low or same(high):
+            return 0
+    except Exception:  # no position ids, or none that jump
+        return 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if same(middle) else (low, middle)
+    same(SHARED + 1)  # some models keep what a long pass has set
+    return low
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).norm() <= APART * expected.norm())
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _tokens(model: PreTrainedModel) -> Tensor:
+    """Ordinary ones [nodes]; the first of a vocabulary are often special."""
+    embedding: Any = model.get_input_embeddings()
+    vocabulary = embedding.weight.shape[0]
+    return (vocabulary // 4 + torch.arange(len(DEPTH), device=model.device)) % vocabulary
+
+
+def _hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
+    """Final states, in the precision of the weights: without autocast."""
+    body: Any = model.base_model
+    forward = body.forward if model.dtype is torch.float64 else partial(type(body).forward, body)
+    return forward(use_cache=False, **inputs).last_hidden_state
+
+
+_RECORDED = "recorded"
+
+
+@dataclass
+class _Recorder:
+    """Attention and masks as transformers computes them, and what it asks for."""
+
+    depth: Tensor | None = None  # [nodes], of the forest; None = there is none, the model's masks say who sees whom
+    caches: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    windows: set[int] = field(default_factory=set[int])  # tokens that a layer sees, where it does not see all
+    obstacle: str = ""
+    _masks: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])  # and how far each reaches
+
+    def register(self) -> None:
+        """Make this the attention of models that attend by `_RECORDED`."""
+        AttentionInterface.register(_RECORDED, self.attend)
+        AttentionMaskInterface.register(_RECORDED, self.mask)
+
+    def mask(self, *, mask_function: Rule, **shape: Any) -> Tensor:
+        """transformers' own mask."""
+        shape["allow_is_causal_skip"] = False
+        mask = sdpa_mask(mask_function=mask_function, **shape)
+        assert mask is not None, "it was not to be left out"
+        self._masks.append((mask, _reach(mask_function)))
+        return mask
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        scaling: float | None = None, sliding_window: int | None = None, forest: Tensor | None = None, **rest: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Attention as transformers calls it: query [1, heads, nodes, size] -> [1, nodes, heads, size]."""
+        self.caches.append((key.shape[1], max(key.shape[-1], value.shape[-1])))
+        if extras := [name for name in EXTRAS if rest.get(name) is not None]:
+            self.obstacle = f"it asks for {', '.join(extras)}"
+        if self.depth is None:
+            self._note_windows(attention_mask, sliding_window)
+        else:
+            if forest is None:
+                self.obstacle = "its layers do not hand on the keyword arguments of a forward pass"
+            elif attention_mask is not None and (attention_mask.numel() > 1 or attention_mask.any()):
+                self.obstacle = "it makes masks of its own"
+            attention_mask = _sees(self.depth, sliding_window)
+        found = scaled_dot_product_attention(
+            query, key, value, attention_mask, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
+        )
+        return found.transpose(1, 2), None
+
+    def _note_windows(self, mask: Tensor | None, sliding_window: int | None) -> None:
+        """Of one call; a mask that was changed on its way may be any of those that were made."""
+        made = [reach for own, reach in self._masks if own is mask] or [reach for _, reach in self._masks]
+        self.windows |= {sliding_window or 0, *(made if mask is not None else [])} - {0}
+
+
+def _sees(depth: Tensor, window: int | None) -> Tensor:
+    """[nodes, nodes]: who sees whom in the forest."""
+    node, end = torch.arange(len(depth), device=depth.device), torch.tensor(SUBTREE_END, device=depth.device)
+    return (node <= node[:, None]) & (node[:, None] < end) & (depth[:, None] - depth < (window or len(depth)))
+
+
+def _reach(rule: Rule) -> int:
+    """The longest context in which the last token sees the first; 0 = any."""
+    zero = torch.tensor(0)
+
+    def visible(length: int) -> bool:
+        return bool(rule(zero, zero, torch.tensor(length - 1), zero))
+
+    low, high = 1, UNBOUNDED
+    if visible(high):
+        return 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if visible(middle) else (low, middle)
+    return low

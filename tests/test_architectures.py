@@ -1,0 +1,55 @@
+"""Every architecture of transformers, tiny: it computes what its own forward pass computes, or it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtgrpo.extension import load_file
+
+PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+sweep = load_file(PAGE.with_suffix(".py"))
+
+
+def assert_exact(found: Any) -> None:
+    assert not found.trainer > 1e-9, found
+    assert not found.engine > 1e-9, found
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "decoding", "longest"),
+    [
+        ("qwen3", "forest", "fused", 150),
+        ("deepseek_v3: keys larger than values", "forest", "own modules", 150),
+        ("diffllama", "forest", "own modules", 150),
+        ("doge", "padded", "", 150),
+        ("ministral3", "forest", "own modules", 150),
+        ("phi3: longrope", "forest", "own modules", 80),
+        ("qwen2_moe: windows", "forest", "own modules", 72),
+    ],
+)
+def test_some_architectures(name: str, layout: str, decoding: str, longest: int) -> None:
+    found = sweep.measure(name)
+    assert (found.layout, found.decoding, found.longest) == (layout, decoding, longest)
+    assert_exact(found)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", sweep.names())
+def test_the_page_is_true(name: str) -> None:
+    """Errors are compared as powers of ten, and may be a hundred times as large elsewhere."""
+    found = sweep.measure(name)
+    assert_exact(found)
+    (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
+    stated = line.removeprefix("| ").removesuffix(" |").split(" | ")
+    for before, now in zip(stated, sweep.row(name, found), strict=True):
+        same = now == before or (now.startswith("1e-") and float(now) <= 100 * float(before))
+        assert same, f"{name}: {before} is now {now}; run `make architectures`"
+
+
+def test_the_page_has_every_architecture() -> None:
+    rows = [line.split(" | ")[0].strip("| ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    assert rows[2:] == sweep.names(), "run `make architectures`"
