@@ -1,7 +1,7 @@
 """Whole training steps of a real model, SmolLM2-135M-Instruct, by us and by TRL's GRPOTrainer: seconds and memory.
 
-Recipe smollm2 with four of its worked examples, prompts of about 250 tokens, one turn of at most 48 new tokens, 8 tasks
-x 8 conversations, in float32. Model, prompts token for token, order of tasks, sampling, optimiser and loss are the same
+Recipe smollm2 with its two worked examples, prompts of about 150 tokens, one turn of at most 48 new tokens, 8 tasks x 8
+conversations, in float32. Model, prompts token for token, order of tasks, sampling, optimiser and loss are the same
 on both sides (trl_side.py), and so is a reward that differs in every group: here a group that is rewarded alike is not
 trained, TRL trains it. That no group is left out is checked at every step.
 
@@ -29,10 +29,6 @@ from record import finish
 from smollm2 import MODEL
 from versus_trl import HERE, THREADS, Side, Step, ours, report, summary, trl
 
-from mtgrpo.compose import compose, parse
-
-EXAMPLES = 4  # more of them would favour us: what prompts have in common is computed once here
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -47,7 +43,6 @@ class Scale:
         """Of `mtgrpo train`."""
         return [
             "recipe=smollm2",
-            f"task.examples=[{', '.join(examples())}]",
             "algorithm.truncated=keep",  # TRL rewards what reached a limit like the rest
             f"model.name={MODEL}",
             "model.dtype=float32",
@@ -63,12 +58,6 @@ class Scale:
         """Of trl_side.py, for micro-batches of `rows`."""
         micro_batches = prompts * self.siblings // rows
         return {"completion": self.new_tokens, "micro_batches": micro_batches, "checkpointing": False}
-
-
-def examples() -> list[str]:
-    """The first of the recipe's, as words of the command line."""
-    messages = compose(parse(["recipe=smollm2"])).experiment.task.examples[: 2 * EXAMPLES]
-    return [f'{{role: {message["role"]}, content: "{message["content"]}"}}' for message in messages]
 
 
 FULL = Scale(prompts=8, siblings=8, new_tokens=48, rows=(8, 4, 2, 1))

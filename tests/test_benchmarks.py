@@ -255,11 +255,11 @@ def test_a_step_that_trains_less_than_it_sampled_is_refused(monkeypatch: pytest.
             versus.checked(step)
 
 
-def test_both_trainers_of_the_real_model_see_four_worked_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_trainers_of_the_real_model_see_worked_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(RECORD.parent)
     experiment = compose(parse(load_file(RECORD.parent / "versus_trl_135m.py").FULL.words())).experiment
     task = next(experiment.task.open(Split.train, 0))
-    assert [message.role for message in task.messages] == ["user", "assistant"] * 4 + ["user"]
+    assert [message.role for message in task.messages] == ["user", "assistant"] * 2 + ["user"]
     assert task.messages[1].content.count("\n#### ") == 1
     assert (experiment.rollout.prompts_per_step, experiment.rollout.group_size) == (8, 8)
 
