@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -408,6 +409,70 @@ def test_values_are_typed_by_the_tools_of_the_conversation() -> None:
 )
 def test_a_turn_ends_with_the_templates_token_or_eos(name: str, ends: str) -> None:
     assert [decode([token]) for token in chat_of(name).stop_ids] == [ends, "<|endoftext|>"]
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3_training", "llama3_1", "gemma3", "smollm2", "renderer"])
+@pytest.mark.parametrize("message", [ANSWER, CALL], ids=["answer", "call"])
+def test_an_output_that_ends_otherwise_is_given_the_end_of_its_turn(name: str, message: Message) -> None:
+    chat = renderer_chat() if name == "renderer" else chat_of(name)
+    output = chat.encode(message)[:-1]  # as sampling.stop_ids cut it
+    assert chat.parse(output) == message
+    answers = [REPLY] if message is CALL else [USER]
+    extension = chat.extend([USER, message], answers, [CALCULATOR], output[-1])
+    assert extension is not None
+    assert extension[0] == chat.stop_ids[0], "not sampled, and so not trained"
+    assert extension[1:] == chat.extend([USER, message], answers, [CALCULATOR])
+    context = chat.open([USER], [CALCULATOR]) + output + extension
+    whole = decode(chat.open([USER, message, *answers], [CALCULATOR]))
+    assert without_empty_thoughts(decode(context)) == without_empty_thoughts(whole)
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3_training", "llama3_1", "gemma3", "smollm2", "renderer"])
+def test_after_another_end_than_the_templates_the_context_is_written_anew(name: str) -> None:
+    chat = renderer_chat() if name == "renderer" else chat_of(name)
+    end, other = chat.stop_ids[:2]
+    assert chat.parse([*chat.encode(ANSWER)[:-1], other]) == ANSWER
+    assert chat.extend([USER, ANSWER], [USER], [], other) is None
+    assert chat.extend([USER, ANSWER], [USER], [], end) == chat.extend([USER, ANSWER], [USER], []) is not None
+
+
+def test_white_space_before_the_end_of_a_turn_cannot_be_known() -> None:
+    spaced = chatml().replace("{{- content }}", "{{- content + '\\n' }}")
+    chat = with_template(spaced)
+    assert chat.extend([USER, ANSWER], [USER], []) is not None
+    assert chat.extend([USER, ANSWER], [USER], [], chat.encode(ANSWER)[-3]) is None
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_the_ends_of_the_generation_config_end_a_turn(tmp_path: Path, adapter: bool) -> None:
+    ids = [tokenizer().convert_tokens_to_ids(token) for token in ("<|eot_id|>", "<|end|>", "a")]
+    folder = tmp_path / "adapter" if adapter else tmp_path
+    tokenizer().save_pretrained(folder)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    if adapter:
+        config = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path)}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+    loaded = PreTrainedTokenizerFast.from_pretrained(folder)
+    loaded.chat_template = source("llama3_1")
+    chat = open_chat(loaded, ChatSettings())
+    assert [decode([token]) for token in chat.stop_ids] == ["<|eot_id|>", "<|endoftext|>", "<|end|>"]
+    assert chat.parse([*chat.encode(ANSWER)[:-1], ids[1]]) == ANSWER
+    assert chat.extend([USER, ANSWER], [USER], [], ids[1]) is None
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[1]}))
+    assert open_chat(loaded, ChatSettings()).stop_ids == chat.stop_ids
+    (tmp_path / "generation_config.json").unlink()
+    assert open_chat(loaded, ChatSettings()).stop_ids == chat.stop_ids[:2]
+
+
+def test_the_ends_of_the_generation_config_with_a_renderer(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tokenizer().convert_tokens_to_ids("<|end|>")
+    monkeypatch.setattr("mtgrpo.rollout.chat.end_tokens", lambda name: [other] if name == "Qwen/Qwen3-0.6B" else [])
+    copy = PreTrainedTokenizerFast(tokenizer_object=tokenizer().backend_tokenizer, eos_token="<|endoftext|>")
+    copy.name_or_path = "Qwen/Qwen3-0.6B"
+    chat = open_chat(copy, ChatSettings())
+    assert chat.stop_ids == (*renderer_chat().stop_ids, other)
+    assert chat.parse([*chat.encode(ANSWER)[:-1], other]) == ANSWER
+    assert chat.extend([USER, ANSWER], [USER], [], other) is None
 
 
 def test_no_template_runs_in_the_turn_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,9 @@ class Letters(Chat):
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         return [token for message in messages for token in self._all(message)] + [ROLES["assistant"]]
 
-    def extend(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int] | None:
+    def extend(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec], ended: int | None = None
+    ) -> list[int] | None:
         return self.open(new, tools) if len(history) % 5 else None  # now and then it cannot be proven
 
     def parse(self, output: Sequence[int]) -> Message:

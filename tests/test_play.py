@@ -61,7 +61,7 @@ class Forgetful(Chat):
     def open(self, messages: Any, tools: Any) -> list[int]: ...
     def parse(self, output: Any) -> Message: ...
     def encode(self, message: Any) -> list[int]: ...
-    def extend(self, history: Any, new: Any, tools: Any) -> None:
+    def extend(self, history: Any, new: Any, tools: Any, ended: Any = None) -> None:
         return None
 
 
@@ -95,13 +95,14 @@ def played(
     max_new_tokens: int = 200,
     limits: Limits = WIDE,
     with_chat: Chat | None = None,
+    stop_ids: Sequence[int] = (),
 ) -> tuple[Trajectory, list[list[int]]]:
     """One conversation in which the model says `outputs`; also every context that the engine was given."""
     engine = ScriptedEngine(lambda _, turn: outputs[turn])
 
     async def run() -> Trajectory:
         async with engine.conversation(Key(0, "train/1", TASK.id, 0)) as sample:
-            sampling = Sampling(max_new_tokens=max_new_tokens)
+            sampling = Sampling(max_new_tokens=max_new_tokens, stop_ids=list(stop_ids))
             return await play(TASK, environment, with_chat or chat(), sample, sampling, limits)
 
     trajectory = asyncio.run(run())
@@ -136,6 +137,19 @@ def test_every_turn_is_what_was_asked_and_what_was_sampled(spoken: list[list[int
         assert turn.finish is Finish.STOP
         assert turn.message == chat().parse(turn.output)
         assert len(turn.logprobs) == len(turn.versions) == len(turn.output)
+
+
+def test_a_turn_that_another_stop_token_ends_is_closed_in_the_next_context() -> None:
+    closing = tokenizer().convert_tokens_to_ids("</tool_call>")
+    trajectory, asked = played([said(CALL)[:-1], said(ANSWER)], calculator(), stop_ids=[closing])
+    assert trajectory.status is Status.COMPLETED
+    first, second = trajectory.turns
+    assert first.output[-1] == closing
+    assert second.extends
+    assert second.new_context[0] == chat().stop_ids[0], "part of the context, not of what was sampled"
+    assert asked == [trajectory.context(0), trajectory.context(1)]
+    messages = [*TASK.messages, first.message, *first.observations]
+    assert asked[1] == chat().open(messages, calculator().tool_specs), "as the template writes it"
 
 
 def test_tools_are_called_and_told() -> None:

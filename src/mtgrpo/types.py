@@ -81,7 +81,9 @@ class Sampling:
     top_k: int = 0  # keep that many; 0 = off
     min_p: float = 0.0  # keep what is at least this share of the most likely token's probability
     max_new_tokens: int = 512  # per turn
-    stop_ids: list[int] = field(default_factory=list[int])  # end a turn, beside the chat template's own
+    stop_ids: list[int] = field(
+        default_factory=list[int]
+    )  # end a turn too; the template's own end then follows, untrained
     timeout_s: float = 0.0  # of one turn, training meanwhile too, 0 = none; a conversation that exceeds it fails
 
     def __post_init__(self) -> None:

@@ -13,7 +13,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from mtgrpo.extension import ConfigError
@@ -70,6 +76,22 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(f"model.name={name}: its tokenizer is {type(tokenizer).__name__}, a fast one is needed")
     return tokenizer
+
+
+def end_tokens(name: str) -> list[int]:
+    """The tokens at which model `name` stops, by its generation_config.json; [] without one. Loads no weights.
+
+    An adapter has that of its base. Raises ConfigError for adapters of another kind.
+    """
+    try:
+        adapter = find_adapter(name)
+        config = GenerationConfig.from_pretrained(str(adapter.base_model_name_or_path) if adapter else name)
+    except ConfigError:
+        raise
+    except (OSError, ValueError):
+        return []
+    ends = config.eos_token_id
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:

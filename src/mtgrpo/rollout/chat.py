@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo.extension import ConfigError
+from mtgrpo.model.load import end_tokens
 from mtgrpo.rollout.formats import FORMATS, Hermes, ToolFormat, split_thinking
 from mtgrpo.rollout.template import (
     ANCHOR,
@@ -73,11 +74,14 @@ class Chat(ABC):
         """
 
     @abstractmethod
-    def extend(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int] | None:
-        """The tokens between a sampled output that ended in a stop token and the model's next turn.
+    def extend(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec], ended: int | None = None
+    ) -> list[int] | None:
+        """The tokens between a sampled output and the model's next turn.
 
-        `history` ends with the sampled message, `new` is what the environment answered. None when the next context
-        cannot be proven to begin with the present one: then `open` writes it anew.
+        `history` ends with the sampled message, `new` is what the environment answered. `ended` is the token that
+        ended the output, None for the template's own end of turn, which follows if it is none of `stop_ids`. None when
+        the next context cannot be proven to begin with the present one: then `open` writes it anew.
         """
 
     @abstractmethod
@@ -96,14 +100,16 @@ def open_chat(tokenizer: Any, settings: ChatSettings) -> Chat:
     tokenizer brings a template of its own. Raises ConfigError when there is no usable template.
     """
     name = str(tokenizer.name_or_path)
+    added = set(tokenizer.get_added_vocab().values())
+    ends = [token for token in end_tokens(name) if token in added] if name else []
     on_hub = "/" in name and not Path(name).exists()
     if on_hub and settings.template == "auto" and settings.tools is not Tools.prompt:
         from mtgrpo.rollout.renderer_chat import RendererChat, known_config  # noqa: PLC0415  takes a second to import
 
         config = known_config(name)
-        if config is not None and (chat := RendererChat(tokenizer, config, settings.thinking)).knows_tools:
+        if config is not None and (chat := RendererChat(tokenizer, config, settings.thinking, ends)).knows_tools:
             return chat
-    return TemplateChat(tokenizer, _template_source(tokenizer, settings.template), settings)
+    return TemplateChat(tokenizer, _template_source(tokenizer, settings.template), settings, ends)
 
 
 def chatml() -> str:
@@ -149,7 +155,7 @@ class TemplateChat(Chat):
     and which fields are empty) and replayed; where contents change the glue, the template is rendered after all.
     """
 
-    def __init__(self, tokenizer: Any, source: str, settings: ChatSettings) -> None:
+    def __init__(self, tokenizer: Any, source: str, settings: ChatSettings, ends: Sequence[int] = ()) -> None:
         self._wire = Wire(tokenizer)
         self._template = Template(tokenizer, source, self._wire)
         lacking = lacks_for_tools(self._template)
@@ -169,11 +175,13 @@ class TemplateChat(Chat):
         self._space = " " if spaced else ""  # that the tokenizer puts before what the model says
         self._inside_thinking = bool(re.search(r"<think>\s*$", self._prompt))
         self._turn_end = self._find_turn_end()
+        said = self._template.try_render([USER, Message("assistant", ANCHOR)]) or ""
+        self._ends_at_once = said.partition(ANCHOR)[2].startswith(self._turn_end)
         self._end = self._turn_end or tokenizer.eos_token
         if not self._end:
             raise ConfigError("the chat template ends a turn with no special token and the tokenizer has no eos token")
-        ends = (self._wire.added.get(self._end), tokenizer.eos_token_id)
-        self.stop_ids = tuple(dict.fromkeys(token for token in ends if token is not None))
+        stops: list[int | None] = [self._wire.added.get(self._end), tokenizer.eos_token_id, *ends]
+        self.stop_ids = tuple(dict.fromkeys(token for token in stops if token is not None))
         self._format, self._no_tools = self._find_format()
         self._one_call = self._template.try_render([USER, say_calls(2)]) is None
         self._separator = self._find_separator()
@@ -193,7 +201,12 @@ class TemplateChat(Chat):
         self._schemas.update((tool.name, tool.parameters) for tool in tools)
         return self._wire.encode(self._template.render_or_refuse(messages, tools, prompt=True))
 
-    def extend(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int] | None:
+    def extend(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec], ended: int | None = None
+    ) -> list[int] | None:
+        open_turn = ended is not None and ended not in self.stop_ids  # sampling.stop_ids ended it
+        if ended not in (None, self.stop_ids[0]) and not (open_turn and self._ends_at_once):
+            return None  # in the place of another end of turn the template writes its own
         if self._thinking is Thinking.strip and self._strips(history, new):
             return None
         calls = bool(history[-1].tool_calls)
@@ -205,7 +218,9 @@ class TemplateChat(Chat):
             text = glue.fill([self._wire.escape(text) for text in _texts(new)])
         else:
             text = self._extension(calls, bool(tools), new)
-        return None if text is None else self._wire.encode_after(self._turn_end, text)
+        if text is None:
+            return None
+        return self._wire.encode_after("" if open_turn else self._turn_end, self._turn_end * open_turn + text)
 
     def parse(self, output: Sequence[int]) -> Message:
         end = len(output) - 1 if output and output[-1] in self.stop_ids else len(output)

@@ -182,7 +182,7 @@ class _Playing:
         if answers:
             self._all.append((turn.message, *answers))
         self._steps = [*before, (turn.message, *told)]
-        extension = self._extension(before, turn.message, told)
+        extension = self._extension(before, turn, told)
         whole = [*self._context, *turn.output, *extension] if extension is not None else self._open(self._messages())
         self._count_tool_tokens(len(extension) if extension is not None else self._spelled(answers), most)
         due = asked or self._condenser.when is When.every_turn or len(whole) > self._budget
@@ -234,7 +234,7 @@ class _Playing:
         """What the policy says to `question` after all of this, in a turn that the environment never sees."""
         if self.trajectory.turns[-1].aside:
             raise ConfigError(f"condenser {self._condenser.name} asked the policy twice; it may once")
-        extension = self._extension(before, turn.message, [*answers, question])
+        extension = self._extension(before, turn, [*answers, question])
         context = [*self._context, *turn.output, *(extension or [])]
         room = self._limits.context_tokens - self._longest_aside
         if extension is not None and len(context) <= room:
@@ -284,9 +284,9 @@ class _Playing:
     def _count(self, messages: Sequence[Message]) -> int:
         return len(self._open(messages))
 
-    def _extension(self, before: Sequence[Step], said: Message, answers: Sequence[Message]) -> list[int] | None:
-        history = [*self._opening, *(message for step in before for message in step), said]
-        return self._chat.extend(history, answers, self._tools)
+    def _extension(self, before: Sequence[Step], turn: Turn, answers: Sequence[Message]) -> list[int] | None:
+        history = [*self._opening, *(message for step in before for message in step), turn.message]
+        return self._chat.extend(history, answers, self._tools, turn.output[-1])
 
     def _spelled(self, answers: Sequence[Message]) -> int:
         return sum(len(self._chat.encode(Message("assistant", message.content))) for message in answers)

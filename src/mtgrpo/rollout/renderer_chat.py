@@ -30,7 +30,9 @@ class RendererChat(Chat):
     without: it reads special tokens out of the replies of tools.
     """
 
-    def __init__(self, tokenizer: Any, config: renderers.BaseRendererConfig, thinking: Thinking) -> None:
+    def __init__(
+        self, tokenizer: Any, config: renderers.BaseRendererConfig, thinking: Thinking, ends: Sequence[int] = ()
+    ) -> None:
         self._wire = Wire(tokenizer)
         safe = _SafeTokenizer(tokenizer, self._wire)
         library: Any = renderers  # partly untyped
@@ -38,7 +40,9 @@ class RendererChat(Chat):
         self._renderer: Any = library.create_renderer(safe, config.model_copy(update={"thinking_retention": "all"}))
         self._stripping: Any = library.create_renderer(safe, config) if thinking is Thinking.strip else None
         self._tools: dict[str, dict[str, Any]] = {}
-        self.stop_ids = tuple(dict.fromkeys(self._renderer.get_stop_token_ids()))
+        own_ends = list(self._renderer.get_stop_token_ids())
+        self._other_ends = set(ends) - set(own_ends)
+        self.stop_ids = tuple(dict.fromkeys([*own_ends, *ends]))
         self._prompt = self._render([USER])
         self.knows_tools = self._render([USER], [PROBE_TOOL]) != self._prompt
         self._endings = {calls: self.encode(_sample(calls)) for calls in (False, True)}
@@ -51,9 +55,15 @@ class RendererChat(Chat):
         except ValueError as problem:
             raise ConfigError(f"the model's chat template refuses the conversation: {problem}") from problem
 
-    def extend(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int] | None:
+    def extend(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec], ended: int | None = None
+    ) -> list[int] | None:
         # What follows a turn depends on how it ended, not on what was said before: a short conversation stands for it.
         before, said = self._prompt, self._endings[bool(history[-1].tool_calls)]
+        if ended in self.stop_ids and ended != said[-1]:
+            return None  # the template writes its own end of turn in its place
+        if ended is not None and ended != said[-1]:
+            said = said[:-1]  # the library closes the turn
         added = self._messages(new)
         specs = [self._tool(tool) for tool in tools] or None
         renderer = self._renderer
@@ -66,6 +76,8 @@ class RendererChat(Chat):
         return bridged.token_ids[len(present) :]
 
     def parse(self, output: Sequence[int]) -> Message:
+        if output and output[-1] in self._other_ends:
+            output = output[:-1]
         try:
             said = self._renderer.parse_response(
                 list(output), tools=list(self._tools.values()) or None, prompt_ids=self._prompt
