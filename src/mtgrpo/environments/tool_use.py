@@ -88,7 +88,7 @@ class ToolUse(Environment):
         # Every call is waited for, also after one has failed: nothing of this conversation runs on behind its back.
         answers = await asyncio.gather(*map(self._answer, message.tool_calls))
         answered = list(zip(message.tool_calls, answers, strict=True))
-        failed = [(call.name, answer.outage) for call, answer in answered if answer.outage]
+        failed = [(call.name, answer.outage) for call, answer in answered if answer.outage is not None]
         outages = [f"the tool {name} failed: {type(error).__name__}: {error}" for name, error in failed]
         if outages and self.on_outage is OnOutage.fail:
             raise OutageError(outages[0]) from failed[0][1]
