@@ -122,7 +122,16 @@ def versus_trl_135m() -> str:
         ratio = "" if side == "ours" else f"{by['seconds'] / detail['ours']['seconds']:.1f}"
         memory = f"{by['peak_bytes'] / 2**30:.1f} GiB"
         rows.append([label, *times, ratio, memory, str(len(by["every_step_s"]))])
-    return table(["", "a step", "rollouts", "training", "of ours", "peak memory", "steps measured"], rows)
+    head = [
+        f"prompts of {detail['prompt_tokens']:.0f}",
+        "a step",
+        "rollouts",
+        "training",
+        "of ours",
+        "peak memory",
+        "steps",
+    ]
+    return table(head, rows)
 
 
 def smollm2() -> str:

@@ -1,9 +1,10 @@
 """Whole training steps of a real model, SmolLM2-135M-Instruct, by us and by TRL's GRPOTrainer: seconds and memory.
 
-Recipe smollm2 with its two worked examples, prompts of about 150 tokens, one turn of at most 48 new tokens, 8 tasks x 8
-conversations, in float32. Model, prompts token for token, order of tasks, sampling, optimiser and loss are the same
-on both sides (trl_side.py), and so is a reward that differs in every group: here a group that is rewarded alike is not
-trained, TRL trains it. That no group is left out is checked at every step.
+Recipe smollm2 (worked examples before the problem, one turn of at most 48 new tokens), 8 tasks x 8 conversations, in
+float32. Model, prompts token for token, order of tasks, sampling, optimiser and loss are the same on both sides
+(trl_side.py), and so is a reward that differs in every group: here a group that is rewarded alike is not trained, TRL
+trains it. That no group is left out is checked at every step. The worked examples are computed once here and for every
+conversation there, so the ratio depends on their length, which stands in the result.
 
     trl        as it comes: the whole batch in one micro-batch, activation checkpointing
     trl_best   no checkpointing; the best of 8, 4, 2 and 1 rows per micro-batch in one step on a quarter of the batch
@@ -17,17 +18,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from record import finish
 from smollm2 import MODEL
 from versus_trl import HERE, THREADS, Side, Step, ours, report, summary, trl
+
+from mtgrpo.compose import compose, parse
+from mtgrpo.run import check
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,14 @@ class Scale:
 
 FULL = Scale(prompts=8, siblings=8, new_tokens=48, rows=(8, 4, 2, 1))
 QUICK = Scale(prompts=1, siblings=2, new_tokens=8, rows=(2, 1))
+
+
+def prompt_tokens(words: Sequence[str]) -> float:
+    """How long the prompts of the first step are, on average."""
+    experiment = compose(parse(words)).experiment
+    inputs = check(experiment)
+    tasks = islice(inputs.tasks, experiment.rollout.prompts_per_step)
+    return statistics.mean(len(inputs.chat.open(task.messages, ())) for task in tasks)
 
 
 def sweep(scale: Scale, threads: int, folder: Path) -> dict[int, float]:
@@ -141,7 +155,12 @@ def main() -> None:
     detail = measure(scale, given.rounds, given.rounds_default, given.threads)
     ratios = ratios_of(detail)
     print(json.dumps(ratios, indent=1))
-    settings = {"model": "SmolLM2-135M-Instruct", "threads": given.threads, "trl_version": version("trl")}
+    settings = {
+        "model": "SmolLM2-135M-Instruct",
+        "prompt_tokens": prompt_tokens(scale.words()),
+        "threads": given.threads,
+        "trl_version": version("trl"),
+    }
     finish("versus_trl_135m", ratios, detail | settings, None if given.quick else "versus_trl_135m.json")
 
 

@@ -18,6 +18,7 @@ from mtgrpo.model import tiny
 from mtgrpo.tasks import Split
 from mtgrpo.types import Finish, Message, Status, Task, Trajectory, Turn
 
+EXAMPLES = ("[]", "[{role: user, content: one and two}, {role: assistant, content: it is a sum of three}]")
 RECORD = Path(__file__).resolve().parent.parent / "benchmarks" / "record.py"
 
 
@@ -238,7 +239,7 @@ def test_a_table_without_results_says_so(tmp_path: Path, monkeypatch: pytest.Mon
         "| 0.600 (0.55-0.65) |  |\n"
     ) in report.filled(marked)
     side = {"rollout_s": 8.0, "train_s": 9.0, "peak_bytes": 5 * 2**30, "every_step_s": [17.0]}
-    detail = {"rows": 8, "ours": side | {"seconds": 17.0}} | dict.fromkeys(
+    detail = {"rows": 8, "prompt_tokens": 139.5, "ours": side | {"seconds": 17.0}} | dict.fromkeys(
         ("trl", "trl_best"), side | {"seconds": 340.0}
     )
     (tmp_path / "versus_trl_135m.json").write_text(json.dumps({"ratios": {}, "detail": detail}))
@@ -255,13 +256,16 @@ def test_a_step_that_trains_less_than_it_sampled_is_refused(monkeypatch: pytest.
             versus.checked(step)
 
 
-def test_both_trainers_of_the_real_model_see_worked_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_trainers_of_the_real_model_train_64_conversations_of_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(RECORD.parent)
-    experiment = compose(parse(load_file(RECORD.parent / "versus_trl_135m.py").FULL.words())).experiment
-    task = next(experiment.task.open(Split.train, 0))
-    assert [message.role for message in task.messages] == ["user", "assistant"] * 2 + ["user"]
-    assert task.messages[1].content.count("\n#### ") == 1
+    versus = load_file(RECORD.parent / "versus_trl_135m.py")
+    experiment = compose(parse(versus.FULL.words())).experiment
     assert (experiment.rollout.prompts_per_step, experiment.rollout.group_size) == (8, 8)
+    assert type(experiment.environment).__name__ == "SingleTurn" and experiment.sampling.max_new_tokens == 48
+    lengths = {
+        n: versus.prompt_tokens([*versus.FULL.words(), "model.name=tiny", f"task.examples={n}"]) for n in EXAMPLES
+    }
+    assert lengths[EXAMPLES[0]] + 10 < lengths[EXAMPLES[1]]
 
 
 def test_the_ratios_against_trl_are_of_whole_steps_and_whole_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,7 @@ from mtgrpo.compose import compose, parse
 from mtgrpo.extension import load_file
 from mtgrpo.model import tiny
 from mtgrpo.model.load import load_model
+from mtgrpo.model.smollm2 import fetch
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.run import check
@@ -47,9 +47,7 @@ def weights(tmp_path: Path) -> Path:
 @pytest.fixture
 def smollm2() -> str:
     """A real model."""
-    if "MTGRPO_SMOLLM2" not in os.environ:
-        pytest.skip("MTGRPO_SMOLLM2 names no folder with SmolLM2-135M-Instruct")
-    return os.environ["MTGRPO_SMOLLM2"]
+    return str(fetch())
 
 
 def conversation(prompt: list[int], turns: int, rng: random.Random) -> Trajectory:
