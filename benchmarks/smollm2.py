@@ -153,11 +153,13 @@ def ratios_of(recipes: Mapping[str, Mapping[int, Mapping[str, Found]]]) -> dict[
     }
 
 
-def run_seed(start: Start, arms: Iterable[str]) -> dict[str, Found]:
-    """The arms of one recipe and seed, one after another."""
+def run_seed(start: Start, arms: Iterable[str], kept_only: bool) -> dict[str, Found]:
+    """The arms of one recipe and seed, one after another; perhaps those alone that are kept."""
     found: dict[str, Found] = {}
     for name in ("before", *arms):
         if name == "lora" and (start.recipe, start.seed) != LORA:
+            continue
+        if kept_only and not (start.folder / name / "held_out" / "summary.json").exists():
             continue
         where, began = f"{start.recipe}, seed {start.seed}, {name}", time.perf_counter()
         print(f"{time.strftime('%H:%M')}  {where} ...", flush=True)
@@ -220,6 +222,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--folder", type=Path, default=Path("outputs/benchmarks/smollm2"), help="keeps finished arms")
     parser.add_argument("--set", nargs="*", default=[], help="more overrides for every arm, e.g. trainer.steps=5")
+    parser.add_argument("--kept", action="store_true", help="report the arms that are kept, run none")
     parser.add_argument("--quick", action="store_true", help="two steps of two groups, four tasks; its folder is apart")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(given.threads)
@@ -228,7 +231,7 @@ def main() -> None:
     wanted = [(recipe, seed) for recipe in given.recipes for seed in given.seeds]
     starts = [begin(recipe, seed, root / recipe / f"seed_{seed}", extra) for recipe, seed in wanted]
     with ThreadPoolExecutor(given.jobs) as pool:
-        running = [pool.submit(run_seed, start, given.arms) for start in starts]
+        running = [pool.submit(run_seed, start, given.arms, given.kept) for start in starts]
     recipes: dict[str, dict[int, dict[str, Found]]] = {recipe: {} for recipe in given.recipes}
     for (recipe, seed), done in zip(wanted, running, strict=True):
         recipes[recipe][seed] = done.result()
