@@ -34,6 +34,14 @@ CASES = {
     "2m_turns": "2.2 M, prompts of 200, up to 9 turns",
 }
 
+OUTAGES = {
+    "never": "no attempt fails",
+    "anew": "the conversation is played anew, then left out",
+    "told": "the model is told",
+    "fail": "4 more attempts at the call, then anew (the default)",
+    "observe": "4 more attempts at the call, then told",
+}
+
 
 def read(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Ratios and detail of one benchmark."""
@@ -260,6 +268,29 @@ def ledger() -> str:
     return table(head, rows)
 
 
+def outages() -> str:
+    """A frozen policy with a calculator that fails."""
+    _, detail = read("outages")
+    rows: list[list[str]] = []
+    for name, run in detail["runs"].items():
+        arm, _, rate = name.partition(".")
+        cells = ["{:.3f} ({:.3f}-{:.3f})".format(*run[measure]) for measure in ("tool_rate", "turns", "success")]
+        push = "{:.3f} ({:.3f}-{:.3f})".format(*run["push"])
+        rows.append([f"{float(rate or 0):.0%}", OUTAGES[arm], *cells, push, f"{run['failed']:.1%}"])
+    head = ["attempts that fail", "what happens then", "call", "turns", "success", "calling and reward", "left out"]
+    return table(head, rows)
+
+
+def outages_learned() -> str:
+    """Training with a calculator that fails."""
+    _, detail = read("outages")
+    rows = [
+        [OUTAGES[arm], ", ".join(f"{success:.3f}" for success in found), f"{statistics.mean(found):.3f}"]
+        for arm, found in detail["learned"].items()
+    ]
+    return table(["what happens then", "held-out success, by seed", "mean"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -277,6 +308,8 @@ TABLES: dict[str, Callable[[], str]] = {
         credit,
         corrections,
         ledger,
+        outages,
+        outages_learned,
     )
 }
 

@@ -16,7 +16,7 @@ from mtgrpo.compose import compose, parse
 from mtgrpo.extension import load_file
 from mtgrpo.model import tiny
 from mtgrpo.tasks import Split
-from mtgrpo.types import Finish, Message, Status, Task, Trajectory, Turn
+from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
 
 EXAMPLES = ("[]", "[{role: user, content: one and two}, {role: assistant, content: it is a sum of three}]")
 RECORD = Path(__file__).resolve().parent.parent / "benchmarks" / "record.py"
@@ -117,6 +117,21 @@ def test_the_sampling_benchmark_plays_the_same_conversations_on_all_sides(monkey
     played[1][0][0].pop()
     with pytest.raises(AssertionError, match="3 tokens where 4"):
         rollout.check(conversations, played)
+
+
+def test_the_benchmark_of_failing_tools_describes_what_would_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    outages = load_file(RECORD.parent / "outages.py")
+    task = Task("1", ())
+    right = Trajectory(task, reward=1.0, tool_calls=2, tool_retries=3)
+    wrong, failed = Trajectory(task), Trajectory(task, status=Status.FAILED)
+    found = outages.describe([Group(task, [right, wrong]), Group(task, [wrong, failed])] * 200)
+    assert (found["failed"], found["retries"]) == (0.25, 0.75)
+    mean, low, high = found["tool_rate"]
+    assert mean == pytest.approx(1 / 3, abs=1e-4)
+    # of the standard error of a ratio: the residuals of a pair are 1/3, of a single one -1/3, of 400 groups with 1.5
+    assert (high - low) / 2 == pytest.approx(1.96 * (1 / 3) / 1.5 / 400**0.5, rel=0.1)
+    assert found["push"] == [0.25, 0.25, 0.25]  # 1 - 1/2 of each pair; nothing is compared with a single one
 
 
 @pytest.mark.parametrize("name", ["BENCHMARKS.md", "README.md"])

@@ -106,7 +106,11 @@ def merged(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     if type(layer) is AdaptedLinear and not layer.lora_variant and not any(layer.lora_bias.values()):
         found = merged(layer.get_base_layer())
         return found and (found[0] + layer.get_delta_weight(_ADAPTER), found[1])
-    return (layer.weight, layer.bias) if type(layer) in (nn.Linear, OneDNNLinear) else None
+    return (
+        (layer.weight, layer.bias)
+        if isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, OneDNNLinear)
+        else None
+    )
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
