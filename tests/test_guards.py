@@ -160,7 +160,7 @@ def dynamic(rotary: Any, module: Any, x: Tensor, positions: Tensor) -> Any:
 
 
 def siblings_see_one_another(init: Any, visibility: Any, depth: Tensor, ends: Tensor, *rest: Any) -> None:
-    init(visibility, depth, ends.clamp(min=len(ends) // 2), *rest)
+    init(visibility, depth, ends.clamp(min=len(ends)), *rest)
 
 
 def no_rest(pieces: Any, *arguments: Any) -> Any:
