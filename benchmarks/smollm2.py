@@ -5,7 +5,7 @@
 For every recipe and seed, from the weights as they were published:
 
     grpo       the recipe as it is
-    shuffled   the same with advantages permuted over the batch, half of the steps: must not learn
+    shuffled   the same with advantages permuted over the batch, half of the steps: has no signal
     own        supervised steps on the policy's own successes, sampled anew each step, for as many seconds as GRPO took
     lora       GRPO of adapters in place of the weights; one recipe and seed
 
