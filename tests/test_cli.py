@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -661,3 +662,13 @@ def test_the_module_is_the_command() -> None:
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == "mtgrpo: there is no command 'trian'; did you mean train?\n"
+
+
+@pytest.mark.parametrize("given", [None, "active"])
+def test_threads_wait_without_spinning_unless_asked_to(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert os.environ["OMP_WAIT_POLICY"] == (given or "passive")

@@ -71,6 +71,9 @@ class Job:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and leave the process with its exit code."""
+    # Threads that spin while they wait for one another take the cores from whatever else runs: a training step took 25
+    # times as long beside two other processes. OpenMP reads this when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         code = run_command(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
