@@ -479,6 +479,38 @@ def test_different_prompts_share_what_they_begin_with(monkeypatch: pytest.Monkey
     assert together == alone
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_worked_examples_before_many_prompts_are_computed_once(leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt with siblings is a prefix of its own; their common beginning, longer than a step, is copied.
+
+    With `leaves` the conversations whose prompt would compute it are cancelled while the others wait for it.
+    """
+    counts = count_tokens(monkeypatch)
+    model = make_model(DType.float64)
+    engine = Local().start(model, True, 1024)
+    examples = [20 + i * 7 % 900 for i in range(600)]
+    prompts = [[*examples, *(30 + task + i for i in range(20 + task))] for task in range(4)]
+
+    async def one(task: int, sibling: int) -> Played:
+        async with engine.conversation(Key(0, "a", str(task), sibling)) as sample:
+            return Played([prompts[task]], [await sample(prompts[task], Sampling(max_new_tokens=2))])
+
+    async def run() -> list[Played]:
+        running = [asyncio.create_task(one(task, sibling)) for task in range(4) for sibling in range(5)]
+        while leaves and len(counts) < 1:
+            await asyncio.sleep(0)
+        for conversation in running[:5] if leaves else []:
+            conversation.cancel()
+        return [found for found in await asyncio.gather(*running, return_exceptions=True) if isinstance(found, Played)]
+
+    found = asyncio.run(run())
+    assert len(found) == (15 if leaves else 20)
+    assert max(differences(model, found, 1.0)) <= 1e-9
+    once = 600 + sum(len(prompt) - 601 for prompt in prompts)
+    assert sum(counts) - 2 * len(found) <= once + (620 if leaves else 0)  # what was computed for those that left
+    assert not engine._schedule._prefixes
+
+
 def test_a_sibling_that_comes_later_finds_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = count_tokens(monkeypatch)
     engine = Local().start(make_model(), False, 1024)

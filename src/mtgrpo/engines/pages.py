@@ -48,6 +48,7 @@ class Prefix(Stored):
     wanted: list[int] = field(default_factory=list[int])  # all its tokens; `tokens` are those that are there yet
     users: int = 0
     shared: bool = True  # whether more may join
+    source: Prefix | None = None  # begins alike: what both have in common is copied once it is there
 
     @property
     def missing(self) -> int:
@@ -78,6 +79,15 @@ class Pool:
     def reserve(self, stored: Stored, tokens: int) -> None:
         """Make room for `tokens` more tokens, for which there must be enough free pages. The first pages go first."""
         stored.pages.extend(heappop(self._free) for _ in range(self.missing(stored, tokens)))
+
+    def copy(self, source: Stored, target: Stored, count: int) -> None:
+        """Give `target`, of which nothing is there yet but the room, the first `count` tokens of `source`."""
+        for buffer in (*self.keys, *self.values):
+            for i, (page, own) in enumerate(zip(source.pages, target.pages, strict=False)):
+                filled = min(count - i * self.length, self.length)
+                if filled > 0:
+                    buffer[own, :, :filled] = buffer[page, :, :filled]
+        target.tokens.extend(source.tokens[:count])
 
     def cut(self, stored: Stored, count: int) -> None:
         """Keep the first `count` tokens of `stored` (its prefix not counted) and take back the other pages."""

@@ -103,6 +103,7 @@ class Schedule:
         """What is stored stays with the conversations that have it; others begin anew."""
         for prefix in self._prefixes:
             prefix.shared = False
+            prefix.source = None
 
     def next(self) -> list[tuple[Row, Request | None]]:
         """What the next step computes: rows, each with the request that is complete after it and can be sampled."""
@@ -120,7 +121,7 @@ class Schedule:
             prefix, end = stored.prefix, stored.end
             pending = len(request.tokens) - end
             if prefix and prefix.missing and id(prefix) not in planned:
-                new = prefix.wanted[len(prefix.tokens) :][:room]
+                new = [] if self._waits(prefix) else prefix.wanted[len(prefix.tokens) :][:room]
                 room -= len(new)
                 planned[id(prefix)] = prefix.missing - len(new)
                 if new:
@@ -133,6 +134,26 @@ class Schedule:
                 request.conversation.used = self._step
                 rows.append((Row(stored, request.tokens[end : end + count]), request if count == pending else None))
         return [(row, request) for row, request in rows if not isinstance(row.stored, Prefix) or row.stored.users]
+
+    def _waits(self, prefix: Prefix) -> bool:
+        """Whether its beginning is being computed for another prefix; copies it as soon as it is there."""
+        if (source := prefix.source) is None:
+            return False
+        count = _common(source.wanted, prefix.wanted)
+        if len(source.tokens) >= count:
+            self._pages.prefixes.copy(source, prefix, count)
+            prefix.source = None
+            return False
+        if any(request.conversation.stored.prefix is source for request in self._running):
+            return True
+        self._replace_source(source)
+        return self._waits(prefix)
+
+    def _replace_source(self, source: Prefix) -> None:
+        """Nobody computes `source` now: the first of those that wait for it computes what they have in common."""
+        waiting = [prefix for prefix in self._prefixes if prefix.source is source]
+        for prefix in waiting:
+            prefix.source = waiting[0] if prefix is not waiting[0] else None
 
     def _fits(self, stored: Stored, count: int) -> bool:
         """Whether its pages hold `count` more tokens."""
@@ -182,7 +203,7 @@ class Schedule:
         """Give requests of which nothing is stored a prefix: an old one, or what they begin with themselves.
 
         Also one that is alone, for siblings that come later. Stored is the prefix once, and the rest for each request;
-        requests with different prompts have a prefix in common where less is stored then.
+        requests with different prompts have a prefix in common where no more is computed then.
         """
         prompts: dict[tuple[int, ...], list[Request]] = {}
         for request in fresh:
@@ -199,7 +220,8 @@ class Schedule:
             shared = _common(common, tokens)
             together = shared + sum(len(r.tokens) - 1 - shared for r in (*group, *requests))
             apart = len(common) + sum(len(r.tokens) - 1 - len(common) for r in group) + len(tokens)
-            if group and shared >= SHORTEST_PREFIX and together < apart:
+            # With a prefix of their own they compute `apart - shared` tokens, since `shared` of them are copied.
+            if group and shared >= SHORTEST_PREFIX and together <= apart - shared:
                 group, common = [*group, *requests], common[:shared]
             else:
                 self._begin_prefix(group, common)
@@ -207,10 +229,16 @@ class Schedule:
         self._begin_prefix(group, common)
 
     def _begin_prefix(self, group: Sequence[Request], common: list[int]) -> None:
-        """Store `common` once for all of `group`, if there is room; else each stores it."""
+        """Store `common` once for all of `group`, if there is room; else each stores it.
+
+        What another prefix begins with too is computed once.
+        """
         prefix, pool = Prefix(wanted=common), self._pages.prefixes
         if len(common) >= SHORTEST_PREFIX and pool.missing(prefix, len(common)) <= pool.free:
             pool.reserve(prefix, len(common))
+            alike = {p: _common(p.wanted, common) for p in self._prefixes if p.shared}
+            source = max(alike, key=lambda p: alike[p], default=None)
+            prefix.source = source if source and alike[source] >= SHORTEST_PREFIX else None
             self._prefixes.append(prefix)
             self._attach(group, prefix)
 
@@ -241,6 +269,7 @@ class Schedule:
             if not prefix.users:
                 self._pages.prefixes.cut(prefix, 0)
                 self._prefixes.remove(prefix)
+                self._replace_source(prefix)
 
 
 def _common(a: list[int], b: list[int]) -> int:
