@@ -4,7 +4,7 @@ Recipe smollm2 (worked examples before the problem, one turn of at most 48 new t
 float32. Model, prompts token for token, order of tasks, sampling, optimiser and loss are the same on both sides
 (trl_side.py), and so is a reward that differs in every group: here a group that is rewarded alike is not trained, TRL
 trains it. That no group is left out is checked at every step. The worked examples are computed once here and for every
-conversation there, so the ratio depends on their length, which stands in the result.
+conversation there, so the ratio depends on their number: the recipe's two, and four.
 
     trl        as it comes: the whole batch in one micro-batch, activation checkpointing
     trl_best   no checkpointing; the best of 8, 4, 2 and 1 rows per micro-batch in one step on a quarter of the batch
@@ -22,7 +22,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -34,6 +34,9 @@ from versus_trl import HERE, THREADS, Side, Step, ours, report, summary, trl
 
 from mtgrpo.compose import compose, parse
 from mtgrpo.run import check
+from mtgrpo.tasks import Split
+from mtgrpo.tasks.one_step import OneStep
+from mtgrpo.types import Message
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Scale:
     siblings: int
     new_tokens: int
     rows: Sequence[int]  # per micro-batch of trl_best: what is tried
+    examples: int = 0  # worked ones before the problem; 0 = the recipe's two
 
     def words(self) -> list[str]:
         """Of `mtgrpo train`."""
@@ -58,6 +62,7 @@ class Scale:
             f"reward={HERE / 'spread.py'}:Spread",
             "optimizer.lr=1e-5",  # so that both sides go on sampling the same
             "optimizer.schedule=constant",
+            *([f"task.examples={worked(self.examples)}"] if self.examples else []),
         ]
 
     def settings(self, rows: int, prompts: int) -> dict[str, Any]:
@@ -67,7 +72,18 @@ class Scale:
 
 
 FULL = Scale(prompts=8, siblings=8, new_tokens=48, rows=(8, 4, 2, 1))
+FEW_SHOT = replace(FULL, examples=4)
 QUICK = Scale(prompts=1, siblings=2, new_tokens=8, rows=(2, 1))
+
+
+def worked(count: int) -> str:
+    """The messages of `count` examples that no task repeats, as the command line takes them."""
+    source = OneStep(operators="+*", largest=29, largest_factor=10)
+    messages: list[Message] = []
+    for task in islice(source.open(Split.train, seed=2**31), count):
+        messages += [*task.messages, *source.demonstration(task, 0)]
+    listed = [f'{{role: {message.role}, content: "{message.content}"}}' for message in messages]
+    return f"[{', '.join(listed)}]"
 
 
 def prompt_tokens(words: Sequence[str]) -> float:
@@ -97,7 +113,7 @@ def checked(step: Step) -> Step:
     return step
 
 
-def measure(scale: Scale, rounds: int, rounds_default: int, threads: int) -> dict[str, Any]:
+def measure(case: str, scale: Scale, rounds: int, rounds_default: int, threads: int) -> dict[str, Any]:
     """The sweep, then ours in turns with each of the rivals."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -122,7 +138,7 @@ def measure(scale: Scale, rounds: int, rounds_default: int, threads: int) -> dic
     for name, of in steps.items():
         detail[name] = summary(of, loaded[name]) | {"peak_bytes": of[-1]["peak_bytes"]}
     for name in steps:
-        report("135m", name, detail[name], detail["ours"])
+        report(case, name, detail[name], detail["ours"])
     return detail
 
 
@@ -133,35 +149,31 @@ def taken(name: str, side: Side) -> Step:
     return step
 
 
-def ratios_of(detail: dict[str, Any]) -> dict[str, float | None]:
+def ratios_of(cases: dict[str, dict[str, Any]]) -> dict[str, float | None]:
     """By the names of the targets."""
-    own = detail["ours"]
-    return {
-        "versus_trl.135m": round(detail["trl"]["seconds"] / own["seconds"], 3),
-        "versus_trl.135m_best": round(detail["trl_best"]["seconds"] / own["seconds"], 3),
-        "versus_trl.135m_memory": round(own["peak_bytes"] / detail["trl"]["peak_bytes"], 3),
-    }
+    ratios: dict[str, float | None] = {}
+    for name, detail in cases.items():
+        own = detail["ours"]
+        ratios[f"versus_trl.{name}"] = round(detail["trl"]["seconds"] / own["seconds"], 3)
+        ratios[f"versus_trl.{name}_best"] = round(detail["trl_best"]["seconds"] / own["seconds"], 3)
+        ratios[f"versus_trl.{name}_memory"] = round(own["peak_bytes"] / detail["trl"]["peak_bytes"], 3)
+    return ratios
 
 
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="steps of trl_best")
+    parser.add_argument("--rounds", type=int, default=2, help="steps of trl_best")
     parser.add_argument("--rounds-default", type=int, default=1, help="steps of trl")
     parser.add_argument("--threads", type=int, default=THREADS, help="of every side")
     parser.add_argument("--quick", action="store_true", help="1 task x 2 conversations of 8 tokens; writes no file")
     given = parser.parse_args()
-    scale = QUICK if given.quick else FULL
-    detail = measure(scale, given.rounds, given.rounds_default, given.threads)
-    ratios = ratios_of(detail)
+    cases = {"135m": QUICK} if given.quick else {"135m": FULL, "135m_4_shot": FEW_SHOT}
+    found = {name: measure(name, cases[name], given.rounds, given.rounds_default, given.threads) for name in cases}
+    ratios = ratios_of(found)
     print(json.dumps(ratios, indent=1))
-    settings = {
-        "model": "SmolLM2-135M-Instruct",
-        "prompt_tokens": prompt_tokens(scale.words()),
-        "threads": given.threads,
-        "trl_version": version("trl"),
-    }
-    finish("versus_trl_135m", ratios, detail | settings, None if given.quick else "versus_trl_135m.json")
+    settings = {"model": "SmolLM2-135M-Instruct", "threads": given.threads, "trl_version": version("trl")}
+    finish("versus_trl_135m", ratios, found | settings, None if given.quick else "versus_trl_135m.json")
 
 
 if __name__ == "__main__":

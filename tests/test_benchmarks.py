@@ -257,8 +257,8 @@ def test_a_table_without_results_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     detail = {"rows": 8, "prompt_tokens": 139.5, "ours": side | {"seconds": 17.0}} | dict.fromkeys(
         ("trl", "trl_best"), side | {"seconds": 340.0}
     )
-    (tmp_path / "versus_trl_135m.json").write_text(json.dumps({"ratios": {}, "detail": detail}))
-    assert "| TRL | 340.0 s | 8.0 s | 9.0 s | 20.0 | 5.0 GiB | 1 |\n" in report.versus_trl_135m()
+    (tmp_path / "versus_trl_135m.json").write_text(json.dumps({"ratios": {}, "detail": {"135m": detail, "threads": 2}}))
+    assert "| 140 | TRL | 340.0 s | 8.0 s | 9.0 s | 20.0 | 5.0 GiB | 1 |\n" in report.versus_trl_135m()
 
 
 def test_a_step_that_trains_less_than_it_sampled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +281,9 @@ def test_both_trainers_of_the_real_model_train_64_conversations_of_one_turn(monk
         n: versus.prompt_tokens([*versus.FULL.words(), "model.name=tiny", f"task.examples={n}"]) for n in EXAMPLES
     }
     assert lengths[EXAMPLES[0]] + 10 < lengths[EXAMPLES[1]]
+    shots = compose(parse(versus.FEW_SHOT.words())).experiment.task.examples
+    assert [message["role"] for message in shots] == ["user", "assistant"] * 4
+    assert all("####" in message["content"] for message in shots[1::2])
 
 
 def test_the_ratios_against_trl_are_of_whole_steps_and_whole_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +295,7 @@ def test_the_ratios_against_trl_are_of_whole_steps_and_whole_processes(monkeypat
         "trl_best": {"seconds": 300.0, "peak_bytes": 8},
     }
     ratios = {"versus_trl.135m": 20.0, "versus_trl.135m_best": 15.0, "versus_trl.135m_memory": 0.5}
-    assert versus.ratios_of(detail) == ratios
+    assert versus.ratios_of({"135m": detail}) == ratios
     assert versus.FULL.settings(rows=8, prompts=2)["micro_batches"] == 2
     assert versus.FULL.settings(rows=2, prompts=8)["micro_batches"] == 32
 
