@@ -1,8 +1,8 @@
 """Does every algorithm learn, and what do credit, corrections and a KL target do? Curves on the embedded default.
 
     algorithms   every algorithm with its own defaults, from the weights of one warm start
-    credit       rewards for right intermediate results, compared turn by turn (credit=turn), against the outcome alone,
-                 from warm starts that seldom succeed
+    credit       rewards for right intermediate results, compared turn by turn (advantage=turn), against the outcome
+                 alone, from warm starts that seldom succeed
     kl           a KL penalty whose coefficient is adapted to a target
     stale        rollout.max_staleness=4: the engine's log-probabilities, decoupled, and interpolated
 
@@ -31,7 +31,7 @@ GOAL = 0.8
 FOLDER = Path("outputs/benchmarks/algorithms")
 LAST = 5  # steps that the reward at the end is the mean of
 SELDOM = "{right: 0.02, wrong_number: 0.04, wrong_operator: 0.18, swapped: 0.12, early: 0.12}"  # the rest, .52, guesses
-CRITIC = ["credit=gae", "model.value_head=true"]
+CRITIC = ["advantage=gae", "model.value_head=true"]
 KL_TARGET = 0.02
 STEPS = {"credit": 70}  # of a run; else 50
 
@@ -56,15 +56,17 @@ GROUPS: dict[str, dict[str, Arm]] = {
     },
     "credit": {
         "outcome alone": Arm([], [f"task.demonstrator={SELDOM}"]),
-        "credit=turn": Arm(
-            ["reward=calculation", "credit=turn", "credit.unbiased=false"], [f"task.demonstrator={SELDOM}"]
+        "advantage=turn": Arm(
+            ["reward=calculation", "advantage=turn", "advantage.unbiased=false"], [f"task.demonstrator={SELDOM}"]
         ),
     },
     "kl": {"kl.target": Arm(["kl.coef=0.1", "kl.estimator=k2", f"kl.target={KL_TARGET}", "kl.adaptation=1"])},
     "stale": {
-        "correction.old=engine": Arm(["rollout.max_staleness=4"]),
-        "decoupled": Arm(["rollout.max_staleness=4", "correction.old=trainer", "correction.weight=token"]),
-        "interpolated": Arm(["rollout.max_staleness=4", "correction.old=interpolated", "correction.weight=token"]),
+        "correction.old_policy=engine": Arm(["rollout.max_staleness=4"]),
+        "decoupled": Arm(["rollout.max_staleness=4", "correction.old_policy=trainer", "correction.weight=token"]),
+        "interpolated": Arm(
+            ["rollout.max_staleness=4", "correction.old_policy=interpolated", "correction.weight=token"]
+        ),
     },
 }
 

@@ -36,8 +36,8 @@ from mtgrpo.batch.forest import Batch, Forest, build_batch, build_forest
 from mtgrpo.batch.packing import Cost, Packing, pack
 from mtgrpo.model import tiny
 from mtgrpo.model.attention import Attention, choose_attention
-from mtgrpo.model.norms import use_lean_norms
-from mtgrpo.model.products import use_onednn
+from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
+from mtgrpo.model.onednn_linear import use_onednn
 from mtgrpo.policy.forward import flops_of, score
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
@@ -100,17 +100,17 @@ def scenarios(size: str, quick: bool) -> dict[str, Scenario]:
 
 
 @dataclass(frozen=True)
-class Work:
+class CooperativeTask:
     """What a side has to compute, by counting."""
 
     tokens: int
     flops: float  # forward and backward, in a causal layout; recomputation does not count
 
 
-def work(cost: Cost, lengths: Sequence[int], reads: int) -> Work:
+def work(cost: Cost, lengths: Sequence[int], reads: int) -> CooperativeTask:
     """Of rows of these lengths (padding included) from which `reads` distributions are read."""
     pairs = sum(n * (n + 1) // 2 for n in lengths)
-    return Work(sum(lengths), 3 * (cost.token * sum(lengths) + cost.pair * pairs + cost.read * reads))
+    return CooperativeTask(sum(lengths), 3 * (cost.token * sum(lengths) + cost.pair * pairs + cost.read * reads))
 
 
 class Sides:
@@ -124,7 +124,7 @@ class Sides:
         self.model = tiny.build_model(self._shape, 0).eval()
         choose_attention(self.model, Attention.forest)
         use_onednn(self.model)
-        use_lean_norms(self.model)
+        use_fused_rms_norm(self.model)
         self.cost = flops_of(self.model)
         self._rival: PreTrainedModel | None = None
         self.turns = [
@@ -167,12 +167,12 @@ class Sides:
                 found[-1][1].extend([False] * len(turn.new_context) + [True] * len(turn.output))
         return found
 
-    def work(self, side: str) -> Work:
+    def work(self, side: str) -> CooperativeTask:
         """What the side computes."""
         if side == "forest":
             packing = self._pack(build_batch(self.trajectories))
             micros = packing.micro_batches[0]
-            return Work(packing.computed, 3 * sum(micro.cost for micro in micros))
+            return CooperativeTask(packing.computed, 3 * sum(micro.cost for micro in micros))
         if side == "per_turn_packed":
             return work(self.cost, [len(context) + len(output) - 1 for context, output, _ in self.turns], self.sampled)
         rows = self.rows(side)

@@ -17,10 +17,10 @@ from typing import Any
 
 from learning import imitate
 
-from mtgrpo.compose import compose, parse
-from mtgrpo.evaluate import describe
-from mtgrpo.log import write_summary
-from mtgrpo.run import Run, open_run
+from mtgrpo.config.compose import compose, parse
+from mtgrpo.record.summary import write_summary
+from mtgrpo.stages.evaluate import describe
+from mtgrpo.stages.run import Run, open_run
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Settings:
 async def measure(run: Run) -> dict[str, Any]:
     """What an evaluation says, and the success of every task by itself."""
     samples, success_at = run.experiment.eval.samples, run.experiment.reward.success_at
-    player = run.player.at("eval", temperature=1.0)
-    groups = await asyncio.gather(*(player.play_group(task, samples) for task in run.held_out))
+    runner = run.runner.at("eval", temperature=1.0)
+    groups = await asyncio.gather(*(runner.run_group(task, samples) for task in run.held_out))
     whole = describe(groups, success_at, samples)
     if whole["failed"]:
         raise RuntimeError(f"{whole['failed']:.0%} of the held-out conversations failed")

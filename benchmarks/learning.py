@@ -30,15 +30,15 @@ import torch
 from record import finish
 
 from mtgrpo.batch.forest import build_batch
-from mtgrpo.compose import compose, parse
-from mtgrpo.evaluate import evaluate_fully
-from mtgrpo.experiment import Experiment
-from mtgrpo.log import write_summary
+from mtgrpo.config.compose import compose, parse
+from mtgrpo.config.experiment import Experiment
 from mtgrpo.policy.optimizer import Optimizer, Schedule
 from mtgrpo.policy.step import Policy
+from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.stream import Stream
-from mtgrpo.run import Run, open_run
-from mtgrpo.sft import negative_log_likelihood
+from mtgrpo.stages.evaluate import evaluate_fully
+from mtgrpo.stages.run import Run, open_run
+from mtgrpo.stages.sft import negative_log_likelihood
 from mtgrpo.types import Status, Trajectory
 
 LEARNING_RATES = (0.02, 0.01, 0.005)  # of the matrices, for the arm `sft`; the warm start's is the first
@@ -95,7 +95,7 @@ async def imitate(run: Run, seconds: float) -> int:
     settings = replace(experiment.optimizer, schedule=Schedule.constant)  # how many steps fit is not known
     optimizer = Optimizer(run.model, settings, 0)
     policy = Policy(run.model, optimizer, experiment.batch.token_budget, 1.0)
-    stream, began, step = Stream(run.player, run.tasks, experiment.rollout), time.perf_counter(), 0
+    stream, began, step = Stream(run.runner, run.tasks, experiment.rollout), time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         groups = (await stream.batch(version=step)).groups
         step += 1

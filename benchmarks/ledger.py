@@ -1,4 +1,4 @@
-"""Can an agent learn what its window does not hold? Pages of amounts, summed up, in a window of 192 tokens.
+"""Can an agent learn what its window does not hold? KVCache of amounts, summed up, in a window of 192 tokens.
 
 Recipe `ledger_tiny`: conversations of 330 to 440 tokens. Every arm has its own warm start (demonstrations in the
 contexts that it would see), then GRPO; held-out success is measured before and after, and every reward is kept.

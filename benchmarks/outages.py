@@ -33,11 +33,11 @@ from typing import Any
 import numpy as np
 from record import finish
 
-from mtgrpo.compose import compose, parse
-from mtgrpo.evaluate import evaluate
+from mtgrpo.config.compose import compose, parse
 from mtgrpo.extension import load_file
-from mtgrpo.run import Run, open_run
-from mtgrpo.trainer import Curve, reinforce
+from mtgrpo.stages.evaluate import evaluate
+from mtgrpo.stages.run import Run, open_run
+from mtgrpo.stages.trainer import Curve, reinforce
 from mtgrpo.types import Group, Status, Trajectory
 
 FOLDER = Path("outputs/benchmarks/outages")
@@ -84,8 +84,8 @@ def play(checkpoint: Path, tasks: int, samples: int, rate: float, arm: str) -> l
     with opened(checkpoint, rate, arm, f"eval.tasks={tasks}") as (run, _):
 
         async def groups() -> list[Group]:
-            player = run.player.at("outages")
-            return list(await asyncio.gather(*(player.play_group(task, samples) for task in run.held_out)))
+            runner = run.runner.at("outages")
+            return list(await asyncio.gather(*(runner.run_group(task, samples) for task in run.held_out)))
 
         return asyncio.run(groups())
 
@@ -98,7 +98,7 @@ def learn(checkpoint: Path, steps: int, rate: float, arm: str, seed: int) -> flo
         async def success() -> float:
             await reinforce(run, Curve())
             tool.rate = 0.0
-            return (await evaluate(run.player, run.held_out, 4))["eval/success"]
+            return (await evaluate(run.runner, run.held_out, 4))["eval/success"]
 
         return asyncio.run(success())
 

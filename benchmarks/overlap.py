@@ -19,7 +19,8 @@ from rollout import LONGEST_CONTEXT, Conversation, workloads
 from slow_tool import delay_s
 
 from mtgrpo.engines import Key
-from mtgrpo.engines.local import Local, LocalEngine
+from mtgrpo.engines.local import Local
+from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.model import tiny
 from mtgrpo.types import Sampling
 

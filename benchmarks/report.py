@@ -201,7 +201,7 @@ def headline() -> str:
 
 
 def staleness() -> str:
-    """Playing ahead of the trainer with slow tools."""
+    """Rollouts ahead of the trainer with slow tools."""
     _, detail = read("async")
     rows: list[list[str]] = []
     for k, runs in detail["runs"].items():

@@ -50,7 +50,7 @@ RATIOS = (("multi_turn", "generate"), ("multi_turn", "vllm"), ("single_turn", "v
 ONCE = {("single_turn", "generate"), ("multi_turn", "continuous_batching"), ("single_turn", "continuous_batching")}
 LONGEST_CONTEXT = 1024
 STAT = Path("/proc/stat")
-PAGE = 16  # tokens, of continuous batching
+BLOCK_SIZE = 16  # tokens, of continuous batching
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Conversation:
 
 
 Output = tuple[list[int], list[float]]  # tokens and log-probabilities of one turn
-Played = list[list[Output]]  # of each conversation, each turn
-Side = Callable[[Sequence[Conversation]], tuple[float, Played]]  # seconds, and what was sampled
+RolloutBatch = list[list[Output]]  # of each conversation, each turn
+Side = Callable[[Sequence[Conversation]], tuple[float, RolloutBatch]]  # seconds, and what was sampled
 
 
 def workloads(vocabulary: int, quick: bool) -> dict[str, list[Conversation]]:
@@ -99,7 +99,7 @@ class Ours:
         self._runner = asyncio.Runner()  # an engine lives in one event loop
         self._repetition = 0
 
-    def play(self, conversations: Sequence[Conversation]) -> tuple[float, Played]:
+    def play(self, conversations: Sequence[Conversation]) -> tuple[float, RolloutBatch]:
         """After a weight update."""
         self._repetition += 1
         began = time.perf_counter()
@@ -111,7 +111,7 @@ class Ours:
         """End the event loop."""
         self._runner.close()
 
-    async def _play_all(self, conversations: Sequence[Conversation]) -> Played:
+    async def _play_all(self, conversations: Sequence[Conversation]) -> RolloutBatch:
         return await asyncio.gather(*(self._play(i, c) for i, c in enumerate(conversations)))
 
     async def _play(self, number: int, conversation: Conversation) -> list[Output]:
@@ -136,11 +136,11 @@ def build_rival(shape: tiny.Shape) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def generate(model: PreTrainedModel, conversations: Sequence[Conversation]) -> tuple[float, Played]:
+def generate(model: PreTrainedModel, conversations: Sequence[Conversation]) -> tuple[float, RolloutBatch]:
     """One call per turn, for all conversations that have one."""
     began = time.perf_counter()
     contexts = [list(conversation.prompt) for conversation in conversations]
-    played: Played = [[] for _ in conversations]
+    played: RolloutBatch = [[] for _ in conversations]
     while active := [i for i, c in enumerate(conversations) if len(played[i]) < len(c.turns)]:
         turns = [conversations[i].turns[len(played[i])] for i in active]
         width, longest = max(len(contexts[i]) for i in active), max(count for count, _ in turns)
@@ -168,14 +168,14 @@ def generate(model: PreTrainedModel, conversations: Sequence[Conversation]) -> t
     return time.perf_counter() - began, played
 
 
-def continuous_batching(model: PreTrainedModel, conversations: Sequence[Conversation]) -> tuple[float, Played]:
+def continuous_batching(model: PreTrainedModel, conversations: Sequence[Conversation]) -> tuple[float, RolloutBatch]:
     """One manager for all turns; a short request warms it up."""
-    pages = 32 + sum((len(c.prompt) + sum(n + len(r) for n, r in c.turns)) // PAGE + 2 for c in conversations)
+    pages = 32 + sum((len(c.prompt) + sum(n + len(r) for n, r in c.turns)) // BLOCK_SIZE + 2 for c in conversations)
     config = GenerationConfig(do_sample=True, top_k=0, pad_token_id=0, eos_token_id=-1)
     batching = ContinuousBatchingConfig(
-        page_size=PAGE, num_blocks=pages, max_batch_tokens=LONGEST_CONTEXT, return_logprobs=True
+        page_size=BLOCK_SIZE, num_blocks=pages, max_batch_tokens=LONGEST_CONTEXT, return_logprobs=True
     )
-    played: Played = [[] for _ in conversations]
+    played: RolloutBatch = [[] for _ in conversations]
     contexts = [list(conversation.prompt) for conversation in conversations]
     with model.continuous_batching_context_manager(
         generation_config=config, continuous_batching_config=batching
@@ -247,7 +247,7 @@ class Vllm:
         self.versions: dict[str, str] = self._answer()
         self._signal(signal.SIGSTOP)  # asleep it would still wake up often enough to slow down who computes
 
-    def play(self, conversations: Sequence[Conversation]) -> tuple[float, Played]:
+    def play(self, conversations: Sequence[Conversation]) -> tuple[float, RolloutBatch]:
         """After the prefix cache was dropped."""
         assert self._process.stdin
         self._signal(signal.SIGCONT)
@@ -272,7 +272,7 @@ class Vllm:
         return json.loads(line)
 
 
-def check(conversations: Sequence[Conversation], played: Played) -> None:
+def check(conversations: Sequence[Conversation], played: RolloutBatch) -> None:
     """Everybody got as many tokens as were asked for, with log-probabilities."""
     for conversation, outputs in zip(conversations, played, strict=True):
         for (count, _), (tokens, logprobs) in zip(conversation.turns, outputs, strict=True):
@@ -281,7 +281,7 @@ def check(conversations: Sequence[Conversation], played: Played) -> None:
 
 
 @torch.inference_mode()
-def deviation(model: PreTrainedModel, conversations: Sequence[Conversation], played: Played) -> float:
+def deviation(model: PreTrainedModel, conversations: Sequence[Conversation], played: RolloutBatch) -> float:
     """How much the log-probabilities differ at most from those that `model` gives to the same tokens."""
     worst = 0.0
     for conversation, outputs in zip(conversations, played, strict=True):

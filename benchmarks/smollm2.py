@@ -40,7 +40,7 @@ from learning import checkpoint_of, command
 from matplotlib.figure import Figure
 from record import finish
 
-from mtgrpo.compose import compose, parse
+from mtgrpo.config.compose import compose, parse
 
 MODEL = os.environ.get("MTGRPO_SMOLLM2", "smollm2")  # a folder, or the name that the package finds it by
 RECIPES = ("smollm2", "smollm2_calculator")

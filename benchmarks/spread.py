@@ -15,4 +15,4 @@ class Spread(Reward):
 
     def reward(self, trajectory: Trajectory) -> float:
         """Of one conversation."""
-        return zlib.crc32(f"{trajectory.sibling} {trajectory.final}".encode()) % 1000 / 1000
+        return zlib.crc32(f"{trajectory.sample_index} {trajectory.final}".encode()) % 1000 / 1000

@@ -28,13 +28,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mtgrpo.algorithms.grpo import GRPO
-from mtgrpo.compose import compose, parse
+from mtgrpo.chat import chatml
+from mtgrpo.config.compose import compose, parse
+from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Opening
-from mtgrpo.experiment import Experiment
 from mtgrpo.policy.optimizer import factor
 from mtgrpo.rewards import Reward
-from mtgrpo.rollout.chat import chatml
-from mtgrpo.run import Inputs, check
+from mtgrpo.stages.run import Inputs, check
 from mtgrpo.tasks import Split
 from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator

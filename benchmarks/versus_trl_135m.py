@@ -32,8 +32,8 @@ from record import finish
 from smollm2 import MODEL
 from versus_trl import HERE, THREADS, Side, Step, ours, report, summary, trl
 
-from mtgrpo.compose import compose, parse
-from mtgrpo.run import check
+from mtgrpo.config.compose import compose, parse
+from mtgrpo.stages.run import check
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.one_step import OneStep
 from mtgrpo.types import Message

@@ -24,7 +24,7 @@ from typing import Any
 from record import finish
 from versus_trl import THREADS, Side, Step, ours, trl, warm_start
 
-from mtgrpo.compose import compose
+from mtgrpo.config.compose import compose
 
 COMPLETION = 160  # tokens of a whole conversation after its prompt, TRL's only limit; ours is 40 a turn
 WINDOW = 3  # steps whose mean reward must reach the goal

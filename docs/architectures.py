@@ -25,14 +25,15 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.batch.packing import pack
-from mtgrpo.compose import preset
+from mtgrpo.config.compose import preset
 from mtgrpo.engines import Key, schedule
-from mtgrpo.engines.local import Local, LocalEngine
-from mtgrpo.extension import ConfigError
+from mtgrpo.engines.local import Local
+from mtgrpo.engines.local.engine import LocalEngine
+from mtgrpo.errors import ConfigError
 from mtgrpo.model.attention import uses_forest
 from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.policy.forward import flops_of, layout_of, score
-from mtgrpo.run import longest_context
+from mtgrpo.stages.run import longest_context
 from mtgrpo.types import Completion, Finish, Message, Sampling, Task, Trajectory, Turn
 
 TARGET = Path(__file__).with_name("architectures.md")
@@ -263,11 +264,11 @@ def trajectories(longest: int) -> list[Trajectory]:
     found: list[Trajectory] = []
     for length in (longest, 20):
         prompt, opening, part = tokens(rng, length // 2), tokens(rng, 2), length // 8
-        for sibling in range(3):
-            turns = [turn(prompt, opening[: 1 + sibling % 2] + tokens(rng, part - 1 - sibling % 2))]
-            for _ in range(sibling):
+        for sample_index in range(3):
+            turns = [turn(prompt, opening[: 1 + sample_index % 2] + tokens(rng, part - 1 - sample_index % 2))]
+            for _ in range(sample_index):
                 turns.append(turn(tokens(rng, part // 2), tokens(rng, part - part // 2), extends=True))
-            if sibling == 2:
+            if sample_index == 2:
                 turns.append(turn(tokens(rng, 1), tokens(rng, length - length // 2 - 3 * part - 1), extends=True))
             turns.append(turn(prompt[: length // 4] + tokens(rng, 2), tokens(rng, part)))
             found.append(Trajectory(task, turns=turns))
@@ -315,21 +316,21 @@ def engine_error(model: PreTrainedModel, engine: LocalEngine, longest: int) -> f
     prompts = [tokens(rng, longest // 2), tokens(rng, longest // 3)]
     played: list[tuple[list[int], Completion]] = []
 
-    async def converse(task: int, sibling: int) -> None:
+    async def converse(task: int, sample_index: int) -> None:
         context = prompts[task]
-        async with engine.conversation(Key(0, "sweep", str(task), sibling)) as sample:
-            for number in range(sibling + 1):
+        async with engine.conversation(Key(0, "sweep", str(task), sample_index)) as sample:
+            for number in range(sample_index + 1):
                 new = longest - len(context) if task == 0 and number == 2 else longest // 8
                 done = await sample(context, Sampling(max_new_tokens=new))
                 played.append((context, done))
-                context = context + done.tokens + tokens(rng, 1 + (task + sibling) % 3)
+                context = context + done.tokens + tokens(rng, 1 + (task + sample_index) % 3)
 
     async def play() -> None:
-        await asyncio.gather(*(converse(task, sibling) for task in range(2) for sibling in range(3)))
+        await asyncio.gather(*(converse(task, sample_index) for task in range(2) for sample_index in range(3)))
 
-    whole, schedule.STEP_TOKENS = schedule.STEP_TOKENS, 16
+    whole, schedule.MAX_PREFILL_TOKENS = schedule.MAX_PREFILL_TOKENS, 16
     asyncio.run(play())
-    schedule.STEP_TOKENS = whole
+    schedule.MAX_PREFILL_TOKENS = whole
     assert max(len(context) + len(done.tokens) for context, done in played) == longest
     with transformers_own(model):
         return max(

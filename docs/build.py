@@ -9,28 +9,28 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from mtgrpo.advantages import AdvantageEstimator
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.algorithms.average import Average
-from mtgrpo.algorithms.correction import Correction, Old, Reject, Weight
+from mtgrpo.algorithms.correction import Correction, OldPolicy, Reject, Weight
 from mtgrpo.algorithms.kl import KL, Estimator, Place
 from mtgrpo.algorithms.reinforce_pp import ReinforcePP
-from mtgrpo.credits import Credit
-from mtgrpo.extension import ConfigError
-from mtgrpo.helptext import comments, summary
-from mtgrpo.options import options
+from mtgrpo.config.helptext import comments, summary
+from mtgrpo.config.options import options
+from mtgrpo.errors import ConfigError
 from mtgrpo.policy.reference import ReferenceSettings
 from mtgrpo.rollout.filter import Filter
 
 TARGET = Path(__file__).with_name("algorithms.md")
-INTRODUCTION = """# Algorithms and credit
+INTRODUCTION = """# Algorithms and advantages
 
 This page is written from the source by `make docs`.
 
-A run has one `algorithm`, which says what a return is compared with and what the loss of a token is, and one `credit`,
-which says which turn deserves what. Both are chosen by name, their settings follow them:
+A run has one `algorithm`, which says what a return is compared with and what the loss of a token is, and one
+`advantage`, which says which turn deserves what. Both are chosen by name, their settings follow them:
 
 ```console
-mtgrpo train algorithm=cispo algorithm.clip_high=3 credit=return_to_go credit.gamma=0.95 --dry-run
+mtgrpo train algorithm=cispo algorithm.clip_high=3 advantage=return_to_go advantage.gamma=0.95 --dry-run
 ```
 
 Statistics of a group are over its trajectories. How a trajectory is stored (its turns in one segment or in many, its
@@ -39,8 +39,8 @@ reproduce others: `algorithm.average=sequence_mean`. The ratio of a trajectory (
 `correction.weight=sequence`) is over all tokens that the policy sampled in it, whatever turn or segment they belong to.
 
 In the formulas rho_t is the probability of a token under the policy divided by that under the old policy
-(`correction.old`), sg() stops the gradient, and a group is the trajectories of one task. Logarithms of ratios are
-clamped to [-20, 20]: beyond, there is no gradient, and `policy/log_ratio_clamped` says for what share of the tokens.
+(`correction.old_policy`), sg() stops the gradient, and a group is the trajectories of one task. Logarithms of ratios
+are clamped to [-20, 20]: beyond, there is no gradient, and `policy/log_ratio_clamped` for what share of tokens.
 """
 
 
@@ -93,39 +93,39 @@ def pairs() -> str:
     """Which credit goes with which algorithm."""
     algorithms: dict[str, Algorithm] = {name: cls() for name, cls in options("algorithm").items()}
     algorithms["reinforce_pp, group_baseline=true"] = ReinforcePP(group_baseline=True)
-    credits: dict[str, Credit] = {name: cls() for name, cls in options("credit").items()}
+    advantages: dict[str, AdvantageEstimator] = {name: cls() for name, cls in options("advantage").items()}
     rows: list[list[str]] = []
     for name in sorted(algorithms):
         cells: list[str] = []
-        for credit in credits.values():
+        for estimator in advantages.values():
             try:
-                credit.check(algorithms[name])
+                estimator.check(algorithms[name])
                 cells.append("yes")
             except ConfigError:
                 cells.append("")
         rows.append([name, *cells])
-    return table(["algorithm", *credits], rows)
+    return table(["algorithm", *advantages], rows)
 
 
 def page() -> str:
     """The whole page."""
     parts = [
         INTRODUCTION,
-        "## Which credit goes with which algorithm\n",
+        "## Which estimator goes with which algorithm\n",
         "Other pairs are refused at start.\n",
         pairs(),
     ]
     parts.append("\n## Algorithms\n\nCommon to all:\n")
     parts.append(settings("algorithm", Algorithm))
     parts += [section("algorithm", name, cls, Algorithm) for name, cls in options("algorithm").items()]
-    parts.append("## Credit\n\nCommon to all:\n")
-    parts.append(settings("credit", Credit))
-    parts += [section("credit", name, cls, Credit) for name, cls in options("credit").items()]
+    parts.append("## AdvantageEstimator\n\nCommon to all:\n")
+    parts.append(settings("estimator", AdvantageEstimator))
+    parts += [section("estimator", name, cls, AdvantageEstimator) for name, cls in options("advantage").items()]
     parts += [f"## algorithm.average\n\n{inspect.cleandoc(Average.__doc__ or '')}\n", members(Average)]
     for prefix, cls, kinds in (
         ("kl", KL, {"estimator": Estimator, "place": Place}),
         ("reference", ReferenceSettings, {}),
-        ("correction", Correction, {"old": Old, "weight": Weight, "reject": Reject}),
+        ("correction", Correction, {"old": OldPolicy, "weight": Weight, "reject": Reject}),
         ("filter", Filter, {}),
     ):
         text = inspect.cleandoc(cls.__doc__ or "") or summary(cls)

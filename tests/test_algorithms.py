@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mtgrpo.advantages.rewards import comparable, rewards_of
 from mtgrpo.algorithms import Algorithm, Tokens, Truncated
 from mtgrpo.algorithms.average import Average, Membership, token_weights
-from mtgrpo.algorithms.credit import comparable, rewards_of
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.kl import KL, Estimator, estimate
 from mtgrpo.algorithms.reinforce_pp import ReinforcePP
 from mtgrpo.batch.forest import build_batch
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
 
 REWARDS = st.floats(-10, 10, allow_subnormal=False)

@@ -22,25 +22,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtgrpo.compose import compose, parse
+from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.condensers.none import Whole
+from mtgrpo.config.compose import compose, parse
 from mtgrpo.engines import Key
-from mtgrpo.engines.local import LocalEngine
-from mtgrpo.engines.pages import Pages
+from mtgrpo.engines.local.engine import LocalEngine
+from mtgrpo.engines.local.kv_cache import KVCache
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model import tiny
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.rewards import Reward
-from mtgrpo.rollout.chat import ChatSettings, open_chat
-from mtgrpo.rollout.group import Player, Rollout
-from mtgrpo.rollout.play import Limits
-from mtgrpo.rollout.stream import Played, Stream, describe_stream
+from mtgrpo.rollout.conversation import Limits
+from mtgrpo.rollout.group import RolloutRunner
+from mtgrpo.rollout.settings import RolloutSettings
+from mtgrpo.rollout.stream import RolloutBatch, Stream, describe_stream
+from mtgrpo.stages.trainer import Curve, train
 from mtgrpo.tasks import IndexedStream
-from mtgrpo.trainer import Curve, train
-from mtgrpo.types import Completion, EngineError, Group, Message, Sampling, Status, Task, Trajectory
+from mtgrpo.types import Completion, Group, Message, Sampling, Status, Task, Trajectory
 
 T = TypeVar("T")
 CHI_SQUARE_49 = 74.9  # 99th percentile with 49 degrees of freedom
@@ -77,7 +78,7 @@ def in_jumping_time(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Napper:
-    """In the place of a player: a group of task t takes `seconds[t]`."""
+    """In the place of a runner: a group of task t takes `seconds[t]`."""
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self.seconds = seconds
@@ -87,7 +88,7 @@ class Napper:
     def at(self, scope: str) -> Napper:
         return self
 
-    async def play_group(self, task: Task, size: int, extra: int) -> Group:
+    async def run_group(self, task: Task, size: int, extra: int) -> Group:
         self.open += 1
         self.most = max(self.most, self.open)
         try:
@@ -97,15 +98,15 @@ class Napper:
             self.open -= 1
 
 
-def napping(seconds: Sequence[float], batch: int, staleness: int, in_play: float = 2.0) -> tuple[Stream, Napper]:
+def napping(seconds: Sequence[float], batch: int, staleness: int, ahead: float = 2.0) -> tuple[Stream, Napper]:
     napper = Napper(seconds)
     tasks = IndexedStream(len(seconds), lambda index: Task(str(index), ()), seed=0)
-    settings = Rollout(prompts_per_step=batch, max_staleness=staleness, in_play=in_play)
-    return Stream(cast(Player, napper), tasks, settings), napper
+    settings = RolloutSettings(prompts_per_step=batch, max_staleness=staleness, ahead=ahead)
+    return Stream(cast(RolloutRunner, napper), tasks, settings), napper
 
 
-async def trained(stream: Stream, steps: int, training_s: float = 1.0) -> list[Played]:
-    batches: list[Played] = []
+async def trained(stream: Stream, steps: int, training_s: float = 1.0) -> list[RolloutBatch]:
+    batches: list[RolloutBatch] = []
     for version in range(steps):
         batches.append(await stream.batch(version))
         await asyncio.sleep(training_s)
@@ -115,8 +116,8 @@ async def trained(stream: Stream, steps: int, training_s: float = 1.0) -> list[P
 
 @given(st.lists(st.floats(0.01, 50), min_size=1, max_size=30), st.integers(1, 5), st.integers(0, 4), st.floats(1.01, 4))
 @settings(max_examples=60, deadline=None)
-def test_staleness_bound(seconds: list[float], batch: int, staleness: int, in_play: float) -> None:
-    stream, napper = napping(seconds, batch, staleness, in_play)
+def test_staleness_bound(seconds: list[float], batch: int, staleness: int, ahead: float) -> None:
+    stream, napper = napping(seconds, batch, staleness, ahead)
     batches = in_jumping_time(trained(stream, 12))
     for version, played in enumerate(batches):
         assert len(played.groups) == batch
@@ -213,14 +214,14 @@ def test_the_trainer_does_not_wait_for_a_slow_task_that_is_not_due() -> None:
 
 def test_what_goes_wrong_in_a_group_is_raised_at_once() -> None:
     class Broken(Napper):
-        async def play_group(self, task: Task, size: int, extra: int) -> Group:
+        async def run_group(self, task: Task, size: int, extra: int) -> Group:
             if task.id == "1":
                 raise ConfigError("the reward is not finite")
-            return await super().play_group(task, size, extra)
+            return await super().run_group(task, size, extra)
 
     async def run() -> float:
         stream, _ = napping([100.0, 100.0], 2, 0)
-        stream._player = cast(Player, Broken([100.0, 100.0]))
+        stream._runner = cast(RolloutRunner, Broken([100.0, 100.0]))
         with pytest.raises(ConfigError, match="not finite"):
             await stream.batch(0)
         await stream.close()
@@ -273,7 +274,7 @@ class Spoken(Reward):
         return float(len(trajectory.turns))
 
 
-def player(engine: Any, environment: Environment, **changed: Any) -> Player:
+def runner(engine: Any, environment: Environment, **changed: Any) -> RolloutRunner:
     counts.clear()
     named: dict[str, Any] = {
         "environment": environment,
@@ -284,11 +285,11 @@ def player(engine: Any, environment: Environment, **changed: Any) -> Player:
         "condenser": Whole(),
         "retries": 0,
         "timeout_s": 0.0,
-        "open_conversation": lambda scope, task, sibling: engine.conversation(Key(5, scope, task, sibling)),
+        "open_conversation": lambda scope, task, sample_index: engine.conversation(Key(5, scope, task, sample_index)),
         "attend": None,
         "slots": asyncio.Semaphore(1000),
     }
-    return Player(**named | changed)
+    return RolloutRunner(**named | changed)
 
 
 def speaker(fails: Any = lambda key, turn: False) -> ScriptedEngine:
@@ -306,7 +307,7 @@ def test_tools_overlap() -> None:
     """64 conversations end with the slowest of them, not one after the other nor turn by turn."""
 
     async def run() -> tuple[Group, float]:
-        group = await player(speaker(), Errand()).play_group(Task("t", ()), 64)
+        group = await runner(speaker(), Errand()).run_group(Task("t", ()), 64)
         return group, asyncio.get_running_loop().time()
 
     group, took = in_jumping_time(run())
@@ -316,7 +317,7 @@ def test_tools_overlap() -> None:
 
 def test_a_hung_tool_is_found_by_its_deadline_and_retried() -> None:
     async def run() -> Group:
-        return await player(speaker(), Errand(hangs=3), timeout_s=60.0, retries=1).play_group(Task("t", ()), 8)
+        return await runner(speaker(), Errand(hangs=3), timeout_s=60.0, retries=1).run_group(Task("t", ()), 8)
 
     group = in_jumping_time(run())
     assert [t.status for t in group.trajectories] == [Status.COMPLETED] * 8
@@ -325,7 +326,7 @@ def test_a_hung_tool_is_found_by_its_deadline_and_retried() -> None:
 
 def test_what_hangs_for_good_has_failed_and_says_why() -> None:
     async def run() -> Group:
-        return await player(speaker(), Errand(hangs=100), timeout_s=60.0, retries=1).play_group(Task("t", ()), 3)
+        return await runner(speaker(), Errand(hangs=100), timeout_s=60.0, retries=1).run_group(Task("t", ()), 3)
 
     for trajectory in in_jumping_time(run()).trajectories:
         assert (trajectory.status, trajectory.reward, trajectory.attempts) == (Status.FAILED, 0.0, 2)
@@ -333,11 +334,13 @@ def test_what_hangs_for_good_has_failed_and_says_why() -> None:
 
 
 def test_an_engine_that_breaks_now_and_then_costs_conversations_not_the_run() -> None:
-    engine = speaker(lambda key, turn: key.sibling == 1 and key.scope.endswith("attempt0"))
+    engine = speaker(lambda key, turn: key.sample_index == 1 and key.scope.endswith("attempt0"))
 
     async def run(engine: ScriptedEngine, retries: int) -> list[Group]:
         tasks = IndexedStream(None, lambda index: Task(str(index), ()), seed=0)
-        stream = Stream(player(engine, Errand(), retries=retries), tasks, Rollout(group_size=3, prompts_per_step=2))
+        stream = Stream(
+            runner(engine, Errand(), retries=retries), tasks, RolloutSettings(group_size=3, prompts_per_step=2)
+        )
         return (await stream.batch(0)).groups
 
     retried = in_jumping_time(run(engine, 1))
@@ -362,15 +365,15 @@ def test_extra_siblings_train_the_quick_ones() -> None:
 
     async def run(extra: int) -> tuple[list[Group], float]:
         tasks = IndexedStream(None, lambda index: Task(str(index), ()), seed=0)
-        settings = Rollout(group_size=6, prompts_per_step=4, extra_siblings=extra)
-        stream = Stream(player(speaker(), Uneven()), tasks, settings)
+        settings = RolloutSettings(group_size=6, prompts_per_step=4, extra_samples=extra)
+        stream = Stream(runner(speaker(), Uneven()), tasks, settings)
         return (await stream.batch(0)).groups, asyncio.get_running_loop().time()
 
     (groups, took), (quick, took_less) = in_jumping_time(run(0)), in_jumping_time(run(2))
     assert [len(group.trajectories) for group in groups] == [len(group.trajectories) for group in quick] == [6] * 4
     assert took == pytest.approx(10)
     assert took_less == pytest.approx(1)  # nobody who was slow is among them: a quarter of all is, in what is sampled
-    assert sorted({t.sibling for group in quick for t in group.trajectories})[-1] >= 6
+    assert sorted({t.sample_index for group in quick for t in group.trajectories})[-1] >= 6
 
 
 # --- training beside rollouts
@@ -468,7 +471,7 @@ def test_stale_data_is_weighed_against_the_policy_that_sampled_it(tmp_path: Path
 
 @pytest.mark.parametrize(
     "words",
-    [["rollout.max_staleness=1"], ["rollout.timeout_s=5"], ["rollout.extra_siblings=1"], ["sampling.timeout_s=5"]],
+    [["rollout.max_staleness=1"], ["rollout.timeout_s=5"], ["rollout.extra_samples=1"], ["sampling.timeout_s=5"]],
 )
 def test_what_depends_on_speed_is_not_deterministic(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"makes results depend on the speed of the machine .*deterministic=false"):
@@ -482,7 +485,7 @@ def test_what_depends_on_speed_is_not_deterministic(words: list[str]) -> None:
 def test_what_an_update_does_to_what_is_stored(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Computed anew, or kept by who has it and not shared with others."""
     model = tiny.build_model(tiny.SHAPES["tiny"], 0).eval()
-    engine = LocalEngine(model, False, Pages(model, 4096, 1024), 1024, keep)
+    engine = LocalEngine(model, False, KVCache(model, 4096, 1024), 1024, keep)
     computed: list[int] = []
     forward = type(engine._forward).__call__
 

@@ -29,7 +29,7 @@ from transformers import (
 from mtgrpo.batch.forest import Batch, Forest, build_batch, build_forest
 from mtgrpo.batch.packing import Layout, pack
 from mtgrpo.engines.local import Local
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.model import attention
 from mtgrpo.model.attention import (
     Attention,
@@ -118,9 +118,9 @@ def conversation(seed: int = 0) -> list[Trajectory]:
     for _ in range(2):
         prompt = tokens(9)
         opening = tokens(2)
-        for sibling in range(3):
-            turns = [turn(prompt, opening[: sibling % 2 + 1] + tokens(4))]
-            turns += [turn(tokens(3), tokens(5), extends=True) for _ in range(sibling)]
+        for sample_index in range(3):
+            turns = [turn(prompt, opening[: sample_index % 2 + 1] + tokens(4))]
+            turns += [turn(tokens(3), tokens(5), extends=True) for _ in range(sample_index)]
             turns.append(turn(prompt + tokens(4), tokens(6)))
             found.append(Trajectory(TASK, turns=turns))
     return found
@@ -298,7 +298,7 @@ def test_the_last_layer_attends_from_what_is_read(batch: list[Trajectory], draw:
 
 def test_what_is_not_read_costs_the_last_layer_nothing() -> None:
     """Of a prompt that eight siblings share, only its last token is read."""
-    rows = [[0] * 600 + [1 + sibling] * 20 for sibling in range(8)]
+    rows = [[0] * 600 + [1 + sample_index] * 20 for sample_index in range(8)]
     forest, nodes = build_forest(rows)
     read = torch.cat([row[599:-1] for row in nodes]).unique()
     visibility = Visibility(forest.depth, forest.subtree_end, read)

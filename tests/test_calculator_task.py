@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.calculator import LIMIT, MAX_PRODUCTS, SENTENCES, Calculator, Demonstrator, Problem, demonstrate

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mtgrpo.extension import ConfigError
-from mtgrpo.rollout.chat import Chat, ChatSettings, TemplateChat, Thinking, Tools, chatml, open_chat
-from mtgrpo.rollout.renderer_chat import RendererChat, known_config
-from mtgrpo.rollout.wire import Wire
+from mtgrpo.chat import Chat, ChatSettings, TemplateChat, Thinking, Tools, chatml, open_chat
+from mtgrpo.chat.renderer import RendererChat, known_config
+from mtgrpo.chat.safe_tokenizer import SafeTokenizer
+from mtgrpo.errors import ConfigError
 from mtgrpo.types import Message, ToolCall, ToolSpec
 
 MARKUP = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
@@ -466,7 +466,7 @@ def test_the_ends_of_the_generation_config_end_a_turn(tmp_path: Path, adapter: b
 
 def test_the_ends_of_the_generation_config_with_a_renderer(monkeypatch: pytest.MonkeyPatch) -> None:
     other = tokenizer().convert_tokens_to_ids("<|end|>")
-    monkeypatch.setattr("mtgrpo.rollout.chat.end_tokens", lambda name: [other] if name == "Qwen/Qwen3-0.6B" else [])
+    monkeypatch.setattr("mtgrpo.model.load.end_tokens", lambda name: [other] if name == "Qwen/Qwen3-0.6B" else [])
     copy = PreTrainedTokenizerFast(tokenizer_object=tokenizer().backend_tokenizer, eos_token="<|endoftext|>")
     copy.name_or_path = "Qwen/Qwen3-0.6B"
     chat = open_chat(copy, ChatSettings())
@@ -646,10 +646,10 @@ def test_a_vocabulary_that_holds_special_strings_whole_spells_them_out() -> None
     bpe = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
     bpe.decoder = decoders.Fuse()
     bpe.add_special_tokens(["<tool_call>", "<|im_start|>", "<|im_end|>"])
-    wire = Wire(PreTrainedTokenizerFast(tokenizer_object=bpe))
-    assert wire.encode("<tool_call>") == [100]
-    assert wire.decode(wire.encode(wire.escape("a<tool_call>"))) == "a<tool_call>"
-    assert max(wire.encode(wire.escape("<tool_call><|im_end|>"))) < 100
+    safe = SafeTokenizer(PreTrainedTokenizerFast(tokenizer_object=bpe))
+    assert safe.encode("<tool_call>") == [100]
+    assert safe.decode(safe.encode(safe.escape("a<tool_call>"))) == "a<tool_call>"
+    assert max(safe.encode(safe.escape("<tool_call><|im_end|>"))) < 100
 
 
 def test_half_characters_in_a_reply_are_replaced() -> None:

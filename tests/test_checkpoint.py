@@ -21,11 +21,11 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from transformers.utils import logging
 
 from mtgrpo import checkpoint, preset
+from mtgrpo.chat import ChatSettings, Tools, chatml, open_chat
 from mtgrpo.checkpoint import CheckpointSettings, flatten, latest, load_state, save, unflatten, verify
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
-from mtgrpo.rollout.chat import ChatSettings, Tools, chatml, open_chat
-from mtgrpo.run import open_run
+from mtgrpo.stages.run import open_run
 from mtgrpo.types import Message, ToolCall, ToolSpec
 
 logging.disable_progress_bar()

@@ -21,12 +21,12 @@ from mtgrpo import cli, extension, options
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.grpo import GRPO
-from mtgrpo.compose import Composed, compose, parse, read_run, recipes, write_record
+from mtgrpo.config.compose import Composed, compose, parse, read_run, recipes, write_record
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.config.helptext import comments
 from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import ToolUse
-from mtgrpo.experiment import Experiment
-from mtgrpo.extension import ConfigError
-from mtgrpo.helptext import comments
+from mtgrpo.errors import ConfigError
 from mtgrpo.policy.optimizer import Kind
 from mtgrpo.tasks.calculator import Calculator
 from mtgrpo.tasks.gsm8k import Gsm8k
@@ -163,7 +163,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("mtgrpo.run.load_model", load)
+    monkeypatch.setattr("mtgrpo.stages.run.load_model", load)
 
 
 def composed(*words: str) -> Composed:
@@ -334,18 +334,18 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("sampling.temperature=-1", ["sampling.temperature must be >= 0", "got -1.0"]),
         ("rollout.group_size=1", ["rollout.group_size must be at least 2, got 1"]),
         ("task=jsonl", ["task.path is not set"]),
-        ("algorithm=ppo", ["algorithm PPO learns values", "set credit=gae"]),
-        ("algorithm=ppo credit=gae", ["set model.value_head=true"]),
+        ("algorithm=ppo", ["algorithm PPO learns values", "set advantage=gae"]),
+        ("algorithm=ppo advantage=gae", ["set model.value_head=true"]),
         ("model.value_head=true", ["model.value_head=true", "no use for it"]),
-        ("algorithm=gmpo credit=turn", ["algorithm GMPO", "set credit=trajectory"]),
-        ("algorithm=reinforce_pp credit=gigpo", ["credit=gigpo compares the turns of siblings"]),
+        ("algorithm=gmpo advantage=turn", ["algorithm GMPO", "set advantage=trajectory"]),
+        ("algorithm=reinforce_pp advantage=gigpo", ["advantage=gigpo compares the turns of siblings"]),
         ("kl.coef=0.1 kl.estimator=k1", ["kl.estimator=k1 in the loss", "kl.place=reward"]),
         ("kl.target=0.1", ["kl.target=0.1", "set kl.coef"]),
         ("reference.ema=0.1", ["set kl.coef"]),
-        ("algorithm=dppo correction.weight=token", ["algorithm DPPO", "leave correction.old"]),
-        ("correction.old=interpolated rollout.max_staleness=1", ["set rollout.max_staleness to 2"]),
-        ("credit=turn", ["credit=turn compares the rewards of turns", "reward=calculation"]),
-        ("credit.outcome_weight=0", ["nothing is rewarded"]),
+        ("algorithm=dppo correction.weight=token", ["algorithm DPPO", "leave correction.old_policy"]),
+        ("correction.old_policy=interpolated rollout.max_staleness=1", ["set rollout.max_staleness to 2"]),
+        ("advantage=turn", ["advantage=turn compares the rewards of turns", "reward=calculation"]),
+        ("advantage.outcome_weight=0", ["nothing is rewarded"]),
         ("algorithm=reinforce_pp filter.zero_variance=true", ["groups of equal rewards have a gradient too"]),
         (
             "algorithm.divide_by_std=true kl.coef=0.1 kl.place=reward kl.estimator=k1",
@@ -353,7 +353,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ),
         ("algorithm=dapo algorithm.overlong_tokens=99999", ["rollout.max_trajectory_tokens=4096"]),
         ("kl.coef=0.1 reference.update_every=1", ["always be the policy itself"]),
-        ("correction.old=engine correction.weight=token", ["set correction.old=trainer"]),
+        ("correction.old_policy=engine correction.weight=token", ["set correction.old_policy=trainer"]),
         ("filter.refill=true", ["set filter.zero_variance=true"]),
         ("task=jsonl task.path=away.jsonl", ["task.path=away.jsonl", "no such file"]),
         ("model.name=./nowhere", ["model.name=./nowhere cannot be loaded"]),
@@ -606,7 +606,7 @@ def test_how_a_run_ends_is_in_the_exit_code(
     def stop(*_: Any) -> None:
         raise raised
 
-    monkeypatch.setattr("mtgrpo.trainer.run_training", stop)
+    monkeypatch.setattr("mtgrpo.stages.trainer.run_training", stop)
     left, _, err = run("train")
     assert left == code
     assert "Traceback" not in err
@@ -616,7 +616,7 @@ def test_a_defect_is_shown_with_its_traceback(run: Run, monkeypatch: pytest.Monk
     def stop(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("mtgrpo.trainer.run_training", stop)
+    monkeypatch.setattr("mtgrpo.stages.trainer.run_training", stop)
     with pytest.raises(ZeroDivisionError):  # Python prints it and leaves with 1
         cli.main(["train"])
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from test_play import TASK, WIDE, chat, said, tokenizer
 
-from mtgrpo.algorithms.credit import ASIDE, rewards_of
+from mtgrpo.advantages.rewards import AUXILIARY, rewards_of
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.condensers import Condenser, Conversation, When, messages_of
@@ -24,11 +25,10 @@ from mtgrpo.condensers.truncate_tools import TruncateTools
 from mtgrpo.engines import Key
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.extension import ConfigError
-from mtgrpo.rollout.play import CONDENSE, Limits, play
-from mtgrpo.rollout.rehearse import rehearse
+from mtgrpo.errors import ConfigError
+from mtgrpo.rollout.conversation import CONDENSE, Limits, play
+from mtgrpo.rollout.demonstrations import demonstrate_condensed
 from mtgrpo.types import Completion, Finish, Group, Message, Sampling, Status, Task, ToolSpec, Trajectory
-from test_play import TASK, WIDE, chat, said, tokenizer
 
 SPEC = ToolSpec("next", "The next page.", {"type": "object", "properties": {}})
 CALL = '<tool_call>\n{"name": "next", "arguments": {}}\n</tool_call>'
@@ -192,7 +192,7 @@ def test_keep_last_in_a_conversation() -> None:
 def test_a_summary_is_a_turn_that_is_trained() -> None:
     outputs = [CALL, "so far: one", CALL, "so far: two", "done"]
     trajectory, asked = played(outputs, ["one", "two"], Summarize(when=When.every_turn, instruction="Sum up."))
-    assert [turn.aside for turn in trajectory.turns] == [False, True, False, True, False]
+    assert [turn.auxiliary for turn in trajectory.turns] == [False, True, False, True, False]
     assert [turn.output for turn in trajectory.turns] == [said(text) for text in outputs]
     assert [trajectory.context(i) for i in range(5)] == asked
     # The question extends the context, so that what is summarised is computed once.
@@ -221,7 +221,7 @@ def test_the_model_may_ask_for_it() -> None:
     request = '<tool_call>\n{"name": "condense", "arguments": {}}\n</tool_call>'
     trajectory, asked = played([CALL, request, "done"], ["one"], KeepLast(when=When.on_request, keep_last_n_steps=1))
     assert trajectory.status is Status.COMPLETED
-    assert "condense" in chat()._wire.decode(asked[0])  # type: ignore[attr-defined]
+    assert "condense" in chat()._safe.decode(asked[0])  # type: ignore[attr-defined]
     assert len(asked[2]) < len(asked[1]) + len(said(request))
     # What is kept is the last page, not the request.
     call = chat().parse(said(CALL))
@@ -272,7 +272,7 @@ def test_recall_finds_what_was_dropped_long_ago() -> None:
     pages = ["the secret word is zanzibar", *["task of note, what is it"] * 6, "what was the secret word"]
     condenser = Recall(when=When.every_turn, keep_last_n_steps=1, recalled_steps=1)
     _, asked = played([*[CALL] * 8, "zanzibar"], pages, condenser, max_turns=20)
-    texts = [chat()._wire.decode(context) for context in asked]  # type: ignore[attr-defined]
+    texts = [chat()._safe.decode(context) for context in asked]  # type: ignore[attr-defined]
     assert "zanzibar" not in texts[7]
     assert "zanzibar" in texts[8]
 
@@ -290,8 +290,8 @@ def test_turns_after_a_summary_answer_what_was_seen_before_it() -> None:
     batch = build_batch([trajectory])
     rewards = rewards_of([Group(TASK, [trajectory])], GRPO(), batch.trajectory, batch.turn)
     anchors = rewards.anchor.tolist()
-    assert len(set(anchors)) == 5  # the task, page one, page one aside, page two, page two aside
-    assert rewards.position.tolist() == [0, ASIDE, 1, ASIDE + 1, 2]
+    assert len(set(anchors)) == 5  # the task, page one, page one and page two, each also in an auxiliary turn
+    assert rewards.position.tolist() == [0, AUXILIARY, 1, AUXILIARY + 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_contexts_never_exceed_the_budget_and_outputs_are_what_was_sampled(conde
         assert [turn.output for turn in trajectory.turns] == outputs[: len(trajectory.turns)]
         assert [trajectory.context(i) for i in range(len(trajectory.turns))] == asked
         for turn, context in zip(trajectory.turns, asked, strict=True):
-            assert len(context) <= (150 if not turn.aside else 400)
+            assert len(context) <= (150 if not turn.auxiliary else 400)
         build_batch([trajectory])
 
 
@@ -334,7 +334,7 @@ def test_a_demonstration_is_condensed_as_play_would(condenser: Condenser) -> Non
         Message("assistant", "done"),
     ]  # fmt: skip
     opening = Opening(TASK.messages, (SPEC,))
-    shown = asyncio.run(rehearse(TASK, opening, messages, chat(), condenser, 4096, 60))
+    shown = asyncio.run(demonstrate_condensed(TASK, opening, messages, chat(), condenser, 4096, 60))
     asks = isinstance(condenser, Summarize)
     outputs = [CALL, "seen: one", CALL, "seen: two", "done"] if asks else [CALL, CALL, "done"]
     trajectory, asked = played(outputs, ["one", "two"], condenser)
@@ -347,7 +347,7 @@ def test_a_demonstration_without_summaries_cannot_teach_them() -> None:
     messages = [chat().parse(said(CALL)), Message("tool", "one", name="next"), Message("assistant", "done")]
     with pytest.raises(ConfigError, match="Summarize asks for a summary"):
         opening = Opening(TASK.messages, (SPEC,))
-        asyncio.run(rehearse(TASK, opening, messages, chat(), Summarize(when=When.every_turn), 4096, 60))
+        asyncio.run(demonstrate_condensed(TASK, opening, messages, chat(), Summarize(when=When.every_turn), 4096, 60))
 
 
 # --- what is refused

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtgrpo.algorithms.grpo import GRPO
-from mtgrpo.compose import compose, parse
-from mtgrpo.extension import ConfigError
+from mtgrpo.config.compose import compose, parse
+from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward
 from mtgrpo.rewards.context_efficiency import ContextEfficiency, Domain, Form, FormatRules
 from mtgrpo.rewards.exact_match import ExactMatch
@@ -30,9 +30,11 @@ CODING = ContextEfficiency(domain=Domain.coding)
 RIGHT, WRONG = "#### 72", "#### 71"
 
 
-def turn(context: int, output: int, text: str = "", extends: bool = False, aside: bool = False) -> Turn:
+def turn(context: int, output: int, text: str = "", extends: bool = False, auxiliary: bool = False) -> Turn:
     said = Message("assistant", text)
-    return Turn([1] * context, [2] * output, [0.0] * output, [0] * output, Finish.STOP, said, extends, aside=aside)
+    return Turn(
+        [1] * context, [2] * output, [0.0] * output, [0] * output, Finish.STOP, said, extends, auxiliary=auxiliary
+    )
 
 
 def told(text: str, tokens: int = 2, answer: str = "72", metadata: Mapping[str, Any] | None = None) -> Trajectory:
@@ -79,7 +81,7 @@ def test_the_longest_turn_counts_and_condensing_pays() -> None:
     condensed = Trajectory(task, turns=[turn(40, 10), turn(30, 10, RIGHT)])
     assert PLAIN.rewards([whole, condensed]) == [1 / 100, 1 / 50]
     assert MATH.rewards([whole, condensed]) == pytest.approx([0.9, 1.0])
-    condensed.turns.insert(1, turn(40, 10, "what matters", extends=True, aside=True))
+    condensed.turns.insert(1, turn(40, 10, "what matters", extends=True, auxiliary=True))
     assert PLAIN.reward(condensed) == 1 / 100
 
 
@@ -399,12 +401,12 @@ def test_the_heuristic_grades_only_what_has_no_answer(domain: Domain, text: str,
 
 
 def test_notices() -> None:
-    assert MATH.notice(divide_by_std=False) == ""
-    assert "set algorithm.divide_by_std=false" in MATH.notice(divide_by_std=True)
-    assert "drown" in PLAIN.notice(divide_by_std=False)
-    assert "unit variance" in PLAIN.notice(divide_by_std=True)
-    assert "reward.heuristic=true" in ContextEfficiency(heuristic=True).notice(divide_by_std=False)
-    assert Numeric().notice(divide_by_std=True) == ""
+    assert MATH.note(divide_by_std=False) == ""
+    assert "set algorithm.divide_by_std=false" in MATH.note(divide_by_std=True)
+    assert "drown" in PLAIN.note(divide_by_std=False)
+    assert "unit variance" in PLAIN.note(divide_by_std=True)
+    assert "reward.heuristic=true" in ContextEfficiency(heuristic=True).note(divide_by_std=False)
+    assert Numeric().note(divide_by_std=True) == ""
 
 
 def test_it_is_an_option_of_the_command_line(tmp_path: Path) -> None:

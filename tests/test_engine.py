@@ -11,12 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from mtgrpo.engines import Key, local, schedule
-from mtgrpo.engines.local import Local, LocalEngine
-from mtgrpo.engines.pages import PAGE, Pages, token_bytes
-from mtgrpo.engines.plan import Plan, Planner, Row
-from mtgrpo.extension import ConfigError
+from mtgrpo.engines.local import Local
+from mtgrpo.engines.local.batch_plan import BatchPlan, BatchPlanner, Row
+from mtgrpo.engines.local.engine import LocalEngine
+from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, KVCache, token_bytes
+from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import DType, ModelSettings, load_model
-from mtgrpo.types import Completion, EngineError, Sampling
+from mtgrpo.types import Completion, Sampling
 
 STOP = 2
 
@@ -68,10 +69,15 @@ def play_many(
             await asyncio.gather(
                 *(
                     converse(
-                        engine, Key(7, "train/1", str(task), sibling), task, sampling, 1 + (task + sibling) % 4, delays
+                        engine,
+                        Key(7, "train/1", str(task), sample_index),
+                        task,
+                        sampling,
+                        1 + (task + sample_index) % 4,
+                        delays,
                     )
                     for task in range(tasks)
-                    for sibling in range(siblings)
+                    for sample_index in range(siblings)
                 )
             )
         )
@@ -177,8 +183,8 @@ def test_an_error_in_decoding_reaches_every_conversation_and_the_engine_goes_on(
     engine = Local().start(model, True, 1024)
     sampling = Sampling(max_new_tokens=5)
 
-    async def ask(sibling: int, token: int) -> Completion:
-        async with engine.conversation(Key(0, "train/1", "t", sibling)) as sample:
+    async def ask(sample_index: int, token: int) -> Completion:
+        async with engine.conversation(Key(0, "train/1", "t", sample_index)) as sample:
             return await sample([token, 5, 6], sampling)
 
     async def run() -> tuple[list[object], Completion]:
@@ -195,15 +201,15 @@ def test_an_error_among_more_conversations_than_before_is_survived(deterministic
     engine = Local().start(make_model(), deterministic, 1024)
     sampling = Sampling(max_new_tokens=5)
 
-    async def ask(sibling: int, token: int) -> Completion:
-        async with engine.conversation(Key(0, "train/1", "t", sibling)) as sample:
+    async def ask(sample_index: int, token: int) -> Completion:
+        async with engine.conversation(Key(0, "train/1", "t", sample_index)) as sample:
             return await sample([token, 5, 6], sampling)
 
     async def run() -> tuple[list[object], list[Completion]]:
         before = await asyncio.gather(ask(0, 7), ask(1, 8))
-        broken = await asyncio.gather(*(ask(sibling, 10**9) for sibling in range(5)), return_exceptions=True)
+        broken = await asyncio.gather(*(ask(sample_index, 10**9) for sample_index in range(5)), return_exceptions=True)
         assert before == await asyncio.gather(ask(0, 7), ask(1, 8))
-        return list(broken), list(await asyncio.gather(*(ask(sibling, 7) for sibling in range(5))))
+        return list(broken), list(await asyncio.gather(*(ask(sample_index, 7) for sample_index in range(5))))
 
     broken, after = asyncio.run(run())
     assert [str(error) for error in broken] == ["decoding failed: IndexError: index out of range in self"] * 5
@@ -235,13 +241,13 @@ def test_siblings_share_a_prompt_of_any_length(length: int) -> None:
     model = make_model()
     prompt = [20 + number * 7 % 900 for number in range(length)]
 
-    async def ask(engine: LocalEngine, sibling: int) -> Completion:
-        async with engine.conversation(Key(0, "train/1", "t", sibling)) as sample:
+    async def ask(engine: LocalEngine, sample_index: int) -> Completion:
+        async with engine.conversation(Key(0, "train/1", "t", sample_index)) as sample:
             return await sample(prompt, Sampling(max_new_tokens=5))
 
     async def run() -> list[Completion]:
         engine = Local().start(model, True, 1024)
-        return list(await asyncio.gather(*(ask(engine, sibling) for sibling in range(3))))
+        return list(await asyncio.gather(*(ask(engine, sample_index) for sample_index in range(3))))
 
     for completion in asyncio.run(run()):
         expected = full_logprobs(model, prompt, completion.tokens, 1.0)
@@ -249,7 +255,7 @@ def test_siblings_share_a_prompt_of_any_length(length: int) -> None:
 
 
 def test_conversations_that_come_and_go_keep_their_own_past() -> None:
-    """Pages change hands while others go on."""
+    """KVCache change hands while others go on."""
     model = make_model(DType.float64)
     sampling = Sampling(max_new_tokens=6, stop_ids=list(range(200)))
     places = asyncio.Semaphore(4)
@@ -320,7 +326,9 @@ def test_a_cancelled_conversation_is_neither_waited_for_nor_played_on(cancelled:
 
 def small_engine(model: PreTrainedModel, pages: int, deterministic: bool = True) -> LocalEngine:
     """So small that there is no room for prefixes."""
-    return LocalEngine(model, deterministic, Pages(model, pages * PAGE, pages * PAGE), longest_context=pages * PAGE)
+    return LocalEngine(
+        model, deterministic, KVCache(model, pages * BLOCK_SIZE, pages * BLOCK_SIZE), longest_context=pages * BLOCK_SIZE
+    )
 
 
 @pytest.mark.parametrize("pages", [3, 5, 12])
@@ -338,17 +346,17 @@ def test_what_is_forgotten_for_lack_of_memory_is_computed_again_exactly(pages: i
 
 def test_every_page_comes_back() -> None:
     engine = Local().start(make_model(), False, 1024)
-    pools = (engine._pages.own, engine._pages.prefixes)
+    pools = (engine._kv_cache.own, engine._kv_cache.prefixes)
     for round_ in range(3):
         play_many(engine, Sampling(max_new_tokens=8, stop_ids=[STOP]), tasks=6, siblings=4, delay_seed=round_)
         assert [pool.free for pool in pools] == [pool.count for pool in pools]
-        assert not engine._schedule._prefixes
+        assert not engine._scheduler._prefixes
 
 
 def test_memory_does_not_grow_with_the_number_of_conversations() -> None:
-    """Pages are used again before new ones are touched."""
+    """KVCache are used again before new ones are touched."""
     model = make_model()
-    engine = LocalEngine(model, False, Pages(model, 2**14, 1024), longest_context=1024)
+    engine = LocalEngine(model, False, KVCache(model, 2**14, 1024), longest_context=1024)
     places = asyncio.Semaphore(20)
 
     async def one(number: int) -> None:
@@ -361,7 +369,9 @@ def test_memory_does_not_grow_with_the_number_of_conversations() -> None:
         await asyncio.gather(*(one(number) for number in range(400)))
 
     asyncio.run(run())
-    touched = [int((pool.keys[0] != 0).flatten(1).any(1).sum()) for pool in (engine._pages.own, engine._pages.prefixes)]
+    touched = [
+        int((pool.keys[0] != 0).flatten(1).any(1).sum()) for pool in (engine._kv_cache.own, engine._kv_cache.prefixes)
+    ]
     assert 20 <= touched[0] <= 20 * 3
     assert 1 <= touched[1] <= 20
 
@@ -374,7 +384,7 @@ def test_a_budget_below_one_conversation_is_refused_with_the_number_that_is_need
     said = r"memory_fraction=0.1 .* of 992 tokens, but one may grow to 1000; set .* at least 0.1024, .* at most 992"
     with pytest.raises(ConfigError, match=said):
         Local(memory_fraction=0.1).start(model, True, 1000)
-    assert Local(memory_fraction=0.1024).start(model, True, 1000)._pages.own.count * PAGE >= 1000
+    assert Local(memory_fraction=0.1024).start(model, True, 1000)._kv_cache.own.count * BLOCK_SIZE >= 1000
     with pytest.raises(ConfigError, match=r"grow to 20000; set environment.max_context_length to at most 992"):
         Local(memory_fraction=0.1).start(model, True, 20_000)
 
@@ -396,14 +406,14 @@ def test_a_turn_after_nothing_is_refused() -> None:
 def test_prefixes_are_forgotten_and_computed_again_too() -> None:
     """A pool of a few prefixes and few pages, with contexts that are rewound and written anew between turns."""
     model = make_model(DType.float64)
-    engine = LocalEngine(model, True, Pages(model, 2304, 512), longest_context=512)
-    assert engine._pages.prefixes.count == 2
+    engine = LocalEngine(model, True, KVCache(model, 2304, 512), longest_context=512)
+    assert engine._kv_cache.prefixes.count == 2
 
-    async def one(task: int, sibling: int) -> Played:
-        played, rng = Played(), random.Random(task * 10 + sibling)
+    async def one(task: int, sample_index: int) -> Played:
+        played, rng = Played(), random.Random(task * 10 + sample_index)
         prompt = [20 + task * 50 + i % 40 for i in range(60 + 130 * task)]
         context = list(prompt)
-        async with engine.conversation(Key(7, "a", str(task), sibling)) as sample:
+        async with engine.conversation(Key(7, "a", str(task), sample_index)) as sample:
             for turn in range(4):
                 completion = await sample(context, Sampling(max_new_tokens=5))
                 played.contexts.append(context)
@@ -411,14 +421,14 @@ def test_prefixes_are_forgotten_and_computed_again_too() -> None:
                 grown = [*context, *completion.tokens, *(rng.randrange(20, 900) for _ in range(rng.randrange(1, 30)))]
                 rewound = [*context[: len(prompt) + 3], 7, 8, 9]  # shares a beginning with what is stored
                 condensed = [*prompt[: 40 + 10 * task], *(rng.randrange(20, 900) for _ in range(12))]
-                context = [grown, rewound, condensed][(turn + sibling + task) % 3]
+                context = [grown, rewound, condensed][(turn + sample_index + task) % 3]
         return played
 
     async def run() -> list[Played]:
-        return list(await asyncio.gather(*(one(task, sibling) for task in range(3) for sibling in range(4))))
+        return list(await asyncio.gather(*(one(task, sample_index) for task in range(3) for sample_index in range(4))))
 
     assert max(differences(model, asyncio.run(run()), 1.0)) <= 1e-9
-    pools = (engine._pages.own, engine._pages.prefixes)
+    pools = (engine._kv_cache.own, engine._kv_cache.prefixes)
     assert [pool.free for pool in pools] == [pool.count for pool in pools]
 
 
@@ -429,14 +439,14 @@ def count_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of every forward pass, those at the start apart."""
     monkeypatch.setattr(LocalEngine, "check", lambda _: None)
     counts: list[int] = []
-    plan = Planner.plan
+    plan = BatchPlanner.plan
 
-    def counting(self: Planner, rows: list[Row]) -> Plan:
+    def counting(self: BatchPlanner, rows: list[Row]) -> BatchPlan:
         found = plan(self, rows)
         counts.append(found.real)
         return found
 
-    monkeypatch.setattr(Planner, "plan", counting)
+    monkeypatch.setattr(BatchPlanner, "plan", counting)
     return counts
 
 
@@ -450,13 +460,13 @@ def test_siblings_compute_their_prompt_once_and_a_turn_only_what_is_new(monkeypa
     engine = Local().start(make_model(), True, 1024)
     prompt = list(range(20, 170))
 
-    async def two_turns(sibling: int) -> None:
-        async with engine.conversation(Key(0, "a", "t", sibling)) as sample:
+    async def two_turns(sample_index: int) -> None:
+        async with engine.conversation(Key(0, "a", "t", sample_index)) as sample:
             first = await sample(prompt, Sampling(max_new_tokens=4))
             await sample([*prompt, *first.tokens, 7, 8, 9], Sampling(max_new_tokens=3))
 
     async def run() -> None:
-        await asyncio.gather(*(two_turns(sibling) for sibling in range(5)))
+        await asyncio.gather(*(two_turns(sample_index) for sample_index in range(5)))
 
     asyncio.run(run())
     assert counts == [149 + 5, 5, 5, 5, 5 * 4, 5, 5]
@@ -491,12 +501,12 @@ def test_worked_examples_before_many_prompts_are_computed_once(leaves: bool, mon
     examples = [20 + i * 7 % 900 for i in range(600)]
     prompts = [[*examples, *(30 + task + i for i in range(20 + task))] for task in range(4)]
 
-    async def one(task: int, sibling: int) -> Played:
-        async with engine.conversation(Key(0, "a", str(task), sibling)) as sample:
+    async def one(task: int, sample_index: int) -> Played:
+        async with engine.conversation(Key(0, "a", str(task), sample_index)) as sample:
             return Played([prompts[task]], [await sample(prompts[task], Sampling(max_new_tokens=2))])
 
     async def run() -> list[Played]:
-        running = [asyncio.create_task(one(task, sibling)) for task in range(4) for sibling in range(5)]
+        running = [asyncio.create_task(one(task, sample_index)) for task in range(4) for sample_index in range(5)]
         while leaves and len(counts) < 1:
             await asyncio.sleep(0)
         for conversation in running[:5] if leaves else []:
@@ -508,7 +518,7 @@ def test_worked_examples_before_many_prompts_are_computed_once(leaves: bool, mon
     assert max(differences(model, found, 1.0)) <= 1e-9
     once = 600 + sum(len(prompt) - 601 for prompt in prompts)
     assert sum(counts) - 2 * len(found) <= once + (620 if leaves else 0)  # what was computed for those that left
-    assert not engine._schedule._prefixes
+    assert not engine._scheduler._prefixes
 
 
 def test_a_sibling_that_comes_later_finds_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,16 +548,16 @@ def test_siblings_share_their_prompt_also_when_they_do_not_come_at_once(
     places = asyncio.Semaphore(3)
     prompts = [[*range(20, 60), *(60 + task * 100 + i for i in range(90))] for task in range(4)]
 
-    async def one(task: int, sibling: int) -> None:
+    async def one(task: int, sample_index: int) -> None:
         async with places:
-            await ask(engine, Key(0, "a", str(task), sibling), prompts[task], 2)
+            await ask(engine, Key(0, "a", str(task), sample_index), prompts[task], 2)
 
     async def run() -> None:
         await asyncio.gather(*(one(task, s) for task in range(4) for s in range(1 if task == 0 else 5)))
 
     asyncio.run(run())
     prompts_computed = sum(counts) - 16 * 2  # what each of 16 conversations computes itself: two tokens
-    assert prompts_computed <= 2 * 4 * 129  # a prompt may be computed again after its last sibling has left
+    assert prompts_computed <= 2 * 4 * 129  # a prompt may be computed again after its last sample has left
 
 
 def test_one_conversation_before_a_group_does_not_part_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,7 +576,7 @@ def test_one_conversation_before_a_group_does_not_part_it(monkeypatch: pytest.Mo
 
 def test_long_prompts_are_computed_in_parts_beside_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = count_tokens(monkeypatch)
-    monkeypatch.setattr(schedule, "STEP_TOKENS", 50)
+    monkeypatch.setattr(schedule, "MAX_PREFILL_TOKENS", 50)
     model = make_model(DType.float64)
     engine = Local().start(model, False, 1024)
 
@@ -574,7 +584,10 @@ def test_long_prompts_are_computed_in_parts_beside_decoding(monkeypatch: pytest.
         short = asyncio.create_task(converse(engine, Key(7, "a", "2", 0), 2, Sampling(max_new_tokens=30), 1))
         while len(counts) < 3:
             await asyncio.sleep(0)
-        long = [one_turn(engine, Key(7, "a", "3", sibling), [30 + i % 900 for i in range(180)]) for sibling in range(2)]
+        long = [
+            one_turn(engine, Key(7, "a", "3", sample_index), [30 + i % 900 for i in range(180)])
+            for sample_index in range(2)
+        ]
         return list(await asyncio.gather(short, *long))
 
     async def one_turn(engine: LocalEngine, key: Key, prompt: list[int]) -> Played:
@@ -656,14 +669,14 @@ def test_tokens_on_which_a_model_was_never_trained_do_not_condemn_it() -> None:
 
 
 def test_a_cache_that_is_wrong_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Planner.plan
+    plan = BatchPlanner.plan
 
-    def shifted(self: Planner, rows: list[Row]) -> Plan:
+    def shifted(self: BatchPlanner, rows: list[Row]) -> BatchPlan:
         past = len(rows[0].stored.tokens)
         found = plan(self, rows)
         return replace(found, positions=found.positions + 1) if past else found
 
-    monkeypatch.setattr(Planner, "plan", shifted)
+    monkeypatch.setattr(BatchPlanner, "plan", shifted)
     with pytest.raises(ConfigError, match=r"differ from the model's own forward pass by .* nats"):
         Local().start(make_model(), True, 1024)
 
@@ -674,7 +687,7 @@ def test_models_that_the_fused_path_does_not_know_sample_through_their_own_forwa
     model = make_model(DType.float64)
     sampling = Sampling(max_new_tokens=12, stop_ids=[STOP])
     fused = Local().start(model, True, 1024)
-    monkeypatch.setattr("mtgrpo.model.decoder._like_llama", lambda model: False)
+    monkeypatch.setattr("mtgrpo.engines.local.decoder._like_llama", lambda model: False)
     own = Local().start(model, True, 1024)
     assert fused._forward._fused
     assert not own._forward._fused
@@ -697,7 +710,7 @@ def test_a_turn_that_takes_too_long_is_given_up_and_the_conversation_can_go_on()
         async with engine.conversation(Key(0, "a", "t", 0)) as sample:
             with pytest.raises(TimeoutError, match=r"sampling\.timeout_s=0\.05"):
                 await sample(prompt, Sampling(max_new_tokens=900, timeout_s=0.05))
-            left = len(engine._schedule.requests)
+            left = len(engine._scheduler.requests)
             return await sample([*prompt, 7], Sampling(max_new_tokens=5, timeout_s=60)), left
 
     completion, left = asyncio.run(run())

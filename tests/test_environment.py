@@ -14,7 +14,7 @@ from mtgrpo import extension
 from mtgrpo.environments import Environment, Reply
 from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import OnOutage, OutageError, ToolUse
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.types import Message, Task, ToolCall
 
 TASK = Task("task/1", (Message("system", "Use tools."), Message("user", "What is 2 + 2?")), answer="4")

@@ -1,4 +1,4 @@
-"""The gradient of each estimator on average, against the exact one: every trajectory of a small problem enumerated.
+"""The gradient with each advantage on average, against the exact one: every trajectory of a small problem enumerated.
 
 Three tokens of a vocabulary of four, a policy with a free row of logits for each prefix, and a random reward for each
 trajectory, or for each of its tokens.
@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtgrpo.advantages import AdvantageEstimator, Level
+from mtgrpo.advantages.gae import GAE
+from mtgrpo.advantages.return_to_go import ReturnToGo
+from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.algorithms import Algorithm, Tokens
 from mtgrpo.algorithms.cispo import CISPO
-from mtgrpo.algorithms.credit import Rewards
 from mtgrpo.algorithms.dr_grpo import DrGRPO
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.ppo import PPO
 from mtgrpo.algorithms.reinforce_pp import ReinforcePP
 from mtgrpo.algorithms.rloo import RLOO
-from mtgrpo.credits import Credit, Level
-from mtgrpo.credits.gae import GAE
-from mtgrpo.credits.return_to_go import ReturnToGo
-from mtgrpo.credits.trajectory import WholeTrajectory
 
 HORIZON, VOCABULARY, SIBLINGS, GROUPS = 3, 4, 4, 20_000
 STATES = sum(VOCABULARY**depth for depth in range(HORIZON))
@@ -66,7 +66,7 @@ def exact(paid: Tensor) -> Tensor:
     return gradient
 
 
-def estimates(algorithm: Algorithm, credit: Credit, per_token: bool) -> Tensor:
+def estimates(algorithm: Algorithm, estimator: AdvantageEstimator, per_token: bool) -> Tensor:
     """[GROUPS, STATES, VOCABULARY]: the sum over a group's tokens of -d loss, divided by the number of siblings."""
     draw = generator()
     probabilities = LOGITS.softmax(-1)
@@ -90,7 +90,7 @@ def estimates(algorithm: Algorithm, credit: Credit, per_token: bool) -> Tensor:
         turn=torch.arange(len(steps)),
     )
     values = torch.zeros(len(steps), dtype=torch.float64) if algorithm.has_critic else None
-    advantage = algorithm.normalise(credit.assign(rewards, algorithm, values).advantage)
+    advantage = algorithm.normalise(estimator.assign(rewards, algorithm, values).advantage)
     where, chosen = states(tokens).flatten(), tokens.flatten()
     logp = LOGITS.log_softmax(-1)[where, chosen].requires_grad_()
     algorithm.loss(Tokens(logp, logp.detach(), advantage)).loss.sum().backward()
@@ -117,7 +117,7 @@ OTHERS = (SIBLINGS - 1) / SIBLINGS  # a mean that contains the trajectory itself
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "credit", "per_token", "share"),
+    ("algorithm", "estimator", "per_token", "share"),
     [
         (RLOO(), WholeTrajectory(), False, 1.0),
         (RLOO(), WholeTrajectory(), True, 1.0),
@@ -132,8 +132,8 @@ OTHERS = (SIBLINGS - 1) / SIBLINGS  # a mean that contains the trajectory itself
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, bool | float) else str(value),
 )
-def test_exact_gradient(algorithm: Algorithm, credit: Credit, per_token: bool, share: float) -> None:
-    found, expected = estimates(algorithm, credit, per_token), exact(PAID) * share
+def test_exact_gradient(algorithm: Algorithm, estimator: AdvantageEstimator, per_token: bool, share: float) -> None:
+    found, expected = estimates(algorithm, estimator, per_token), exact(PAID) * share
     assert typical(found, expected) < 1.5
     assert (found.mean(0) * expected).sum() / expected.square().sum() == pytest.approx(1, abs=0.05)
     whole = (found.mean(0) - expected).norm() / (found.std(0).square().sum() / GROUPS).sqrt()

@@ -10,10 +10,11 @@ import pytest
 
 from mtgrpo.algorithms import Truncated
 from mtgrpo.algorithms.grpo import GRPO
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.rollout.filter import Filter
-from mtgrpo.rollout.group import Player, Rollout
-from mtgrpo.rollout.stream import Played, Stream
+from mtgrpo.rollout.group import RolloutRunner
+from mtgrpo.rollout.settings import RolloutSettings
+from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.tasks import IndexedStream
 from mtgrpo.types import Group, Message, Status, Task, Trajectory
 
@@ -29,7 +30,7 @@ def group(*rewards: float, statuses: dict[int, Status] | None = None, name: str 
 
 
 def kept(settings: Filter, one: Group, algorithm: GRPO | None = None) -> bool:
-    return settings.keeps(one, 1.0, (algorithm or GRPO()).shaped)
+    return settings.keeps(one, 1.0, (algorithm or GRPO()).shaped_reward)
 
 
 def test_without_a_filter_everything_is_trained() -> None:
@@ -88,21 +89,21 @@ class Dealer:
     def at(self, scope: str) -> Dealer:
         return self
 
-    async def play_group(self, task: Task, size: int, extra: int) -> Group:
+    async def run_group(self, task: Task, size: int, extra: int) -> Group:
         await asyncio.sleep(0)
         return group(1, 0 if int(task.id) % 3 == 0 else 1, name=task.id)
 
 
-def batches(count: int, most: int, staleness: int = 0) -> list[Played]:
-    async def play() -> list[Played]:
+def batches(count: int, most: int, staleness: int = 0) -> list[RolloutBatch]:
+    async def play() -> list[RolloutBatch]:
         tasks = IndexedStream(None, lambda index: Task(str(index), ()), seed=0)
-        settings = Rollout(prompts_per_step=4, max_staleness=staleness)
+        settings = RolloutSettings(prompts_per_step=4, max_staleness=staleness)
         keeps = Filter(zero_variance=True).keeps
 
         def chosen(one: Group) -> bool:
-            return keeps(one, 1.0, GRPO().shaped)
+            return keeps(one, 1.0, GRPO().shaped_reward)
 
-        stream = Stream(cast(Player, Dealer()), tasks, settings, chosen, most)
+        stream = Stream(cast(RolloutRunner, Dealer()), tasks, settings, chosen, most)
         found = [await stream.batch(version) for version in range(count)]
         await stream.close()
         return found

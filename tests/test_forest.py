@@ -239,6 +239,6 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_what_cannot_be_trained_on_is_refused(message: str) -> None:
     wrong, number = WRONG[message]
-    played = [Trajectory(TASK, turns=[FINE]), Trajectory(TASK, sibling=3, turns=[FINE] * number + [wrong])]
-    with pytest.raises(ValueError, match=f"task 'test/0', sibling 3, turn {number}: {message}"):
+    played = [Trajectory(TASK, turns=[FINE]), Trajectory(TASK, sample_index=3, turns=[FINE] * number + [wrong])]
+    with pytest.raises(ValueError, match=f"task 'test/0', sample 3, turn {number}: {message}"):
         build_batch(played)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtgrpo.rollout.formats import FORMATS, Hermes, LlamaJson, Parsed, ToolFormat, XmlTags, split_thinking
+from mtgrpo.chat.formats import FORMATS, Hermes, LlamaJson, Parsed, ToolFormat, XmlTags, split_thinking
 from mtgrpo.types import ToolCall
 
 BY_NAME = {form.name: form for form in FORMATS}

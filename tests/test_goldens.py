@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from mtgrpo.algorithms.credit import Rewards
+from mtgrpo.credits.gae import GAE
+from mtgrpo.credits.gigpo import GiGPO
+from mtgrpo.credits.return_to_go import ReturnToGo
+from mtgrpo.credits.trajectory import WholeTrajectory
 from torch import Tensor
 
 from mtgrpo.algorithms import Algorithm, Tokens
@@ -17,7 +22,6 @@ from mtgrpo.algorithms.average import Average, Membership, token_weights
 from mtgrpo.algorithms.baseline import whitened
 from mtgrpo.algorithms.cispo import CISPO
 from mtgrpo.algorithms.correction import Correction, Reject, Weight, interpolated
-from mtgrpo.algorithms.credit import Rewards
 from mtgrpo.algorithms.dapo import DAPO
 from mtgrpo.algorithms.dppo import DPPO
 from mtgrpo.algorithms.dr_grpo import DrGRPO
@@ -30,10 +34,6 @@ from mtgrpo.algorithms.reinforce_pp import ReinforcePP
 from mtgrpo.algorithms.rloo import RLOO
 from mtgrpo.algorithms.sapo import SAPO
 from mtgrpo.credits import Credit, Level
-from mtgrpo.credits.gae import GAE
-from mtgrpo.credits.gigpo import GiGPO
-from mtgrpo.credits.return_to_go import ReturnToGo
-from mtgrpo.credits.trajectory import WholeTrajectory
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 TOLERANCE = 1e-6

@@ -12,17 +12,17 @@ import pytest
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from mtgrpo.compose import compose, parse
+from mtgrpo.config.compose import compose, parse
 from mtgrpo.engines import local, paged_attention
-from mtgrpo.engines.pages import Pages
-from mtgrpo.engines.plan import Plan, Planner, _Parts
-from mtgrpo.engines.schedule import Schedule
-from mtgrpo.extension import ConfigError
+from mtgrpo.engines.local.batch_plan import BatchPlan, BatchPlanner, _Parts
+from mtgrpo.engines.local.decoder import _Product
+from mtgrpo.engines.local.kv_cache import KVCache
+from mtgrpo.engines.local.scheduler import Scheduler
+from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks
 from mtgrpo.model.attention import Visibility
-from mtgrpo.model.decoder import _Product
 from mtgrpo.policy import forward, guard
-from mtgrpo.trainer import Curve, train
+from mtgrpo.stages.trainer import Curve, train
 
 ENVIRONMENT = '''
 from dataclasses import dataclass
@@ -83,17 +83,17 @@ def changed(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
 
 
 def positions_jump(first: int) -> Plant:
-    def jump(plan: Callable[..., Plan], *arguments: Any) -> Plan:
+    def jump(plan: Callable[..., BatchPlan], *arguments: Any) -> BatchPlan:
         found = plan(*arguments)
         return replace(found, positions=found.positions + 1 * (found.positions >= first))
 
-    return changed(Planner, "plan", jump)
+    return changed(BatchPlanner, "plan", jump)
 
 
 def queries_scaled(first: int) -> Plant:
     """From some position on, as Llama 4 does."""
 
-    def scaled(attend: Any, pages: Pages, plan: Plan, layer: int, query: Tensor, *rest: Any) -> Tensor:
+    def scaled(attend: Any, pages: KVCache, plan: BatchPlan, layer: int, query: Tensor, *rest: Any) -> Tensor:
         return attend(pages, plan, layer, query * (1 + 0.3 * (plan.positions >= first))[:, None, None], *rest)
 
     return changed(local, "attend", scaled)
@@ -102,7 +102,7 @@ def queries_scaled(first: int) -> Plant:
 def cache_overwritten(first: int) -> Plant:
     """The keys of position 40 become those of a later one."""
 
-    def overwrite(attend: Any, pages: Pages, plan: Plan, layer: int, *rest: Any) -> Tensor:
+    def overwrite(attend: Any, pages: KVCache, plan: BatchPlan, layer: int, *rest: Any) -> Tensor:
         found = attend(pages, plan, layer, *rest)
         if int(plan.positions.max()) >= first:
             keys = pages.own.keys[layer]
@@ -113,9 +113,9 @@ def cache_overwritten(first: int) -> Plant:
 
 
 def window(longest: int) -> Plant:
-    """Pages of a conversation further back than that are not seen."""
+    """KVCache of a conversation further back than that are not seen."""
 
-    def cut(attend: Any, pages: Pages, plan: Plan, *rest: Any) -> Tensor:
+    def cut(attend: Any, pages: KVCache, plan: BatchPlan, *rest: Any) -> Tensor:
         table = plan.table.clone()
         absent = plan.absent.clone() if plan.absent is not None else table < 0
         far = plan.positions >= longest
@@ -132,14 +132,14 @@ def shifted_mask(mask: Any, parts: Any, hidden: Any) -> Tensor:
     return mask(parts, moved)
 
 
-def one_more(advance: Any, planner: Planner, plan: Plan, rows: Any) -> Plan:
+def one_more(advance: Any, planner: BatchPlanner, plan: BatchPlan, rows: Any) -> BatchPlan:
     """A step of decoding sees a place that nobody has written yet."""
     found = advance(planner, plan, rows)
     found.parts[0].mask[found.ends, 0, 0, found.filled.clamp(max=31)] = 0
     return found
 
 
-def prefix_overwritten(attend: Any, pages: Pages, plan: Plan, layer: int, *rest: Any) -> Tensor:
+def prefix_overwritten(attend: Any, pages: KVCache, plan: BatchPlan, layer: int, *rest: Any) -> Tensor:
     found = attend(pages, plan, layer, *rest)
     keys = pages.prefixes.keys[layer]
     keys[0, :, 8] = keys[0, :, 9]
@@ -214,12 +214,12 @@ FAULTS: dict[str, Plant] = {
     "the first page is not seen from 80": window(80),
     "the first page is not seen from 160": window(160),
     "a prompt sees one token too many": changed(_Parts, "_mask", shifted_mask),
-    "a decoding step sees an empty place": changed(Planner, "_advance", one_more),
+    "a decoding step sees an empty place": changed(BatchPlanner, "_advance", one_more),
     "a key that siblings share is overwritten": changed(local, "attend", prefix_overwritten),
     "partial results are not merged": changed(
         paged_attention, "_attention", lambda f, *a: (lambda o, s: (o, s * 0))(*f(*a))
     ),
-    "the cache outlives an update": changed(Schedule, "forget_all", lambda _original, _self: None),
+    "the cache outlives an update": changed(Scheduler, "reset_cache", lambda _original, _self: None),
     "the copy of the weights outlives an update": frozen_copy,
     "tokens are sampled from the next conversation": changed(local.LocalEngine, "_sample", next_row),
     "the engine has another temperature": changed(local, "sample", no_temperature),
@@ -232,7 +232,7 @@ FAULTS: dict[str, Plant] = {
 
 WORDS = {
     "positions depend on the whole forward pass": ("environment.max_context_length=512",),
-    "the cache outlives an update": ("rollout.max_staleness=1", "rollout.in_play=2", "trainer.steps=4"),
+    "the cache outlives an update": ("rollout.max_staleness=1", "rollout.ahead=2", "trainer.steps=4"),
 }
 
 

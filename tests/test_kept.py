@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import Batch, build_batch
-from mtgrpo.engines.sampling import sample
+from mtgrpo.engines.local.sampling import sample
 from mtgrpo.model.attention import Attention, choose_attention
 from mtgrpo.policy.forward import Scores
 from mtgrpo.types import Finish, Message, Sampling, Task, Trajectory, Turn

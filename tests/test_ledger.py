@@ -7,19 +7,18 @@ import copy
 import itertools
 
 import pytest
+from test_play import chat
 
 from mtgrpo.condensers import When
 from mtgrpo.condensers.keep_last import KeepLast
 from mtgrpo.condensers.summarize import Summarize
 from mtgrpo.environments.tool_use import ToolUse
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.rewards.numeric import Numeric
-from mtgrpo.rollout.rehearse import rehearse
-from mtgrpo.rollout.replay import replay
+from mtgrpo.rollout.demonstrations import demonstrate, demonstrate_condensed
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.ledger import Ledger
 from mtgrpo.types import SUMMARY, Message, Task, ToolCall, Trajectory
-from test_play import chat
 
 
 def tasks(split: Split = Split.train, count: int = 30, **settings: float) -> list[Task]:
@@ -73,8 +72,8 @@ def test_demonstrations_follow_the_environment(right: float) -> None:
     for task in tasks():
         messages = source.demonstration(task, 3)
         asyncio.run(follow(task, messages))
-        shown = replay(task, asyncio.run(copy.copy(environment()).start(task)), messages, chat())
-        assert not any(turn.aside for turn in shown.turns)
+        shown = demonstrate(task, asyncio.run(copy.copy(environment()).start(task)), messages, chat())
+        assert not any(turn.auxiliary for turn in shown.turns)
         grades.append(Numeric().reward(shown))
     assert set(grades) == {right}
 
@@ -82,13 +81,13 @@ def test_demonstrations_follow_the_environment(right: float) -> None:
 def shown(condenser: KeepLast | Summarize, task: Task) -> Trajectory:
     opening = asyncio.run(copy.copy(environment()).start(task))
     messages = Ledger().demonstration(task, 3)
-    return asyncio.run(rehearse(task, opening, messages, chat(), condenser, 600, 60))
+    return asyncio.run(demonstrate_condensed(task, opening, messages, chat(), condenser, 600, 60))
 
 
 def test_condensed_conversations_fit_where_the_whole_does_not() -> None:
     for task in tasks(count=5):
         opening = asyncio.run(copy.copy(environment()).start(task))
-        whole = replay(task, opening, Ledger().demonstration(task, 3), chat())
+        whole = demonstrate(task, opening, Ledger().demonstration(task, 3), chat())
         longest = max(len(whole.context(i)) for i in range(len(whole.turns)))
         for condenser in (KeepLast(keep_last_n_steps=2), Summarize(when=When.every_turn)):
             short = shown(condenser, task)
@@ -104,6 +103,6 @@ def test_what_is_needed_is_in_every_context() -> None:
         for number, turn in enumerate(trajectory := shown(condenser, task).turns):
             for call in turn.message.tool_calls:
                 if call.name == "calculator":
-                    text = chat()._wire.decode(shown(condenser, task).context(number))  # type: ignore[attr-defined]
+                    text = chat()._safe.decode(shown(condenser, task).context(number))  # type: ignore[attr-defined]
                     assert all(part in text for part in str(call.arguments["expression"]).split(" + "))
         assert len(trajectory) > 16

@@ -18,10 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtgrpo.extension import ConfigError
-from mtgrpo.log import Sinks, open_sinks, strict_json, trajectories, write_summary
+from mtgrpo.errors import ConfigError
+from mtgrpo.log import Sinks, open_sinks
 from mtgrpo.log import console as console_module
-from mtgrpo.log.curve import save_curve, terminal_curve
+from mtgrpo.record import trajectories
+from mtgrpo.record.curve import save_curve, terminal_curve
+from mtgrpo.record.summary import write_summary
+from mtgrpo.strict_json import strict_json
 from mtgrpo.types import Finish, Group, Message, Status, Task, ToolCall, Trajectory, Turn
 
 TRAINING = {
@@ -385,7 +388,7 @@ def test_a_picture_of_almost_nothing(values: list[float], tmp_path: Path) -> Non
 
 def test_drawing_leaves_no_trace_in_matplotlib(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from mtgrpo.log.curve import save_curve\n"
+        "import sys; from pathlib import Path; from mtgrpo.record.curve import save_curve\n"
         "assert 'matplotlib' not in sys.modules\n"
         "save_curve(Path(sys.argv[1]), {'a': ([1], [1.0])})\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
@@ -433,10 +436,10 @@ def test_trajectories_are_readable(tmp_path: Path) -> None:
     content = (tmp_path / "trajectories" / "step_000010.jsonl").read_text("utf-8")
     assert "é" in content  # readable, not escaped
     records = [loads(line) for line in content.splitlines()]
-    assert [record["sibling"] for record in records] == [0, 1, 0, 1]
+    assert [record["sample"] for record in records] == [0, 1, 0, 1]
     assert records[0] == {
         "task": "calculator/1",
-        "sibling": 0,
+        "sample": 0,
         "status": "truncated",
         "reason": "max_turns",
         "reward": 0.5,

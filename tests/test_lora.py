@@ -38,9 +38,9 @@ from transformers import (
 from mtgrpo import checkpoint
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
-from mtgrpo.extension import ConfigError
+from mtgrpo.engines.local.decoder import Forward, causal_attention
+from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
-from mtgrpo.model.decoder import Forward, causal_attention
 from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer, save_model
 from mtgrpo.model.lora import LoRA, save_adapter
 from mtgrpo.model.value import values
@@ -266,10 +266,10 @@ def test_the_engine_samples_from_the_adapted_model(
 ) -> None:
     model = adapt(bases[family], dtype)
 
-    async def converse(sibling: int) -> list[tuple[list[int], Completion]]:
-        context = IDS[sibling].tolist()
+    async def converse(sample_index: int) -> list[tuple[list[int], Completion]]:
+        context = IDS[sample_index].tolist()
         played: list[tuple[list[int], Completion]] = []
-        async with engine.conversation(Key(0, "train/1", "t", sibling)) as sample:
+        async with engine.conversation(Key(0, "train/1", "t", sample_index)) as sample:
             for _ in range(3):
                 completion = await sample(context, Sampling(max_new_tokens=8))
                 played.append((context, completion))
@@ -277,7 +277,7 @@ def test_the_engine_samples_from_the_adapted_model(
         return played
 
     async def run() -> list[list[tuple[list[int], Completion]]]:
-        return await asyncio.gather(*(converse(sibling) for sibling in range(3)))
+        return await asyncio.gather(*(converse(sample_index) for sample_index in range(3)))
 
     engine = Local().start(model, True, 512)
     for context, completion in itertools.chain(*asyncio.run(run())):

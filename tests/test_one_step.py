@@ -9,8 +9,8 @@ from fractions import Fraction
 
 import pytest
 
-from mtgrpo.compose import preset
-from mtgrpo.extension import ConfigError
+from mtgrpo.config.compose import preset
+from mtgrpo.errors import ConfigError
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.one_step import OneStep

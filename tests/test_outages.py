@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+from test_play import TASK, make_runner, model, said
 
 from mtgrpo import extension
 from mtgrpo.engines import Key
@@ -18,10 +19,9 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Opening, Reply
 from mtgrpo.environments.tool_use import OnOutage, ToolUse
-from mtgrpo.evaluate import evaluate
+from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.types import Message, Status, Task, ToolCall, Trajectory
 from test_async import in_jumping_time
-from test_play import TASK, make_player, model, said
 
 CALLS = 0.6  # the probability of one more call, of at most MOST
 MOST = 4
@@ -80,7 +80,7 @@ def tools(tmp_path: Path) -> Iterator[Any]:
 
 def script(key: Key, turn: int) -> list[int]:
     """Calls or answers, whatever the tool has said: a policy of known probabilities."""
-    drawn = random.Random(f"{key.scope}/{key.task}/{key.sibling}/{turn}").random()
+    drawn = random.Random(f"{key.scope}/{key.task}/{key.sample_index}/{turn}").random()
     return said('<tool_call>\n{"name": "Unsteady", "arguments": {}}\n</tool_call>' if drawn < CALLS else "#### 1")
 
 
@@ -90,11 +90,11 @@ def trained(tools: Any, rate: float, **settings: Any) -> dict[tuple[str, int], i
     environment = ToolUse(tools={f"{tools.path}:Unsteady": {"rate": rate}}, max_turns=MOST, **settings)
 
     async def run() -> list[Trajectory]:
-        player = make_player(ScriptedEngine(script), environment)
-        groups = [player.play_group(Task(str(index), TASK.messages), 4) for index in range(100)]
+        runner = make_runner(ScriptedEngine(script), environment)
+        groups = [runner.run_group(Task(str(index), TASK.messages), 4) for index in range(100)]
         return [trajectory for group in await asyncio.gather(*groups) for trajectory in group.trajectories]
 
-    return {(t.task.id, t.sibling): t.tool_calls for t in in_jumping_time(run()) if t.status is not Status.FAILED}
+    return {(t.task.id, t.sample_index): t.tool_calls for t in in_jumping_time(run()) if t.status is not Status.FAILED}
 
 
 def test_what_is_trained_is_what_would_be_without_failures(tools: Any) -> None:
@@ -158,11 +158,11 @@ def test_failures_and_waiting_change_no_digit(tools: Any) -> None:
 
     def digits(rate: float) -> tuple[list[Any], int]:
         environment = Busy(tools={f"{tools.path}:Unsteady": {"rate": rate}}, call_retries=20)
-        player = make_player(Local().start(model(), True, 1024), environment, max_concurrent=5, max_new_tokens=6)
-        player.sampling.stop_ids = list(range(1024))  # half of all tokens end the turn
+        runner = make_runner(Local().start(model(), True, 1024), environment, max_concurrent=5, max_new_tokens=6)
+        runner.sampling.stop_ids = list(range(1024))  # half of all tokens end the turn
 
         async def run() -> list[Trajectory]:
-            groups = [player.play_group(Task(str(index), TASK.messages), 3) for index in range(4)]
+            groups = [runner.run_group(Task(str(index), TASK.messages), 3) for index in range(4)]
             return [trajectory for group in await asyncio.gather(*groups) for trajectory in group.trajectories]
 
         found = in_jumping_time(run())
@@ -177,7 +177,7 @@ def test_evaluation_has_the_same_rule(tools: Any) -> None:
     def measured(rate: float, **settings: Any) -> dict[str, float]:
         environment = ToolUse(tools={f"{tools.path}:Unsteady": {"rate": rate}}, max_turns=MOST, **settings)
         tasks = [Task(str(index), TASK.messages) for index in range(50)]
-        return in_jumping_time(evaluate(make_player(ScriptedEngine(script), environment), tasks, 4))
+        return in_jumping_time(evaluate(make_runner(ScriptedEngine(script), environment), tasks, 4))
 
     never, often = measured(0.0), measured(0.3, call_retries=12)
     told = measured(0.3, call_retries=0, on_outage=OnOutage.observe)

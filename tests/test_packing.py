@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mtgrpo.batch.forest import Batch, build_batch, build_forest
 from mtgrpo.batch.packing import BatchSettings, Cost, Layout, MicroBatch, Packing, pack
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 TASK = Task("test/0", (Message("user", "?"),))

@@ -18,22 +18,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.algorithms import Baseline, PerToken, Tokens
 from mtgrpo.algorithms.average import Average
-from mtgrpo.algorithms.credit import Rewards
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.kl import KL, Estimator
 from mtgrpo.batch.forest import Batch, build_batch
-from mtgrpo.credits.trajectory import WholeTrajectory
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.model.logprobs import sampled_logprobs
 from mtgrpo.policy import forward, guard
 from mtgrpo.policy.forward import Scores
-from mtgrpo.policy.learner import Learner, Learning, Updates
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings, Schedule, factor
 from mtgrpo.policy.reference import freeze
-from mtgrpo.policy.step import Metrics, Policy, TokenLoss, Work
+from mtgrpo.policy.step import CooperativeTask, Metrics, Policy, TokenLoss
+from mtgrpo.policy.updater import PolicyUpdater, UpdateConfig, Updates
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 TASK = Task("test/0", (Message("user", "?"),))
@@ -98,7 +98,7 @@ class Watched(Policy):
         self.steps: list[tuple[Tensor, Tensor]] = []
         self.metrics: list[Metrics] = []
 
-    def updating(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Work[Metrics]:
+    def updating(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> CooperativeTask[Metrics]:
         self.steps.append((entries, weights))
         self.metrics.append((yield from super().updating(batch, entries, weights, loss)))
         return self.metrics[-1]
@@ -134,10 +134,10 @@ def train(
     updates: Updates | None = None,
     seed: int = 0,
 ) -> Metrics:
-    learning = Learning(algorithm or Given(), WholeTrajectory(), kl or KL(), updates=updates or Updates(), length=7)
+    learning = UpdateConfig(algorithm or Given(), WholeTrajectory(), kl or KL(), updates=updates or Updates(), length=7)
     batch = build_batch(played)
     rewards = replace(paid(played, advantage, batch), trained=trained)
-    return Learner(policy, learning, reference).train(batch, rewards, version=0, seed=seed)
+    return PolicyUpdater(policy, learning, reference).train(batch, rewards, version=0, seed=seed)
 
 
 def paid(played: Sequence[Trajectory], outcome: Tensor, batch: Batch) -> Rewards:
@@ -459,11 +459,13 @@ def minibatches(updates: Updates, seed: int) -> list[list[int]]:
         def __init__(self) -> None:
             self.steps: list[list[int]] = []
 
-        def scoring(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> Work[Scores]:
+        def scoring(
+            self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None
+        ) -> CooperativeTask[Scores]:
             yield
             return Scores(*torch.zeros(2, len(batch), dtype=torch.float64))
 
-        def updating(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Work[Metrics]:
+        def updating(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> CooperativeTask[Metrics]:
             assert weights.sum().item() == pytest.approx(1, abs=1e-12)
             assert torch.equal(entries, weights.nonzero()[:, 0])
             self.steps.append(sorted(set(batch.trajectory[entries].tolist())))

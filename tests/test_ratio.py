@@ -9,20 +9,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_learner import ALGORITHMS, NAMES, TRAJECTORIES, estimator_for, updates
 
+from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.algorithms import Algorithm, Tokens, ratio
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.cispo import CISPO
-from mtgrpo.algorithms.correction import Correction, Old, Reject, Weight, diagnostics
+from mtgrpo.algorithms.correction import Correction, OldPolicy, Reject, Weight, diagnostics
 from mtgrpo.algorithms.dppo import DPPO
 from mtgrpo.algorithms.gmpo import GMPO
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.gspo import GSPO
 from mtgrpo.algorithms.kl import KL, Estimator
-from mtgrpo.credits.trajectory import WholeTrajectory
-from mtgrpo.policy.learner import Learning
+from mtgrpo.policy.updater import UpdateConfig
 from mtgrpo.types import Trajectory
-from test_learner import ALGORITHMS, NAMES, TRAJECTORIES, credit_for, updates
 
 FAR = [30.0, 100.0, 1000.0, -30.0, -100.0, -1000.0]
 PLAIN = [GRPO(), *ALGORITHMS]  # the first without a dual clip
@@ -33,7 +33,7 @@ def tokens(algorithm: Algorithm, log_ratio: float, advantage: float, likelier: f
     logp = torch.tensor([likelier + min(0.0, log_ratio)], dtype=dtype).requires_grad_()
     old = torch.tensor([likelier - max(0.0, log_ratio)], dtype=dtype)
     found = Tokens(logp, old, torch.tensor([advantage], dtype=dtype))
-    if not algorithm.of_sequences:
+    if not algorithm.needs_sequence_ratio:
         return found
     return replace(found, sequence=algorithm.sequence_term(found.log_ratio.detach(), found.advantage))
 
@@ -131,7 +131,7 @@ def test_weights_of_far_tokens_are_finite(weight: Weight, reject: Reject, dtype:
     assert all(map(math.isfinite, diagnostics(old - behaviour).values()))
 
 
-# --- the learner ---
+# --- the updater ---
 
 
 def strange(count: int, apart: float) -> list[Trajectory]:
@@ -142,9 +142,9 @@ def strange(count: int, apart: float) -> list[Trajectory]:
     return [replace(first, turns=[replace(turn, logprobs=logprobs)]), *others]
 
 
-def against_the_engine(algorithm: Algorithm) -> Learning:
-    correction = Correction() if algorithm.against_engine else Correction(old=Old.engine)
-    return Learning(algorithm, credit_for(algorithm), correction=correction, length=7)
+def against_the_engine(algorithm: Algorithm) -> UpdateConfig:
+    correction = Correction() if algorithm.uses_behaviour_policy else Correction(old_policy=OldPolicy.engine)
+    return UpdateConfig(algorithm, estimator_for(algorithm), correction=correction, length=7)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=NAMES)
@@ -177,7 +177,7 @@ def test_what_a_penalty_clamps_counts_too() -> None:
     assert KL(0.1, Estimator.k2).clamped(logp, logp, ref).tolist() == [False] * 3
     behaviour = torch.tensor([-40.0, -1.0, -40.0])
     assert KL(0.1, unbiased=True).clamped(logp, behaviour, logp).tolist() == [False, True, True]
-    learning = Learning(GRPO(), WholeTrajectory(), KL(0.1, unbiased=True), length=7)
+    learning = UpdateConfig(GRPO(), WholeTrajectory(), KL(0.1, unbiased=True), length=7)
     share = 2 / sum(t.sampled_tokens for t in TRAJECTORIES)
     found = updates(learning, strange(2, 300.0), reference=True)[2]
     assert found["log_ratio_clamped"] == pytest.approx(share, rel=1e-12)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mtgrpo import cli
+from mtgrpo.config.options import chosen_class, schema
 from mtgrpo.extension import load_file
-from mtgrpo.options import chosen_class, schema
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 OPTIONS = Path(__file__).parents[1] / "docs" / "options.txt"

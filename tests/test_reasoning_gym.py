@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mtgrpo.compose import compose, parse
-from mtgrpo.extension import ConfigError
+from mtgrpo.config.compose import compose, parse
+from mtgrpo.errors import ConfigError
 from mtgrpo.rewards.reasoning_gym import ReasoningGym as Graded
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.reasoning_gym import RUNS_ANSWERS, ReasoningGym

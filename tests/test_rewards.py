@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtgrpo.extension import ConfigError, find, names
+from mtgrpo.errors import ConfigError
+from mtgrpo.extension import find, names
 from mtgrpo.rewards import Reward
 from mtgrpo.rewards.calculation import Calculation
 from mtgrpo.rewards.exact_match import ExactMatch

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtgrpo.engines.sampling import sample, stream_key, truncate, uniforms
+from mtgrpo.engines.local.sampling import sample, stream_key, truncate, uniforms
 from mtgrpo.types import Sampling
 
 
@@ -27,7 +27,7 @@ def test_uniforms_equal_splitmix64() -> None:
 
 
 def test_uniforms_are_uniform_over_keys_and_positions() -> None:
-    keys = np.array([stream_key(0, "t", sibling) for sibling in range(200)], dtype=np.uint64)
+    keys = np.array([stream_key(0, "t", sample_index) for sample_index in range(200)], dtype=np.uint64)
     grid = np.stack([uniforms(keys, np.full(200, position, dtype=np.uint64)) for position in range(100)])
     counts, _ = np.histogram(grid, bins=50, range=(0, 1))
     chi_square = ((counts - 400) ** 2 / 400).sum()

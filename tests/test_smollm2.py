@@ -16,18 +16,19 @@ from transformers import PreTrainedModel
 
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.batch.packing import Layout, pack
-from mtgrpo.compose import compose, parse
+from mtgrpo.chat import ChatSettings, open_chat
+from mtgrpo.config.compose import compose, parse
 from mtgrpo.engines import Key
-from mtgrpo.engines.local import Local, LocalEngine
-from mtgrpo.extension import ConfigError
+from mtgrpo.engines.local import Local
+from mtgrpo.engines.local.engine import LocalEngine
+from mtgrpo.errors import ConfigError
 from mtgrpo.model import smollm2
 from mtgrpo.model.attention import Attention
 from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer, save_model
 from mtgrpo.model.lora import LoRA
 from mtgrpo.model.rounding import distance, plain_logprobs, reference
 from mtgrpo.policy.forward import flops_of, score
-from mtgrpo.rollout.chat import ChatSettings, open_chat
-from mtgrpo.run import open_run
+from mtgrpo.stages.run import open_run
 from mtgrpo.types import Completion, Finish, Message, Sampling, Task, Trajectory, Turn
 
 real = pytest.mark.real
@@ -246,7 +247,7 @@ def test_every_trained_token_was_sampled_over_200_conversations_with_a_tool(
 
     async def play() -> list[Trajectory]:
         with open_run(experiment, tmp_path) as run:
-            groups = await asyncio.gather(*(run.player.play_group(task, 8) for task in islice(run.tasks, 25)))
+            groups = await asyncio.gather(*(run.runner.run_group(task, 8) for task in islice(run.tasks, 25)))
         return [trajectory for group in groups for trajectory in group.trajectories]
 
     played = asyncio.run(play())

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtgrpo.compose import compose, parse
-from mtgrpo.extension import ConfigError, find, names
+from mtgrpo.config.compose import compose, parse
+from mtgrpo.errors import ConfigError
+from mtgrpo.extension import find, names
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.tasks import Columns, IndexedStream, Split, TaskSource, held_out, hub, permuted
 from mtgrpo.tasks.gsm8k import Gsm8k, solve_with_calculator

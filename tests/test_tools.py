@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtgrpo import tools
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.tools import CallTimeoutError, Tool, ToolError
 from mtgrpo.tools.calculator import Calculator
 

@@ -13,22 +13,22 @@ import pytest
 import torch
 
 from mtgrpo import checkpoint, trainer
+from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.batch.forest import Batch
-from mtgrpo.compose import compose, parse
-from mtgrpo.credits.trajectory import WholeTrajectory
-from mtgrpo.evaluate import NothingPlayedError, run_evaluation
-from mtgrpo.experiment import Experiment
-from mtgrpo.extension import ConfigError
+from mtgrpo.config.compose import compose, parse
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.config.options import options
+from mtgrpo.errors import ConfigError
 from mtgrpo.model.traits import Traits
-from mtgrpo.options import options
-from mtgrpo.policy.learner import Learner
 from mtgrpo.policy.reference import freeze
 from mtgrpo.policy.step import at_once
-from mtgrpo.rollout.stream import Played, Stream
-from mtgrpo.run import Run, check, open_run
-from mtgrpo.sft import demonstrations, run_sft, within
+from mtgrpo.policy.updater import PolicyUpdater
+from mtgrpo.rollout.stream import RolloutBatch, Stream
+from mtgrpo.stages.evaluate import AllFailedError, run_evaluation
+from mtgrpo.stages.run import Run, check, open_run
+from mtgrpo.stages.sft import demonstrations, run_sft, within
+from mtgrpo.stages.trainer import Curve, run_training, train
 from mtgrpo.tasks import Split
-from mtgrpo.trainer import Curve, run_training, train
 from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
 
 CONSTANT = "optimizer.schedule=constant"  # a schedule that falls needs a number of steps
@@ -161,7 +161,7 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
         found["eval/success/before"],
         found["eval/success/after"],
     ]
-    assert [line["sibling"] for line in played(folder, 1)] == [0, 1, 0, 1]
+    assert [line["sample"] for line in played(folder, 1)] == [0, 1, 0, 1]
     assert {line["task"].split("/")[3] for line in played(folder, 1)} == {"train"}
     state, _ = checkpoint.load_state(folder / "checkpoints" / "step_000002")
     assert (state["step"], state["tasks"]["position"]) == (2, 4)
@@ -222,14 +222,14 @@ def test_controls_reach_the_update(kind: str, tmp_path: Path, own: Path, monkeyp
     """The advantages that are trained on, against those of the rewards."""
     credited: list[torch.Tensor] = []
     given: list[torch.Tensor] = []
-    assign, prepare = WholeTrajectory.assign, Learner._prepare
+    assign, prepare = WholeTrajectory.assign, PolicyUpdater._prepare
 
     def spy_assign(self: WholeTrajectory, *arguments: Any) -> Any:
         assigned = assign(self, *arguments)
         credited.append(assigned.advantage.clone())
         return assigned
 
-    def spy_prepare(self: Learner, batch: Batch, *rest: Any) -> Any:
+    def spy_prepare(self: PolicyUpdater, batch: Batch, *rest: Any) -> Any:
         prepared = yield from prepare(self, batch, *rest)
         first = torch.cat([torch.ones(1) > 0, batch.trajectory.diff() != 0])
         credited[-1] = credited[-1][first]  # one advantage for each trajectory
@@ -237,7 +237,7 @@ def test_controls_reach_the_update(kind: str, tmp_path: Path, own: Path, monkeyp
         return prepared
 
     monkeypatch.setattr(WholeTrajectory, "assign", spy_assign)
-    monkeypatch.setattr(Learner, "_prepare", spy_prepare)
+    monkeypatch.setattr(PolicyUpdater, "_prepare", spy_prepare)
     words = busy(own, "rollout.prompts_per_step=4", "sft.steps=0", f"debug.advantages={kind}")
     ran(tmp_path / "run", *words)
     assert len(given) == len(credited) == 2
@@ -257,7 +257,7 @@ def test_demonstrations_do_not_touch_the_environment_that_is_played(own: Path, t
     before = dict(vars(made.environment))
 
     async def one(run: Run) -> int:
-        examples = demonstrations(made.task, made.task.open(Split.train, 0), run.player, 0)
+        examples = demonstrations(made.task, made.task.open(Split.train, 0), run.runner, 0)
         return len((await anext(examples)).turns)
 
     with open_run(made, tmp_path / "run") as run:
@@ -272,15 +272,16 @@ def test_demonstrations_do_not_touch_the_environment_that_is_played(own: Path, t
     "words",
     [
         *(f"algorithm={name}" for name in options("algorithm") if name not in ("grpo", "ppo")),
-        "algorithm=ppo credit=gae model.value_head=true",
-        "algorithm=ppo credit=gae credit.level=token model.value_head=true",
-        *(f"credit={name}" for name in options("credit") if name not in ("trajectory", "turn")),
-        "algorithm=reinforce_pp credit=return_to_go credit.level=token kl.coef=0.1 kl.place=reward kl.estimator=k1",
+        "algorithm=ppo advantage=gae model.value_head=true",
+        "algorithm=ppo advantage=gae advantage.level=token model.value_head=true",
+        *(f"advantage={name}" for name in options("advantage") if name not in ("trajectory", "turn")),
+        "algorithm=reinforce_pp advantage=return_to_go advantage.level=token "
+        "kl.coef=0.1 kl.place=reward kl.estimator=k1",
         "kl.coef=0.1 kl.target=0.01 reference.ema=0.1",
         "kl.coef=0.1 kl.unbiased=true reference.update_every=2",
         "correction.weight=token correction.reject=geometric correction.veto=0.01",
-        "rollout.max_staleness=2 correction.old=interpolated correction.weight=token",
-        "rollout.max_staleness=1 correction.old=trainer correction.weight=sequence",
+        "rollout.max_staleness=2 correction.old_policy=interpolated correction.weight=token",
+        "rollout.max_staleness=1 correction.old_policy=trainer correction.weight=sequence",
         "algorithm.average=constant algorithm.top_entropy=0.3 algorithm.entropy_coef=0.01",
         "filter.zero_variance=true filter.refill=true",
         "trainer.minibatch_trajectories=4 algorithm=gspo algorithm.clip_low=0.1",
@@ -377,7 +378,7 @@ def test_a_world_that_fails_from_the_start_ends_the_run_with_the_reason(tmp_path
     made = experiment(*busy(own, "sft.steps=0", "environment.backoff_s=0"))
     module = vars(type(made.environment))["step"].__globals__
     module["down"].set()
-    with pytest.raises(NothingPlayedError, match="OSError: the line is dead"):
+    with pytest.raises(AllFailedError, match="OSError: the line is dead"):
         run_training(made, tmp_path / "run")
 
 
@@ -388,7 +389,7 @@ def test_an_outage_during_training_trains_nothing_and_passes(
     down = vars(type(made.environment))["step"].__globals__["down"]
     batch, evaluate = Stream.batch, trainer.evaluate
 
-    async def batch_with_outage(stream: Stream, version: int) -> Played:
+    async def batch_with_outage(stream: Stream, version: int) -> RolloutBatch:
         if version == 1:
             down.set()
         return await batch(stream, version)
@@ -455,7 +456,7 @@ def test_an_opened_run_is_closed_when_its_stage_breaks(tmp_path: Path) -> None:
 
 
 async def five_batches(run: Run) -> list[list[Group]]:
-    stream = Stream(run.player, run.tasks, run.experiment.rollout)
+    stream = Stream(run.runner, run.tasks, run.experiment.rollout)
     return [(await stream.batch(version)).groups for version in range(5)]
 
 
@@ -470,9 +471,9 @@ def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) -> None:
         with open_run(experiment(*words, f"model.attention={attention}"), tmp_path / attention) as run:
             recorded = recorded or asyncio.run(five_batches(run))
             policy = trainer.Policy(run.model, trainer._optimizer(run), run.experiment.batch.token_budget, 1.0)
-            learner = Learner(policy, trainer.learning_of(run.experiment), freeze(run.model))
+            updater = PolicyUpdater(policy, trainer.update_config(run.experiment), freeze(run.model))
             found[attention] = [
-                at_once(trainer.learn(run.experiment, learner, groups, step)) for step, groups in enumerate(recorded, 1)
+                at_once(trainer.learn(run.experiment, updater, groups, step)) for step, groups in enumerate(recorded, 1)
             ]
     for forest, padded in zip(found["forest"], found["sdpa"], strict=True):
         assert forest["policy/computed_tokens"] < 0.7 * padded["policy/computed_tokens"]
@@ -485,7 +486,7 @@ def test_the_layout_is_told_and_a_context_that_cannot_be_trained_is_refused(tmp_
     with pytest.raises(ConfigError, match=r"max_context_length=600.*batch\.token_budget=512.*to at least 600"):
         ran(tmp_path / "long", "environment.max_context_length=600", "batch.token_budget=512")
     with open_run(experiment("batch.token_budget=512"), tmp_path / "short") as run:
-        assert run.player.limits.context_tokens == 512
+        assert run.runner.limits.context_tokens == 512
 
 
 def test_demonstrations_that_no_micro_batch_holds_are_left_out() -> None:
@@ -513,6 +514,8 @@ def test_demonstrations_that_no_micro_batch_holds_are_left_out() -> None:
 def test_demonstrations_that_the_model_does_not_compute_exactly_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtgrpo.sft.traits", lambda model: Traits("", (), 20, "beyond 20 it does something else"))
+    monkeypatch.setattr(
+        "mtgrpo.stages.sft.traits", lambda model: Traits("", (), 20, "beyond 20 it does something else")
+    )
     with pytest.raises(ConfigError, match="longer than the 20 tokens that the model computes exactly"):
         run_sft(experiment(), tmp_path)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from mtgrpo.compose import preset
+from mtgrpo.config.compose import preset
 from mtgrpo.engines.local import Local
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.model.attention import Attention, choose_attention, describe_attention, uses_forest
 from mtgrpo.model.load import DType, ModelSettings, compute_in, load_model
 from mtgrpo.model.traits import traits
-from mtgrpo.run import longest_context
+from mtgrpo.stages.run import longest_context
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

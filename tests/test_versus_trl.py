@@ -12,14 +12,14 @@ import torch
 
 from mtgrpo.algorithms import Tokens
 from mtgrpo.batch.forest import build_batch
-from mtgrpo.compose import compose, parse
+from mtgrpo.config.compose import compose, parse
 from mtgrpo.extension import load_file
 from mtgrpo.model import tiny
 from mtgrpo.model.load import load_model
 from mtgrpo.model.smollm2 import fetch
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
-from mtgrpo.run import check
+from mtgrpo.stages.run import check
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 pytestmark = pytest.mark.real

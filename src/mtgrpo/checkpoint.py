@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import save_model
 
 _STATE = "state.json"

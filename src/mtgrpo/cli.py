@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mtgrpo import __version__
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 # What reads a configuration imports torch. `mtgrpo --help` and a mistyped command do without.
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-    from mtgrpo.compose import Composed
+    from mtgrpo.config.compose import Composed
 
 COMMANDS = {
     "train": "warm start, evaluate, train, evaluate",
@@ -105,7 +105,7 @@ def run_command(arguments: Sequence[str]) -> int:
         if command == "data":
             show(f"mtgrpo data smollm2: {COMMANDS[command]}\n\nIt goes to MTGRPO_MODELS, by default ~/.cache/mtgrpo.")
             return 0
-        from mtgrpo.helptext import help_text  # noqa: PLC0415
+        from mtgrpo.config.helptext import help_text  # noqa: PLC0415
 
         words = [word for word in words if not word.startswith(("checkpoint=", "hydra."))]
         show(f"mtgrpo {command} [KEY=VALUE ...]: {COMMANDS[command]}\n\n{help_text(words)}")
@@ -139,7 +139,7 @@ def _flags(words: Sequence[str]) -> set[str]:
 
 
 def _start(command: str, words: Sequence[str], multirun: bool, dry: bool) -> int:
-    from mtgrpo.compose import parse  # noqa: PLC0415
+    from mtgrpo.config.compose import parse  # noqa: PLC0415
 
     overrides = parse(words)
     run_folder, overrides = take(overrides, "hydra.run.dir")
@@ -173,8 +173,8 @@ def _start(command: str, words: Sequence[str], multirun: bool, dry: bool) -> int
 
 def checked_job(command: str, overrides: Sequence[Override]) -> Job:
     """Read a run's configuration and check all of it that needs no model. Raises ConfigError."""
-    from mtgrpo.compose import compose  # noqa: PLC0415
-    from mtgrpo.run import check  # noqa: PLC0415
+    from mtgrpo.config.compose import compose  # noqa: PLC0415
+    from mtgrpo.stages.run import check  # noqa: PLC0415
 
     checkpoint = None
     settings = list(overrides)
@@ -238,19 +238,19 @@ def _made(folder: Path) -> bool:
 
 
 def _run(job: Job, folder: Path) -> None:
-    from mtgrpo.compose import write_record  # noqa: PLC0415
+    from mtgrpo.config.compose import write_record  # noqa: PLC0415
 
     write_record(job.composed, job.overrides, folder)
     if job.checkpoint is not None:
-        from mtgrpo.evaluate import run_evaluation  # noqa: PLC0415
+        from mtgrpo.stages.evaluate import run_evaluation  # noqa: PLC0415
 
         run_evaluation(job.composed.experiment, folder, job.checkpoint)
     elif job.command == "sft":
-        from mtgrpo.sft import run_sft  # noqa: PLC0415
+        from mtgrpo.stages.sft import run_sft  # noqa: PLC0415
 
         run_sft(job.composed.experiment, folder)
     else:
-        from mtgrpo.trainer import run_training  # noqa: PLC0415
+        from mtgrpo.stages.trainer import run_training  # noqa: PLC0415
 
         run_training(job.composed.experiment, folder)
 
@@ -261,7 +261,7 @@ def _run_several(command: str, overrides: Sequence[Override], folder: str, dry: 
     from hydra.core.override_parser.types import Quote, QuotedString  # noqa: PLC0415
     from hydra.errors import HydraException  # noqa: PLC0415
 
-    from mtgrpo.compose import parse  # noqa: PLC0415
+    from mtgrpo.config.compose import parse  # noqa: PLC0415
 
     try:
         (combinations,) = BasicSweeper.split_arguments(list(overrides), max_batch_size=None)

@@ -16,9 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-
-class ConfigError(ValueError):
-    """The user's configuration or input is wrong; the message says what, the value seen and how to fix it."""
+from mtgrpo.errors import ConfigError
 
 
 def names(package: str) -> list[str]:

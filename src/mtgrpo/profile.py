@@ -11,7 +11,7 @@ from statistics import mean
 
 import torch
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.types import Group, Status
 
 PHASES: tuple[str, ...] = ("packing", "forward", "backward", "update")  # of a training step
@@ -69,11 +69,11 @@ class Profiler:
         """
         if not self._settings.enabled:
             return {}
-        played = [t for group in groups for t in group.trajectories if t.status is not Status.FAILED]
-        played = played or [t for group in groups for t in group.trajectories]
+        trajectories = [t for group in groups for t in group.trajectories if t.status is not Status.FAILED]
+        trajectories = trajectories or [t for group in groups for t in group.trajectories]
         found = {
-            "generation_s_per_conversation": mean(t.sample_s for t in played),
-            "tools_s_per_conversation": mean(t.tool_s for t in played),
+            "generation_s_per_conversation": mean(t.sample_s for t in trajectories),
+            "tools_s_per_conversation": mean(t.tool_s for t in trajectories),
             **{f"{phase}_s": seconds for phase, seconds in self._seconds.items()},
             "sync_s": sync_s - self._sync_s,
         }
@@ -81,12 +81,12 @@ class Profiler:
         if self._settings.reward:
             found["reward_s"] = sum(group.score_s for group in groups)
         if self._settings.condensation:
-            times = max(1, sum(t.condensed for t in played))
+            times = max(1, sum(t.condensed for t in trajectories))
             found |= {
-                "condensation_s_per_conversation": mean(t.condense_s for t in played),
-                "condensed_per_conversation": mean(t.condensed for t in played),
-                "tokens_before_condensation": sum(t.tokens_before for t in played) / times,
-                "tokens_after_condensation": sum(t.tokens_after for t in played) / times,
+                "condensation_s_per_conversation": mean(t.condense_s for t in trajectories),
+                "condensed_per_conversation": mean(t.condensed for t in trajectories),
+                "tokens_before_condensation": sum(t.tokens_before for t in trajectories) / times,
+                "tokens_after_condensation": sum(t.tokens_after for t in trajectories) / times,
             }
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._steps.append(found)

@@ -112,10 +112,6 @@ class Completion:
     kept: list[array[int]] = field(default_factory=list["array[int]"])  # by top-k, top-p, min-p; [] = everything
 
 
-class EngineError(RuntimeError):
-    """The engine itself is broken (its cause says how): ends the run, unlike a tool that fails."""
-
-
 class Sample(Protocol):
     """Continues one conversation: an engine hands one of these to each conversation it opens."""
 
@@ -145,7 +141,7 @@ class Turn:
     extends: bool = False
     observations: tuple[Message, ...] = ()  # what the environment answered
     kept: list[array[int]] = field(default_factory=list["array[int]"])  # as in the completion
-    aside: bool = False  # said to a condenser, not to the environment
+    auxiliary: bool = False  # said to a condenser, not to the environment
 
 
 @dataclass(slots=True)
@@ -153,13 +149,13 @@ class Trajectory:
     """One conversation about one task, from its first turn to its end."""
 
     task: Task
-    sibling: int = 0  # its number within the group
+    sample_index: int = 0  # its number within the group
     turns: list[Turn] = field(default_factory=list[Turn])
     status: Status = Status.COMPLETED
     reason: str = ""  # why it was truncated or failed
     reward: float = 0.0  # of the whole trajectory
     turn_rewards: list[float] = field(default_factory=list[float])  # of each turn; [] = there are none
-    attempts: int = 1  # how often it was played; above 1 after a failure
+    attempts: int = 1  # how often it was run; above 1 after a failure
     tool_calls: int = 0
     tool_errors: int = 0
     tool_timeouts: int = 0
@@ -176,7 +172,7 @@ class Trajectory:
     @property
     def final(self) -> str:
         """The text of the last thing the model said to the environment, without its reasoning; "" for nothing."""
-        return next((turn.message.content for turn in reversed(self.turns) if not turn.aside), "")
+        return next((turn.message.content for turn in reversed(self.turns) if not turn.auxiliary), "")
 
     @property
     def sampled_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """Numbers into signal. One algorithm = one file = its baseline and its per-token loss, with formula and paper.
 
 All tensors of a loss are flat: one entry for each sampled token, in any order. A loss returns one value per token and
-never divides; `average.py` alone does. How a trajectory's return is spread over its turns is `mtgrpo.credits`.
+never divides; `average.py` alone does. How a trajectory's return is spread over its turns is `mtgrpo.advantages`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mtgrpo.algorithms.average import Average
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.types import Status, Trajectory
 
 
@@ -69,8 +69,8 @@ class Baseline:
 class Algorithm(ABC):
     """Base of all algorithms."""
 
-    one_advantage: ClassVar[bool] = False  # whether all tokens of a trajectory must have the same advantage
-    against_engine: ClassVar[bool] = False  # whether its ratio compares with the policy that sampled, always
+    constant_advantage: ClassVar[bool] = False  # whether all tokens of a trajectory must have the same advantage
+    uses_behaviour_policy: ClassVar[bool] = False  # whether its ratio compares with the policy that sampled, always
 
     average: Average = Average.token_mean  # how tokens are weighed
     average_length: int = 0  # what average=constant divides by; 0 = rollout.max_trajectory_tokens
@@ -105,7 +105,7 @@ class Algorithm(ABC):
         return type(self).value_loss is not Algorithm.value_loss
 
     @property
-    def of_sequences(self) -> bool:
+    def needs_sequence_ratio(self) -> bool:
         """Whether the loss of a token depends on its whole trajectory."""
         return type(self).sequence_term is not Algorithm.sequence_term
 
@@ -117,7 +117,7 @@ class Algorithm(ABC):
                 f"rollout.group_size must be at least 2, got {group_size}"
             )
 
-    def shaped(self, trajectory: Trajectory) -> float:
+    def shaped_reward(self, trajectory: Trajectory) -> float:
         """The outcome reward that training sees: as scored, or at most 0 where a truncated one is penalised."""
         return min(0.0, trajectory.reward) if self.penalises(trajectory) else trajectory.reward
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mtgrpo.algorithms import Algorithm, Baseline
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 
 @dataclass

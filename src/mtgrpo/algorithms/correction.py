@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 
-class Old(Enum):
+class OldPolicy(Enum):
     """Which policy the ratio of the loss compares with."""
 
     trainer = "trainer"  # this one as it was when the batch arrived, computed again: with a weight, decoupled PPO
@@ -45,10 +45,11 @@ class Reject(Enum):
 class Correction:
     """Corrections for a policy that sampled with other numbers: weights, masks, and what the ratio compares with.
 
-    Decoupled PPO (arXiv:2110.00641, arXiv:2505.24298) is old=trainer with weight=token.
+    Decoupled PPO (arXiv:2110.00641, arXiv:2505.24298) is old_policy=trainer with weight=token.
     """
 
-    old: Old | None = None  # null: engine if rollout.max_staleness > 0 and nothing below is on, else trainer
+    # null: engine if rollout.max_staleness > 0 and nothing below is on, else trainer
+    old_policy: OldPolicy | None = None
     weight: Weight = Weight.none  # by what the loss of a token is multiplied
     cap: float = 2.0  # of the weight
     reject: Reject = Reject.none  # what is left out
@@ -66,17 +67,18 @@ class Correction:
             )
         if not 0 <= self.veto < 1:
             raise ConfigError(f"correction.veto must be in [0, 1), got {self.veto}")
-        if self.old is Old.engine and self.active:
+        if self.old_policy is OldPolicy.engine and self.active:
             raise ConfigError(
-                "correction.old=engine has the importance weight in its ratio already; with correction.weight, reject "
-                "or veto set correction.old=trainer"
+                "correction.old_policy=engine has the importance weight in its ratio already; with correction.weight, "
+                "reject or veto set correction.old_policy=trainer"
             )
 
         whole = self.weight is Weight.sequence or self.reject in (Reject.sequence, Reject.geometric) or self.veto
-        if self.old is Old.interpolated and whole:
+        if self.old_policy is OldPolicy.interpolated and whole:
             raise ConfigError(
-                "correction.old=interpolated knows one micro-batch at a time: whole trajectories cannot be weighed or "
-                "left out; set correction.weight=token, correction.reject=token, or correction.old=trainer"
+                "correction.old_policy=interpolated knows one micro-batch at a time: whole trajectories cannot be "
+                "weighed or left out; set correction.weight=token, correction.reject=token, or "
+                "correction.old_policy=trainer"
             )
 
     @property
@@ -84,11 +86,11 @@ class Correction:
         """Whether anything is weighted or left out."""
         return self.weight is not Weight.none or self.reject is not Reject.none or self.veto > 0
 
-    def resolved(self, stale: bool, against_engine: bool) -> Old:
+    def resolved(self, stale: bool, uses_behaviour_policy: bool) -> OldPolicy:
         """Which policy the ratio compares with, where the batch may be `stale`."""
-        if against_engine:
-            return Old.engine
-        return self.old or (Old.engine if stale and not self.active else Old.trainer)
+        if uses_behaviour_policy:
+            return OldPolicy.engine
+        return self.old_policy or (OldPolicy.engine if stale and not self.active else OldPolicy.trainer)
 
     def weights(self, old_logp: Tensor, behaviour_logp: Tensor, trajectory: Tensor) -> Tensor:
         """The factor of each token's loss [tokens]: its weight, 0 where it is rejected.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.surrogate import ClippedSurrogate
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.types import Trajectory
 
 
@@ -32,9 +32,9 @@ class DAPO(ClippedSurrogate, GroupRelative):
                 f"got {self.overlong_buffer} and {self.overlong_tokens}"
             )
 
-    def shaped(self, trajectory: Trajectory) -> float:
+    def shaped_reward(self, trajectory: Trajectory) -> float:
         """The outcome reward less the penalty for length."""
-        return super().shaped(trajectory) - self._penalty(trajectory.sampled_tokens)
+        return super().shaped_reward(trajectory) - self._penalty(trajectory.sampled_tokens)
 
     def _penalty(self, tokens: int) -> float:
         if not self.overlong_tokens:

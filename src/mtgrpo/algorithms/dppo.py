@@ -8,7 +8,7 @@ from typing import ClassVar
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 
 @dataclass
@@ -23,7 +23,7 @@ class DPPO(GroupRelative):
     When: rollouts run ahead of the trainer, or the engine computes with other numbers.
     """
 
-    against_engine: ClassVar[bool] = True
+    uses_behaviour_policy: ClassVar[bool] = True
 
     divide_by_std: bool = False
     clip_low: float = 0.2  # how far a probability may fall where the advantage is not positive

@@ -12,7 +12,7 @@ from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 
 @dataclass
@@ -25,7 +25,7 @@ class GMPO(GroupRelative):
     When: several updates per batch, and single tokens with extreme ratios make GRPO unstable.
     """
 
-    one_advantage: ClassVar[bool] = True
+    constant_advantage: ClassVar[bool] = True
 
     average: Average = Average.trajectory_mean
     clip_low: float = 0.4  # the logarithm of the ratio is clipped to [-clip_low, clip_high]

@@ -8,7 +8,7 @@ from enum import Enum
 from torch import Tensor
 
 from mtgrpo.algorithms.ratio import LARGEST, is_clamped, ratio_of
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 STEPS_AT_MOST = 0.2  # by how much of its value the coefficient changes at once, times kl.adaptation (arXiv:1909.08593)
 

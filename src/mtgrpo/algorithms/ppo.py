@@ -10,12 +10,12 @@ from torch import Tensor
 from mtgrpo.algorithms import Algorithm, Baseline
 from mtgrpo.algorithms.baseline import whitened
 from mtgrpo.algorithms.surrogate import ClippedSurrogate
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 
 @dataclass
 class PPO(ClippedSurrogate, Algorithm):
-    """PPO (arXiv:1707.06347); its advantages are generalised advantage estimates: credit=gae, model.value_head=true.
+    """PPO (arXiv:1707.06347); its advantages are generalised advantage estimates: advantage=gae, model.value_head=true.
 
     L_t = -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A)
         + value_coef / 2 max((V - target)^2, (clip(V, V_old - value_clip, V_old + value_clip) - target)^2)

@@ -20,7 +20,7 @@ class ReinforcePP(ClippedSurrogate, Algorithm):
     L_t = -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A)
 
     group_baseline=true is its baseline form: the mean of the group is subtracted first. The paper's KL penalty is
-    kl.place=reward with credit=return_to_go and credit.level=token.
+    kl.place=reward with advantage=return_to_go and advantage.level=token.
     When: groups are small or have one member, or their spread is too uneven to divide by.
     """
 

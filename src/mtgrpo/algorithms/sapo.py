@@ -10,7 +10,7 @@ from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 
 @dataclass

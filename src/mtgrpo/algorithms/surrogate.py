@@ -8,7 +8,7 @@ import torch
 
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 
 @dataclass

@@ -199,7 +199,9 @@ def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
             row.extend(turn.new_context)
             problem = _problem(turn, first=number == 0, context_length=len(row))
             if problem:
-                raise ValueError(f"task {trajectory.task.id!r}, sibling {trajectory.sibling}, turn {number}: {problem}")
+                raise ValueError(
+                    f"task {trajectory.task.id!r}, sample {trajectory.sample_index}, turn {number}: {problem}"
+                )
             places.append((len(rows) - 1, len(row), len(row) + len(turn.output)))
             labels.append((index, number, len(rows) - 1))
             row.extend(turn.output)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mtgrpo.batch.forest import Batch, Forest, Kept
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 
 @dataclass

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, best_and_newest
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.types import Message
 
 K1, B = 1.5, 0.75  # of BM25, as is usual

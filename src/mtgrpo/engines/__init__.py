@@ -20,9 +20,9 @@ class Key:
     """Names one conversation; its random numbers are a function of this key, the turn and the position alone."""
 
     seed: int
-    scope: str  # what it is played for, e.g. "train/17" (the step) or "eval"
+    scope: str  # what it is for, e.g. "train/17" (the step) or "eval"
     task: str
-    sibling: int
+    sample_index: int
 
 
 class RunningEngine(Protocol):

@@ -1,6 +1,6 @@
 """What the agent meets: start(task) opens a conversation, step(message) answers the model. One file = one environment.
 
-An environment object is settings only; every rollout plays on a shallow copy of its own (`copy.copy`), so `start` may
+An environment object is settings only; every rollout has a shallow copy of its own (`copy.copy`), so `start` may
 put state on `self` (replacing, never mutating, shared fields).
 """
 
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.types import Message, Task, ToolSpec
 
 
@@ -92,6 +92,6 @@ class Environment(ABC):
     async def step(self, message: Message) -> Reply:
         """Answer the model's message. The model's mistakes are observations; raise only when the world fails.
 
-        A conversation for which this raises is played anew, so those that are trained did less of what fails: where
+        A conversation for which this raises is run again, so those that are trained did less of what fails: where
         failures are frequent, answer with an observation instead.
         """

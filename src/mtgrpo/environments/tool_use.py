@@ -10,7 +10,7 @@ from typing import Any
 
 from mtgrpo import tools
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.tools import CallTimeoutError, Tool, ToolError
 from mtgrpo.types import Message, Task, ToolCall, ToolSpec
 
@@ -18,7 +18,7 @@ from mtgrpo.types import Message, Task, ToolCall, ToolSpec
 class OnOutage(Enum):
     """What becomes of a conversation whose tool stays out of order."""
 
-    fail = "fail"  # it is played anew (`rollout.retries`), then left out: conversations that call less are trained more
+    fail = "fail"  # it is run again (`rollout.retries`), then left out: conversations that call less are trained more
     observe = "observe"  # the model is told and goes on: conversations that call are rewarded less
 
 

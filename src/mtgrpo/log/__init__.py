@@ -1,4 +1,4 @@
-"""Where metrics go. A file with a `Sink` in it = one sink (`console`, `jsonl`); the others write the run's record.
+"""Where metrics go. One file = one sink.
 
 Names of metrics are flat, with "/" between area and quantity. What is measured of the machine begins with `perf/` or
 `time/`; every other metric is a function of configuration and seed.
@@ -6,19 +6,14 @@ Names of metrics are flat, with "/" between area and quantity. What is measured 
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from mtgrpo import extension
-from mtgrpo.extension import ConfigError
-
-_DEEPEST = 50  # levels of nesting that `strict_json` keeps
+from mtgrpo.errors import ConfigError
 
 
 class Sink(ABC):
@@ -85,40 +80,6 @@ def open_sinks(names: Sequence[str], folder: Path) -> Sinks:
     kinds = [sink_class(name) for name in dict.fromkeys(names)]
     folder.mkdir(parents=True, exist_ok=True)
     return Sinks([kind(folder) for kind in kinds])
-
-
-def write_summary(folder: Path, values: Mapping[str, Any]) -> None:
-    """Write `summary.json` in `folder`: the run's results at a glance. Readers see the old file or the new, whole."""
-    partial = folder / ".summary.json.partial"
-    partial.write_bytes(strict_json(values, indent=2) + b"\n")
-    os.replace(partial, folder / "summary.json")
-
-
-def strict_json(value: Any, indent: int | None = None) -> bytes:
-    """`value` as UTF-8 JSON that every reader accepts, floats at full precision, on one line unless `indent` is given.
-
-    NaN and infinity become null; other types that JSON lacks become text; what is nested very deeply becomes "...".
-    """
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
-    except (TypeError, ValueError, RecursionError):
-        text = json.dumps(_plain(value, 0), ensure_ascii=False, allow_nan=False, indent=indent)
-    for newline in "\x85\u2028\u2029":  # legal in JSON text, but some readers of lines would split there
-        text = text.replace(newline, f"\\u{ord(newline):04x}")
-    return text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes \udXXX, its JSON escape
-
-
-def _plain(value: Any, depth: int) -> Any:
-    if depth > _DEEPEST:
-        return "..."
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return {str(key): _plain(inner, depth + 1) for key, inner in items}
-    if isinstance(value, list | tuple):
-        return [_plain(inner, depth + 1) for inner in cast("Sequence[Any]", value)]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def sink_class(name: str) -> type[Sink]:

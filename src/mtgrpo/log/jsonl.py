@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from mtgrpo.log import Sink, strict_json
+from mtgrpo.log import Sink
+from mtgrpo.strict_json import strict_json
 
 
 class Jsonl(Sink):

@@ -26,7 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.model.traits import EXTRAS, traits
 
 BLOCK = 128  # FlexAttention's tile, in tokens
@@ -50,7 +50,7 @@ def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:
     """Set the model's attention. Raises ConfigError when the model or the machine cannot do what is wanted."""
     if not model._supports_sdpa:  # pyright: ignore[reportPrivateUsage]  (has no public name)
         raise ConfigError(f"{type(model).__name__} has no scaled dot-product attention; such models are not supported")
-    reason = traits(model).obstacle
+    reason = traits(model).unsupported_reason
     if wanted is Attention.auto:
         wanted = Attention.sdpa if reason else Attention.forest
     if wanted is Attention.forest and reason:
@@ -70,7 +70,7 @@ def describe_attention(model: PreTrainedModel) -> str:
     if uses_forest(model):
         kernel = "FlexAttention" if model.device.type == "cuda" else "two flash calls for each run of the forest"
         return f"attention: token forest, every distinct token computed once ({kernel})"
-    reason = traits(model).obstacle
+    reason = traits(model).unsupported_reason
     because = f", because {reason}" if reason else ""
     return f"attention: padded rows, {_implementation(model)}{because}"
 

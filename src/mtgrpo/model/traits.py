@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 EXTRAS = ("softcap", "s_aux", "position_bias", "indices")  # what some models ask of their attention beside softmax
 LONG = 2**17  # tokens, where a configuration names no last position
@@ -40,7 +40,7 @@ Rule = Callable[[Any, Any, Any, Any], Any]
 class Traits:
     """What trainer and engine must know of a model before they compute its attention themselves."""
 
-    obstacle: str  # why its attention cannot be replaced by another softmax attention; "" when it can
+    unsupported_reason: str  # why its attention cannot be replaced by another softmax attention; "" when it can
     caches: tuple[tuple[int, int], ...]  # of every attention call, in order: heads and size of keys and values
     longest: int  # up to how many tokens a context is computed as if it were alone; 0 = any number
     limited_by: str  # what happens beyond
@@ -96,17 +96,17 @@ def _examine(model: PreTrainedModel) -> Traits:
         (positions, f"the configuration of {name} names {positions} positions"),
         (independent, f"{name} changes the positions of all tokens in longer ones"),
     ]
-    obstacle, recorded = "", _Recorder()
+    unsupported_reason, recorded = "", _Recorder()
     try:
-        obstacle = _obstacle(model, ids, expected, recorded)
+        unsupported_reason = _obstacle(model, ids, expected, recorded)
     except Exception as error:  # whatever a model does that nobody has foreseen
-        obstacle = _line(error)
-    if obstacle:
-        obstacle = f"the attention of {name} cannot be replaced ({obstacle})"
+        unsupported_reason = _line(error)
+    if unsupported_reason:
+        unsupported_reason = f"the attention of {name} cannot be replaced ({unsupported_reason})"
     else:
         limits += [(window, f"layers of {name} see no more than {window} tokens") for window in recorded.windows]
     longest, limited_by = min(((tokens, why) for tokens, why in limits if tokens), default=(0, ""))
-    return Traits(obstacle, tuple(recorded.caches), longest, limited_by)
+    return Traits(unsupported_reason, tuple(recorded.caches), longest, limited_by)
 
 
 def _obstacle(model: PreTrainedModel, ids: Tensor, expected: Tensor, recorder: _Recorder) -> str:
@@ -124,9 +124,9 @@ def _obstacle(model: PreTrainedModel, ids: Tensor, expected: Tensor, recorder: _
         found = _hidden(
             model, input_ids=ids[None], position_ids=recorder.depth[None], attention_mask=unused, forest=recorder.depth
         )
-    if not recorder.obstacle and not _same(found[0, torch.tensor(CONTEXTS)], expected):
+    if not recorder.unsupported_reason and not _same(found[0, torch.tensor(CONTEXTS)], expected):
         return "branches of a conversation that share their beginning come out otherwise than by themselves"
-    return recorder.obstacle
+    return recorder.unsupported_reason
 
 
 def _other_layers(model: PreTrainedModel) -> str:
@@ -191,7 +191,7 @@ class _Recorder:
     depth: Tensor | None = None  # [nodes], of the forest; None = there is none, the model's masks say who sees whom
     caches: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     windows: set[int] = field(default_factory=set[int])  # tokens that a layer sees, where it does not see all
-    obstacle: str = ""
+    unsupported_reason: str = ""
     _masks: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])  # and how far each reaches
 
     def register(self) -> None:
@@ -214,14 +214,14 @@ class _Recorder:
         """Attention as transformers calls it: query [1, heads, nodes, size] -> [1, nodes, heads, size]."""
         self.caches.append((key.shape[1], max(key.shape[-1], value.shape[-1])))
         if extras := [name for name in EXTRAS if rest.get(name) is not None]:
-            self.obstacle = f"it asks for {', '.join(extras)}"
+            self.unsupported_reason = f"it asks for {', '.join(extras)}"
         if self.depth is None:
             self._note_windows(attention_mask, sliding_window)
         else:
             if forest is None:
-                self.obstacle = "its layers do not hand on the keyword arguments of a forward pass"
+                self.unsupported_reason = "its layers do not hand on the keyword arguments of a forward pass"
             elif attention_mask is not None and (attention_mask.numel() > 1 or attention_mask.any()):
-                self.obstacle = "it makes masks of its own"
+                self.unsupported_reason = "it makes masks of its own"
             attention_mask = _sees(self.depth, sliding_window)
         found = scaled_dot_product_attention(
             query, key, value, attention_mask, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]

@@ -15,7 +15,7 @@ from mtgrpo.batch.packing import Cost, Layout, MicroBatch
 from mtgrpo.model.attention import Visibility, uses_forest
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import Kept, sampled_logprobs
-from mtgrpo.model.products import GRID, onednn
+from mtgrpo.model.onednn_linear import GRID, onednn
 from mtgrpo.model.value import has_value_head, values
 
 

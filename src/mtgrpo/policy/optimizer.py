@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 
 
 class Kind(Enum):

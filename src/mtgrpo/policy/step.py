@@ -23,7 +23,9 @@ from mtgrpo.profile import Profiler
 Metrics = dict[str, float]
 T = TypeVar("T")
 WORST = 3.0  # how many times what is usual the differences of one micro-batch or trajectory of many may be
-Work = Generator[None, None, T]  # work that pauses between micro-batches, where the engine may go on; then its result
+CooperativeTask = Generator[
+    None, None, T
+]  # work that pauses between micro-batches, where the engine may go on; then its result
 TokenLoss = Callable[[Tensor, Scores], PerToken]  # (entries of the batch, their scores with gradient)
 
 
@@ -110,7 +112,7 @@ class Policy:
         """`scoring`, at once."""
         return at_once(self.scoring(batch, entries, model))
 
-    def scoring(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> Work[Scores]:
+    def scoring(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> CooperativeTask[Scores]:
         """The scores of `entries` [n] by `model` (default: this policy), without gradient, on the CPU in fp64.
 
         They lie at their places in tensors of [len(batch)] that are NaN elsewhere.
@@ -132,7 +134,7 @@ class Policy:
         """`updating`, at once."""
         return at_once(self.updating(batch, entries, weights, loss))
 
-    def updating(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Work[Metrics]:
+    def updating(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> CooperativeTask[Metrics]:
         """One optimiser step on sum_i weights[i] * loss_i over `entries`.
 
         entries [n] int64: what has a loss; weights [len(batch)]: the share of each token (see average.py). A token that
@@ -165,7 +167,7 @@ class Policy:
         return metrics | {name: amount / weight for name, amount in sums.items() if weight}
 
 
-def at_once(work: Work[T]) -> T:
+def at_once(work: CooperativeTask[T]) -> T:
     """The result of work that is done without a pause."""
     while True:
         try:

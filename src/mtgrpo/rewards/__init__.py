@@ -30,7 +30,7 @@ class Reward(ABC):
         """The worth of each turn beside that of the whole; [] = turns are not judged. As `reward`."""
         return []
 
-    def notice(self, divide_by_std: bool) -> str:
+    def note(self, divide_by_std: bool) -> str:
         """What the user should know before training begins; "" = nothing.
 
         divide_by_std: whether advantages are divided by the deviation of the siblings' rewards.

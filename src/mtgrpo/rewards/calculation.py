@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.types import Trajectory
@@ -15,7 +15,7 @@ class Calculation(Reward):
     """As `numeric`; beside it every turn whose call gave the next intermediate result is worth 1.
 
     The results that are looked for, in their order, are the `values` in the task's metadata, as task=calculator has
-    them. Used with credit=turn, return_to_go, gigpo or gae; credit=trajectory adds the turns' rewards to the outcome.
+    them. Used with advantage=turn, return_to_go, gigpo or gae; advantage=trajectory adds the turns' rewards up.
     """
 
     require_marker: bool = True  # false: where there is neither #### nor a box, the last number of the text counts

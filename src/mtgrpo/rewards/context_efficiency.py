@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward
 from mtgrpo.rewards.exact_match import ExactMatch
 from mtgrpo.rewards.numeric import Numeric, stated_number
@@ -137,7 +137,7 @@ class ContextEfficiency(Reward):
             for length, correct in zip(tokens, right, strict=True)
         ]
 
-    def notice(self, divide_by_std: bool) -> str:
+    def note(self, divide_by_std: bool) -> str:
         """What makes lengths weigh too much or nothing at all, and that tasks may be graded by a marker alone."""
         found: list[str] = []
         if divide_by_std:

@@ -1,1 +1,1 @@
-"""From a task to scored trajectories: chat (tokens), play (the turn loop), group (siblings), stream (batches)."""
+"""From a task to scored trajectories: the turn loop, groups of siblings, the stream of groups."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.types import Group, Status, Trajectory
 
 
 @dataclass
 class Filter:
-    """Leaves groups out before they are trained, and plays others in their place if asked.
+    """Leaves groups out before they are trained, and runs others in their place if asked.
 
     Without refill a batch is smaller by what is left out, and so is the count that its loss is divided by.
     """
@@ -19,8 +19,8 @@ class Filter:
     zero_variance: bool = False  # leave out groups whose rewards are all equal: nothing to compare
     min_success: float = 0.0  # leave out groups of which a smaller share succeeds: too hard
     max_success: float = 1.0  # leave out groups of which a larger share succeeds: too easy
-    refill: bool = False  # play until the batch is full, not training what is more (dynamic sampling, arXiv:2503.14476)
-    max_batches: int = 10  # played for one, at most; then it is trained as it is
+    refill: bool = False  # run more until the batch is full, not training what is more (dynamic sampling, arXiv:2503.14476)
+    max_batches: int = 10  # run for one, at most; then it is trained as it is
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_success <= self.max_success <= 1:
@@ -45,10 +45,10 @@ class Filter:
         """Whether a group is trained; `reward` is what training sees of a trajectory's outcome."""
         if not self.active:
             return True
-        played = [t for t in group.trajectories if t.status is not Status.FAILED]
-        if not played:
+        valid = [t for t in group.trajectories if t.status is not Status.FAILED]
+        if not valid:
             return False
-        if self.zero_variance and len({(reward(t), tuple(t.turn_rewards)) for t in played}) == 1:
+        if self.zero_variance and len({(reward(t), tuple(t.turn_rewards)) for t in valid}) == 1:
             return False
-        succeeded = sum(t.status is Status.COMPLETED and t.reward >= success_at for t in played)
-        return self.min_success <= succeeded / len(played) <= self.max_success
+        succeeded = sum(t.status is Status.COMPLETED and t.reward >= success_at for t in valid)
+        return self.min_success <= succeeded / len(valid) <= self.max_success

@@ -1,4 +1,4 @@
-"""The siblings of one task at once: played, retried where the world failed, scored."""
+"""The siblings of one task at once: run, retried where the world failed, scored."""
 
 from __future__ import annotations
 
@@ -10,51 +10,19 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
+from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser
 from mtgrpo.environments import Environment
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward
-from mtgrpo.rollout.chat import Chat
-from mtgrpo.rollout.play import Limits, play
+from mtgrpo.rollout.conversation import Limits, run_rollout
 from mtgrpo.types import Attend, Group, Sample, Sampling, Status, Task, Trajectory
 
-OpenConversation = Callable[[str, str, int], AbstractAsyncContextManager[Sample]]  # (scope, task id, sibling)
-
-
-@dataclass
-class Rollout:
-    """How many conversations, and how long they may grow."""
-
-    group_size: int = 8  # siblings per task
-    prompts_per_step: int = 8  # tasks per training step
-    max_concurrent: int = 512  # conversations open at once
-    max_trajectory_tokens: int = 4096  # sampled by the policy, over all turns
-    max_trajectory_tool_tokens: int = 8192  # added by the environment, over all turns
-    retries: int = 1  # fresh attempts for a conversation that failed through no fault of the model
-    timeout_s: float = 0.0  # of one attempt at a conversation, training meanwhile too; what exceeds it fails; 0 = none
-    max_staleness: int = 0  # weight updates between a group's admission and its training; 0 = train, then play
-    in_play: float = 1.5  # batches of groups played at once where max_staleness > 0: more hides slower tools, is staler
-    extra_siblings: int = 0  # played beside `group_size`; the first to finish are trained: quicker, biased to the quick
-
-    def __post_init__(self) -> None:
-        for name in (
-            "group_size",
-            "prompts_per_step",
-            "max_concurrent",
-            "max_trajectory_tokens",
-            "max_trajectory_tool_tokens",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rollout.{name} must be >= 1, got {getattr(self, name)}")
-        if self.in_play <= 1:
-            raise ConfigError(f"rollout.in_play must be above 1, got {self.in_play}: nothing is played ahead otherwise")
-        for name in ("retries", "timeout_s", "max_staleness", "extra_siblings"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"rollout.{name} must be >= 0, got {getattr(self, name)}")
+OpenConversation = Callable[[str, str, int], AbstractAsyncContextManager[Sample]]  # (scope, task id, sample)
 
 
 @dataclass(frozen=True)
-class Player:
+class RolloutRunner:
     """All that is the same for every conversation of a run."""
 
     environment: Environment
@@ -68,61 +36,61 @@ class Player:
     open_conversation: OpenConversation
     attend: Attend | None  # None: the engine cannot tell
     slots: asyncio.Semaphore  # bounds the conversations open at once
-    scope: str = "train/0"  # what is played for: part of the key of every random number
+    scope: str = "train/0"  # what the rollouts are for: part of the key of every random number
 
-    def at(self, scope: str, temperature: float | None = None) -> Player:
-        """The same, played for another purpose and perhaps at another temperature."""
+    def at(self, scope: str, temperature: float | None = None) -> RolloutRunner:
+        """The same, for another purpose and perhaps at another temperature."""
         if temperature is None:
             return dataclasses.replace(self, scope=scope)
         return dataclasses.replace(
             self, scope=scope, sampling=dataclasses.replace(self.sampling, temperature=temperature)
         )
 
-    async def play_group(self, task: Task, size: int, extra: int = 0) -> Group:
-        """Play siblings of `task` at once and score them; failed ones have status FAILED and no reward.
+    async def run_group(self, task: Task, size: int, extra: int = 0) -> Group:
+        """Run siblings of `task` at once and score them; failed ones have status FAILED and no reward.
 
         Of `size` + `extra` siblings the group has the first `size` that end without failure; the others are given up.
         """
-        playing = [asyncio.ensure_future(self.play_one(task, sibling)) for sibling in range(size + extra)]
+        running = [asyncio.ensure_future(self.run_one(task, sample_index)) for sample_index in range(size + extra)]
         try:
             if not extra:
-                return self._scored(Group(task, list(await asyncio.gather(*playing))))
+                return self._scored(Group(task, list(await asyncio.gather(*running))))
             ended: list[Trajectory] = []
-            for one in asyncio.as_completed(playing):
+            for one in asyncio.as_completed(running):
                 ended.append(await one)
                 if sum(t.status is not Status.FAILED for t in ended) == size:
                     break
-            ended.sort(key=lambda trajectory: (trajectory.status is Status.FAILED, trajectory.sibling))
+            ended.sort(key=lambda trajectory: (trajectory.status is Status.FAILED, trajectory.sample_index))
             return self._scored(Group(task, ended[:size]))
         finally:
-            for one in playing:
+            for one in running:
                 one.cancel()
 
-    async def play_one(self, task: Task, sibling: int) -> Trajectory:
-        """Play one sibling, unscored; a failure of the world is retried with a fresh environment, then recorded."""
+    async def run_one(self, task: Task, sample_index: int) -> Trajectory:
+        """One trajectory, unscored; a failure of the world is retried with a fresh environment, then recorded."""
         asked = time.perf_counter()
-        async with self.slots:  # kept for all attempts: who plays when must not depend on when others failed
+        async with self.slots:  # kept for all attempts: who runs when must not depend on when others failed
             queued_s = time.perf_counter() - asked
-            trajectory = await self._attempt(task, sibling, 0)
+            trajectory = await self._attempt(task, sample_index, 0)
             for attempt in range(1, self.retries + 1):
                 if trajectory.status is not Status.FAILED:
                     break
-                trajectory = await self._attempt(task, sibling, attempt)
+                trajectory = await self._attempt(task, sample_index, attempt)
                 trajectory.attempts = attempt + 1
-        trajectory.sibling, trajectory.queued_s = sibling, queued_s
+        trajectory.sample_index, trajectory.queued_s = sample_index, queued_s
         return trajectory
 
     def _scored(self, group: Group) -> Group:
         """The group, all that did not fail of it scored together."""
         began = time.perf_counter()
-        played = [t for t in group.trajectories if t.status is not Status.FAILED]
-        rewards = self.reward.rewards(played) if played else []
-        if len(rewards) != len(played):
+        valid = [t for t in group.trajectories if t.status is not Status.FAILED]
+        rewards = self.reward.rewards(valid) if valid else []
+        if len(rewards) != len(valid):
             raise ConfigError(
-                f"reward {type(self.reward).__name__} gave {len(rewards)} rewards for the {len(played)} trajectories "
+                f"reward {type(self.reward).__name__} gave {len(rewards)} rewards for the {len(valid)} trajectories "
                 f"of task {group.task.id}; it must give one for each"
             )
-        for trajectory, reward in zip(played, rewards, strict=True):
+        for trajectory, reward in zip(valid, rewards, strict=True):
             trajectory.reward = float(reward)
             self._score_turns(trajectory)
         group.score_s = time.perf_counter() - began
@@ -139,11 +107,14 @@ class Player:
                 f"{trajectory.task.id}; give one for each, or none"
             )
 
-    async def _attempt(self, task: Task, sibling: int, attempt: int) -> Trajectory:
+    async def _attempt(self, task: Task, sample_index: int, attempt: int) -> Trajectory:
         deadline = asyncio.timeout(self.timeout_s or None)
         try:
-            async with deadline, self.open_conversation(f"{self.scope}/attempt{attempt}", task.id, sibling) as sample:
-                return await play(
+            async with (
+                deadline,
+                self.open_conversation(f"{self.scope}/attempt{attempt}", task.id, sample_index) as sample,
+            ):
+                return await run_rollout(
                     task, self.environment, self.chat, sample, self.sampling, self.limits, self.condenser, self.attend
                 )
         except ConfigError:

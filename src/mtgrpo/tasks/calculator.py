@@ -6,7 +6,7 @@ import random
 import zlib
 from dataclasses import dataclass, field
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream
 from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator as CalculatorTool

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, IndexedStream, Rows, Split, TaskSource, TaskStream, cell
 from mtgrpo.tasks.hub import HubRows, data_folder
 from mtgrpo.tasks.jsonl import JsonlRows

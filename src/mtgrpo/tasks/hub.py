@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.tasks import Columns, Rows, Split, TaskSource, TaskStream, task_from_row
 from mtgrpo.types import Task
 

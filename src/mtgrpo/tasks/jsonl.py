@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.tasks import Columns, IndexedStream, Rows, Split, TaskSource, TaskStream, task_from_row
 from mtgrpo.types import Task
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream
 from mtgrpo.tasks.calculator import numbers
 from mtgrpo.types import SUMMARY, Message, Task, ToolCall

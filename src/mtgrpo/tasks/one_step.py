@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream, held_out
 from mtgrpo.types import Message, Task
 

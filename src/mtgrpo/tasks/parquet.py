@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.tasks import Rows
 from mtgrpo.tasks.jsonl import FileSource
 

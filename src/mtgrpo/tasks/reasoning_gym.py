@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream, held_out
 from mtgrpo.types import Message, Task
 

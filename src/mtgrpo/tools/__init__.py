@@ -24,7 +24,8 @@ from typing import Any, ClassVar, Literal, Union, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtgrpo.extension import ConfigError, find
+from mtgrpo.errors import ConfigError
+from mtgrpo.extension import find
 from mtgrpo.types import Task, ToolSpec
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from simpleeval import InvalidExpression, SimpleEval  # pyright: ignore[reportMissingTypeStubs]
 
-from mtgrpo.extension import ConfigError
+from mtgrpo.errors import ConfigError
 from mtgrpo.tools import Tool, ToolError
 
 Number = int | Fraction

@@ -1,0 +1,53 @@
+"""A turn deserves what came after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mtgrpo.advantages import AdvantageEstimator, Assigned, Level, discounted, last_of, refuse_constant
+from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.algorithms import Algorithm
+from mtgrpo.errors import ConfigError
+
+
+@dataclass
+class ReturnToGo(AdvantageEstimator):
+    """The discounted sum of the rewards from a turn, or token, on.
+
+    G_k = sum over l >= k of gamma^(l - k) r_l, the outcome is part of the last r
+    A_k = (G_k - centre) / scale
+
+    The centre is that of the group's whole returns G_1, not of the siblings that reached turn k, which are not a fair
+    sample. The scale, where the algorithm has one, is the standard deviation of all G_k of the group.
+    When: turns have rewards of their own, and what is past should not count for what comes after.
+    """
+
+    gamma: float = 1.0  # discount per step
+    level: Level = Level.turn  # token: REINFORCE++ with a KL penalty in the reward
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.gamma <= 1:
+            raise ConfigError(f"advantage.gamma must be in [0, 1], got {self.gamma}")
+
+    def check(self, algorithm: Algorithm) -> None:
+        """Not for algorithms that need one advantage per trajectory."""
+        super().check(algorithm)
+        refuse_constant(algorithm, "return_to_go")
+
+    def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
+        """Returns from each step on, less the baseline of the trajectory."""
+        if self.level is Level.turn:
+            sequence, paid = rewards.trajectory, rewards.turn_sums()
+        else:
+            sequence = rewards.trajectory[rewards.turn]
+            paid = rewards.per_token + rewards.per_turn[rewards.turn] * last_of(rewards.turn)
+        paid = paid + rewards.outcome[sequence] * last_of(sequence)
+        returns = discounted(paid, sequence, self.gamma)
+        first = last_of(sequence.flip(0)).flip(0)
+        whole = rewards.outcome.clone()  # also of trajectories without a step
+        whole[sequence[first]] = returns[first]
+        centre = algorithm.baseline(whole, rewards.group).centre[sequence]
+        advantage = (returns - centre) / algorithm.baseline(returns, rewards.group[sequence]).scale
+        return Assigned(advantage[rewards.turn] if self.level is Level.turn else advantage)

@@ -1,0 +1,24 @@
+"""Every token of a trajectory deserves the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mtgrpo.advantages import AdvantageEstimator, Assigned
+from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.algorithms import Algorithm
+
+
+@dataclass
+class WholeTrajectory(AdvantageEstimator):
+    """One advantage for a whole trajectory, from the sum of all its rewards: A_t = A(R + sum over turns of r).
+
+    When: there is a reward for the outcome alone.
+    """
+
+    def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
+        """Compared within the group."""
+        totals = rewards.totals()
+        return Assigned(rewards.of_tokens(algorithm.baseline(totals, rewards.group).advantage(totals)))

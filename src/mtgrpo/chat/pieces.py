@@ -1,0 +1,182 @@
+"""What a chat template does, learned once and replayed as string joining: no template runs per turn.
+
+`Template` renders messages. `learn` finds the fixed text (the glue) that a template puts around contents, and proves it
+on odd contents.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from mtgrpo.chat.safe_tokenizer import SafeTokenizer
+from mtgrpo.errors import ConfigError
+from mtgrpo.types import Message, ToolCall, ToolSpec
+
+ANCHOR = "anchorx7q"
+
+
+class Template:
+    """A chat template over our messages. Contents are escaped on the way in, so `render` returns escaped text."""
+
+    def __init__(self, tokenizer: Any, source: str, safe: SafeTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.source = source
+        self._safe = safe
+        self.shows_reasoning = True
+        for key in ("reasoning_content", "reasoning", "thinking", ""):  # "" = written into the content
+            self._reasoning_key = key
+            if "thoughtx" in (self.try_render([USER, Message("assistant", "text", reasoning="thoughtx")]) or ""):
+                return
+        self.shows_reasoning = False
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False) -> str:
+        """The conversation as text, with the generation prompt if `prompt`. Raises jinja2's TemplateError."""
+        return self._tokenizer.apply_chat_template(
+            [self._as_dict(message) for message in messages],
+            tools=[self._tool(tool) for tool in tools] or None,
+            chat_template=self.source,
+            add_generation_prompt=prompt,
+            tokenize=False,
+        )
+
+    def try_render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False
+    ) -> str | None:
+        """As `render`, None where the template refuses or breaks."""
+        try:
+            return self.render(messages, tools, prompt=prompt)
+        except (TemplateError, TypeError, ValueError, KeyError):
+            return None
+
+    def render_or_refuse(self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, prompt: bool) -> str:
+        """As `render`, raising ConfigError where the template refuses."""
+        try:
+            return self.render(messages, tools, prompt=prompt)
+        except TemplateError as problem:
+            roles = ", ".join(message.role for message in messages)
+            raise ConfigError(
+                f"the chat template refuses a conversation of the roles {roles}: {problem}; "
+                "choose another one with chat.template=chatml or chat.template=PATH"
+            ) from problem
+
+    def _tool(self, tool: ToolSpec) -> dict[str, Any]:
+        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+        return {"type": "function", "function": self._safe.escape_all(function)}
+
+    def _as_dict(self, message: Message) -> dict[str, Any]:
+        if message.role != "assistant":
+            named = {"name": self._safe.escape(message.name)} if message.name else {}
+            return {"role": message.role, "content": self._safe.escape(message.content), **named}
+        content = self._safe.escape(message.content, sampled=True)
+        entry: dict[str, Any] = {"role": "assistant"}
+        if message.reasoning:
+            reasoning = self._safe.escape(message.reasoning, sampled=True)
+            if self._reasoning_key:
+                entry[self._reasoning_key] = reasoning
+            else:
+                content = f"<think>\n{reasoning}\n</think>\n\n{content}"
+        entry["content"] = content
+        if message.tool_calls:
+            entry["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.escaped_calls(message.tool_calls)
+            ]
+        return entry
+
+    def escaped_calls(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
+        """`calls` with every string escaped."""
+        return [ToolCall(self._safe.escape(call.name), self._safe.escape_all(call.arguments)) for call in calls]
+
+
+USER = Message("user", "hello")
+PROBE_TOOL = ToolSpec("probe", "A probe.", {"type": "object", "properties": {"a": {"type": "string"}}})
+PROBE_CALL = ToolCall("probe", {"a": ANCHOR})
+
+
+def say_calls(count: int) -> Message:
+    """An assistant's message that makes `count` calls."""
+    return Message("assistant", tool_calls=(PROBE_CALL,) * count)
+
+
+def lacks_for_tools(template: Template) -> str:
+    """What a template would need to take tools; "" for nothing."""
+    if "A probe." not in (template.try_render([USER], [PROBE_TOOL], prompt=True) or ""):
+        return "place for tools"
+    reply = template.try_render([USER, say_calls(1), Message("tool", "replyx7q", name="probe")]) or ""
+    if "replyx7q" not in reply:
+        return "place for the replies of tools"
+    return "" if ANCHOR in reply else "place for tool calls"
+
+
+def packaged(name: str) -> str:
+    """The source of a template that comes with the package."""
+    return resources.files("mtgrpo.chat").joinpath(name).read_text("utf-8")
+
+
+def with_tools_in_prompt(template: Template) -> str:
+    """The source of `template` that takes tools, whatever it did before: they are described in the prompt."""
+    prelude = packaged("tools_in_prompt.jinja")
+    if prelude in template.source:
+        return template.source
+    shown = template.try_render([Message("system", "rulesx7q"), USER], prompt=True) or ""
+    role = "system" if "rulesx7q" in shown else "user"
+    return f"{{%- set prompt_tools_role = '{role}' %}}\n{prelude}{template.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplatePieces:
+    """Fixed text around slots: `literals[0] slot literals[1] slot ... literals[-1]`."""
+
+    literals: tuple[str, ...]
+    slots: tuple[int, ...]  # which value stands at each place
+    trims: tuple[Callable[[str], str], ...]  # what the template does to each value
+
+    def fill(self, values: Sequence[str]) -> str:
+        """The text with `values` in the slots."""
+        parts = [self.literals[0]]
+        for slot, literal in zip(self.slots, self.literals[1:], strict=True):
+            parts.append(self.trims[slot](values[slot]))
+            parts.append(literal)
+        return "".join(parts)
+
+
+_TRIMS: tuple[Callable[[str], str], ...] = (
+    str,
+    str.strip,
+    lambda text: text.strip("\n"),
+    lambda text: text.lstrip("\n"),
+    lambda text: text.rstrip("\n"),
+    str.lstrip,
+    str.rstrip,
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+)
+_PROBES = ("\n \n odd \n \n", " \t\"'{}\\ 1 < 2 &amp; \u00e9\u4e2d\U0001f600 {{ x }} ", '{"a": [1]}', "x")
+
+
+def learn(write: Callable[[Sequence[str]], str | None], count: int) -> TemplatePieces | None:
+    """The glue that `write` puts around `count` values; None when its text depends on the values in any other way."""
+    names = [f"slot{index}q7x" for index in range(count)]
+    text = write(names)
+    if text is None:
+        return None
+    parts = re.split(r"slot(\d+)q7x", text)
+    literals, slots = tuple(parts[::2]), tuple(int(part) for part in parts[1::2])
+    trims: list[Callable[[str], str]] = []
+    for index in range(count):
+        values = [*names[:index], _PROBES[0], *names[index + 1 :]]
+        seen = write(values)
+        glues = (TemplatePieces(literals, slots, (*trims, trim, *[str] * (count - index - 1))) for trim in _TRIMS)
+        trims.append(next((glue.trims[index] for glue in glues if glue.fill(values) == seen), str))
+    glue = TemplatePieces(literals, slots, tuple(trims))
+    for shift in range(len(_PROBES)):
+        values = [_PROBES[(index + shift) % len(_PROBES)] for index in range(count)]
+        if glue.fill(values) != write(values):
+            return None
+    return glue

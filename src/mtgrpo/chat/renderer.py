@@ -1,0 +1,204 @@
+"""Models that the library `renderers` knows by name: their templates as code instead of jinja."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import renderers  # pyright: ignore[reportMissingTypeStubs]
+import renderers.base  # pyright: ignore[reportMissingTypeStubs]
+
+from mtgrpo.chat.base import Chat, Thinking
+from mtgrpo.chat.formats import Malformed, split_thinking
+from mtgrpo.chat.pieces import PROBE_TOOL, USER
+from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length
+from mtgrpo.errors import ConfigError
+from mtgrpo.types import Message, ToolCall, ToolSpec
+
+
+def known_config(model: str) -> renderers.BaseRendererConfig | None:
+    """The library's settings for the model of this name on the hub, None when it does not know the name."""
+    renderer = renderers.base.MODEL_RENDERER_MAP.get(model)
+    return None if renderer is None else renderers.config_from_name(renderer)
+
+
+class RendererChat(Chat):
+    """A chat that asks a renderer of the library.
+
+    The renderer sees escaped contents and tokenises through `SafeTokenizer`, which its own way of encoding would not
+    be safe without: it reads special tokens out of the replies of tools.
+    """
+
+    def __init__(
+        self, tokenizer: Any, config: renderers.BaseRendererConfig, thinking: Thinking, ends: Sequence[int] = ()
+    ) -> None:
+        self._safe = SafeTokenizer(tokenizer)
+        safe = _RendererTokenizer(tokenizer, self._safe)
+        library: Any = renderers  # partly untyped
+        # Its "all" lets turns extend one another whatever the template would strip.
+        self._renderer: Any = library.create_renderer(safe, config.model_copy(update={"thinking_retention": "all"}))
+        self._stripping: Any = library.create_renderer(safe, config) if thinking is Thinking.strip else None
+        self._tools: dict[str, dict[str, Any]] = {}
+        own_ends = list(self._renderer.get_stop_token_ids())
+        self._other_ends = set(ends) - set(own_ends)
+        self.stop_ids = tuple(dict.fromkeys([*own_ends, *ends]))
+        self._prompt = self._render([USER])
+        self.knows_tools = self._render([USER], [PROBE_TOOL]) != self._prompt
+        self._endings = {calls: self.encode(_sample(calls)) for calls in (False, True)}
+        self.notes = [f"chat: renderer {self._renderer.config.name}, thinking {thinking.value}"]
+
+    def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        self._tools.update((tool.name, self._tool(tool)) for tool in tools)
+        try:
+            return self._render(messages, tools)
+        except ValueError as problem:
+            raise ConfigError(f"the model's chat template refuses the conversation: {problem}") from problem
+
+    def extend(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec], ended: int | None = None
+    ) -> list[int] | None:
+        # What follows a turn depends on how it ended, not on what was said before: a short conversation stands for it.
+        before, said = self._prompt, self._endings[bool(history[-1].tool_calls)]
+        if ended in self.stop_ids and ended != said[-1]:
+            return None  # the template writes its own end of turn in its place
+        if ended is not None and ended != said[-1]:
+            said = said[:-1]  # the library closes the turn
+        added = self._messages(new)
+        specs = [self._tool(tool) for tool in tools] or None
+        renderer = self._renderer
+        if self._stripping is not None and any(message.reasoning for message in history):
+            renderer = self._stripping
+        bridged = renderer.bridge_to_next_turn(before, said, added, tools=specs)
+        present = [*before, *said]
+        if bridged is None or bridged.token_ids[: len(present)] != present:
+            return None
+        return bridged.token_ids[len(present) :]
+
+    def parse(self, output: Sequence[int]) -> Message:
+        if output and output[-1] in self._other_ends:
+            output = output[:-1]
+        try:
+            said = self._renderer.parse_response(
+                list(output), tools=list(self._tools.values()) or None, prompt_ids=self._prompt
+            )
+            if said.reasoning_complete is False:
+                return Message(
+                    "assistant", said.content, said.reasoning_content or "", error="the reasoning is not closed"
+                )
+            calls = tuple(_read_call(call) for call in said.tool_calls)
+            return Message("assistant", said.content, said.reasoning_content or "", calls)
+        except Malformed as problem:
+            error = str(problem)
+        except Exception:  # the library's parsers raise on some output (deep nesting, say): the model's mistake
+            error = "the tool call cannot be read"
+        end = len(output) - 1 if output and output[-1] in self.stop_ids else len(output)
+        reasoning, rest, _ = split_thinking(self._safe.decode(output[:end]), inside=False)
+        return Message("assistant", rest, reasoning, error=error)
+
+    def encode(self, message: Message) -> list[int]:
+        rendered = self._renderer.render(self._messages([USER, message]))
+        said = self._after_prompt(rendered.token_ids)
+        if said is None:  # the message is written in another way than it is asked for
+            said = _sampled(rendered)
+        ends = [index for index, token in enumerate(said) if token in self.stop_ids]
+        if ends:
+            return said[: ends[-1] + 1]
+        # In some formats a turn ends with the token that opens the next one: ask with an answer.
+        answer = Message("tool", "ok", name=message.tool_calls[0].name) if message.tool_calls else USER
+        answered = _sampled(self._renderer.render(self._messages([USER, message, answer])))
+        closing = [token for token in answered if token in self.stop_ids]
+        return [*said, closing[-1] if closing else self.stop_ids[0]]
+
+    def _after_prompt(self, tokens: list[int]) -> list[int] | None:
+        """What follows the generation prompt in `tokens`, where a token may run across its end."""
+        shared = shared_length(self._prompt, tokens)
+        rest = self._safe.decode(self._prompt[shared:])
+        for end in range(shared, len(tokens) + 1):
+            text = self._safe.decode(tokens[shared:end])
+            if text.startswith(rest):
+                return self._safe.encode_after("", text[len(rest) :]) + tokens[end:]
+        return None if rest.strip() else tokens[shared:]
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        return self._renderer.render_ids(
+            self._messages(messages), tools=[self._tool(tool) for tool in tools] or None, add_generation_prompt=True
+        )
+
+    def _tool(self, tool: ToolSpec) -> dict[str, Any]:
+        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+        return {"type": "function", "function": self._safe.escape_all(function)}
+
+    def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        entries: list[dict[str, Any]] = []
+        replies = 0  # since the last assistant's turn: Kimi's format names a call by its number
+        for message in messages:
+            entry: dict[str, Any] = {"role": message.role}
+            entry["content"] = self._safe.escape(message.content, sampled=message.role == "assistant")
+            if message.name:
+                entry["name"] = self._safe.escape(message.name)
+            if message.role == "tool":
+                entry["tool_call_id"] = f"functions.{entry.get('name', '')}:{replies}"
+            if message.reasoning:
+                entry["reasoning_content"] = self._safe.escape(message.reasoning, sampled=True)
+            if message.tool_calls:
+                entry["tool_calls"] = [self._call(call, number) for number, call in enumerate(message.tool_calls)]
+            replies = replies + 1 if message.role == "tool" else 0
+            entries.append(entry)
+        return entries
+
+    def _call(self, call: ToolCall, number: int) -> dict[str, Any]:
+        function = self._safe.escape_all({"name": call.name, "arguments": call.arguments})
+        return {"type": "function", "id": f"functions.{function['name']}:{number}", "function": function}
+
+
+class _RendererTokenizer:
+    """What the library needs of a tokenizer, encoding escaped text."""
+
+    def __init__(self, tokenizer: Any, safe: SafeTokenizer) -> None:
+        self._safe = safe
+        self.name_or_path: str = tokenizer.name_or_path
+        self.chat_template: Any = tokenizer.chat_template
+        self.unk_token_id: int | None = tokenizer.unk_token_id
+        self.eos_token_id: int | None = tokenizer.eos_token_id
+        self.convert_tokens_to_ids: Any = tokenizer.convert_tokens_to_ids
+
+    def __call__(self, text: str, **_: Any) -> dict[str, Any]:
+        tokens, spans = self._safe.encode_with_spans(text)
+        return {"input_ids": tokens, "offset_mapping": spans}
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        return self._safe.encode(text)
+
+    def decode(self, token_ids: Any, *_: Any, **__: Any) -> str:
+        return self._safe.decode([token_ids] if isinstance(token_ids, int) else token_ids)
+
+
+def _sampled(rendered: Any) -> list[int]:
+    """The tokens of message 1 that a model would have sampled."""
+    rows = zip(rendered.token_ids, rendered.message_indices, rendered.sampled_mask, strict=True)
+    return [token for token, index, sampled in rows if index == 1 and sampled]
+
+
+def _sample(calls: bool) -> Message:
+    return Message("assistant", "ok", tool_calls=(ToolCall("probe", {}),) if calls else ())
+
+
+def _read_call(call: renderers.ParsedToolCall) -> ToolCall:
+    """The call that the library read. Raises Malformed with what is wrong with it."""
+    if call.status is not renderers.ToolCallParseStatus.OK or not call.name:
+        status = (
+            renderers.ToolCallParseStatus.MISSING_NAME
+            if call.status is renderers.ToolCallParseStatus.OK
+            else call.status
+        )
+        raise Malformed(f"the tool call cannot be read: {status.value.replace('_', ' ')}")
+    arguments: Any = call.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise Malformed('"arguments" must be a JSON object')
+    return ToolCall(call.name, cast(Mapping[str, Any], arguments))

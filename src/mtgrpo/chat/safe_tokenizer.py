@@ -1,0 +1,201 @@
+"""Text <-> tokens such that text which nobody sampled can never become a special token, nor gain or lose a space."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from tokenizers import Tokenizer
+
+from mtgrpo.chat.formats import MARKUP
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters: they mark, in a text, the place of an escaped string
+_MARKER = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+
+
+class SafeTokenizer:
+    """Text to tokens and back.
+
+    `escape` replaces every string that the tokenizer would read as an added token by a marker; the markers pass through
+    templates unharmed, and `encode` spells the strings they stand for with ordinary tokens.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        layout = json.loads(tokenizer.backend_tokenizer.to_str())
+        layout["truncation"] = layout["padding"] = None
+        self._full = Tokenizer.from_str(json.dumps(layout))
+        inner = {**layout, **_without_prefix_space(layout)}
+        self._inner = self._full if inner == layout else Tokenizer.from_str(json.dumps(inner))
+        self._plain = Tokenizer.from_str(json.dumps({**inner, "added_tokens": []}))
+        self.added: dict[str, int] = {token["content"]: token["id"] for token in layout["added_tokens"]}
+        prepends = inner["normalizer"] != layout["normalizer"]  # hardly any token is then found amid normalised text
+        tokens = layout["added_tokens"]
+        self._found = _any_of(token["content"] for token in tokens if not (prepends and token["normalized"]))
+        self._names = {token: string for string, token in self.added.items()}
+        self._strings = [_OPEN, _CLOSE, *(string for string in self.added if string.strip())]
+        self._numbers = {string: number for number, string in enumerate(self._strings)}
+        self._foreign = _any_of(self._strings)
+        self._sampled = _any_of(string for string in self._strings if string not in MARKUP)
+        self._normalizer = self._inner.normalizer
+        normal = [self._normalizer.normalize_str(string) for string in self._strings] if self._normalizer else []
+        self._normalized = _any_of(string for string in (*self._strings, *normal) if string.strip())
+        self._spelled: dict[int, list[int]] = {}
+
+    def escape(self, text: str, *, sampled: bool = False) -> str:
+        """`text` with markers for added tokens; in `sampled` text the markup that models write is left as it is."""
+        pattern = self._sampled if sampled else self._foreign
+        if not text.isascii():
+            text = text.encode(errors="replace").decode()  # halves of surrogate pairs, which have no tokens
+        text = pattern.sub(lambda match: self._marker(match.group()), text)
+        if self._normalizer is None:
+            return text
+        parts = _MARKER.split(text)
+        parts[::2] = [self._escape_normalized(part, sampled) for part in parts[::2]]
+        parts[1::2] = [f"{_OPEN}{number}{_CLOSE}" for number in parts[1::2]]
+        return "".join(parts)
+
+    def escape_all(self, value: Any) -> Any:
+        """`escape` on every string in a JSON value."""
+        if isinstance(value, str):
+            return self.escape(value)
+        if isinstance(value, Mapping):
+            items = cast(Mapping[Any, Any], value).items()
+            return {self.escape_all(key): self.escape_all(item) for key, item in items}
+        if isinstance(value, (list, tuple)):
+            return [self.escape_all(item) for item in cast(Sequence[Any], value)]
+        return value
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of an escaped text that begins a context."""
+        if _OPEN not in text:
+            return self._full.encode(text, add_special_tokens=False).ids
+        return self.encode_with_spans(text)[0]
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """The tokens of an escaped text that follows `before`, an added token, or ordinary text where that is ""."""
+        if before:
+            return self.encode(before + text)[1:]
+        if self._inner is self._full and _OPEN not in text:
+            return self._full.encode(text, add_special_tokens=False).ids
+        return self.encode_with_spans(text, goes_on=True)[0]
+
+    def encode_with_spans(self, text: str, goes_on: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of an escaped text, and for each the characters (from, to) of the escaped text it stands for.
+
+        goes_on: the text follows ordinary text, so that no space is put before it.
+        """
+        tokens: list[int] = []
+        spans: list[tuple[int, int]] = []
+        position = 0
+        for marker in (*_MARKER.finditer(text), None):
+            end = marker.start() if marker else len(text)
+            for piece, tokenizer in self._pieces(text[position:end], goes_on or position > 0):
+                encoding = tokenizer.encode(piece, add_special_tokens=False)
+                tokens += encoding.ids
+                spans += [(position + first, position + last) for first, last in encoding.offsets]
+                position += len(piece)
+            if marker:
+                spelled = self._spell(int(marker.group(1)))
+                tokens += spelled
+                spans += [marker.span()] * len(spelled)
+                position = marker.end()
+        return tokens, spans
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens that follow others, special ones included."""
+        return self._inner.decode(list(tokens), skip_special_tokens=False)
+
+    def last_added(self, tokens: Sequence[int]) -> str:
+        """The last of `tokens` where it is an added one, else ""."""
+        return self._names.get(tokens[-1], "") if tokens else ""
+
+    def _pieces(self, text: str, goes_on: bool) -> list[tuple[str, Tokenizer]]:
+        """`text` cut where tokenizers begin to put spaces before words, each piece with the tokenizer for it."""
+        if not goes_on or self._inner is self._full:
+            return [(text, self._full)] if text else []
+        found = self._found.search(text)
+        cut = found.start() if found else len(text)
+        return [
+            (piece, tokenizer) for piece, tokenizer in ((text[:cut], self._inner), (text[cut:], self._full)) if piece
+        ]
+
+    def _escape_normalized(self, text: str, sampled: bool) -> str:
+        """`text` with markers for what only the normaliser makes an added token."""
+        if not self._normalized.search(self._normalizer.normalize_str(text)):
+            return text
+        encoding = self._inner.encode(text, add_special_tokens=False)
+        escaped, position = "", 0
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            name, found = self._names.get(token, ""), text[start:end]
+            if name in self._numbers and found.strip() and not (sampled and name in MARKUP):
+                escaped += text[position:start] + found.replace(found.strip(), self._marker(name))
+                position = end
+        return escaped + text[position:]
+
+    def _marker(self, string: str) -> str:
+        return f"{_OPEN}{self._numbers[string]}{_CLOSE}"
+
+    def _spell(self, number: int) -> list[int]:
+        if number not in self._spelled:
+            self._spelled[number] = self._encode_plain(self._strings[number])
+        return self._spelled[number]
+
+    def _encode_plain(self, text: str) -> list[int]:
+        tokens = self._plain.encode(text, add_special_tokens=False).ids
+        if len(text) == 1 or self._names.keys().isdisjoint(tokens):
+            return tokens
+        half = len(text) // 2  # the model's own vocabulary holds the string whole: break it up
+        return self._encode_plain(text[:half]) + self._encode_plain(text[half:])
+
+
+def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many leading items two sequences have in common."""
+    differing = (index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    return next(differing, min(len(one), len(other)))
+
+
+_Trie = dict[str, "_Trie"]
+
+
+def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
+    """Finds the longest of `strings`, of which there may be thousands: what they begin with in common is read once."""
+    trie: _Trie = {}
+    for string in strings:
+        node = trie
+        for letter in string:
+            node = node.setdefault(letter, {})
+        node[""] = {}  # here one ends
+
+    def pattern(node: _Trie) -> str:
+        branches = [re.escape(letter) + pattern(rest) for letter, rest in node.items() if letter]
+        if not branches:
+            return ""
+        return f"(?:{'|'.join(branches)})" + ("?" if "" in node else "")
+
+    return re.compile(pattern(trie) or "(?!)")
+
+
+def _without_prefix_space(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a tokenizer that would put a space before a text or take one off it, without that."""
+
+    def change(part: Any, pre: bool = False) -> Any:
+        if not isinstance(part, dict):
+            return part
+        part = cast("dict[str, Any]", part)
+        for key in ("normalizers", "pretokenizers", "decoders"):
+            if key in part:
+                part = {**part, key: [change(inner, pre) for inner in part[key] if inner["type"] != "Prepend"]}
+        if part["type"] == "Metaspace":
+            return {**part, "prepend_scheme": "never"}
+        if part["type"] == "ByteLevel" and pre:
+            return {**part, "add_prefix_space": False}
+        return {**part, "start": 0} if "start" in part else part  # the decoder Strip
+
+    normalizer = layout["normalizer"]
+    return {
+        "normalizer": None if normalizer and normalizer["type"] == "Prepend" else change(normalizer),
+        "pre_tokenizer": change(layout["pre_tokenizer"], pre=True),
+        "decoder": change(layout["decoder"]),
+    }

@@ -1,0 +1,248 @@
+"""The whole configuration: one dataclass that holds one of each part. Each default is written once, on its part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mtgrpo.advantages import AdvantageEstimator
+from mtgrpo.advantages.turn import ByTurn
+from mtgrpo.algorithms import Algorithm
+from mtgrpo.algorithms.baseline import GroupRelative
+from mtgrpo.algorithms.correction import Correction, OldPolicy
+from mtgrpo.algorithms.dapo import DAPO
+from mtgrpo.algorithms.kl import KL, Place
+from mtgrpo.batch.packing import BatchSettings
+from mtgrpo.chat import ChatSettings
+from mtgrpo.checkpoint import CheckpointSettings
+from mtgrpo.condensers import Condenser
+from mtgrpo.engines import Engine
+from mtgrpo.environments import Environment
+from mtgrpo.errors import ConfigError
+from mtgrpo.model.load import ModelSettings
+from mtgrpo.policy.optimizer import OptimizerSettings, Schedule
+from mtgrpo.policy.reference import ReferenceSettings
+from mtgrpo.policy.updater import Updates
+from mtgrpo.profile import Profile
+from mtgrpo.rewards import Reward
+from mtgrpo.rollout.filter import Filter
+from mtgrpo.rollout.settings import RolloutSettings
+from mtgrpo.tasks import TaskSource
+from mtgrpo.types import Sampling
+
+
+@dataclass
+class TrainerSettings(Updates):
+    """How long the run is. It ends at the first limit that is reached, and says which; 0 = no such limit."""
+
+    steps: int = 100  # rollout batches
+    epochs: int = 0  # passes over the training tasks
+    total_turns: int = 0  # model turns sampled, over the run
+    wall_time_s: float = 0.0  # of rollouts and updates; evaluation and saving are not counted
+    deterministic: bool | None = None  # every digit depends on the seed alone; null: if rollout.max_staleness is 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not any((self.steps, self.epochs, self.total_turns, self.wall_time_s)):
+            raise ConfigError("the run never ends: set trainer.steps, epochs, total_turns or wall_time_s above 0")
+        if min(self.steps, self.epochs, self.total_turns, self.wall_time_s) < 0:
+            raise ConfigError("trainer.steps, epochs, total_turns and wall_time_s must be >= 0")
+
+
+@dataclass
+class WarmStart:
+    """Supervised steps on the task's demonstrations, before reinforcement learning. steps 0 = none."""
+
+    steps: int = 0
+    batch_size: int = 32  # demonstrations per step
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch_size < 1:
+            raise ConfigError(
+                f"sft.steps must be >= 0 (0 = none) and sft.batch_size >= 1, got {self.steps} and {self.batch_size}"
+            )
+
+
+@dataclass
+class Evaluation:
+    """When and how the policy is measured, on held-out tasks."""
+
+    every_steps: int = 0  # also during training, with one sample per task; 0 = only before and after
+    tasks: int = 200
+    samples: int = 8  # per task at temperature 1; pass@8 needs 8
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0:
+            raise ConfigError(f"eval.every_steps must be >= 0 (0 = only before and after), got {self.every_steps}")
+        if self.tasks < 1 or self.samples < 1:
+            raise ConfigError(f"eval.tasks and eval.samples must be >= 1, got {self.tasks} and {self.samples}")
+
+
+class Advantages(Enum):
+    """What the update is given: the advantages, or a control that must not learn."""
+
+    normal = "normal"
+    shuffled = "shuffled"  # permuted over the whole batch
+    flipped = "flipped"  # with the opposite sign
+
+
+@dataclass
+class Debug:
+    """Controls and probes."""
+
+    advantages: Advantages = Advantages.normal  # shuffled and flipped are controls that must not learn
+
+
+@dataclass
+class Experiment:
+    """One run. Every field is an option group of the command line."""
+
+    task: TaskSource
+    environment: Environment
+    condenser: Condenser
+    reward: Reward
+    algorithm: Algorithm
+    estimator: AdvantageEstimator
+    engine: Engine
+    seed: int = 0
+    kl: KL = field(default_factory=KL)
+    reference: ReferenceSettings = field(default_factory=ReferenceSettings)
+    correction: Correction = field(default_factory=Correction)
+    filter: Filter = field(default_factory=Filter)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    chat: ChatSettings = field(default_factory=ChatSettings)
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    sampling: Sampling = field(default_factory=Sampling)
+    batch: BatchSettings = field(default_factory=BatchSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    sft: WarmStart = field(default_factory=WarmStart)
+    eval: Evaluation = field(default_factory=Evaluation)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    log: list[str] = field(default_factory=lambda: ["console", "jsonl"])
+    debug: Debug = field(default_factory=Debug)
+    profile: Profile = field(default_factory=Profile)
+
+    def __post_init__(self) -> None:
+        self.algorithm.check(self.rollout.group_size)
+        self.advantage.check(self.algorithm)
+        self._check_critic()
+        self._check_rewards()
+        self._check_policies()
+        self._check_deterministic()
+        if self.condenser.attends and not self.engine.attends:
+            raise ConfigError(
+                f"condenser {self.condenser.name} goes by the model's attention, which engine "
+                f"{type(self.engine).__name__} cannot measure: set engine=local or another condenser"
+            )
+        if not self.trainer.steps and self.optimizer.schedule is not Schedule.constant:
+            raise ConfigError(
+                f"optimizer.schedule={self.optimizer.schedule.value} needs to know the last step: set trainer.steps, "
+                "or optimizer.schedule=constant"
+            )
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether results depend on the seed alone."""
+        chosen = self.trainer.deterministic
+        return not self.rollout.max_staleness if chosen is None else chosen
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know before training begins."""
+        divides = isinstance(self.algorithm, GroupRelative) and self.algorithm.divide_by_std
+        return [text for text in (self.advantage.note(self.algorithm), self.reward.note(divides)) if text]
+
+    def _check_critic(self) -> None:
+        name = type(self.algorithm).__name__
+        if self.algorithm.has_critic and not self.model.value_head:
+            raise ConfigError(f"algorithm {name} learns values and needs a head for them: set model.value_head=true")
+        if self.model.value_head and not self.algorithm.has_critic:
+            raise ConfigError(f"model.value_head=true, but algorithm {name} has no use for it: leave it out")
+
+    def _check_rewards(self) -> None:
+        turns = type(self.reward).turn_rewards is not Reward.turn_rewards
+        name = type(self.reward).__name__
+        if isinstance(self.advantage, ByTurn) and not turns:
+            raise ConfigError(
+                f"advantage=turn compares the rewards of turns, and reward {name} gives none: set reward=calculation "
+                "or one of your own with turn_rewards, or advantage=trajectory"
+            )
+        if not self.advantage.outcome_weight and not turns:
+            raise ConfigError(
+                f"advantage.outcome_weight=0, and reward {name} gives none for turns: nothing is rewarded"
+            )
+        if self.filter.zero_variance and (not self.algorithm.compares_siblings or self.algorithm.always_has_gradient):
+            raise ConfigError(
+                f"filter.zero_variance=true: with algorithm {type(self.algorithm).__name__} as it is set, groups of "
+                "equal rewards have a gradient too; leave it out"
+            )
+        divides = isinstance(self.algorithm, GroupRelative) and self.algorithm.divide_by_std
+        if self.kl.coef and self.kl.place is Place.reward and divides:
+            raise ConfigError(
+                "kl.place=reward with algorithm.divide_by_std=true: where siblings are rewarded alike the penalty is "
+                "all that differs, and would be scaled up whatever kl.coef is; set algorithm.divide_by_std=false"
+            )
+        longest = self.rollout.max_trajectory_tokens
+        if isinstance(self.algorithm, DAPO) and self.algorithm.overlong_tokens > longest:
+            raise ConfigError(
+                f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is never reached: "
+                f"rollout.max_trajectory_tokens={longest}"
+            )
+
+    def _check_policies(self) -> None:
+        moving = self.reference.update_every or self.reference.ema
+        if moving and not self.kl.coef:
+            raise ConfigError(
+                "reference.update_every and reference.ema move the reference of a KL penalty: set kl.coef"
+            )
+        old = self.correction.old_policy
+        if self.algorithm.uses_behaviour_policy and (old not in (None, OldPolicy.engine) or self.correction.active):
+            raise ConfigError(
+                f"algorithm {type(self.algorithm).__name__} compares with the policy that sampled, which corrects for "
+                "it already: leave correction.old_policy, correction.weight, correction.reject and correction.veto out"
+            )
+        if old is OldPolicy.interpolated and self.rollout.max_staleness < 2:
+            raise ConfigError(
+                "correction.old_policy=interpolated is for tokens that are two updates old or more: set "
+                f"rollout.max_staleness to 2 or above, got {self.rollout.max_staleness}"
+            )
+        single = self.trainer.updates_per_batch == 1 and not self.trainer.minibatch_trajectories
+        if self.reference.update_every == 1 and single:
+            raise ConfigError(
+                "reference.update_every=1 with one update per batch: the reference would always be the policy itself"
+            )
+
+    def _check_deterministic(self) -> None:
+        hurried = {
+            "sampling.timeout_s": self.sampling.timeout_s,
+            "rollout.timeout_s": self.rollout.timeout_s,
+            "rollout.extra_samples": self.rollout.extra_samples,
+            "rollout.max_staleness": self.rollout.max_staleness,
+        }
+        for name, value in hurried.items():
+            if value and self.deterministic:
+                raise ConfigError(
+                    f"{name}={value} makes results depend on the speed of the machine and of tools: "
+                    f"set trainer.deterministic=false, or {name}=0"
+                )
+
+    def check_warm_start(self) -> None:
+        """Raise ConfigError where a warm start is asked for and the tasks have no demonstrations."""
+        if self.sft.steps and type(self.task).demonstration is TaskSource.demonstration:
+            raise ConfigError(
+                f"sft.steps={self.sft.steps}: task {type(self.task).__name__} has no demonstrations to learn from; set "
+                "sft.steps=0, or write `demonstration` in a task source of your own (task=path/to/file.py:Name)"
+            )
+
+    def check_training(self) -> None:
+        """Raise ConfigError for what can be evaluated but not trained."""
+        longest, budget = self.environment.max_context_length, self.batch.token_budget
+        if longest > budget:
+            raise ConfigError(
+                f"environment.max_context_length={longest}: such a context does not fit batch.token_budget={budget}; "
+                f"set batch.token_budget to at least {longest}"
+            )
+        if self.sampling.temperature == 0:
+            raise ConfigError("sampling.temperature=0 is greedy: nothing is explored; training needs a value above 0")

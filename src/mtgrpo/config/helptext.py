@@ -1,0 +1,132 @@
+"""Every option with its type, its value and what its own source says of it: the text of `mtgrpo train --help`."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Sequence
+from enum import Enum
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from mtgrpo.config.compose import compose, parse, recipes
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.config.options import Setting, chosen_class, groups, options, schema
+
+WIDTH = 100
+COLUMN = 46  # where what is said of an option begins
+
+
+def help_text(words: Sequence[str]) -> str:
+    """All options, with the values that the overrides `words` give them. Raises ConfigError for wrong ones."""
+    composed = compose(parse(words))
+    values = OmegaConf.create(composed.values)
+    classes = {group: chosen_class(group, composed.choices[group]) for group in groups()}
+    blocks = ["Shown are the values of what is chosen (*).", _recipes(composed.choices["recipe"])]
+    sections: dict[str, list[str]] = {}
+    for key, setting in schema(classes).items():
+        section = key.partition(".")[0] if "." in key else ""
+        sections.setdefault(section, []).append(_row(key, setting, OmegaConf.select(values, key)))
+    for group, cls in classes.items():
+        sections[group] = [*_options(group, composed.choices[group], cls), *sections.get(group, [])]
+    general = sections.pop("")
+    order = [*classes, *(section for section in sections if section not in classes)]
+    hints = {**inspect.get_annotations(Experiment, eval_str=True), **classes}
+    blocks.append("\n".join(["general", *general]))
+    for section in order:
+        title = section if section in classes else f"{section}: {summary(hints[section])}"
+        blocks.append("\n".join([*_wrapped(title, WIDTH), *sections[section]]))
+    return "\n\n".join(blocks)
+
+
+def summary(cls: type) -> str:
+    """The first paragraph of the class's own docstring, on one line."""
+    paragraph = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
+    return " ".join(paragraph.split()) if not paragraph.startswith(f"{cls.__name__}(") else ""
+
+
+@functools.cache
+def comments(cls: type) -> dict[str, str]:
+    """What the source of a dataclass says of each field: the comment behind it, or above it, or the string below it."""
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except OSError:
+        return {}
+    lines = source.splitlines()
+    definition = ast.parse(source).body[0]
+    found: dict[str, str] = {}
+    body = definition.body if isinstance(definition, ast.ClassDef) else []
+    for node, following in zip(body, [*body[1:], None], strict=True):
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        behind = lines[(node.end_lineno or node.lineno) - 1].encode()[node.end_col_offset :].decode().strip()
+        above = list(takewhile(lambda line: line.startswith("#"), map(str.strip, lines[node.lineno - 2 :: -1])))
+        if behind.startswith("#"):
+            text = behind
+        elif isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            text = str(following.value.value)
+        else:
+            text = " ".join(line.lstrip("# ") for line in reversed(above))
+        found[node.target.id] = " ".join(text.removeprefix("#").split())
+    return found
+
+
+def _recipes(chosen: str) -> str:
+    lines = ["recipe"]
+    for name, path in recipes().items():
+        mark = "*" if name == chosen else " "
+        head = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+        said = " ".join(line.lstrip("# ") for line in head if "@package" not in line)
+        lines += _columns(f"{mark} recipe={name}", said)
+    return "\n".join(lines)
+
+
+def _options(group: str, chosen: str, cls: type) -> list[str]:
+    known = options(group)
+    offered = {**known, chosen: cls}
+    marked = {name: "*" if name == chosen else " " for name in offered}
+    rows = [_columns(f"{marked[name]} {group}={Path(name).name}", summary(option)) for name, option in offered.items()]
+    return [line for row in rows for line in row]
+
+
+def _row(key: str, setting: Setting, value: Any) -> str:
+    name = key.rpartition(".")[2]
+    said = next((notes[name] for cls in setting.owner.__mro__ if name in (notes := comments(cls))), "")
+    return "\n".join(_columns(f"  {key}  {_type(setting.type)} = {_value(value)}", said))
+
+
+def _type(hint: Any) -> str:
+    if hint is Any:
+        return "list or mapping"
+    if inspect.isclass(hint) and issubclass(hint, Enum):
+        return "|".join(member.name for member in hint)
+    return (
+        hint.__name__ if inspect.isclass(hint) and not hasattr(hint, "__args__") else str(hint).replace("typing.", "")
+    )
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return value or "''"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if OmegaConf.is_config(value):
+        return str(OmegaConf.to_container(value)).replace("'", "").replace(" ", "")
+    return str(value)
+
+
+def _columns(left: str, right: str) -> list[str]:
+    """Two columns; what does not fit beside `left` stands below it."""
+    below = _wrapped(right, WIDTH - COLUMN)
+    if len(left) + 2 <= COLUMN and below:
+        return [left.ljust(COLUMN) + below[0], *(" " * COLUMN + line for line in below[1:])]
+    return [*_wrapped(left, WIDTH), *(" " * COLUMN + line for line in below)]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent="", drop_whitespace=True) if text.strip() else []

@@ -1,0 +1,138 @@
+"""What can be chosen and what can be set: the options of every group, and the settings of the chosen ones.
+
+Hydra's ConfigStore is the only registry. One scan of the folders fills it; a class from the user's own file joins it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import inspect
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, cast
+
+from hydra.core.config_store import ConfigStore
+from omegaconf.errors import OmegaConfBaseException
+
+from mtgrpo import extension
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing to be set: its type, and the dataclass that declares it."""
+
+    type: Any
+    owner: type
+
+
+@functools.cache
+def groups() -> dict[str, type]:
+    """The option groups, in the order of the Experiment's fields, with the base class of their options."""
+    hints = typing.get_type_hints(Experiment)
+    return {name: hint for name, hint in hints.items() if inspect.isclass(hint) and inspect.isabstract(hint)}
+
+
+@functools.cache
+def options(group: str) -> dict[str, type]:
+    """The options that come with the package, by name."""
+    found = extension.options(f"mtgrpo.{group}s", groups()[group])
+    for name, option in found.items():
+        ConfigStore.instance().store(name, option, group)
+    return found
+
+
+def chosen_class(group: str, option: str) -> type:
+    """The class of an option: its name, or `path/to/file.py:Name`. Raises ConfigError when it is none."""
+    known = options(group)
+    if option in known:
+        return known[option]
+    if ".py:" not in option:
+        close = difflib.get_close_matches(option, known, 1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"there is no {group}={option}; {meant}known: {', '.join(known)}; "
+            f"or a class of your own: {group}=path/to/file.py:Name"
+        )
+    base = groups()[group]
+    found = extension.find(base.__module__, option, base)
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise ConfigError(f"{group}={option}: it must be a class derived from {base.__module__}.{base.__name__}")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(cast(Any, found).__abstractmethods__))
+        raise ConfigError(f"{group}={option}: the class does not define {missing}")
+    if vars(found).get("__annotations__") and "__dataclass_fields__" not in vars(found):
+        raise ConfigError(f"{group}={option}: put @dataclass above the class, so that its fields become settings")
+    try:
+        ConfigStore.instance().store(store_name(group, found), found, group)
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"{group}={option}: {' '.join(str(error).partition('full_key')[0].split())}; "
+            "a setting is an int, float, bool, str or Enum, "
+            "a list or dict of these, or one of these | None"
+        ) from error
+    return found
+
+
+def store_name(group: str, cls: type) -> str:
+    """The name of a chosen class in the ConfigStore; for one of a user's own file it depends on the file's path."""
+    for name, option in options(group).items():
+        if option is cls:
+            return name
+    return f"{cls.__name__}_{hashlib.sha1(cls.__module__.encode()).hexdigest()[:8]}"
+
+
+def schema(classes: Mapping[str, type]) -> dict[str, Setting]:
+    """Every setting by its key, when `classes` are the chosen options of the groups."""
+
+    def walk(cls: type, prefix: str) -> Iterator[tuple[str, Setting]]:
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            inner = classes.get(field.name, hints[field.name]) if cls is Experiment else hints[field.name]
+            if dataclasses.is_dataclass(inner):
+                yield from walk(cast(type, inner), f"{prefix}{field.name}.")
+            else:
+                yield f"{prefix}{field.name}", Setting(inner, cls)
+
+    return dict(walk(Experiment, ""))
+
+
+def unknown(key: str, known: Mapping[str, Setting]) -> str:
+    """Says that there is no such setting, and which one may have been meant."""
+    path, _, last = key.rpartition(".")
+    section = {name.removeprefix(f"{path}."): name for name in known if path and name.startswith(f"{path}.")}
+    close = [section[name] for name in difflib.get_close_matches(last, section, 1)]
+    elsewhere = [name for name in known if name.rpartition(".")[2] == last]
+    near = close or elsewhere or ([] if section else difflib.get_close_matches(key, known, 1))
+    if near:
+        return f"unknown option {key}; did you mean {' or '.join(near[:3])}?"
+    having = [name for name, cls in options(path).items() if hasattr(cls, last)] if path in groups() else []
+    if having:
+        return f"unknown option {key}: it belongs to {path}={' or '.join(having)}"
+    if section:
+        return f"unknown option {key}; there are {', '.join(section.values())}"
+    return f"unknown option {key}; `mtgrpo train --help` lists all options"
+
+
+def spell(hint: Any) -> str:
+    """A type, as a person would say it."""
+    if inspect.isclass(hint) and issubclass(hint, Enum):
+        return "one of " + ", ".join(member.name for member in hint)
+    if hint in _SPELLED:
+        return _SPELLED[hint]
+    if type(None) in typing.get_args(hint):
+        return f"{spell(next(part for part in typing.get_args(hint) if part is not type(None)))} or null"
+    if typing.get_origin(hint) is list:
+        return f"a list such as [{_EXAMPLES.get(typing.get_args(hint)[0], 'a')}]"
+    return re.sub(r"\b[\w.]+\.", "", str(hint))
+
+
+_SPELLED: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+_EXAMPLES: dict[Any, str] = {int: "1,2", float: "0.1,0.2", str: "a,b"}

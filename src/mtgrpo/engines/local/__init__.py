@@ -1,0 +1,42 @@
+"""The local engine: `engine.py` answers conversations; the others are its scheduler, KV cache, decoder and sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from mtgrpo.engines import Engine
+from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mtgrpo.engines.local.engine import LocalEngine
+
+
+@dataclass
+class Local(Engine):
+    """Decode in this process (CPU or one GPU)."""
+
+    memory_fraction: float = 0.3  # of this machine's memory (or the GPU's), at most, for keys and values
+    keep_stale_cache: bool = False  # open conversations keep keys and values of older weights; else computed anew
+
+    attends: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory_fraction < 1:
+            raise ConfigError(f"engine.memory_fraction must be in (0, 1), got {self.memory_fraction}")
+
+    @property
+    def exact(self) -> bool:
+        return not self.keep_stale_cache
+
+    def start(self, model: PreTrainedModel, deterministic: bool, longest_context: int) -> LocalEngine:
+        """An engine over `model`'s own weights.
+
+        Raises ConfigError for models that keep more than keys and values, or whose attention cannot be replaced, for
+        contexts that the model computes in another way, and for a budget that does not hold one of them.
+        """
+        from mtgrpo.engines.local.engine import start_engine  # noqa: PLC0415  settings alone import no library
+
+        return start_engine(model, deterministic, longest_context, self.memory_fraction, self.keep_stale_cache)

@@ -1,0 +1,258 @@
+"""One forward pass over new tokens, for sampling: somebody else keeps the past and computes attention.
+
+Every model whose attention can be replaced goes through its own modules. Those with the layers of Llama (Qwen2, Qwen3,
+Mistral) go through the same products in fewer and faster operations: q, k and v in one, gate and up in one, weights
+laid out for the few rows of a decoding step. That takes a copy of the weights after each update; the engine compares it
+with the model's own forward pass each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, rms_norm, silu
+from transformers import AttentionInterface, PreTrainedModel
+
+from mtgrpo.model.attention import of_one_size
+from mtgrpo.model.load import computes_in
+from mtgrpo.model.logprobs import head_logits
+from mtgrpo.model.lora import merged
+from mtgrpo.model.onednn_linear import multiply, onednn, pack
+from mtgrpo.model.traits import EXTRAS, attending_by
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""(number of the call, query [tokens, heads, size], key and value [tokens, key heads, size], scale) -> like query
+
+Calls are counted through one forward pass: some models call the attention of a layer more than once.
+"""
+
+DELEGATED = "delegated"  # the attention of transformers models while they decode
+QUERIED = 8  # tokens
+SAME_QUERIES = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.1}  # the same of queries, root mean square
+FAR = 2**17  # tokens, where a configuration names no last position
+
+
+class Forward:
+    """The forward pass of `model` over a flat sequence of tokens of many conversations."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._fused = _Fused(model) if _like_llama(model) else None
+        if self._fused and not self._same_queries(self._fused):
+            self._fused = None  # alike by name alone
+
+    @property
+    def fused(self) -> bool:
+        """Whether the model takes the fast path."""
+        return self._fused is not None
+
+    def use_own_modules(self) -> None:
+        """Leave the fast path, for good."""
+        self._fused = None
+
+    def update(self) -> None:
+        """The weights have changed."""
+        if self._fused:
+            self._fused.copy_weights()
+
+    @torch.no_grad()
+    def logprobs(self, context: Tensor) -> Tensor:
+        """Of the next token at every position of `context` [n], which nothing precedes: [n, vocabulary]."""
+        positions = torch.arange(len(context), device=context.device)
+        return self.logits(self(context, positions, causal_attention)).log_softmax(-1)
+
+    @torch.no_grad()
+    def _same_queries(self, fused: _Fused) -> bool:
+        """Whether those of `fused` are the model's own at its last positions: some models scale them from one on."""
+        number = torch.arange(QUERIED, device=self._model.device)
+        ids = number + int(self._model.config.get_text_config().vocab_size) // 4  # the first are often special
+        positions = number + int(getattr(self._model.config, "max_position_embeddings", None) or FAR) - QUERIED
+        expected, found = (_queries(forward, ids, positions) for forward in (self._through_modules, fused))
+        if found.shape != expected.shape:  # the model attends more often
+            return False
+        return bool((found - expected).norm() <= SAME_QUERIES[computes_in(self._model)] * expected.norm())
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocabulary] in fp32 (fp64 for fp64 models)."""
+        return self._fused.head(hidden) if self._fused else head_logits(self._model, hidden)
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """ids, positions [tokens] int64 -> final hidden states [tokens, hidden]."""
+        return (self._fused or self._through_modules)(ids, positions, attend)
+
+    def _through_modules(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The same by the model's own forward."""
+        unused = torch.zeros(1, 1, 1, 1, device=ids.device)  # of four dimensions: transformers then builds no mask
+        calls = count()
+
+        def attend_next(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            return attend(next(calls), query, key, value, scale)
+
+        with attending_by(self._model, DELEGATED):
+            output = self._model.base_model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                attention_mask=unused,
+                use_cache=False,
+                attend=attend_next,
+            )
+        return output.last_hidden_state[0]
+
+
+def _queries(forward: Callable[[Tensor, Tensor, Attend], Tensor], ids: Tensor, positions: Tensor) -> Tensor:
+    """What the attention calls of one forward pass get, scaled."""
+    found: list[Tensor] = []
+
+    def attend(call: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        found.append(query * scale)
+        return causal_attention(call, query, key, value, scale)
+
+    forward(ids, positions, attend)
+    return torch.stack(found)
+
+
+def causal_attention(_layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention of one sequence that has no past."""
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query.to(value.dtype), key.to(value.dtype), value))
+    found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return found[0].transpose(0, 1)
+
+
+def _delegate(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    *, scaling: float | None = None, attend: Callable[[Tensor, Tensor, Tensor, float], Tensor], **settings: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention as transformers calls it: query [1, heads, tokens, size] -> [1, tokens, heads, size]."""
+    if unsupported := [name for name in EXTRAS if settings.get(name) is not None]:
+        raise ValueError(f"the engine's attention knows no {unsupported}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in of_one_size(query, key, value))
+    return attend(q, k, v, scale)[None, :, :, : value.shape[-1]], None
+
+
+AttentionInterface.register(DELEGATED, _delegate)
+
+
+def _like_llama(model: PreTrainedModel) -> bool:
+    """Whether the model consists of the parts that the fused path computes; what they compute is compared later."""
+    body, names = model.base_model, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    if not all(hasattr(body, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
+        return False
+    parts = [dict(layer.named_children()) for layer in cast(nn.ModuleList, body.layers)]
+    norms = [module for part in parts for name, module in part.items() if name.endswith("layernorm")]
+    if not all(hasattr(norm, "weight") and _eps(norm) for norm in norms):
+        return False
+    return all(
+        part.keys() == names
+        and {"q_proj", "k_proj", "v_proj", "o_proj"} <= dict(part["self_attn"].named_children()).keys()
+        and {"gate_proj", "up_proj", "down_proj"} <= dict(part["mlp"].named_children()).keys()
+        for part in parts
+    )
+
+
+class _Fused:
+    """A model with the layers of Llama. Its input and the residual stream are of the model's dtype."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._body: Any = model.base_model
+        self._dtype = computes_in(model)
+        config: Any = model.config
+        self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
+        self._size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._layers = [_Layer(layer, self._dtype, self._heads, self._groups) for layer in self._body.layers]
+        head = model.get_output_embeddings()
+        assert head is not None, "a causal language model has a head"
+        self.head = _Product([head], model.dtype)
+        self.copy_weights()
+
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Bring the products up to date; norms and embedding are the model's own."""
+        self.head.copy_weights()
+        for layer in self._layers:
+            layer.copy_weights()
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x: Tensor = self._body.embed_tokens(ids)
+        cos, sin = (table[0, :, None] for table in self._body.rotary_emb(x[None], positions[None]))
+        half, heads = self._size // 2, self._heads + self._groups
+        sin = sin[..., :half].contiguous()
+        for number, layer in enumerate(self._layers):
+            qkv = layer.qkv(_norm(x, layer.before_attention)).unflatten(-1, (heads + self._groups, self._size))
+            qk, value = qkv[:, :heads].to(x.dtype), qkv[:, heads:]
+            if layer.head_norm is not None:
+                qk = rms_norm(qk, (self._size,), None, layer.head_eps).mul_(layer.head_norm)
+            turned = qk * cos
+            turned[..., :half].addcmul_(qk[..., half:], sin, value=-1)
+            turned[..., half:].addcmul_(qk[..., :half], sin)
+            found = attend(number, turned[:, : self._heads], turned[:, self._heads :], value, layer.scale)
+            x = x + layer.out(found.flatten(1))
+            gate, up = layer.gate_up(_norm(x, layer.before_mlp)).chunk(2, dim=-1)
+            x = x + layer.down(silu(gate).mul_(up))
+        return _norm(x, self._body.norm)
+
+
+class _Layer:
+    """The parts of one layer."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype, heads: int, groups: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = _Product([attention.q_proj, attention.k_proj, attention.v_proj], dtype)
+        self.out = _Product([attention.o_proj], dtype)
+        self.gate_up = _Product([mlp.gate_proj, mlp.up_proj], dtype)
+        self.down = _Product([mlp.down_proj], dtype)
+        self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
+        self.scale = float(attention.scaling)
+        normed = hasattr(attention, "q_norm")
+        self._norms: list[Any] = [attention.q_norm] * heads + [attention.k_norm] * groups if normed else []
+        self.head_eps = _eps(self._norms[0]) if normed else 0.0
+        self.head_norm: Tensor | None = None
+
+    def copy_weights(self) -> None:
+        """The weights have changed."""
+        for product in (self.qkv, self.out, self.gate_up, self.down):
+            product.copy_weights()
+        if self._norms:
+            self.head_norm = torch.stack([norm.weight for norm in self._norms])  # [query and key heads, size]
+
+
+def _eps(norm: Any) -> float:
+    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 0.0)
+
+
+def _norm(x: Tensor, norm: Any) -> Tensor:
+    return rms_norm(x, (x.shape[-1],), norm.weight, _eps(norm))
+
+
+class _Product:
+    """Linear layers of one input, as one matrix product with their adapters merged; other layers each as it is."""
+
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        self._layers, self._dtype = layers, dtype
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._packed = False
+
+    def copy_weights(self) -> None:
+        """The weights have changed."""
+        parts = [merged(layer) for layer in self._layers]
+        plain = [part for part in parts if part is not None]
+        biases = [bias for _, bias in plain if bias is not None]
+        if len(plain) < len(parts) or len(biases) not in (0, len(parts)):
+            return
+        self._weight = torch.cat([weight for weight, _ in plain]).to(self._dtype)
+        self._bias = torch.cat(biases).to(self._dtype) if biases else None
+        self._packed = onednn(self._weight.device, self._dtype)
+        if self._packed:
+            self._weight = pack(self._weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._weight is not None:
+            product = multiply if self._packed else linear
+            return product(x.to(self._dtype), self._weight, self._bias)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+            return torch.cat([layer(x) for layer in self._layers], dim=-1)

@@ -1,0 +1,300 @@
+"""Sampling in this process, with the very weights that are trained: nothing is sent, nothing is synchronised.
+
+All conversations go forward together, each step by one token or by the tokens that are new in it. Keys and values stay
+between turns, so a new turn computes only what is new; siblings share those of their prompt. The decoding loop runs
+inside the event loop, between the coroutines of the conversations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mtgrpo.engines import Key
+from mtgrpo.engines.local.attention_scores import attention_scores
+from mtgrpo.engines.local.batch_plan import BatchPlanner, Row
+from mtgrpo.engines.local.decoder import Forward
+from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, token_bytes, whole_blocks
+from mtgrpo.engines.local.paged_attention import attend
+from mtgrpo.engines.local.sampling import sample, stream_key, uniforms
+from mtgrpo.engines.local.scheduler import Conversation, Request, Scheduler
+from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.model.load import computes_in
+from mtgrpo.model.rounding import MARGIN, Reference, distance, plain_logprobs, reference
+from mtgrpo.model.traits import check_length, traits
+from mtgrpo.types import Completion, Finish, Sample, Sampling
+
+CHECKED = 16  # tokens of a context that are computed again after each update
+PROBE = 3 * BLOCK_SIZE  # tokens that are computed again at the start
+
+
+def start_engine(
+    model: PreTrainedModel, deterministic: bool, longest_context: int, memory_fraction: float, keep_stale_cache: bool
+) -> LocalEngine:
+    """See `Local.start`."""
+    found = traits(model)
+    reason = found.unsupported_reason
+    if not reason and len(set(found.caches)) > 1:
+        reason = f"the layers of {type(model).__name__} have keys of different shapes"
+    if reason:
+        raise ConfigError(f"engine=local cannot sample from this model: {reason}; choose another model or engine")
+    total = _memory_bytes(model.device)
+    tokens = int(memory_fraction * total / token_bytes(model))
+    if tokens < whole_blocks(longest_context):
+        share = math.ceil(1e4 * whole_blocks(longest_context) * token_bytes(model) / total) / 1e4
+        more = f"engine.memory_fraction to at least {share}, or " if share < 1 else ""
+        raise ConfigError(
+            f"engine.memory_fraction={memory_fraction} of {total / 2**30:.1f} GiB holds the keys and values "
+            f"of a conversation of {tokens // BLOCK_SIZE * BLOCK_SIZE} tokens, but one may grow to {longest_context}; "
+            f"set {more}environment.max_context_length to at most {tokens // BLOCK_SIZE * BLOCK_SIZE}"
+        )
+    check_length(model, longest_context)
+    engine = LocalEngine(
+        model, deterministic, KVCache(model, tokens, longest_context), longest_context, keep_stale_cache
+    )
+    engine.check()
+    return engine
+
+
+def probe(model: PreTrainedModel, longest: int) -> Tensor:
+    """A context of up to `PROBE` ordinary tokens from all over the vocabulary, the first of which are often special."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    count = min(PROBE, longest)
+    numbers = torch.arange(count, device=model.device)
+    return vocabulary // 20 + (numbers * 2_654_435_761 % 2**32) * (vocabulary - vocabulary // 20) // 2**32
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class LocalEngine:
+    """A running engine. `version` is set by whoever updates the weights; what was stored is then computed again.
+
+    With `keep_stale` it is not, for open conversations; new ones do not share it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        deterministic: bool,
+        blocks: KVCache,
+        longest_context: int,
+        keep_stale: bool = False,
+    ) -> None:
+        self.version = 0
+        self.sync_s = 0.0
+        self._keep_stale = keep_stale
+        self._model = model
+        self._parameters = list(model.parameters())
+        self._weights = self._weights_now()
+        self._device = model.device
+        self._deterministic = deterministic
+        self._longest = longest_context
+        self._forward = Forward(model)
+        self._kv_cache = blocks
+        self._scheduler = Scheduler(blocks)
+        self._planner = BatchPlanner(blocks, model.device, computes_in(model))
+        self.notes: list[str] = []
+        self._rounding = 0.0  # nats, that of the model when it was last measured
+        self._changed = asyncio.Event()
+        self._loop_task: asyncio.Task[None] | None = None
+
+    def check(self) -> None:
+        """Compare with the model's own forward pass, through the KV cache; leaves fused decoding where that is wrong.
+
+        Raises ConfigError when decoding through the model's own modules is wrong too.
+        """
+        context = probe(self._model, self._longest)
+        expected = reference(self._model, context)
+        self._rounding = expected.rounding
+        apart = distance(expected.logprobs, self._through_cache(context))
+        if self._forward.fused and not apart <= expected.bound:
+            self._leave_fused(apart, expected)
+            apart = distance(expected.logprobs, self._through_cache(context))
+        if not apart <= expected.bound:
+            raise ConfigError(
+                f"engine=local cannot sample from {type(self._model).__name__}: over {len(context)} tokens its "
+                f"log-probabilities differ from the model's own forward pass by {apart:.2g} nats, of which rounding "
+                f"explains {expected.bound:.2g}; choose another model or engine"
+            )
+        path = "fused decoding" if self._forward.fused else "decoding through the model's own modules"
+        room = f"memory for the keys and values of {self._kv_cache.tokens:,} tokens"
+        self.notes.append(f"engine: local, {path}; {room}")
+
+    @torch.inference_mode()
+    def _through_cache(self, context: Tensor) -> Tensor:
+        """Log-probabilities [n, vocabulary] of the next token: a prompt, more tokens, one token after them."""
+        stored, found = BlockTable(), []
+        for tokens in (context[: -len(context) // 3], context[-len(context) // 3 : -1], context[-1:]):
+            if len(tokens):
+                self._kv_cache.own.reserve(stored, len(tokens))
+                plan = self._planner.plan([Row(stored, tokens.tolist())])
+                hidden = self._forward(plan.ids, plan.positions, partial(attend, self._kv_cache, plan))
+                found.append(self._forward.logits(hidden[: len(tokens)]).log_softmax(-1))
+        self._kv_cache.own.cut(stored, 0)
+        return torch.cat(found)
+
+    def _leave_fused(self, apart: float, expected: Reference) -> None:
+        self._forward.use_own_modules()
+        self.notes.append(
+            f"engine: fused decoding differs from the model's own forward pass by {apart:.2g} nats, of which rounding "
+            f"explains {expected.bound:.2g}: from here on the model decodes through its own modules, more slowly"
+        )
+
+    @asynccontextmanager
+    async def conversation(self, key: Key) -> AsyncGenerator[Sample]:
+        """Open a conversation; its keys and values are dropped when the context ends."""
+        conversation = Conversation(key)
+        self._scheduler.open(conversation)
+
+        async def sample_turn(tokens: Sequence[int], sampling: Sampling) -> Completion:
+            return await self._ask(conversation, tokens, sampling)
+
+        try:
+            yield sample_turn
+        finally:
+            self._scheduler.close(conversation)
+            self._changed.set()
+
+    async def _ask(self, conversation: Conversation, tokens: Sequence[int], sampling: Sampling) -> Completion:
+        """One turn. Raises TimeoutError when it takes longer than `sampling.timeout_s`."""
+        if not tokens:
+            raise EngineError("a turn was asked for after an empty context: nothing predicts its first token")
+        if len(tokens) + sampling.max_new_tokens > self._longest:
+            raise EngineError(
+                f"a turn of up to {sampling.max_new_tokens} tokens after {len(tokens)} was asked for, but the engine "
+                f"was started for conversations of at most {self._longest}"
+            )
+        key = conversation.key
+        stream = stream_key(key.seed, key.scope, key.task, key.sample_index, conversation.turns)
+        conversation.turns += 1
+        reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        request = Request(conversation, list(tokens), len(tokens), sampling, stream, reply)
+        self._scheduler.ask(request)
+        if self._loop_task is None or self._loop_task.done():
+            self._changed = asyncio.Event()  # of the event loop that runs now
+            self._loop_task = asyncio.create_task(self._run())
+        self._changed.set()
+        try:
+            async with asyncio.timeout(sampling.timeout_s or None):
+                return await reply
+        except TimeoutError as error:
+            raise TimeoutError(f"a turn took longer than sampling.timeout_s={sampling.timeout_s}") from error
+        finally:
+            if request in self._scheduler.requests:  # nobody waits for it any more
+                self._scheduler.drop(request)
+                self._changed.set()
+
+    async def attend(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
+        """How much attention each of `spans` gets from the end of the context; see `attention_scores`."""
+        self._notice_weights(tokens)
+        return attention_scores(self._forward, tokens, spans, self._device)
+
+    async def _run(self) -> None:
+        """Step while there is work. An error in a step reaches every conversation that waits for the engine."""
+        try:
+            while self._scheduler.requests:
+                await self._settle()
+                self._step()
+        except Exception as error:
+            self._scheduler.reset_cache()  # what the step has left is not known
+            for request in self._scheduler.requests:
+                self._scheduler.drop(request)
+                if not request.reply.done():
+                    broken = EngineError(f"decoding failed: {type(error).__name__}: {error}")
+                    broken.__cause__ = error
+                    request.reply.set_exception(broken)
+
+    async def _settle(self) -> None:
+        """Let conversations that were answered speak again.
+
+        In deterministic mode the next step waits until every open conversation has asked for its next turn, so that
+        the batch does not depend on the speed of tools.
+        """
+        await asyncio.sleep(0)
+        while self._deterministic:
+            if self._changed.is_set():  # whoever ended may have let another in, which is on its way
+                self._changed.clear()
+                await asyncio.sleep(0)
+            elif self._scheduler.silent:
+                await self._changed.wait()
+            else:
+                return
+
+    def _notice_weights(self, context: Sequence[int]) -> None:
+        """Drop what was computed from other weights than the present ones; check the new ones on some of `context`."""
+        weights = self._weights_now()
+        if weights != self._weights:
+            began = time.perf_counter()
+            if self._keep_stale:
+                self._scheduler.invalidate_prefix_cache()
+            else:
+                self._scheduler.reset_cache()
+            self._forward.update()
+            self._check_weights(torch.tensor(context[:CHECKED], device=self._device))
+            self._weights = weights
+            self.sync_s += time.perf_counter() - began
+
+    def _check_weights(self, context: Tensor) -> None:
+        """Whether the fused path still computes what the model does."""
+        if self._forward.fused:
+            found = self._forward.logprobs(context)
+            if not distance(plain_logprobs(self._model, context), found) <= MARGIN * self._rounding:
+                expected = reference(self._model, context)
+                self._rounding = expected.rounding
+                if not (apart := distance(expected.logprobs, found)) <= expected.bound:
+                    self._leave_fused(apart, expected)
+
+    def _weights_now(self) -> tuple[int, int]:
+        """Changes when the weights do: the version, and how often torch has seen them written to."""
+        written = sum(parameter._version for parameter in self._parameters)  # pyright: ignore[reportPrivateUsage]
+        return self.version, written
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """Compute the pending tokens; sample one for each request that has no more of them."""
+        self._notice_weights(self._scheduler.requests[0].tokens)
+        rows = self._scheduler.next()
+        if not rows:
+            return
+        plan = self._planner.plan([row for row, _ in rows])
+        hidden = self._forward(plan.ids, plan.positions, partial(attend, self._kv_cache, plan))
+        ready = [(i, request) for i, (_, request) in enumerate(rows) if request]
+        if ready:
+            self._sample([request for _, request in ready], hidden[plan.last[[i for i, _ in ready]]])
+
+    def _sample(self, requests: Sequence[Request], hidden: Tensor) -> None:
+        """Sample one token for each request and answer those that are finished."""
+        keys = np.array([request.stream for request in requests], dtype=np.uint64)
+        counters = np.array([len(request.logprobs) for request in requests], dtype=np.uint64)
+        logits = self._forward.logits(hidden)
+        sampled = sample(logits, [request.sampling for request in requests], uniforms(keys, counters))
+        for request, token, logprob, kept in zip(requests, sampled.tokens, sampled.logprobs, sampled.kept, strict=True):
+            request.tokens.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(self.version)
+            if kept is not None:
+                request.kept.append(kept)
+            if token in request.sampling.stop_ids:
+                self._finish(request, Finish.STOP)
+            elif len(request.logprobs) >= request.sampling.max_new_tokens:
+                self._finish(request, Finish.LENGTH)
+
+    def _finish(self, request: Request, finish: Finish) -> None:
+        self._scheduler.drop(request)
+        if not request.reply.done():  # else it was given up, and is about to say so
+            output = request.tokens[request.context :]
+            request.reply.set_result(Completion(output, request.logprobs, request.versions, finish, request.kept))

@@ -1,0 +1,142 @@
+"""Where keys and values of all conversations lie: in blocks of equal size.
+
+A conversation takes small blocks. What several conversations begin with, a prefix, is stored once for all of them, in
+large blocks of a pool of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mtgrpo.model.load import computes_in
+from mtgrpo.model.traits import traits
+
+BLOCK_SIZE = 32  # tokens in a block of a conversation
+PREFIX_BLOCK_SIZE = 256  # tokens in a block of a prefix
+PREFIX_SHARE = 0.25  # of the memory
+
+
+@dataclass(eq=False)
+class BlockTable:
+    """Consecutive tokens whose keys and values lie in blocks, after those of a prefix if there is one."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    blocks: list[int] = field(default_factory=list[int])
+    prefix: Prefix | None = None
+
+    @property
+    def start(self) -> int:
+        """The position of the first token."""
+        return len(self.prefix.wanted) if self.prefix is not None else 0
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(eq=False)
+class Prefix(BlockTable):
+    """What several conversations begin with."""
+
+    wanted: list[int] = field(default_factory=list[int])  # all its tokens; `tokens` are those that are there yet
+    users: int = 0
+    shared: bool = True  # whether more may join
+    source: Prefix | None = None  # begins alike: what both have in common is copied once it is there
+
+    @property
+    def missing(self) -> int:
+        """How many tokens are not there yet."""
+        return len(self.wanted) - len(self.tokens)
+
+
+class BlockPool:
+    """`count` blocks of `length` tokens. On a CPU memory is taken when a block is first used, on a GPU at once."""
+
+    def __init__(self, model: PreTrainedModel, count: int, length: int) -> None:
+        layers, self.heads, self.size = _shape(model)
+        self.count, self.length = count, length
+        shape = (count, self.heads, length, self.size)
+        self.keys = [_zeros(shape, computes_in(model), model.device) for _ in range(layers)]
+        self.values = [_zeros(shape, computes_in(model), model.device) for _ in range(layers)]
+        self._free = list(range(count))  # a heap: ascending
+
+    @property
+    def free(self) -> int:
+        """The number of blocks that nobody has."""
+        return len(self._free)
+
+    def missing(self, stored: BlockTable, tokens: int) -> int:
+        """How many more blocks `tokens` more tokens take."""
+        return -(-(len(stored.tokens) + tokens) // self.length) - len(stored.blocks)
+
+    def reserve(self, stored: BlockTable, tokens: int) -> None:
+        """Make room for `tokens` more tokens, for which there must be enough free blocks. The first blocks go first."""
+        stored.blocks.extend(heappop(self._free) for _ in range(self.missing(stored, tokens)))
+
+    def copy(self, source: BlockTable, target: BlockTable, count: int) -> None:
+        """Give `target`, of which nothing is there yet but the room, the first `count` tokens of `source`."""
+        for buffer in (*self.keys, *self.values):
+            for i, (block, own) in enumerate(zip(source.blocks, target.blocks, strict=False)):
+                filled = min(count - i * self.length, self.length)
+                if filled > 0:
+                    buffer[own, :, :filled] = buffer[block, :, :filled]
+        target.tokens.extend(source.tokens[:count])
+
+    def cut(self, stored: BlockTable, count: int) -> None:
+        """Keep the first `count` tokens of `stored` (its prefix not counted) and take back the other blocks."""
+        del stored.tokens[count:]
+        keep = -(-count // self.length)
+        for block in stored.blocks[keep:]:
+            heappush(self._free, block)
+        del stored.blocks[keep:]
+
+
+class KVCache:
+    """The pool of the conversations and that of the prefixes."""
+
+    def __init__(self, model: PreTrainedModel, tokens: int, longest: int) -> None:
+        """Room for `tokens` tokens, of which one conversation may have `longest`; prefixes get what that leaves."""
+        prefix_blocks = int(min(tokens * PREFIX_SHARE, tokens - whole_blocks(longest))) // PREFIX_BLOCK_SIZE
+        self.prefixes = BlockPool(model, prefix_blocks, PREFIX_BLOCK_SIZE)
+        self.own = BlockPool(model, (tokens - prefix_blocks * PREFIX_BLOCK_SIZE) // BLOCK_SIZE, BLOCK_SIZE)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there is room for."""
+        return sum(pool.count * pool.length for pool in (self.own, self.prefixes))
+
+    def pool(self, stored: BlockTable) -> BlockPool:
+        """The pool that `stored` lies in."""
+        return self.prefixes if isinstance(stored, Prefix) else self.own
+
+
+def whole_blocks(tokens: int) -> int:
+    """`tokens`, rounded up to whole blocks of a conversation."""
+    return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """What the keys and values of one token take, in all layers."""
+    layers, heads, size = _shape(model)
+    return 2 * layers * heads * size * computes_in(model).itemsize
+
+
+def _shape(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Attention calls, heads and size of the keys, which are those of the values."""
+    caches = traits(model).caches
+    heads, size = caches[0]
+    return len(caches), heads, size
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU without touching the memory, which the system gives when it is first written (numpy asks for it so)."""
+    if device.type != "cpu" or not shape[0]:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

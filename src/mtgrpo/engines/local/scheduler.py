@@ -1,0 +1,283 @@
+"""Which conversation computes how many tokens in the next step, and what is forgotten when memory runs out.
+
+A request is a list of tokens of which the first are stored and the rest are pending: one while it decodes, a tool's
+reply at the start of a turn, a whole prompt at the start of a conversation or after it was forgotten. All are computed
+in the same forward passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mtgrpo.engines import Key
+from mtgrpo.engines.local.batch_plan import Row
+from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, Prefix
+from mtgrpo.types import Completion, Sampling
+
+MAX_PREFILL_TOKENS = 512  # of all that is computed beside decoding, in one step: what is longer is computed in parts
+SHORTEST_PREFIX = 32  # tokens; sharing fewer is not worth it
+
+
+@dataclass(eq=False)
+class Conversation:
+    """What the engine knows of one open conversation."""
+
+    key: Key
+    stored: BlockTable = field(default_factory=BlockTable)
+    turns: int = 0
+    used: int = 0  # the last step in which it computed anything
+
+
+@dataclass(eq=False)
+class Request:
+    """One turn that is asked for."""
+
+    conversation: Conversation
+    tokens: list[int]  # the context and, so far, the output
+    context: int  # length of the context
+    sampling: Sampling
+    stream: int  # key of its random numbers
+    reply: asyncio.Future[Completion]
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    kept: list[array[int]] = field(default_factory=list["array[int]"])
+    since: int = 0  # the step before which it came
+
+    @property
+    def pending(self) -> int:
+        """How many tokens are not stored yet; the next token can be sampled once there are none."""
+        return len(self.tokens) - self.conversation.stored.end
+
+
+class Scheduler:
+    """The requests in flight and the conversations that are kept."""
+
+    def __init__(self, blocks: KVCache) -> None:
+        self._kv_cache = blocks
+        self._step = 0
+        self._conversations: list[Conversation] = []
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._prefixes: list[Prefix] = []
+
+    @property
+    def silent(self) -> bool:
+        """Whether an open conversation asks for nothing at present."""
+        return len(self._waiting) + len(self._running) < len(self._conversations)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests in flight."""
+        return [*self._running, *self._waiting]
+
+    def open(self, conversation: Conversation) -> None:
+        """A conversation begins."""
+        self._conversations.append(conversation)
+
+    def close(self, conversation: Conversation) -> None:
+        """A conversation is over: forget it, and what it asked for."""
+        for request in [r for r in self.requests if r.conversation is conversation]:
+            self.drop(request)
+        self._conversations.remove(conversation)
+        self._forget(conversation.stored)
+
+    def ask(self, request: Request) -> None:
+        """A turn is asked for."""
+        request.since = self._step
+        self._waiting.append(request)
+
+    def drop(self, request: Request) -> None:
+        """A request is answered, or nobody waits for it any more. What is stored stays."""
+        (self._running if request in self._running else self._waiting).remove(request)
+
+    def reset_cache(self) -> None:
+        """Nothing that is stored is valid any more."""
+        for conversation in self._conversations:
+            self._forget(conversation.stored)
+        self._waiting, self._running = self.requests, []
+
+    def invalidate_prefix_cache(self) -> None:
+        """What is stored stays with the conversations that have it; others begin anew."""
+        for prefix in self._prefixes:
+            prefix.shared = False
+            prefix.source = None
+
+    def next(self) -> list[tuple[Row, Request | None]]:
+        """What the next step computes: rows, each with the request that is complete after it and can be sampled."""
+        self._step += 1
+        if self._waiting:
+            self._start()
+        rows: list[tuple[Row, Request | None]] = []
+        planned: dict[int, int] = {}  # how many tokens of each prefix will be missing after this step
+        room = MAX_PREFILL_TOKENS
+        index = 0
+        while index < len(self._running):  # which loses requests at its end when memory runs out
+            request = self._running[index]
+            index += 1
+            stored = request.conversation.stored
+            prefix, end = stored.prefix, stored.end
+            pending = len(request.tokens) - end
+            if prefix and prefix.missing and id(prefix) not in planned:
+                new = [] if self._waits(prefix) else prefix.wanted[len(prefix.tokens) :][:room]
+                room -= len(new)
+                planned[id(prefix)] = prefix.missing - len(new)
+                if new:
+                    rows.append((Row(prefix, new), None))
+            if prefix and planned.get(id(prefix), 0):
+                continue  # what the request sees will not all be there
+            count = 1 if pending == 1 else min(pending, room)
+            if count and (self._fits(stored, count) or self._preempt(request, count)):
+                room -= count if pending > 1 else 0
+                request.conversation.used = self._step
+                rows.append((Row(stored, request.tokens[end : end + count]), request if count == pending else None))
+        return [(row, request) for row, request in rows if not isinstance(row.stored, Prefix) or row.stored.users]
+
+    def _waits(self, prefix: Prefix) -> bool:
+        """Whether its beginning is being computed for another prefix; copies it as soon as it is there."""
+        if (source := prefix.source) is None:
+            return False
+        count = _common(source.wanted, prefix.wanted)
+        if len(source.tokens) >= count:
+            self._kv_cache.prefixes.copy(source, prefix, count)
+            prefix.source = None
+            return False
+        if any(request.conversation.stored.prefix is source for request in self._running):
+            return True
+        self._replace_source(source)
+        return self._waits(prefix)
+
+    def _replace_source(self, source: Prefix) -> None:
+        """Nobody computes `source` now: the first of those that wait for it computes what they have in common."""
+        waiting = [prefix for prefix in self._prefixes if prefix.source is source]
+        for prefix in waiting:
+            prefix.source = waiting[0] if prefix is not waiting[0] else None
+
+    def _fits(self, stored: BlockTable, count: int) -> bool:
+        """Whether its blocks hold `count` more tokens."""
+        return len(stored.tokens) + count <= len(stored.blocks) * BLOCK_SIZE
+
+    def _preempt(self, request: Request, count: int) -> bool:
+        """Room for the next `count` tokens of a running request; False if it had to give way itself."""
+        stored = request.conversation.stored
+        while self._kv_cache.own.missing(stored, count) > self._kv_cache.own.free:
+            if self._evict():
+                continue
+            victim = self._running.pop()
+            self._waiting.append(victim)
+            self._forget(victim.conversation.stored)
+            if victim is request:
+                return False
+        self._kv_cache.own.reserve(stored, count)
+        return True
+
+    def _start(self) -> None:
+        """Let waiting requests run, the oldest first, as long as there is memory for all that they have pending."""
+        self._waiting.sort(key=lambda request: (request.since, request.conversation.key))
+        for request in self._waiting:
+            self._align(request)
+        self._share([request for request in self._waiting if request.conversation.stored.end == 0])
+        own = self._kv_cache.own
+        promised = sum(own.missing(request.conversation.stored, request.pending) for request in self._running)
+        while self._waiting:
+            request = self._waiting[0]
+            needed = own.missing(request.conversation.stored, request.pending)
+            idle = sum(len(c.stored.blocks) for c in self._idle(request.conversation))
+            while own.free < promised + needed <= own.free + idle:
+                idle -= self._evict(spared=request.conversation)
+            if promised + needed > own.free and self._running:
+                break
+            promised += needed
+            self._running.append(self._waiting.pop(0))
+
+    def _align(self, request: Request) -> None:
+        """Forget what is stored of the conversation and is not the beginning of the request; the last token is new."""
+        stored, tokens = request.conversation.stored, request.tokens
+        if stored.prefix and (len(tokens) <= stored.start or tokens[: stored.start] != stored.prefix.wanted):
+            self._forget(stored)
+        self._kv_cache.own.cut(stored, _common(stored.tokens, tokens[stored.start : -1]))
+
+    def _share(self, fresh: Sequence[Request]) -> None:
+        """Give requests of which nothing is stored a prefix: an old one, or what they begin with themselves.
+
+        Also one that is alone, for siblings that come later. The prefix is stored once, the rest for each request;
+        requests with different prompts have a prefix in common where no more is computed then.
+        """
+        prompts: dict[tuple[int, ...], list[Request]] = {}
+        for request in fresh:
+            prompts.setdefault(tuple(request.tokens[:-1]), []).append(request)
+        group: list[Request] = []
+        common: list[int] = []
+        for prompt in sorted(prompts):
+            tokens, requests = list(prompt), prompts[prompt]
+            fitting = [p for p in self._prefixes if p.shared and tokens[: len(p.wanted)] == p.wanted]
+            old = max(fitting, key=lambda prefix: len(prefix.wanted), default=None)
+            if old and 2 * len(requests) * (len(tokens) - len(old.wanted)) <= len(tokens):
+                self._attach(requests, old)
+                continue
+            shared = _common(common, tokens)
+            together = shared + sum(len(r.tokens) - 1 - shared for r in (*group, *requests))
+            apart = len(common) + sum(len(r.tokens) - 1 - len(common) for r in group) + len(tokens)
+            # With a prefix of their own they compute `apart - shared` tokens, since `shared` of them are copied.
+            if group and shared >= SHORTEST_PREFIX and together <= apart - shared:
+                group, common = [*group, *requests], common[:shared]
+            else:
+                self._begin_prefix(group, common)
+                group, common = requests, tokens
+        self._begin_prefix(group, common)
+
+    def _begin_prefix(self, group: Sequence[Request], common: list[int]) -> None:
+        """Store `common` once for all of `group`, if there is room; else each stores it.
+
+        What another prefix begins with too is computed once.
+        """
+        prefix, pool = Prefix(wanted=common), self._kv_cache.prefixes
+        if len(common) >= SHORTEST_PREFIX and pool.missing(prefix, len(common)) <= pool.free:
+            pool.reserve(prefix, len(common))
+            alike = {p: _common(p.wanted, common) for p in self._prefixes if p.shared}
+            source = max(alike, key=lambda p: alike[p], default=None)
+            prefix.source = source if source and alike[source] >= SHORTEST_PREFIX else None
+            self._prefixes.append(prefix)
+            self._attach(group, prefix)
+
+    def _attach(self, group: Sequence[Request], prefix: Prefix) -> None:
+        prefix.users += len(group)
+        for request in group:
+            request.conversation.stored.prefix = prefix
+
+    def _idle(self, spared: Conversation | None) -> list[Conversation]:
+        """Conversations that have blocks and are not running."""
+        running = {id(request.conversation) for request in self._running}
+        return [c for c in self._conversations if c.stored.blocks and id(c) not in running and c is not spared]
+
+    def _evict(self, spared: Conversation | None = None) -> int:
+        """Forget the idle conversation that has computed nothing for longest; how many blocks it had."""
+        if not (idle := self._idle(spared)):
+            return 0
+        chosen = min(idle, key=lambda c: (c.used, c.key)).stored
+        count = len(chosen.blocks)
+        self._forget(chosen)
+        return count
+
+    def _forget(self, stored: BlockTable) -> None:
+        self._kv_cache.own.cut(stored, 0)
+        prefix, stored.prefix = stored.prefix, None
+        if prefix:
+            prefix.users -= 1
+            if not prefix.users:
+                self._kv_cache.prefixes.cut(prefix, 0)
+                self._prefixes.remove(prefix)
+                self._replace_source(prefix)
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many leading tokens are the same."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # the first `low` are the same, the first `high` are not
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
+    return low

@@ -1,0 +1,1 @@
+"""What a run keeps in its folder: trajectories, summary, curve."""

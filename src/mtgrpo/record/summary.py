@@ -1,0 +1,17 @@
+"""The results of a run at a glance: `summary.json`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mtgrpo.strict_json import strict_json
+
+
+def write_summary(folder: Path, values: Mapping[str, Any]) -> None:
+    """Write `summary.json` in `folder`: the run's results at a glance. Readers see the old file or the new, whole."""
+    partial = folder / ".summary.json.partial"
+    partial.write_bytes(strict_json(values, indent=2) + b"\n")
+    os.replace(partial, folder / "summary.json")

@@ -1,0 +1,62 @@
+"""Conversations, readable: `trajectories/step_000010.jsonl` has those of a step, one line per trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mtgrpo.strict_json import strict_json
+from mtgrpo.types import Group, Message, Trajectory, Turn
+
+
+def write(folder: Path, name: str, groups: Sequence[Group]) -> None:
+    """Write the trajectories of `groups`, in their order, to `name` under the run's `folder`."""
+    target = folder / "trajectories"
+    target.mkdir(parents=True, exist_ok=True)
+    lines = [strict_json(_record(trajectory)) for group in groups for trajectory in group.trajectories]
+    (target / f"{name}.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+
+
+def _record(trajectory: Trajectory) -> dict[str, Any]:
+    messages = list(trajectory.task.messages)
+    for turn in trajectory.turns:
+        messages += [turn.message, *turn.observations]
+    return {
+        "task": trajectory.task.id,
+        "sample": trajectory.sample_index,
+        "status": trajectory.status.value,
+        "reason": trajectory.reason,
+        "reward": trajectory.reward,
+        "answer": trajectory.task.answer,
+        "messages": [_message(message) for message in messages],
+        "turns": [_turn(turn) for turn in trajectory.turns],
+        **({"turn_rewards": trajectory.turn_rewards} if trajectory.turn_rewards else {}),
+        **({"outages": trajectory.outages} if trajectory.outages else {}),
+    }
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """Without the fields that are empty, which most are."""
+    record: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        record["reasoning"] = message.reasoning
+    if message.tool_calls:
+        record["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    if message.name:
+        record["name"] = message.name
+    if message.error:
+        record["error"] = message.error
+    return record
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    return {
+        "new_context_tokens": len(turn.new_context),
+        "output_tokens": len(turn.output),
+        "finish": turn.finish.value,
+        "extends": turn.extends,
+        **({"auxiliary": True} if turn.auxiliary else {}),
+        "version_min": min(turn.versions, default=None),
+        "version_max": max(turn.versions, default=None),
+    }

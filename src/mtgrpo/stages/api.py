@@ -1,0 +1,86 @@
+"""For people with an engine of their own: rollouts, scored and compared as the trainer would do it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from mtgrpo.advantages import advantages
+from mtgrpo.advantages.rewards import comparable, rewards_of
+from mtgrpo.algorithms.kl import Place
+from mtgrpo.batch.forest import build_batch
+from mtgrpo.chat import open_chat
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.engines import Key
+from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.stages.run import make_runner
+from mtgrpo.types import Attend, Group, Sample, Status, Task
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The trajectories of one task that did not fail, and for each of them the advantage of every turn.
+
+    That of a turn is the mean over its tokens, which are all worth the same unless advantage.level=token.
+    """
+
+    group: Group
+    advantages: list[list[float]]
+
+
+async def rollout_with_advantages(
+    tasks: Sequence[Task],
+    *,
+    sample: Sample,
+    tokenizer: PreTrainedTokenizerFast,
+    experiment: Experiment,
+    attend: Attend | None = None,
+) -> list[Scored]:
+    """Run `experiment.rollout.group_size` conversations about each task, score them, compare them.
+
+    sample: continues a list of tokens; many calls are awaited at once, `rollout.max_concurrent` at most. attend: for
+    condenser=attention. Groups of which too many failed to be compared are left out, as in training; turns that
+    training would leave out (algorithm.truncated=mask) have advantage 0.
+
+    Raises EngineError when every conversation failed, and ConfigError where an advantage depends on more than rewards:
+    a critic, or a KL penalty that is part of the reward.
+    """
+    algorithm, estimator = experiment.algorithm, experiment.advantage
+    if algorithm.has_critic or (experiment.kl.coef and experiment.kl.place is Place.reward):
+        what = "a critic" if algorithm.has_critic else "kl.place=reward"
+        raise ConfigError(f"{what} needs the policy's own numbers, which rollout_with_advantages has not: leave it out")
+    if experiment.condenser.attends and attend is None:
+        raise ConfigError(f"condenser {experiment.condenser.name} goes by attention: give attend=")
+    chat = open_chat(tokenizer, experiment.chat)
+    longest = experiment.environment.max_context_length or experiment.batch.token_budget
+
+    @asynccontextmanager
+    async def conversation(key: Key) -> AsyncGenerator[Sample]:
+        yield sample
+
+    runner = make_runner(experiment, chat, conversation, attend, longest)
+    size, extra = experiment.rollout.group_size, experiment.rollout.extra_samples
+    running = [asyncio.ensure_future(runner.run_group(task, size, extra)) for task in tasks]
+    try:
+        finished = await asyncio.gather(*running)
+    finally:
+        for group in running:
+            group.cancel()
+    trajectories = [trajectory for group in finished for trajectory in group.trajectories]
+    if trajectories and all(trajectory.status is Status.FAILED for trajectory in trajectories):
+        raise EngineError(f"every conversation failed, the first because of {trajectories[0].reason}")
+    groups = comparable(finished, algorithm)
+    if not groups:
+        return []
+    batch = build_batch([trajectory for group in groups for trajectory in group.trajectories])
+    rewards = estimator.weighted(rewards_of(groups, algorithm, batch.trajectory, batch.turn))
+    found = advantages(estimator, algorithm, rewards).advantage
+    sums = torch.zeros(len(rewards.per_turn), dtype=torch.float64).index_add(0, rewards.turn, found)
+    tokens = torch.bincount(rewards.turn, minlength=len(sums)).clamp(min=1)
+    per_turn = iter((sums / tokens).tolist())
+    return [Scored(group, [[next(per_turn) for _ in t.turns] for t in group.trajectories]) for group in groups]

@@ -1,0 +1,129 @@
+"""The warm start: supervised steps on demonstrations, laid out exactly as the policy's own conversations would be."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtgrpo import checkpoint
+from mtgrpo.algorithms import PerToken
+from mtgrpo.batch.forest import build_batch
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.errors import ConfigError
+from mtgrpo.model.traits import traits
+from mtgrpo.policy.forward import Scores
+from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.step import Policy
+from mtgrpo.record.summary import write_summary
+from mtgrpo.rollout.demonstrations import demonstrate, demonstrate_condensed
+from mtgrpo.rollout.group import RolloutRunner
+from mtgrpo.stages.evaluate import evaluate_fully
+from mtgrpo.stages.run import Run, open_run
+from mtgrpo.tasks import Split, TaskSource, TaskStream
+from mtgrpo.types import Trajectory
+
+DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
+MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
+
+
+def run_sft(experiment: Experiment, folder: Path) -> None:
+    """The warm start alone; saves a checkpoint that `model.name=FOLDER` takes."""
+
+    async def learn() -> None:
+        if not experiment.sft.steps:
+            raise ConfigError("sft.steps=0: there is nothing to do; set sft.steps above 0")
+        with open_run(experiment, folder) as run:
+            summary = {"time/sft_s": await warm_start(run)}
+            step = experiment.sft.steps
+            saved = checkpoint.save(
+                folder, step, run.model, run.tokenizer, {}, {"step": step}, experiment.checkpoint.keep_last
+            )
+            summary |= {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
+            write_summary(folder, summary)
+            run.sinks.note(f"the weights are in {saved}")
+
+    asyncio.run(learn())
+
+
+async def warm_start(run: Run) -> float:
+    """Take `sft.steps` optimiser steps on demonstrations; returns the seconds it took."""
+    experiment, settings = run.experiment, run.experiment.sft
+    if not settings.steps:
+        return 0.0
+    began = time.perf_counter()
+    run.sinks.stage("warm start", settings.steps)
+    optimizer = Optimizer(run.model, settings.optimizer, settings.steps)
+    policy = Policy(run.model, optimizer, experiment.batch.token_budget, temperature=1.0)
+    stream = experiment.task.open(Split.train, experiment.seed + DEMONSTRATION_SEED)
+    examples = demonstrations(experiment.task, stream, run.runner, experiment.seed)
+    limit, name = experiment.batch.token_budget, f"batch.token_budget={experiment.batch.token_budget}"
+    if longest := traits(run.model).longest:
+        limit, name = min((limit, name), (longest, f"the {longest} tokens that the model computes exactly"))
+    fitting = within(examples, limit, name, run.sinks.note)
+    for step in range(1, settings.steps + 1):
+        batch = build_batch([await anext(fitting) for _ in range(settings.batch_size)])
+        weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
+        metrics = policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
+        run.sinks.tell(policy.notes)
+        elapsed_s = time.perf_counter() - began
+        await asyncio.sleep(0)  # where Ctrl-C is heard
+        run.sinks.log({"sft/loss": metrics["loss"], "sft/lr": metrics["lr"], "time/sft_s": elapsed_s}, step)
+    return time.perf_counter() - began
+
+
+async def demonstrations(
+    source: TaskSource, stream: TaskStream, runner: RolloutRunner, seed: int
+) -> AsyncIterator[Trajectory]:
+    """Endless demonstrations of the tasks of `stream`, in the contexts `runner` would have; others in every epoch."""
+    without = 0
+    for task in stream:
+        messages = source.demonstration(task, seed + stream.epoch)
+        if messages is None:
+            without += 1
+            if without == MAX_WITHOUT:
+                raise ConfigError(
+                    f"task {type(source).__name__} gave no demonstration for {MAX_WITHOUT} tasks in a row; "
+                    "set sft.steps=0 or choose a task that has demonstrations"
+                )
+            continue
+        without = 0
+        opening = await copy.copy(runner.environment).start(task)
+        if runner.condenser.active:
+            limits = runner.limits.context_tokens, runner.sampling.max_new_tokens
+            yield await demonstrate_condensed(
+                task, opening, messages, runner.chat, runner.condenser, *limits, runner.attend
+            )
+        else:
+            yield demonstrate(task, opening, messages, runner.chat)
+
+
+async def within(
+    examples: AsyncIterator[Trajectory], tokens: int, name: str, note: Callable[[str], None]
+) -> AsyncIterator[Trajectory]:
+    """Demonstrations of up to `tokens`, a limit called `name`. Says when one is left out; ConfigError when all are."""
+    left_out = 0
+    async for example in examples:
+        longest = example.longest_context_tokens
+        if longest <= tokens:
+            left_out = min(left_out, 1)
+            yield example
+            continue
+        left_out += 1
+        if left_out == 1:
+            note(f"demonstrations longer than {name} are left out; one has {longest} tokens")
+        if left_out == MAX_WITHOUT:
+            raise ConfigError(
+                f"{MAX_WITHOUT} demonstrations in a row are longer than {name}, the last has {longest} tokens; "
+                "raise the limit or choose shorter tasks"
+            )
+
+
+def negative_log_likelihood(entries: Tensor, scores: Scores) -> PerToken:
+    """Cross-entropy of what the demonstrator said, per token."""
+    return PerToken(-scores.logp, torch.zeros_like(scores.logp, dtype=torch.bool))

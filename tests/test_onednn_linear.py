@@ -1,0 +1,86 @@
+"""Linear layers by oneDNN: the same numbers, forward and backward, as torch's own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from mtgrpo.model import products
+from mtgrpo.model.onednn_linear import GRID, OneDNNLinear, multiply, onednn, pack, use_onednn
+
+HERE = onednn(torch.device("cpu"), torch.float32)
+needs_onednn = pytest.mark.skipif(not HERE, reason="oneDNN multiplies fp32 matrices on x86 alone")
+
+
+def layer(bias: bool) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(24, 40, bias=bias)
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(GRID,), (3 * GRID,), (1, 2 * GRID), (2, GRID)])
+def test_values_and_gradients_are_those_of_a_plain_layer(shape: tuple[int, ...], bias: bool) -> None:
+    plain = layer(bias)
+    fast = copy.deepcopy(plain)
+    use_onednn(fast)
+    assert type(fast) is OneDNNLinear
+    x = torch.randn(*shape, 24)
+    found: list[list[torch.Tensor]] = []
+    for one in (plain, fast):
+        inside = x.clone().requires_grad_()
+        out = one(inside)
+        (out * torch.linspace(-1, 1, 40)).square().sum().backward()
+        found.append([out.detach(), inside.grad, *(p.grad for p in one.parameters())])  # type: ignore[list-item]
+    for expected, value in zip(*found, strict=True):
+        assert value.shape == expected.shape
+        assert (value - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@needs_onednn
+def test_onednn_is_used_on_the_grid_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other numbers of rows, other dtypes and autocast are torch's own business."""
+    fast = layer(True)
+    use_onednn(fast)
+    calls: list[int] = []
+    monkeypatch.setattr(products, "multiply", lambda x, w, b=None: calls.append(len(x)) or multiply(x, w, b))
+    fast(torch.randn(GRID, 24))
+    fast(torch.randn(GRID + 1, 24))
+    fast(torch.randn(0, 24))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fast(torch.randn(GRID, 24)).dtype is torch.bfloat16
+    fast.double()(torch.randn(GRID, 24).double())
+    assert calls == [GRID]
+
+
+@needs_onednn
+def test_what_needs_no_gradient_is_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen base under adapters."""
+    fast = layer(False)
+    use_onednn(fast)
+    fast.requires_grad_(False)
+    x = torch.randn(GRID, 24, requires_grad=True)
+    out = fast(x)
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(products, "multiply", lambda x, w, b=None: calls.append(w.shape) or multiply(x, w, b))
+    out.sum().backward()
+    assert calls == [(24, 40)]
+    assert fast.weight.grad is None
+
+
+@needs_onednn
+@pytest.mark.parametrize("rows", [1, 7, 64, 300])
+def test_packed_weights_multiply_any_number_of_rows(rows: int) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, 24), torch.randn(40, 24), torch.randn(40)
+    expected = torch.nn.functional.linear(x, weight, bias)
+    assert (multiply(x, pack(weight), bias) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_double_precision_is_left_alone() -> None:
+    double = layer(True).double()
+    use_onednn(double)
+    assert type(double) is nn.Linear
