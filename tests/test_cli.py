@@ -72,7 +72,7 @@ class Sums(TaskSource):
     """Sums of small numbers."""
     largest: int = 9
 
-    def open(self, split, seed, repeat=True):
+    def stream(self, split, seed, repeat=True):
         def task(index):
             return Task(f"{split.value}/{index}", (Message("user", f"What is {index % self.largest} + 1?"),), "2")
         return IndexedStream(None if repeat else 3, task, seed, repeat)

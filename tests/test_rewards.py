@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.extension import find, names
-from mtgrpo.rewards import Reward
+from mtgrpo.rewards import Reward, Score
 from mtgrpo.rewards.calculation import Calculation
 from mtgrpo.rewards.exact_match import ExactMatch
 from mtgrpo.rewards.numeric import Numeric
@@ -224,14 +224,13 @@ def calculated(values: list[int], *observed: str, final: str = "#### 9") -> Traj
 )
 def test_turns_that_bring_the_next_result_are_paid(observed: list[str], expected: list[float]) -> None:
     trajectory = calculated([3, 9], *observed)
-    assert Calculation().turn_rewards(trajectory) == expected
-    assert Calculation().reward(trajectory) == 1
+    assert Calculation().reward(trajectory) == Score(1.0, turns=expected)
 
 
 def test_the_same_result_twice_is_looked_for_twice() -> None:
-    assert Calculation().turn_rewards(calculated([3, 3], "3", "3")) == [1, 1, 0]
+    assert Calculation().reward(calculated([3, 3], "3", "3")).turns == [1, 1, 0]
 
 
 def test_a_task_without_intermediate_results_is_refused() -> None:
     with pytest.raises(ConfigError, match="reward=numeric"):
-        Calculation().turn_rewards(said("#### 1", "1"))
+        Calculation().reward(said("#### 1", "1"))

@@ -258,7 +258,7 @@ def test_demonstrations_do_not_touch_the_environment_that_is_played(own: Path, t
     before = dict(vars(made.environment))
 
     async def one(run: Run) -> int:
-        examples = demonstrations(made.task, made.task.open(Split.train, 0), run.runner, 0)
+        examples = demonstrations(made.task, made.task.stream(Split.train, 0), run.runner, 0)
         return len((await anext(examples)).turns)
 
     with open_run(made, tmp_path / "run") as run:

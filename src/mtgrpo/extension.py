@@ -60,12 +60,20 @@ def find(package: str, name: str, base: type) -> Any:
     return getattr(module, only(_candidates(module, base), f"{package}.{name}", base))
 
 
+_OWN = "mtgrpo_file_"  # how the modules of such files are called
+
+
+def own_files() -> list[Path]:
+    """The files of the user's own that this process has imported."""
+    return [Path(str(module.__file__)) for name, module in sys.modules.items() if name.startswith(_OWN)]
+
+
 def load_file(path: Path) -> ModuleType:
     """Import a Python file by its path, once per process. Raises ConfigError when it is missing or breaks."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    name = f"mtgrpo_file_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    name = f"{_OWN}{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None, path

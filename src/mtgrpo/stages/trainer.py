@@ -66,7 +66,7 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
     """The whole run; fills `curve` and returns what `summary.json` holds."""
     experiment.check_training()
     began = time.perf_counter()
-    with open_run(experiment, folder) as run:
+    async with open_run(experiment, folder) as run:
         summary: Metrics = {"time/sft_s": await warm_start(run)}
         summary |= {f"{name}/before": value for name, value in (await evaluate_fully(run)).items()}
         curve.success[0] = summary["eval/success/before"]
@@ -311,6 +311,7 @@ def _describe_batch(groups: Sequence[Group], experiment: Experiment, rollout_s: 
         "reward/mean": found.pop("reward", math.nan),
         "reward/success": found.pop("success", math.nan),
         "reward/groups_with_variance": sum(spread) / len(spread),
+        **_components(batch_trajectories),
         **_turn_rewards(batch_trajectories),
         **{f"rollout/{name}": value for name, value in found.items()},
         "rollout/segments": segments / max(1, len(batch_trajectories)),
@@ -323,6 +324,12 @@ def _describe_batch(groups: Sequence[Group], experiment: Experiment, rollout_s: 
         "time/rollout_s": rollout_s,
         "time/train_s": train_s,
     }
+
+
+def _components(batch_trajectories: Sequence[Trajectory]) -> Metrics:
+    """The means of what the rewards are made of, where they are composed."""
+    found = [t.components for t in batch_trajectories if t.components]
+    return {f"reward/{name}/mean": sum(one[name] for one in found) / len(found) for name in (found or [{}])[0]}
 
 
 def _turn_rewards(batch_trajectories: Sequence[Trajectory]) -> Metrics:
