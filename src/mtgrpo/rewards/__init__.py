@@ -10,7 +10,7 @@ from asyncio import gather
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar, cast
 
 from mtgrpo import extension
 from mtgrpo.errors import ConfigError
@@ -145,13 +145,16 @@ def _checked(given: Given, trajectory: Trajectory, name: str) -> Score | Excepti
 class OfRewards(Reward, ABC):
     """Base of rewards that go by other rewards, which are opened and closed with it."""
 
+    default: ClassVar[Sequence[str]] = ()  # the others where `of` is null
+
     of: Any = None  # [numeric, path/to/file.py:Name], or with settings {numeric: {require_marker: false}}
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        of = list(self.default) if self.of is None else self.of
         self._parts = {
             name.rpartition(":")[2]: built(f"reward {name}", _reward_class(name), self._settings(name, settings))
-            for name, settings in named(self.of or [], "reward.of", "numeric: {require_marker: false}").items()
+            for name, settings in named(of, "reward.of", "numeric: {require_marker: false}").items()
         }
         if not self._parts:
             raise ConfigError("reward.of is empty: name the rewards that this one goes by, such as reward.of=[numeric]")

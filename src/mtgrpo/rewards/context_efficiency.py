@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -53,8 +53,10 @@ class ContextEfficiency(OfRewards):
     A truncated trajectory is graded by its final message, as other rewards do.
     """
 
+    default = ("exact_match",)
+
     success_at: float = 1e-9  # below what any right answer is worth, in either form
-    of: Any = field(default_factory=lambda: ["exact_match"])  # the rewards that say whether an answer is right
+    of: Any = None  # the rewards that say whether an answer is right; null: [exact_match]
     form: Form = Form.bounded  # what a right answer is worth
     bonus: float = 0.2  # form=bounded: the share of a right answer's reward that depends on length, in (0, 0.5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,9 @@ _MARKER = re.compile(r"####|\\boxed\{")
 class GroundTruth(OfRewards):
     """The sum of the rewards `of`, which are told the answers of a file in place of the tasks' own."""
 
-    of: Any = field(default_factory=lambda: ["exact_match"])  # as reward=composed has it, without weights
+    default = ("exact_match",)
+
+    of: Any = None  # as reward=composed has it, without weights; null: [exact_match]
     file: str = ""  # lines {"id": ..., "answer": ...}, which take precedence over the tasks' own answers
     heuristic: bool = False  # of a task without an answer, a message that merely looks like one is worth 1
 
