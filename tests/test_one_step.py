@@ -26,7 +26,7 @@ CUES = {
 
 
 def tasks(count: int, split: Split = Split.train, seed: int = 0, **settings: str | int) -> list[Task]:
-    return list(itertools.islice(OneStep(**settings).open(split, seed), count))  # type: ignore[arg-type]
+    return list(itertools.islice(OneStep(**settings).stream(split, seed), count))  # type: ignore[arg-type]
 
 
 def operator_of(story: str) -> str:

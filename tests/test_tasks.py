@@ -463,7 +463,7 @@ def test_parquet_reads_verl_files_through_columns(tmp_path: Path) -> None:
     read = [
         task
         for split in Split
-        for task in Parquet(path=str(path), columns=columns, eval_fraction=0.3).open(split, 0, repeat=False)
+        for task in Parquet(path=str(path), columns=columns, eval_fraction=0.3).stream(split, 0, repeat=False)
     ]
     assert sorted(task.id for task in read) == sorted(str(number) for number in range(20))
     for task in read:
@@ -644,7 +644,7 @@ def test_real_problems_and_their_demonstrations(
 
 def test_svamp_splits_are_disjoint(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
-    train, held = (take(WordProblems().open(split, 0), 293) for split in (Split.train, Split.eval))
+    train, held = (take(WordProblems().stream(split, 0), 293) for split in (Split.train, Split.eval))
     assert not set(train) & set(held)
 
 
