@@ -51,7 +51,7 @@ class PerToken:
 
     loss: Tensor
     clipped: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
