@@ -7,25 +7,7 @@ from enum import Enum
 
 from mtgrpo.errors import ConfigError
 
-VOCABULARY = 2048  # of the tokenizer of models from scratch
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The size of a from-scratch model. `vocabulary` may exceed the tokenizer's: the rest is never used."""
-
-    hidden: int
-    layers: int
-    heads: int
-    intermediate: int
-    vocabulary: int = VOCABULARY
-
-
-SHAPES = {
-    "tiny": Shape(hidden=96, layers=3, heads=3, intermediate=256),
-    "tiny-2m": Shape(hidden=192, layers=5, heads=6, intermediate=512),
-    "tiny-30m": Shape(hidden=512, layers=8, heads=8, intermediate=1536, vocabulary=8192),
-}
+FROM_SCRATCH = ("tiny", "tiny-2m", "tiny-30m")  # models that have no weights to be loaded; `tiny.py` has their shapes
 
 
 class Attention(Enum):
@@ -76,7 +58,7 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if self.attention is Attention.flash_attention_2 and self.dtype is not DType.bfloat16:
             raise ConfigError("model.attention=flash_attention_2 computes in 16 bits: set model.dtype=bfloat16")
-        if self.lora.rank and self.name in SHAPES:
+        if self.lora.rank and self.name in FROM_SCRATCH:
             raise ConfigError(
                 f"model.lora.rank={self.lora.rank}: model.name={self.name} is a model from scratch, so there is "
                 "nothing to adapt; train it first with model.lora.rank=0, then give model.name=FOLDER"

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from mtgrpo.model.settings import VOCABULARY, Shape
-
 TOKENIZER = Path(__file__).parent / "tiny_tokenizer"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+VOCABULARY = 2048
 # How transformers' `parse_response` reads an answer of the shipped chat template; other libraries rely on it.
 RESPONSE = {
     "defaults": {"role": "assistant"},
@@ -35,6 +35,24 @@ RESPONSE = {
         },
         "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
     },
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a from-scratch model. `vocabulary` may exceed the tokenizer's: the rest is never used."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    vocabulary: int = VOCABULARY
+
+
+SHAPES = {
+    "tiny": Shape(hidden=96, layers=3, heads=3, intermediate=256),
+    "tiny-2m": Shape(hidden=192, layers=5, heads=6, intermediate=512),
+    "tiny-30m": Shape(hidden=512, layers=8, heads=8, intermediate=1536, vocabulary=8192),
 }
 
 
