@@ -199,13 +199,14 @@ def _dispatch(args: argparse.Namespace, command: str, hydra: Hydra) -> None:
 def _run_one(command: str, hydra: Hydra, words: list[str], dry: bool) -> None:
     from hydra.types import RunMode  # noqa: PLC0415
 
+    if _gives(words, "hydra.sweep.dir"):
+        raise ConfigError("hydra.sweep.dir is for several runs; add --multirun, or give hydra.run.dir=PATH")
     config = hydra.compose_config("base", words, RunMode.RUN)
     composed = checked(command, config)
     if dry:
         show(described(composed))
     else:
-        given = [line for line in config.hydra.overrides.hydra if line.startswith("hydra.run.dir=")]
-        place = claimed(_resolved(config, "hydra.run.dir"), bool(given))
+        place = claimed(_resolved(config, "hydra.run.dir"), _gives(words, "hydra.run.dir"))
         hydra.run("base", functools.partial(run_job, command), [*words, f"hydra.run.dir={_quoted(place)}"])
 
 
@@ -217,6 +218,8 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
 
     from mtgrpo.config.compose import parse  # noqa: PLC0415
 
+    if _gives(words, "hydra.run.dir"):
+        raise ConfigError("hydra.run.dir is for a single run; with --multirun give hydra.sweep.dir=PATH")
     config = hydra.compose_config("base", words, RunMode.MULTIRUN)
     if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__):
         try:
@@ -228,8 +231,7 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
             if dry:
                 show(f"# run {number}: {' '.join(job)}\n{described(composed)}")
     if not dry:
-        given = [line for line in config.hydra.overrides.hydra if line.startswith("hydra.sweep.dir=")]
-        place = claimed(_resolved(config, "hydra.sweep.dir"), bool(given))
+        place = claimed(_resolved(config, "hydra.sweep.dir"), _gives(words, "hydra.sweep.dir"))
         hydra.multirun("base", functools.partial(run_job, command), [*words, f"hydra.sweep.dir={_quoted(place)}"])
 
 
@@ -305,6 +307,10 @@ def described(composed: Composed) -> str:
     """The options that were chosen, and the whole configuration."""
     choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
     return f"# {choices}\n{composed.values}"
+
+
+def _gives(words: Sequence[str], key: str) -> bool:
+    return any(word.startswith(f"{key}=") for word in words)
 
 
 def _resolved(config: DictConfig, key: str) -> Path:

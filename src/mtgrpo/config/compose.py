@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.config.options import Setting, chosen_class, groups, options, schema, spell, store_name, unknown
+from mtgrpo.config.options import Setting, chosen_class, entries, groups, options, schema, spell, store_name, unknown
 from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_primary, read_recipe, read_run
 from mtgrpo.errors import ConfigError
 
@@ -102,7 +102,7 @@ def composed_from(config: DictConfig) -> Composed:
     if missing:
         raise ConfigError(f"{missing[0]} is not set and has no default; give {missing[0]}=VALUE")
     OmegaConf.resolve(own)
-    choices = {key: option for key, option in chosen.items() if not key.startswith("hydra/")}
+    choices = {key: chosen[key] for key in (*groups(), "recipe") if key in chosen}
     return Composed(_built(own, ""), OmegaConf.to_yaml(own), choices)
 
 
@@ -183,10 +183,8 @@ class ExperimentLoader(ConfigLoaderImpl):
 
     def _plan(self, given: Sequence[Override]) -> _Plan:
         start = base()
-        hydra_lines = [str(o.input_line) for o in given if o.is_hydra_override()]
-        own = [
-            o for o in given if not o.is_hydra_override() and not (self._evaluates and o.key_or_group == "checkpoint")
-        ]
+        taken = {"recipe", "checkpoint"} if self._evaluates else {"recipe"}
+        own = [o for o in given if not o.is_hydra_override() and o.key_or_group not in taken]
         recipe, layers = self._recipes(start, given)
         chosen: list[tuple[Recipe, dict[str, Any]]] = []
         running: dict[str, Any] = {}
@@ -195,15 +193,17 @@ class ExperimentLoader(ConfigLoaderImpl):
             chosen.append((layer, running))
         running = running | {o.key_or_group: _option(o) for o in own if o.key_or_group in groups()}
         choices = {group: running[group] for group in groups()}
-        classes = {group: chosen_class(group, choices[group]) for group in groups()}
-        known = schema(classes)
+        known = schema(choices)
         values, sources = _merged(chosen, choices, known)
         settings = [o for o in own if o.key_or_group not in choices]
-        lines = [line for o in settings if (line := _line(o, known, values))]
+        inside = tuple(f"{group}.{name}." for group in choices for name in entries(group, choices[group]))
+        lines = [line for o in settings if (line := _line(o, known, values, inside))]
+        _gather(values, choices)
         ConfigStore.instance().store("chosen", OmegaConf.create(_nested(values)), "recipe", "_global_")
-        hydra_lines = [f"{key}={running[key]}" for key in running if key.startswith("hydra/")] + hydra_lines
-        parts = [f"{group}={store_name(group, cls)}" for group, cls in classes.items()]
-        lines = [*parts, "recipe=chosen", *lines, *hydra_lines]
+        parts = [f"{group}={store_name(group, chosen_class(group, option))}" for group, option in choices.items()]
+        of_hydra = [f"{key}={layer.choices[key]}" for layer in layers for key in layer.choices if "/" in key]
+        of_hydra += [str(o.input_line) for o in given if o.is_hydra_override()]
+        lines = [*parts, "recipe=chosen", *lines, *of_hydra]
         return _Plan(lines, choices | {"recipe": recipe}, known, sources, settings)
 
     def _recipes(self, start: Recipe, given: Sequence[Override]) -> tuple[Any, list[Recipe]]:
@@ -265,16 +265,18 @@ def _merged(
     return values, sources
 
 
-def _line(override: Override, known: Mapping[str, Setting], values: dict[str, Any]) -> str:
-    """An override of a setting as Hydra needs it; "" where `values`, what recipes set, has taken it up."""
+def _line(override: Override, known: Mapping[str, Setting], values: dict[str, Any], inside: tuple[str, ...]) -> str:
+    """An override of a setting as Hydra needs it; "" where `values`, what recipes set, has taken it up.
+
+    inside: how the keys of options begin that stand in a list.
+    """
     key, line = override.key_or_group, str(override.input_line)
     if override.is_delete():
         if key not in values:
             raise ConfigError(f"{line}: no recipe sets {key}, there is nothing to take away")
         del values[key]
         return ""
-    inside = next((name for name in known if key.startswith(f"{name}.") and known[name].type is Any), "")
-    if inside:
+    if any(key.startswith(f"{name}.") and known[name].type is Any for name in known):  # an entry of a mapping
         return f"++{line.lstrip('+')}"
     if key not in known:
         section = [name for name in known if name.startswith(f"{key}.")]
@@ -288,6 +290,18 @@ def _line(override: Override, known: Mapping[str, Setting], values: dict[str, An
         values[key] = override.value()
         return ""
     return line.lstrip("+")
+
+
+def _gather(values: dict[str, Any], choices: Mapping[str, Any]) -> None:
+    """The settings of options that stand in a list become one mapping, `of`, of the option that holds them."""
+    for group, choice in choices.items():
+        of = {option: {} for option in choice} if isinstance(choice, list) else {}
+        for option, name in zip(of, entries(group, choice), strict=True):
+            prefix = f"{group}.{name}."
+            given = {key.removeprefix(prefix): values.pop(key) for key in list(values) if key.startswith(prefix)}
+            of[option] = values.get(f"{group}.of", {}).get(option, {}) | given
+        if of:
+            values[f"{group}.of"] = of
 
 
 def _built(node: DictConfig, path: str) -> Any:

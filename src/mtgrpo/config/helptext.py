@@ -33,7 +33,7 @@ def help_text(words: Sequence[str], folders: Sequence[Path] = ()) -> str:
     classes = {group: chosen_class(group, composed.choices[group]) for group in groups()}
     blocks = ["Shown are the values of what is chosen (*).", _recipes(composed.choices["recipe"], folders)]
     sections: dict[str, list[str]] = {}
-    for key, setting in schema(classes).items():
+    for key, setting in schema(composed.choices).items():
         section = key.partition(".")[0] if "." in key else ""
         sections.setdefault(section, []).append(_row(key, setting, OmegaConf.select(values, key)))
     for group, cls in classes.items():
