@@ -23,7 +23,8 @@ from transformers.utils import logging
 from mtgrpo import checkpoint, preset
 from mtgrpo.chat import ChatSettings, Tools, open_chat
 from mtgrpo.chat.template import chatml
-from mtgrpo.checkpoint import CheckpointSettings, flatten, latest, load_state, save, unflatten, verify
+from mtgrpo.checkpoint import flatten, latest, load_state, save, unflatten, verify
+from mtgrpo.config.experiment import CheckpointSettings
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.stages.run import open_run

@@ -22,13 +22,14 @@ from mtgrpo.algorithms import Algorithm
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.config import options
-from mtgrpo.config.compose import Composed, compose, parse, read_run, recipes, write_record
+from mtgrpo.config.compose import Composed, compose, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.helptext import comments
+from mtgrpo.config.recipe import read_run, recipes
 from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
-from mtgrpo.policy.optimizer import Kind
+from mtgrpo.policy.settings import Kind
 from mtgrpo.tasks.calculator import Calculator
 from mtgrpo.tasks.gsm8k import Gsm8k
 from mtgrpo.types import Message, Task

@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mtgrpo.batch.forest import Batch, build_batch, build_forest
-from mtgrpo.batch.packing import BatchSettings, Cost, Layout, MicroBatch, Packing, pack
+from mtgrpo.batch.packing import Cost, Layout, MicroBatch, Packing, pack
+from mtgrpo.batch.settings import BatchSettings
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 

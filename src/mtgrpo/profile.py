@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
-import torch
-
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import Group, Status
 
@@ -100,6 +98,8 @@ class Profiler:
         return "\n".join([f"profile, means over {len(self._steps)} steps:", *rows])
 
     def _now(self) -> float:
+        import torch  # noqa: PLC0415  settings alone import no library
+
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what was launched belongs to the phase that launched it
         return time.perf_counter()
@@ -107,6 +107,8 @@ class Profiler:
 
 @contextmanager
 def _traced(path: Path) -> Generator[None]:
+    import torch  # noqa: PLC0415  settings alone import no library
+
     with torch.profiler.profile() as profiler:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)

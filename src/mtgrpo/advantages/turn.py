@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.advantages import AdvantageEstimator, Assigned, discounted, last_of, refuse_constant, refuse_no_siblings
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -66,6 +67,8 @@ class ByTurn(AdvantageEstimator):
 
     def _among_all(self, outcome: Tensor, rewards: Rewards, algorithm: Algorithm) -> Tensor:
         """Of each turn [turns]; beside it stands what its siblings had still to get after as many turns."""
+        import torch  # noqa: PLC0415  settings alone import no library
+
         trajectory = rewards.trajectory
         returns = outcome[trajectory] + self.turn_coef * discounted(rewards.per_turn, trajectory, 1.0)
         counts = trajectory.bincount(minlength=len(outcome))
@@ -79,6 +82,8 @@ class ByTurn(AdvantageEstimator):
 
     def _among_those_that_reached_it(self, outcome: Tensor, rewards: Rewards, algorithm: Algorithm) -> Tensor:
         """Of each turn [turns], by the paper."""
+        import torch  # noqa: PLC0415  settings alone import no library
+
         of_outcome = algorithm.baseline(outcome, rewards.group).advantage(outcome)
         pairs = torch.stack([rewards.group[rewards.trajectory], rewards.position], dim=1)
         _, place = torch.unique(pairs, dim=0, return_inverse=True)

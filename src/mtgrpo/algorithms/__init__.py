@@ -9,13 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from mtgrpo.algorithms.average import Average
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import Status, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Truncated(Enum):
@@ -50,7 +51,7 @@ class PerToken:
 
     loss: Tensor
     clipped: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

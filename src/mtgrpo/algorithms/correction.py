@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class OldPolicy(Enum):
@@ -98,11 +99,11 @@ class Correction:
         old_logp, behaviour_logp [tokens]: nats, of all sampled tokens of the trajectories, which `trajectory` numbers.
         """
         log_rho = old_logp - behaviour_logp
-        _, index, counts = torch.unique(trajectory, return_inverse=True, return_counts=True)
+        _, index, counts = trajectory.unique(return_inverse=True, return_counts=True)
         total = log_rho.new_zeros(len(counts)).index_add(0, index, log_rho)
         product, mean, rho = ratio_of(total)[index], ratio_of(total / counts)[index], ratio_of(log_rho)
         weight = {
-            Weight.none: torch.ones_like(rho),
+            Weight.none: rho.new_ones(len(rho)),
             Weight.token: rho.clamp(max=self.cap),
             Weight.sequence: product.clamp(max=self.cap),
         }[self.weight]

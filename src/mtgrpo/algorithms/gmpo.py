@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -41,7 +41,7 @@ class GMPO(GroupRelative):
     def sequence_term(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         """c_t."""
         sign = advantage.sign()
-        return sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-self.clip_low, self.clip_high))
+        return sign * (sign * log_ratio).minimum(sign * log_ratio.clamp(-self.clip_low, self.clip_high))
 
     def loss(self, tokens: Tokens) -> PerToken:
         """The trajectory's loss, with the token's share of its gradient."""

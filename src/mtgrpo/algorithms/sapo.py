@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.baseline import GroupRelative
@@ -36,7 +34,9 @@ class SAPO(GroupRelative):
 
     def loss(self, tokens: Tokens) -> PerToken:
         """The gated loss; nothing is ever clipped."""
+        import torch  # noqa: PLC0415  settings alone import no library
+
         positive = tokens.advantage > 0
         tau = torch.where(positive, self.tau_positive, self.tau_negative).to(tokens.advantage)
-        gate = torch.sigmoid(tau * (ratio_of(tokens.log_ratio) - 1)) * (4 / tau)
-        return PerToken(-gate * tokens.advantage, torch.zeros_like(positive))
+        gate = (tau * (ratio_of(tokens.log_ratio) - 1)).sigmoid() * (4 / tau)
+        return PerToken(-gate * tokens.advantage, positive.new_zeros(len(positive)))

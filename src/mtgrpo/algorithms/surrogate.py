@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -38,13 +40,13 @@ class ClippedSurrogate:
         """The surrogate, per token."""
         return self.surrogate(ratio_of(tokens.log_ratio), tokens)
 
-    def surrogate(self, ratio: torch.Tensor, tokens: Tokens) -> PerToken:
+    def surrogate(self, ratio: Tensor, tokens: Tokens) -> PerToken:
         """The surrogate for `ratio` [tokens], which may be that of the token or of its trajectory."""
         gain = ratio * tokens.advantage
         bound = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens.advantage
-        loss, clipped = -torch.minimum(gain, bound), bound < gain
+        loss, clipped = -gain.minimum(bound), bound < gain
         if self.dual_clip:
             worst = -self.dual_clip * tokens.advantage
             too_much = (tokens.advantage < 0) & (loss > worst)
-            loss, clipped = torch.where(too_much, worst, loss), clipped | too_much
+            loss, clipped = worst.where(too_much, loss), clipped | too_much
         return PerToken(loss, clipped)

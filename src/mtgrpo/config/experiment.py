@@ -12,17 +12,14 @@ from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.correction import Correction, OldPolicy
 from mtgrpo.algorithms.dapo import DAPO
 from mtgrpo.algorithms.kl import KL, Place
-from mtgrpo.batch.packing import BatchSettings
+from mtgrpo.batch.settings import BatchSettings
 from mtgrpo.chat import ChatSettings
-from mtgrpo.checkpoint import CheckpointSettings
 from mtgrpo.condensers import Condenser
 from mtgrpo.engines import Engine
 from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.load import ModelSettings
-from mtgrpo.policy.optimizer import OptimizerSettings, Schedule
-from mtgrpo.policy.reference import ReferenceSettings
-from mtgrpo.policy.updater import Updates
+from mtgrpo.model.settings import ModelSettings
+from mtgrpo.policy.settings import OptimizerSettings, ReferenceSettings, Schedule, Updates
 from mtgrpo.profile import Profile
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.filter import Filter
@@ -77,6 +74,21 @@ class Evaluation:
             raise ConfigError(f"eval.every_steps must be >= 0 (0 = only before and after), got {self.every_steps}")
         if self.tasks < 1 or self.samples < 1:
             raise ConfigError(f"eval.tasks and eval.samples must be >= 1, got {self.tasks} and {self.samples}")
+
+
+@dataclass
+class CheckpointSettings:
+    """When the run is saved and how many checkpoints stay."""
+
+    every_steps: int = 0  # 0 = only at the end
+    keep_last: int = 3  # 0 = all
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0 or self.keep_last < 0:
+            raise ConfigError(
+                "checkpoint.every_steps must be >= 0 (0 = only at the end) and checkpoint.keep_last >= 0 (0 = all), "
+                f"got {self.every_steps} and {self.keep_last}"
+            )
 
 
 class Advantages(Enum):
