@@ -324,7 +324,7 @@ def test_rows_of_all_files_have_ids_of_their_own(tmp_path: Path) -> None:
     assert [task.id for task in train + held] == [f"{name}/{line}" for name in names for line in (1, 2)]
     # Without held-out files the split is by these ids.
     source = Jsonl(train_files=training, eval_fraction=0.5)
-    split = {s: [task.id for task in source.open(s, 0, repeat=False)] for s in Split}
+    split = {s: [task.id for task in source.stream(s, 0, repeat=False)] for s in Split}
     assert sorted(split[Split.train] + split[Split.eval]) == sorted(
         f"{name}/{line}" for name in ("x/train.jsonl", "y/train.jsonl", "y/train.json", "z") for line in (1, 2)
     )
