@@ -274,7 +274,7 @@ def test_a_strange_state_file(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("setting", ["every_steps", "keep_last"])
 def test_negative_settings(setting: str) -> None:
-    with pytest.raises(ConfigError, match=rf"checkpoint\.{setting}.*-1"):
+    with pytest.raises(ConfigError, match=f"`{setting}`.*-1"):
         CheckpointSettings(**{setting: -1})
 
 

@@ -294,5 +294,5 @@ def test_a_path_longer_than_the_budget_is_refused(layout: Layout) -> None:
 
 
 def test_a_budget_is_positive() -> None:
-    with pytest.raises(ConfigError, match=r"batch\.token_budget must be >= 1, got 0"):
+    with pytest.raises(ConfigError, match=r"`token_budget` must be >= 1, got 0"):
         BatchSettings(token_budget=0)

@@ -207,7 +207,9 @@ def _run_one(command: str, hydra: Hydra, words: list[str], dry: bool) -> None:
         show(described(composed))
     else:
         place = claimed(_resolved(config, "hydra.run.dir"), _gives(words, "hydra.run.dir"))
-        hydra.run("base", functools.partial(run_job, command), [*words, f"hydra.run.dir={_quoted(place)}"])
+        hydra.run(
+            "base", functools.partial(run_job, command), [*words, "hydra.mode=RUN", f"hydra.run.dir={_quoted(place)}"]
+        )
 
 
 def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> None:
@@ -232,7 +234,8 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
                 show(f"# run {number}: {' '.join(job)}\n{described(composed)}")
     if not dry:
         place = claimed(_resolved(config, "hydra.sweep.dir"), _gives(words, "hydra.sweep.dir"))
-        hydra.multirun("base", functools.partial(run_job, command), [*words, f"hydra.sweep.dir={_quoted(place)}"])
+        words = [*words, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={_quoted(place)}"]
+        hydra.multirun("base", functools.partial(run_job, command), words)
 
 
 def checked(command: str, config: DictConfig) -> Composed:

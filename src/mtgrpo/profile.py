@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_effect
 from mtgrpo.types import Group, Status
 
 PHASES: tuple[str, ...] = ("packing", "forward", "backward", "update")  # of a training step
@@ -27,10 +27,10 @@ class Profile:
     )  # of whose updates traces/step_000003.json is written (Chrome's format)
 
     def __post_init__(self) -> None:
-        if self.trace_steps and not self.enabled:
-            raise ConfigError(f"profile.trace_steps={self.trace_steps} needs profile.enabled=true")
+        if not self.enabled:
+            refuse_without_effect(self, ("reward", "condensation", "trace_steps"), "set `enabled=true`")
         if wrong := [step for step in self.trace_steps if step < 1]:
-            raise ConfigError(f"profile.trace_steps: steps count from 1, got {wrong[0]}")
+            raise ConfigError(f"`trace_steps`: steps count from 1, got {wrong[0]}")
 
 
 class Profiler:

@@ -30,9 +30,7 @@ class GiGPO(AdvantageEstimator):
 
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= 1 or self.turn_coef < 0:
-            raise ConfigError(
-                f"advantage.gamma must be in [0, 1] and advantage.turn_coef >= 0, got {self.gamma} and {self.turn_coef}"
-            )
+            raise ConfigError(f"`gamma` must be in [0, 1] and `turn_coef` >= 0, got {self.gamma} and {self.turn_coef}")
 
     def check(self, algorithm: Algorithm) -> None:
         """For algorithms that compare siblings, turn by turn."""

@@ -31,7 +31,7 @@ class ReturnToGo(AdvantageEstimator):
 
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= 1:
-            raise ConfigError(f"advantage.gamma must be in [0, 1], got {self.gamma}")
+            raise ConfigError(f"`gamma` must be in [0, 1], got {self.gamma}")
 
     def check(self, algorithm: Algorithm) -> None:
         """Not for algorithms that need one advantage per trajectory."""

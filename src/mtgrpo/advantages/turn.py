@@ -40,7 +40,7 @@ class ByTurn(AdvantageEstimator):
 
     def __post_init__(self) -> None:
         if self.turn_coef < 0:
-            raise ConfigError(f"advantage.turn_coef must be >= 0, got {self.turn_coef}")
+            raise ConfigError(f"`turn_coef` must be >= 0, got {self.turn_coef}")
 
     def check(self, algorithm: Algorithm) -> None:
         """For algorithms that compare siblings, turn by turn."""

@@ -81,14 +81,14 @@ class Algorithm(ABC):
 
     def __post_init__(self) -> None:
         if not 0 < self.top_entropy <= 1:
-            raise ConfigError(f"algorithm.top_entropy must be in (0, 1], got {self.top_entropy}")
+            raise ConfigError(f"`top_entropy` must be in (0, 1], got {self.top_entropy}")
         if self.average_length < 0 or (self.average_length and self.average is not Average.constant):
             raise ConfigError(
-                f"algorithm.average_length={self.average_length} is what algorithm.average=constant divides by and "
-                f"must be >= 0; algorithm.average is {self.average.value}"
+                f"`average_length={self.average_length}` is what `average=constant` divides by and "
+                f"must be >= 0; `average` is {self.average.value}"
             )
         if self.entropy_coef < 0:
-            raise ConfigError(f"algorithm.entropy_coef must be >= 0, got {self.entropy_coef}")
+            raise ConfigError(f"`entropy_coef` must be >= 0, got {self.entropy_coef}")
 
     @property
     def compares_siblings(self) -> bool:

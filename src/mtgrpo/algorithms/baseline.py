@@ -25,7 +25,7 @@ class GroupRelative(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.epsilon <= 0:
-            raise ConfigError(f"algorithm.epsilon must be above 0, got {self.epsilon}")
+            raise ConfigError(f"`epsilon` must be above 0, got {self.epsilon}")
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
         """The mean of the group, and its standard deviation where it divides."""

@@ -34,9 +34,7 @@ class GMPO(GroupRelative):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.clip_low <= 0 or self.clip_high <= 0:
-            raise ConfigError(
-                f"algorithm.clip_low and algorithm.clip_high must be above 0, got {self.clip_low} and {self.clip_high}"
-            )
+            raise ConfigError(f"`clip_low` and `clip_high` must be above 0, got {self.clip_low} and {self.clip_high}")
 
     def sequence_term(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         """c_t."""

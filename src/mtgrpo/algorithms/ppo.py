@@ -34,8 +34,7 @@ class PPO(ClippedSurrogate, Algorithm):
         super().__post_init__()
         if self.value_coef <= 0 or self.value_clip < 0:
             raise ConfigError(
-                "algorithm.value_coef must be above 0 and algorithm.value_clip >= 0, "
-                f"got {self.value_coef} and {self.value_clip}"
+                f"`value_coef` must be above 0 and `value_clip` >= 0, got {self.value_coef} and {self.value_clip}"
             )
 
     @property

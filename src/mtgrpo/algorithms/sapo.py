@@ -28,8 +28,7 @@ class SAPO(GroupRelative):
         super().__post_init__()
         if self.tau_positive <= 0 or self.tau_negative <= 0:
             raise ConfigError(
-                "algorithm.tau_positive and algorithm.tau_negative must be above 0, "
-                f"got {self.tau_positive} and {self.tau_negative}"
+                f"`tau_positive` and `tau_negative` must be above 0, got {self.tau_positive} and {self.tau_negative}"
             )
 
     def loss(self, tokens: Tokens) -> PerToken:

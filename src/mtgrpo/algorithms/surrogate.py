@@ -28,13 +28,10 @@ class ClippedSurrogate:
         super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]  (an algorithm follows in the order of bases)
         if not (0 < self.clip_low <= 1 and self.clip_high > 0):
             raise ConfigError(
-                "algorithm.clip_low must be in (0, 1] and algorithm.clip_high above 0, "
-                f"got {self.clip_low} and {self.clip_high}"
+                f"`clip_low` must be in (0, 1] and `clip_high` above 0, got {self.clip_low} and {self.clip_high}"
             )
         if self.dual_clip and self.dual_clip <= 1 + self.clip_high:
-            raise ConfigError(
-                f"algorithm.dual_clip must be 0 (off) or above 1 + algorithm.clip_high, got {self.dual_clip}"
-            )
+            raise ConfigError(f"`dual_clip` must be 0 (off) or above 1 + `clip_high`, got {self.dual_clip}")
 
     def loss(self, tokens: Tokens) -> PerToken:
         """The surrogate, per token."""

@@ -15,4 +15,4 @@ class BatchSettings:
 
     def __post_init__(self) -> None:
         if self.token_budget < 1:
-            raise ConfigError(f"batch.token_budget must be >= 1, got {self.token_budget}")
+            raise ConfigError(f"`token_budget` must be >= 1, got {self.token_budget}")

@@ -289,9 +289,8 @@ def _line(override: Override, known: Mapping[str, Setting], values: dict[str, An
             raise ConfigError(unknown(key, known))
         if not isinstance(override.value(), dict):
             raise ConfigError(f"{line}: {key} has settings of its own: {', '.join(section)}")
-    # Hydra merges containers, but of a list or mapping the user means to replace the whole.
     elif known[key].type is Any or key.startswith(inside):
-        values[key] = override.value()
+        values[key] = override.value()  # Hydra merges containers, but the user means to replace the whole of one
         return ""
     return line.lstrip("+")
 

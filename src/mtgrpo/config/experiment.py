@@ -41,9 +41,9 @@ class TrainerSettings(Updates):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not any((self.steps, self.epochs, self.total_turns, self.wall_time_s)):
-            raise ConfigError("the run never ends: set trainer.steps, epochs, total_turns or wall_time_s above 0")
+            raise ConfigError("the run never ends: set `steps`, `epochs`, `total_turns` or `wall_time_s` above 0")
         if min(self.steps, self.epochs, self.total_turns, self.wall_time_s) < 0:
-            raise ConfigError("trainer.steps, epochs, total_turns and wall_time_s must be >= 0")
+            raise ConfigError("`steps`, `epochs`, `total_turns` and `wall_time_s` must be >= 0")
 
 
 @dataclass
@@ -57,7 +57,7 @@ class WarmStart:
     def __post_init__(self) -> None:
         if self.steps < 0 or self.batch_size < 1:
             raise ConfigError(
-                f"sft.steps must be >= 0 (0 = none) and sft.batch_size >= 1, got {self.steps} and {self.batch_size}"
+                f"`steps` must be >= 0 (0 = none) and `batch_size` >= 1, got {self.steps} and {self.batch_size}"
             )
 
 
@@ -71,9 +71,9 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if self.every_steps < 0:
-            raise ConfigError(f"eval.every_steps must be >= 0 (0 = only before and after), got {self.every_steps}")
+            raise ConfigError(f"`every_steps` must be >= 0 (0 = only before and after), got {self.every_steps}")
         if self.tasks < 1 or self.samples < 1:
-            raise ConfigError(f"eval.tasks and eval.samples must be >= 1, got {self.tasks} and {self.samples}")
+            raise ConfigError(f"`tasks` and `samples` must be >= 1, got {self.tasks} and {self.samples}")
 
 
 @dataclass
@@ -86,7 +86,7 @@ class CheckpointSettings:
     def __post_init__(self) -> None:
         if self.every_steps < 0 or self.keep_last < 0:
             raise ConfigError(
-                "checkpoint.every_steps must be >= 0 (0 = only at the end) and checkpoint.keep_last >= 0 (0 = all), "
+                "`every_steps` must be >= 0 (0 = only at the end) and `keep_last` >= 0 (0 = all), "
                 f"got {self.every_steps} and {self.keep_last}"
             )
 

@@ -133,18 +133,18 @@ def schema(choices: Mapping[str, Any]) -> dict[str, Setting]:
 
 def unknown(key: str, known: Mapping[str, Setting]) -> str:
     """Says that there is no such setting, and which one may have been meant."""
+    path, _, last = key.rpartition(".")
+    having = [name for name, cls in options(path).items() if hasattr(cls, last)] if path in groups() else []
+    if having:
+        return f"unknown option {key}: it belongs to {path}={' or '.join(having)}"
     if elsewhere := hint(key):
         return f"unknown option {key}; here it is {elsewhere}"
-    path, _, last = key.rpartition(".")
     section = {name.removeprefix(f"{path}."): name for name in known if path and name.startswith(f"{path}.")}
     close = [section[name] for name in difflib.get_close_matches(last, section, 1)]
     same = [name for name in known if name.rpartition(".")[2] == last]
     near = close or same or ([] if section else difflib.get_close_matches(key, known, 1))
     if near:
         return f"unknown option {key}; did you mean {' or '.join(near[:3])}?"
-    having = [name for name, cls in options(path).items() if hasattr(cls, last)] if path in groups() else []
-    if having:
-        return f"unknown option {key}: it belongs to {path}={' or '.join(having)}"
     if section:
         return f"unknown option {key}; there are {', '.join(section.values())}"
     return f"unknown option {key}; `mtgrpo train --help` lists all options"

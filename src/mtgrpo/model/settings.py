@@ -29,9 +29,7 @@ class LoRA:
 
     def __post_init__(self) -> None:
         if self.rank < 0 or self.alpha <= 0:
-            raise ConfigError(
-                f"model.lora.rank must be >= 0 (0 = off) and model.lora.alpha > 0, got {self.rank} and {self.alpha}"
-            )
+            raise ConfigError(f"`rank` must be >= 0 (0 = off) and `alpha` > 0, got {self.rank} and {self.alpha}")
 
 
 class DType(Enum):
@@ -57,9 +55,9 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         if self.attention is Attention.flash_attention_2 and self.dtype is not DType.bfloat16:
-            raise ConfigError("model.attention=flash_attention_2 computes in 16 bits: set model.dtype=bfloat16")
+            raise ConfigError("`attention=flash_attention_2` computes in 16 bits: set `dtype=bfloat16`")
         if self.lora.rank and self.name in FROM_SCRATCH:
             raise ConfigError(
-                f"model.lora.rank={self.lora.rank}: model.name={self.name} is a model from scratch, so there is "
-                "nothing to adapt; train it first with model.lora.rank=0, then give model.name=FOLDER"
+                f"`lora.rank={self.lora.rank}`: `name={self.name}` is a model from scratch, so there is "
+                "nothing to adapt; train it first with `lora.rank=0`, then give `name=FOLDER`"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_effect
 
 
 class Kind(Enum):
@@ -39,15 +39,16 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.muon_lr <= 0:
-            raise ConfigError(f"optimizer.lr and optimizer.muon_lr must be > 0, got {self.lr} and {self.muon_lr}")
+            raise ConfigError(f"`lr` and `muon_lr` must be > 0, got {self.lr} and {self.muon_lr}")
+        if self.kind is not Kind.muon:
+            refuse_without_effect(self, ("muon_lr",), "set `kind=muon`")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
+            raise ConfigError(f"`betas` must be two numbers in [0, 1), got {self.betas}")
         if self.max_grad_norm <= 0:
-            raise ConfigError(f"optimizer.max_grad_norm must be > 0, got {self.max_grad_norm}")
+            raise ConfigError(f"`max_grad_norm` must be > 0, got {self.max_grad_norm}")
         if self.weight_decay < 0 or self.warmup_steps < 0:
             raise ConfigError(
-                "optimizer.weight_decay and optimizer.warmup_steps must be >= 0, "
-                f"got {self.weight_decay} and {self.warmup_steps}"
+                f"`weight_decay` and `warmup_steps` must be >= 0, got {self.weight_decay} and {self.warmup_steps}"
             )
 
 
@@ -61,12 +62,11 @@ class ReferenceSettings:
     def __post_init__(self) -> None:
         if self.update_every < 0 or not 0 <= self.ema <= 1:
             raise ConfigError(
-                "reference.update_every must be >= 0 and reference.ema in [0, 1], "
-                f"got {self.update_every} and {self.ema}"
+                f"`update_every` must be >= 0 and `ema` in [0, 1], got {self.update_every} and {self.ema}"
             )
         if self.update_every and self.ema:
             raise ConfigError(
-                f"reference.update_every={self.update_every} and reference.ema={self.ema} are two ways to move the "
+                f"`update_every={self.update_every}` and `ema={self.ema}` are two ways to move the "
                 "reference: set one of them to 0"
             )
 
@@ -81,6 +81,6 @@ class Updates:
     def __post_init__(self) -> None:
         if self.minibatch_trajectories < 0 or self.updates_per_batch < 1:
             raise ConfigError(
-                "trainer.minibatch_trajectories must be >= 0 and trainer.updates_per_batch >= 1, "
+                "`minibatch_trajectories` must be >= 0 and `updates_per_batch` >= 1, "
                 f"got {self.minibatch_trajectories} and {self.updates_per_batch}"
             )
