@@ -266,6 +266,21 @@ def ledger() -> str:
     return table(head, rows)
 
 
+def unseen() -> str:
+    """The recipes from scratch, on seeds that nothing was calibrated on."""
+    _, detail = read("unseen")
+    rows: list[list[str]] = []
+    for arm, by in detail["runs"].items():
+        after = {seed: found["after"] for seed, found in by.items()}
+        reached = sum(success >= detail["goals"][arm] for success in after.values())
+        runs = ", ".join(f"{found['before']:.2f} -> {found['after']:.2f}" for found in by.values())
+        worst = min(after, key=lambda seed: after[seed])
+        goal = f"{detail['goals'][arm]:.2f}"
+        rows.append([f"`{arm}`", runs, goal, f"{reached} of {len(after)}", f"{after[worst]:.3f} (seed {worst})"])
+    head = ["recipe", "held-out success by seed, before and after GRPO", "goal", "reached by", "worst"]
+    return table(head, rows)
+
+
 def outages() -> str:
     """A frozen policy with a calculator that fails."""
     _, detail = read("outages")
@@ -306,6 +321,7 @@ TABLES: dict[str, Callable[[], str]] = {
         credit,
         corrections,
         ledger,
+        unseen,
         outages,
         outages_learned,
     )
