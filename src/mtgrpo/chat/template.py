@@ -17,10 +17,10 @@ from mtgrpo.chat.pieces import (
     USER,
     Template,
     TemplatePieces,
+    calling,
     lacks_for_tools,
     learn,
     packaged,
-    calling,
     with_tools_in_prompt,
 )
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length
@@ -115,7 +115,9 @@ class TemplateChat(Chat):
                 "chat.template=PATH"
             )
         if tools and not self._schemas and self._lacking:
-            self.notes.append(f"chat: the template has no {self._lacking}: they are in the prompt (chat.tools=prompt)")
+            self.notes.append(
+                f"chat: the template has no {self._lacking}: they are described in the prompt (chat.tools=prompt)"
+            )
         self._schemas.update((tool.name, tool.parameters) for tool in tools)
         return self._safe.encode(self._template.render_or_refuse(messages, tools, prompt=True))
 
