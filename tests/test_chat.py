@@ -276,7 +276,7 @@ I add.
     assert plain == rendered("smollm2", [USER], []), "without tools the template is left as it is"
 
 
-def test_tools_are_told_to_the_user_where_the_template_refuses_a_system_message() -> None:
+def test_tools_are_described_to_the_user_where_the_template_refuses_a_system_message() -> None:
     chat = chat_of("gemma")
     text = decode(chat.open([USER, CALL, REPLY, Message("user", "And?")], [CALCULATOR]))
     assert text.startswith("<|endoftext|><start_of_turn>user\n# Tools\n")

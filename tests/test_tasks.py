@@ -230,7 +230,7 @@ def test_worked_examples_stand_between_the_system_prompt_and_the_problem(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("examples", "said"),
+    ("examples", "problem"),
     [
         (WORKED[:1], "end with an assistant's, got the roles user"),
         (WORKED[1:], "begin with a user's .* got the roles assistant, tool, assistant"),
@@ -239,14 +239,14 @@ def test_worked_examples_stand_between_the_system_prompt_and_the_problem(tmp_pat
         (2, r"task\.examples=2: task Jsonl has no demonstrations .* task\.examples=\[{role: user, content:"),
     ],
 )
-def test_worked_examples_that_are_none_are_refused(tmp_path: Path, examples: Any, said: str) -> None:
+def test_worked_examples_that_are_none_are_refused(tmp_path: Path, examples: Any, problem: str) -> None:
     path = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "4 * 5?"}])
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=problem):
         Jsonl(path=str(path), eval_fraction=0, examples=examples).open(Split.train, 0)
 
 
 def test_demonstrations_are_shown_as_worked_examples() -> None:
-    """As many as are asked for, with their tool calls and without what is said to a condenser, before every task."""
+    """As many as requested, with their tool calls and without answers to a condenser, before every task."""
     source = Ledger(examples=3, min_pages=2, max_pages=2, system_prompt="Be exact.")
     first, second = itertools.islice(source.open(Split.eval, 0), 2)
     system, *worked, problem = first.messages

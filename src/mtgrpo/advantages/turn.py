@@ -48,7 +48,7 @@ class ByTurn(AdvantageEstimator):
         refuse_no_siblings(algorithm, "turn")
 
     def note(self, algorithm: Algorithm) -> str:
-        """What the paper's form does where conversations differ in length."""
+        """The bias of the paper's form where conversations differ in length."""
         if self.unbiased:
             return ""
         return (

@@ -83,7 +83,7 @@ class Algorithm(ABC):
             raise ConfigError(f"algorithm.top_entropy must be in (0, 1], got {self.top_entropy}")
         if self.average_length < 0 or (self.average_length and self.average is not Average.constant):
             raise ConfigError(
-                f"algorithm.average_length={self.average_length} is what algorithm.average=constant divides by and "
+                f"algorithm.average_length={self.average_length} is the divisor of algorithm.average=constant and "
                 f"must be >= 0; algorithm.average is {self.average.value}"
             )
         if self.entropy_coef < 0:

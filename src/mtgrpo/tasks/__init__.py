@@ -23,7 +23,7 @@ from mtgrpo.types import SUMMARY, Message, Role, Task, ToolCall
 
 MATHS_SYSTEM_PROMPT = "Solve the problem. End with #### and the answer as a plain number."
 
-EXAMPLES_SEED = 2_000_000  # worked examples are other generated tasks than the rollouts and the warm start
+EXAMPLES_SEED = 2_000_000  # few-shot examples are other generated tasks than the rollouts and the warm start
 
 
 class Split(Enum):
@@ -64,14 +64,14 @@ class TaskSource(ABC):
         return None
 
     def with_prompt(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """`messages` after the system prompt, unless they bring one, and the worked examples. Raises ConfigError."""
+        """`messages` after the system prompt, unless they bring one, and the few-shot examples. Raises ConfigError."""
         own = 1 if messages[0].role == "system" else 0
         system = messages[:own] or ((Message("system", self.system_prompt),) if self.system_prompt else ())
         return (*system, *self.worked, *messages[own:])
 
     @functools.cached_property
     def worked(self) -> tuple[Message, ...]:
-        """The worked examples that stand before every task. Raises ConfigError."""
+        """The few-shot examples before every task. Raises ConfigError."""
         if not isinstance(self.examples, int):
             return _worked(self.examples)
         bare = replace(self, system_prompt="", examples=0)
