@@ -38,7 +38,7 @@ class Chat(ABC):
     """Turns messages into tokens and back, for one model."""
 
     stop_ids: tuple[int, ...]  # the tokens that end a turn
-    notes: list[str]  # the settings in force, printed at the start of a run
+    notes: list[str]  # the settings in force, for the start of a run; `open` may add one
     template: str | None = None  # the jinja source in use; None = the tokenizer's own
 
     @abstractmethod
