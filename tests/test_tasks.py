@@ -230,7 +230,7 @@ def test_worked_examples_stand_between_the_system_prompt_and_the_problem(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("examples", "problem"),
+    ("examples", "said"),
     [
         (WORKED[:1], "end with an assistant's, got the roles user"),
         (WORKED[1:], "begin with a user's .* got the roles assistant, tool, assistant"),
@@ -239,9 +239,9 @@ def test_worked_examples_stand_between_the_system_prompt_and_the_problem(tmp_pat
         (2, r"task\.examples=2: task Jsonl has no demonstrations .* task\.examples=\[{role: user, content:"),
     ],
 )
-def test_worked_examples_that_are_none_are_refused(tmp_path: Path, examples: Any, problem: str) -> None:
+def test_worked_examples_that_are_none_are_refused(tmp_path: Path, examples: Any, said: str) -> None:
     path = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "4 * 5?"}])
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError, match=said):
         Jsonl(path=str(path), eval_fraction=0, examples=examples).open(Split.train, 0)
 
 

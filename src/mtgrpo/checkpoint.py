@@ -32,7 +32,7 @@ _TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"  # values that JSON has 
 
 @dataclass
 class CheckpointSettings:
-    """When the run is saved and how many checkpoints are kept."""
+    """When the run is saved and how many checkpoints stay."""
 
     every_steps: int = 0  # 0 = only at the end
     keep_last: int = 3  # 0 = all

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: seconds by phase, tokens before and after condensing, traces of chosen steps."""
+"""Where the time of a run goes: seconds by phase, what condensing leaves, a trace of chosen steps."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Profiler:
             return {}
         trajectories = [t for group in groups for t in group.trajectories if t.status is not Status.FAILED]
         trajectories = trajectories or [t for group in groups for t in group.trajectories]
-        measured = {
+        found = {
             "generation_s_per_conversation": mean(t.sample_s for t in trajectories),
             "tools_s_per_conversation": mean(t.tool_s for t in trajectories),
             **{f"{phase}_s": seconds for phase, seconds in self._seconds.items()},
@@ -79,18 +79,18 @@ class Profiler:
         }
         self._sync_s = sync_s
         if self._settings.reward:
-            measured["reward_s"] = sum(group.score_s for group in groups)
+            found["reward_s"] = sum(group.score_s for group in groups)
         if self._settings.condensation:
             times = max(1, sum(t.condensed for t in trajectories))
-            measured |= {
+            found |= {
                 "condensation_s_per_conversation": mean(t.condense_s for t in trajectories),
                 "condensed_per_conversation": mean(t.condensed for t in trajectories),
                 "tokens_before_condensation": sum(t.tokens_before for t in trajectories) / times,
                 "tokens_after_condensation": sum(t.tokens_after for t in trajectories) / times,
             }
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._steps.append(measured)
-        return {f"profile/{name}": value for name, value in measured.items()}
+        self._steps.append(found)
+        return {f"profile/{name}": value for name, value in found.items()}
 
     def summary(self) -> str:
         """The means over all steps as lines of text; "" without steps."""

@@ -99,17 +99,17 @@ def refuse_no_siblings(algorithm: Algorithm, name: str) -> None:
         )
 
 
-def discounted(rewards: Tensor, sequence: Tensor, discount: float) -> Tensor:
-    """The discounted return at each of `rewards` [n]: the sum from there to the end of its sequence; [n] fp64.
+def discounted(amounts: Tensor, sequence: Tensor, discount: float) -> Tensor:
+    """The discounted return at each of `amounts` [n]: the sum from there to the end of its sequence; [n] fp64.
 
-    sequence [n] int64, ascending: equal for rewards of the same sequence.
+    sequence [n] int64, ascending: equal for amounts of the same sequence.
     """
-    if len(rewards) == 0:
-        return rewards.clone()
+    if len(amounts) == 0:
+        return amounts.clone()
     _, row, counts = torch.unique_consecutive(sequence, return_inverse=True, return_counts=True)
-    column = torch.arange(len(rewards)) - (counts.cumsum(0) - counts)[row]
-    table = rewards.new_zeros(len(counts), int(counts.max()) + 1)
-    table[row, column] = rewards
+    column = torch.arange(len(amounts)) - (counts.cumsum(0) - counts)[row]
+    table = amounts.new_zeros(len(counts), int(counts.max()) + 1)
+    table[row, column] = amounts
     for place in range(table.shape[1] - 2, -1, -1):
         table[:, place] += discount * table[:, place + 1]
     return table[row, column]

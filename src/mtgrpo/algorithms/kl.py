@@ -10,7 +10,7 @@ from torch import Tensor
 from mtgrpo.algorithms.ratio import LARGEST, is_clamped, ratio_of
 from mtgrpo.errors import ConfigError
 
-LARGEST_CHANGE = 0.2  # of the coefficient in one step, as a share of it, times kl.adaptation (arXiv:1909.08593)
+STEPS_AT_MOST = 0.2  # by how much of its value the coefficient changes at once, times kl.adaptation (arXiv:1909.08593)
 
 
 class Estimator(Enum):
@@ -82,7 +82,7 @@ class KL:
         """The coefficient after a step in which the KL was `measured`, in nats per token (arXiv:1909.08593)."""
         if not self.target:
             return coef
-        error = min(LARGEST_CHANGE, max(-LARGEST_CHANGE, measured / self.target - 1))
+        error = min(STEPS_AT_MOST, max(-STEPS_AT_MOST, measured / self.target - 1))
         return coef * (1 + error * self.adaptation)
 
 

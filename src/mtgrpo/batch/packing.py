@@ -21,7 +21,7 @@ from mtgrpo.errors import ConfigError
 
 @dataclass
 class BatchSettings:
-    """The size of a micro-batch."""
+    """How much is computed at once."""
 
     token_budget: int = 16_384  # computed tokens per micro-batch; no context may be longer
 
@@ -63,7 +63,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Packing:
-    """The micro-batches of each rank, equally many on all; some are empty where there are too few."""
+    """The micro-batches of each rank, equally many on all; some are empty where there is too little to share out."""
 
     micro_batches: list[list[MicroBatch]]
     distinct: int  # nodes that have to be computed
@@ -95,14 +95,13 @@ def pack(
         laid_out = _as_forests(needed, token_budget, cost, ranks)
     else:
         laid_out = _as_padded_rows(needed, token_budget, ranks)
-    micro_batches = needed.read_from(laid_out, cost)
-    count = len(micro_batches)
-    by_rank = _spread([micro.cost for micro in micro_batches], [1] * count, ranks, count // ranks)
+    found = needed.read_from(laid_out, cost)
+    by_rank = _spread([micro.cost for micro in found], [1] * len(found), ranks, len(found) // ranks)
     assert by_rank is not None, "their number is a multiple of ranks"
     return Packing(
-        micro_batches=[[micro_batches[i] for i in members] for members in by_rank],
+        micro_batches=[[found[i] for i in members] for members in by_rank],
         distinct=len(needed.forest),
-        computed=sum(micro.ids.numel() for micro in micro_batches),
+        computed=sum(micro.ids.numel() for micro in found),
     )
 
 

@@ -75,9 +75,9 @@ class TaskSource(ABC):
         if not isinstance(self.examples, int):
             return _worked(self.examples)
         bare = replace(self, system_prompt="", examples=0)
-        tasks = itertools.islice(bare.open(Split.train, EXAMPLES_SEED), 1000) if self.examples else ()
-        pairs = ((task, self.demonstration(task, EXAMPLES_SEED)) for task in tasks)
-        shown = list(itertools.islice(((*task.messages, *solved) for task, solved in pairs if solved), self.examples))
+        tried = itertools.islice(bare.open(Split.train, EXAMPLES_SEED), 1000) if self.examples else ()
+        pairs = ((task, self.demonstration(task, EXAMPLES_SEED)) for task in tried)
+        shown = list(itertools.islice(((*task.messages, *said) for task, said in pairs if said), self.examples))
         if len(shown) < self.examples:
             raise ConfigError(
                 f"task.examples={self.examples}: task {type(self).__name__} has no demonstrations to show; give "

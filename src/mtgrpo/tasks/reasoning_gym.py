@@ -36,7 +36,7 @@ class ReasoningGym(TaskSource):
     run_answers: bool = False  # allow data sets that are graded by running the model's answer as Python code
 
     def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
-        """An endless stream; the same in every run with the same `seed`. Raises ConfigError where it cannot be made."""
+        """An endless stream; the same in every run with the same `seed`. Raises ConfigError for what cannot be made."""
         if self.dataset in RUNS_ANSWERS and not self.run_answers:
             raise ConfigError(
                 f"task.dataset={self.dataset} is graded by running the model's answers as Python code, which may do "
