@@ -69,8 +69,8 @@ bench-async: trl-env ## slow tools: do conversations overlap, what does playing 
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/async.py
 
-bench-algorithms: setup ## every algorithm, credit, corrections and a KL target on the demo's task: curves; over an hour
-	for group in algorithms credit kl stale; do $(BIN)/python benchmarks/algorithms.py --group $$group; done
+bench-algorithms: setup ## every algorithm, rewards of turns, corrections and a KL target on the demo's task: curves; over an hour
+	for group in algorithms advantages kl stale; do $(BIN)/python benchmarks/algorithms.py --group $$group; done
 
 bench-ledger: setup ## conversations that the window does not hold, with and without condensing: curves; 30 minutes on two cores
 	$(BIN)/python benchmarks/ledger.py

@@ -36,10 +36,10 @@ CASES = {
 
 OUTAGES = {
     "never": "no attempt fails",
-    "anew": "the conversation is played anew, then left out",
-    "told": "the model is told",
-    "fail": "4 more attempts at the call, then anew (the default)",
-    "observe": "4 more attempts at the call, then told",
+    "anew": "the conversation is run again, then left out",
+    "told": "the model gets an error message",
+    "fail": "4 more attempts, then the conversation again (the default)",
+    "observe": "4 more attempts, then an error message",
 }
 
 
@@ -172,7 +172,7 @@ def learning() -> str:
 
 
 def headline() -> str:
-    """The ratios that matter to who chooses a trainer."""
+    """The ratios that matter when choosing a trainer."""
     ratios: dict[str, float] = {}
     for name in ("versus_trl", "versus_trl_135m", "versus_trl_learning", "rollout", "forest"):
         if (RESULTS / f"{name}.json").exists():
@@ -243,9 +243,9 @@ def algorithms() -> str:
     return arms("algorithms", "algorithm")
 
 
-def credit() -> str:
+def advantages() -> str:
     """Rewards for turns against the outcome alone."""
-    return arms("credit", "credit")
+    return arms("advantages", "rewards")
 
 
 def corrections() -> str:
@@ -318,7 +318,7 @@ TABLES: dict[str, Callable[[], str]] = {
         staleness,
         overlap,
         algorithms,
-        credit,
+        advantages,
         corrections,
         ledger,
         unseen,
@@ -329,7 +329,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """`text` with its tables written anew."""
+    """`text` with its tables rewritten."""
 
     def replace(match: re.Match[str]) -> str:
         try:
