@@ -27,7 +27,7 @@ _Numbers = NDArray[np.int64]
 
 
 class Row(NamedTuple):
-    """New tokens that follow what is stored, for which room has been made."""
+    """New tokens that follow what is in the KV cache, for which blocks have been reserved."""
 
     stored: BlockTable
     tokens: Sequence[int]
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """KVCache, or rows of several blocks, each seen by the same number of queries."""
+    """Blocks, or rows of several blocks, each seen by the same number of queries."""
 
     pool: BlockPool
     blocks: slice | Tensor  # a slice or [n]: blocks; [n, blocks of each]: rows of blocks

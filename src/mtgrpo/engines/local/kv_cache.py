@@ -1,4 +1,4 @@
-"""Where keys and values of all conversations lie: in blocks of equal size.
+"""The KV cache of all conversations: blocks of equal size, and a block table for each conversation.
 
 A conversation takes small blocks. What several conversations begin with, a prefix, is stored once for all of them, in
 large blocks of a pool of its own.
@@ -24,7 +24,7 @@ PREFIX_SHARE = 0.25  # of the memory
 
 @dataclass(eq=False)
 class BlockTable:
-    """Consecutive tokens whose keys and values lie in blocks, after those of a prefix if there is one."""
+    """Consecutive tokens that are in the KV cache, and their blocks; before them stands a prefix if there is one."""
 
     tokens: list[int] = field(default_factory=list[int])
     blocks: list[int] = field(default_factory=list[int])
@@ -60,12 +60,22 @@ class BlockPool:
     """`count` blocks of `length` tokens. On a CPU memory is taken when a block is first used, on a GPU at once."""
 
     def __init__(self, model: PreTrainedModel, count: int, length: int) -> None:
-        layers, self.heads, self.size = _shape(model)
+        self._layers, self.heads, self.size = _shape(model)
         self.count, self.length = count, length
-        shape = (count, self.heads, length, self.size)
-        self.keys = [_zeros(shape, computes_in(model), model.device) for _ in range(layers)]
-        self.values = [_zeros(shape, computes_in(model), model.device) for _ in range(layers)]
+        self._dtype, self._device = computes_in(model), model.device
         self._free = list(range(count))  # a heap: ascending
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory: keys and values [count, heads, length, size] of every layer."""
+        shape = (self.count, self.heads, self.length, self.size)
+        self.keys = [_zeros(shape, self._dtype, self._device) for _ in range(self._layers)]
+        self.values = [_zeros(shape, self._dtype, self._device) for _ in range(self._layers)]
+
+    def release(self) -> None:
+        """Give the memory back; nobody may have a block."""
+        assert len(self._free) == self.count, "blocks are taken"
+        self.keys, self.values = [], []
 
     @property
     def free(self) -> int:
@@ -112,6 +122,16 @@ class KVCache:
         """How many tokens there is room for."""
         return sum(pool.count * pool.length for pool in (self.own, self.prefixes))
 
+    def allocate(self) -> None:
+        """Take the memory of both pools, after `release`."""
+        self.prefixes.allocate()
+        self.own.allocate()
+
+    def release(self) -> None:
+        """Give the memory of both pools back; nobody may have a block."""
+        self.prefixes.release()
+        self.own.release()
+
     def pool(self, stored: BlockTable) -> BlockPool:
         """The pool that `stored` lies in."""
         return self.prefixes if isinstance(stored, Prefix) else self.own
@@ -123,7 +143,7 @@ def whole_blocks(tokens: int) -> int:
 
 
 def token_bytes(model: PreTrainedModel) -> int:
-    """What the keys and values of one token take, in all layers."""
+    """The size of one token in the KV cache: its keys and values in all layers."""
     layers, heads, size = _shape(model)
     return 2 * layers * heads * size * computes_in(model).itemsize
 

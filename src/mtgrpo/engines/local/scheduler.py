@@ -1,8 +1,8 @@
-"""Which conversation computes how many tokens in the next step, and what is forgotten when memory runs out.
+"""Which request prefills or decodes how many tokens in the next step, and what is evicted when blocks run out.
 
-A request is a list of tokens of which the first are stored and the rest are pending: one while it decodes, a tool's
-reply at the start of a turn, a whole prompt at the start of a conversation or after it was forgotten. All are computed
-in the same forward passes.
+A request is a list of tokens of which the first are in the KV cache and the rest are pending: one while it decodes, a
+tool's reply at the start of a turn, a whole prompt at the start of a conversation or after it was evicted or preempted.
+All are computed in the same forward passes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mtgrpo.engines.local.batch_plan import Row
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, Prefix
 from mtgrpo.types import Completion, Sampling
 
-MAX_PREFILL_TOKENS = 512  # of all that is computed beside decoding, in one step: what is longer is computed in parts
+MAX_PREFILL_TOKENS = 512  # in one step, beside the decoding: what is longer is prefilled in chunks
 SHORTEST_PREFIX = 32  # tokens; sharing fewer is not worth it
 
 
@@ -48,15 +48,15 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """How many tokens are not stored yet; the next token can be sampled once there are none."""
+        """How many tokens are not in the KV cache yet; the next token can be sampled once there are none."""
         return len(self.tokens) - self.conversation.stored.end
 
 
 class Scheduler:
-    """The requests in flight and the conversations that are kept."""
+    """The requests in flight and the open conversations."""
 
-    def __init__(self, blocks: KVCache) -> None:
-        self._kv_cache = blocks
+    def __init__(self, kv_cache: KVCache) -> None:
+        self._kv_cache = kv_cache
         self._step = 0
         self._conversations: list[Conversation] = []
         self._waiting: list[Request] = []
@@ -78,7 +78,7 @@ class Scheduler:
         self._conversations.append(conversation)
 
     def close(self, conversation: Conversation) -> None:
-        """A conversation is over: forget it, and what it asked for."""
+        """A conversation is over: release its blocks, drop what it asked for."""
         for request in [r for r in self.requests if r.conversation is conversation]:
             self.drop(request)
         self._conversations.remove(conversation)
@@ -90,17 +90,17 @@ class Scheduler:
         self._waiting.append(request)
 
     def drop(self, request: Request) -> None:
-        """A request is answered, or nobody waits for it any more. What is stored stays."""
+        """A request is answered, or nobody waits for it any more. Its blocks stay with the conversation."""
         (self._running if request in self._running else self._waiting).remove(request)
 
     def reset_cache(self) -> None:
-        """Nothing that is stored is valid any more."""
+        """Nothing in the KV cache is valid any more: release all blocks; what runs waits for its prefill again."""
         for conversation in self._conversations:
             self._forget(conversation.stored)
         self._waiting, self._running = self.requests, []
 
     def invalidate_prefix_cache(self) -> None:
-        """What is stored stays with the conversations that have it; others begin anew."""
+        """Conversations keep the prefixes that they have; no other conversation joins them."""
         for prefix in self._prefixes:
             prefix.shared = False
             prefix.source = None
@@ -160,7 +160,10 @@ class Scheduler:
         return len(stored.tokens) + count <= len(stored.blocks) * BLOCK_SIZE
 
     def _preempt(self, request: Request, count: int) -> bool:
-        """Room for the next `count` tokens of a running request; False if it had to give way itself."""
+        """Blocks for the next `count` tokens of a running request: evict idle conversations, then preempt the latest.
+
+        False if the request itself was preempted.
+        """
         stored = request.conversation.stored
         while self._kv_cache.own.missing(stored, count) > self._kv_cache.own.free:
             if self._evict():
@@ -174,7 +177,7 @@ class Scheduler:
         return True
 
     def _start(self) -> None:
-        """Let waiting requests run, the oldest first, as long as there is memory for all that they have pending."""
+        """Admit waiting requests, the oldest first, as long as there are blocks for all that they have pending."""
         self._waiting.sort(key=lambda request: (request.since, request.conversation.key))
         for request in self._waiting:
             self._align(request)
@@ -193,16 +196,16 @@ class Scheduler:
             self._running.append(self._waiting.pop(0))
 
     def _align(self, request: Request) -> None:
-        """Forget what is stored of the conversation and is not the beginning of the request; the last token is new."""
+        """Release what the conversation has cached and is not the beginning of the request; the last token is new."""
         stored, tokens = request.conversation.stored, request.tokens
         if stored.prefix and (len(tokens) <= stored.start or tokens[: stored.start] != stored.prefix.wanted):
             self._forget(stored)
         self._kv_cache.own.cut(stored, _common(stored.tokens, tokens[stored.start : -1]))
 
     def _share(self, fresh: Sequence[Request]) -> None:
-        """Give requests of which nothing is stored a prefix: an old one, or what they begin with themselves.
+        """Give requests of which nothing is cached a prefix: an old one, or what they begin with themselves.
 
-        Also one that is alone, for siblings that come later. The prefix is stored once, the rest for each request;
+        Also one that is alone, for siblings that come later. The prefix is cached once, the rest for each request;
         requests with different prompts have a prefix in common where no more is computed then.
         """
         prompts: dict[tuple[int, ...], list[Request]] = {}
@@ -229,7 +232,7 @@ class Scheduler:
         self._begin_prefix(group, common)
 
     def _begin_prefix(self, group: Sequence[Request], common: list[int]) -> None:
-        """Store `common` once for all of `group`, if there is room; else each stores it.
+        """Cache `common` once for all of `group`, if there is room; else each caches it.
 
         What another prefix begins with too is computed once.
         """
@@ -253,7 +256,7 @@ class Scheduler:
         return [c for c in self._conversations if c.stored.blocks and id(c) not in running and c is not spared]
 
     def _evict(self, spared: Conversation | None = None) -> int:
-        """Forget the idle conversation that has computed nothing for longest; how many blocks it had."""
+        """Evict the idle conversation that has computed nothing for longest; how many blocks it had."""
         if not (idle := self._idle(spared)):
             return 0
         chosen = min(idle, key=lambda c: (c.used, c.key)).stored
