@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mtgrpo.algorithms.grpo import GRPO
-from mtgrpo.chat import chatml
+from mtgrpo.chat.template import chatml
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Opening

@@ -26,8 +26,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.batch.packing import pack
 from mtgrpo.config.compose import preset
-from mtgrpo.engines import Key, schedule
-from mtgrpo.engines.local import Local
+from mtgrpo.engines import Key
+from mtgrpo.engines.local import Local, scheduler
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.attention import uses_forest
@@ -328,9 +328,9 @@ def engine_error(model: PreTrainedModel, engine: LocalEngine, longest: int) -> f
     async def play() -> None:
         await asyncio.gather(*(converse(task, sample_index) for task in range(2) for sample_index in range(3)))
 
-    whole, schedule.MAX_PREFILL_TOKENS = schedule.MAX_PREFILL_TOKENS, 16
+    whole, scheduler.MAX_PREFILL_TOKENS = scheduler.MAX_PREFILL_TOKENS, 16
     asyncio.run(play())
-    schedule.MAX_PREFILL_TOKENS = whole
+    scheduler.MAX_PREFILL_TOKENS = whole
     assert max(len(context) + len(done.tokens) for context, done in played) == longest
     with transformers_own(model):
         return max(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_play import CALL, chat, said, tokenizer
 from torch import Tensor
 
 import mtgrpo
@@ -28,6 +27,7 @@ from mtgrpo.rewards import Reward
 from mtgrpo.stages.api import Scored
 from mtgrpo.stages.trainer import update_config
 from mtgrpo.types import Completion, Finish, Message, Sample, Sampling, Status, Task, Trajectory
+from test_conversation import CALL, chat, said, tokenizer
 
 TASKS = [Task(f"own/{number}", (Message("user", "What is 17 * 23?"),), answer="391") for number in range(3)]
 WORDS = ["model.name=tiny", "rollout.group_size=4", "batch.token_budget=2048"]

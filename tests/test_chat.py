@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mtgrpo.chat import Chat, ChatSettings, TemplateChat, Thinking, Tools, chatml, open_chat
+from mtgrpo.chat import Chat, ChatSettings, Thinking, Tools, open_chat
 from mtgrpo.chat.renderer import RendererChat, known_config
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer
+from mtgrpo.chat.template import TemplateChat, chatml
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import Message, ToolCall, ToolSpec
 

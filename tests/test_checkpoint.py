@@ -21,7 +21,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from transformers.utils import logging
 
 from mtgrpo import checkpoint, preset
-from mtgrpo.chat import ChatSettings, Tools, chatml, open_chat
+from mtgrpo.chat import ChatSettings, Tools, open_chat
+from mtgrpo.chat.template import chatml
 from mtgrpo.checkpoint import CheckpointSettings, flatten, latest, load_state, save, unflatten, verify
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer

@@ -17,10 +17,11 @@ import pytest
 import yaml
 
 import mtgrpo
-from mtgrpo import cli, extension, options
+from mtgrpo import cli, extension
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.grpo import GRPO
+from mtgrpo.config import options
 from mtgrpo.config.compose import Composed, compose, parse, read_run, recipes, write_record
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.helptext import comments

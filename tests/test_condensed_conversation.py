@@ -17,7 +17,7 @@ from mtgrpo.condensers.recall import Recall
 from mtgrpo.condensers.summarize import Summarize
 from mtgrpo.condensers.truncate_tools import TruncateTools
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.rollout.conversation import CONDENSE, Limits, play
+from mtgrpo.rollout.conversation import CONDENSE, Limits, run_rollout
 from mtgrpo.types import Completion, Finish, Message, Sampling, Task, ToolCall, ToolSpec, Trajectory
 
 CONVERSATIONS = 10_000
@@ -95,7 +95,7 @@ async def conversation(rng: random.Random) -> tuple[Trajectory, list[tuple[list[
     chosen = condenser(rng)
     task = Task("t", (Message("system", words(rng, 20)), Message("user", words(rng, 20))))
     environment = Chatter(max_turns=rng.randint(1, 20), rng=rng)
-    played = await play(task, environment, Letters(), sample, sampling, limits, chosen, attend)
+    played = await run_rollout(task, environment, Letters(), sample, sampling, limits, chosen, attend)
     most = limits.context_tokens - sampling.max_new_tokens
     return played, said, min(chosen.max_condensed_tokens or most, most), chosen
 

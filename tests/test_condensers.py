@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from test_play import TASK, WIDE, chat, said, tokenizer
 
 from mtgrpo.advantages.rewards import AUXILIARY, rewards_of
 from mtgrpo.algorithms.grpo import GRPO
@@ -26,9 +25,10 @@ from mtgrpo.engines import Key
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
-from mtgrpo.rollout.conversation import CONDENSE, Limits, play
+from mtgrpo.rollout.conversation import CONDENSE, Limits, run_rollout
 from mtgrpo.rollout.demonstrations import demonstrate_condensed
 from mtgrpo.types import Completion, Finish, Group, Message, Sampling, Status, Task, ToolSpec, Trajectory
+from test_conversation import TASK, WIDE, chat, said, tokenizer
 
 SPEC = ToolSpec("next", "The next page.", {"type": "object", "properties": {}})
 CALL = '<tool_call>\n{"name": "next", "arguments": {}}\n</tool_call>'
@@ -67,7 +67,7 @@ def played(
         async with engine.conversation(Key(0, "train/1", TASK.id, 0)) as sample:
             sampling = Sampling(max_new_tokens=max_new_tokens)
             pages_of = Pages(pages=pages, **environment)
-            return await play(TASK, pages_of, chat(), sample, sampling, limits, condenser)
+            return await run_rollout(TASK, pages_of, chat(), sample, sampling, limits, condenser)
 
     trajectory = asyncio.run(run())
     return trajectory, [context for _, context in engine.asked]
@@ -257,7 +257,7 @@ def test_a_summary_takes_half_of_the_room_at_most() -> None:
                 return Completion(found.tokens[:few], found.logprobs[:few], found.versions[:few], Finish.LENGTH)
 
             limits = Limits(4096, 100_000, 4096)
-            return await play(
+            return await run_rollout(
                 TASK, Pages(pages=["one"]), chat(), limited, Sampling(max_new_tokens=999), limits, condenser
             )
 
@@ -452,7 +452,7 @@ def test_attention_is_measured_in_the_model_and_its_window() -> None:
 
     condenser = Attention(keep_last_n_steps=1, attended_steps=1, when=When.every_turn)
     trajectory = asyncio.run(
-        play(TASK, Pages(pages=pages), chat(), sample, Sampling(max_new_tokens=60), limits, condenser, attend)
+        run_rollout(TASK, Pages(pages=pages), chat(), sample, Sampling(max_new_tokens=60), limits, condenser, attend)
     )
     assert trajectory.status is Status.COMPLETED
     names = [page.split()[0] for page in pages]

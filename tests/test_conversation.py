@@ -27,7 +27,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
 from mtgrpo.model.load import ModelSettings, load_model
 from mtgrpo.rewards import Reward
-from mtgrpo.rollout.conversation import Limits, play
+from mtgrpo.rollout.conversation import Limits, run_rollout
 from mtgrpo.rollout.demonstrations import demonstrate
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
@@ -104,7 +104,7 @@ def played(
     async def run() -> Trajectory:
         async with engine.conversation(Key(0, "train/1", TASK.id, 0)) as sample:
             sampling = Sampling(max_new_tokens=max_new_tokens, stop_ids=list(stop_ids))
-            return await play(TASK, environment, with_chat or chat(), sample, sampling, limits)
+            return await run_rollout(TASK, environment, with_chat or chat(), sample, sampling, limits)
 
     trajectory = asyncio.run(run())
     return trajectory, [context for _, context in engine.asked]
@@ -523,7 +523,7 @@ def test_a_demonstration_is_laid_out_as_the_policy_would_have_played_it(system_p
         ) -> tuple[Trajectory, Trajectory]:
             opening = await environment.start(task)
             async with engine.conversation(Key(0, "train/1", task.id, 0)) as sample:
-                policy = await play(task, environment, with_chat, sample, Sampling(max_new_tokens=200), WIDE)
+                policy = await run_rollout(task, environment, with_chat, sample, Sampling(max_new_tokens=200), WIDE)
             return demonstrate(task, opening, messages, with_chat), policy
 
         shown, policy = asyncio.run(both())

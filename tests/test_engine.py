@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mtgrpo.engines import Key, local, schedule
-from mtgrpo.engines.local import Local
+from mtgrpo.engines import Key
+from mtgrpo.engines.local import Local, scheduler
+from mtgrpo.engines.local import engine as local
 from mtgrpo.engines.local.batch_plan import BatchPlan, BatchPlanner, Row
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, KVCache, token_bytes
@@ -576,7 +577,7 @@ def test_one_conversation_before_a_group_does_not_part_it(monkeypatch: pytest.Mo
 
 def test_long_prompts_are_computed_in_parts_beside_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = count_tokens(monkeypatch)
-    monkeypatch.setattr(schedule, "MAX_PREFILL_TOKENS", 50)
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", 50)
     model = make_model(DType.float64)
     engine = Local().start(model, False, 1024)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from mtgrpo.algorithms.credit import Rewards
+from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.credits.gae import GAE
 from mtgrpo.credits.gigpo import GiGPO
 from mtgrpo.credits.return_to_go import ReturnToGo

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from mtgrpo.config.compose import compose, parse
-from mtgrpo.engines import local, paged_attention
+from mtgrpo.engines.local import engine as local
+from mtgrpo.engines.local import paged_attention
 from mtgrpo.engines.local.batch_plan import BatchPlan, BatchPlanner, _Parts
 from mtgrpo.engines.local.decoder import _Product
 from mtgrpo.engines.local.kv_cache import KVCache

@@ -7,7 +7,6 @@ import copy
 import itertools
 
 import pytest
-from test_play import chat
 
 from mtgrpo.condensers import When
 from mtgrpo.condensers.keep_last import KeepLast
@@ -19,6 +18,7 @@ from mtgrpo.rollout.demonstrations import demonstrate, demonstrate_condensed
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.ledger import Ledger
 from mtgrpo.types import SUMMARY, Message, Task, ToolCall, Trajectory
+from test_conversation import chat
 
 
 def tasks(split: Split = Split.train, count: int = 30, **settings: float) -> list[Task]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mtgrpo.model import products
+from mtgrpo.model import onednn_linear
 from mtgrpo.model.onednn_linear import GRID, OneDNNLinear, multiply, onednn, pack, use_onednn
 
 HERE = onednn(torch.device("cpu"), torch.float32)
@@ -46,7 +46,7 @@ def test_onednn_is_used_on_the_grid_alone(monkeypatch: pytest.MonkeyPatch) -> No
     fast = layer(True)
     use_onednn(fast)
     calls: list[int] = []
-    monkeypatch.setattr(products, "multiply", lambda x, w, b=None: calls.append(len(x)) or multiply(x, w, b))
+    monkeypatch.setattr(onednn_linear, "multiply", lambda x, w, b=None: calls.append(len(x)) or multiply(x, w, b))
     fast(torch.randn(GRID, 24))
     fast(torch.randn(GRID + 1, 24))
     fast(torch.randn(0, 24))
@@ -65,7 +65,7 @@ def test_what_needs_no_gradient_is_not_multiplied(monkeypatch: pytest.MonkeyPatc
     x = torch.randn(GRID, 24, requires_grad=True)
     out = fast(x)
     calls: list[tuple[int, ...]] = []
-    monkeypatch.setattr(products, "multiply", lambda x, w, b=None: calls.append(w.shape) or multiply(x, w, b))
+    monkeypatch.setattr(onednn_linear, "multiply", lambda x, w, b=None: calls.append(w.shape) or multiply(x, w, b))
     out.sum().backward()
     assert calls == [(24, 40)]
     assert fast.weight.grad is None

@@ -11,7 +11,6 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from test_play import TASK, make_runner, model, said
 
 from mtgrpo import extension
 from mtgrpo.engines import Key
@@ -22,6 +21,7 @@ from mtgrpo.environments.tool_use import OnOutage, ToolUse
 from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.types import Message, Status, Task, ToolCall, Trajectory
 from test_async import in_jumping_time
+from test_conversation import TASK, make_runner, model, said
 
 CALLS = 0.6  # the probability of one more call, of at most MOST
 MOST = 4

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_learner import ALGORITHMS, NAMES, TRAJECTORIES, estimator_for, updates
 
 from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.algorithms import Algorithm, Tokens, ratio
@@ -23,6 +22,7 @@ from mtgrpo.algorithms.gspo import GSPO
 from mtgrpo.algorithms.kl import KL, Estimator
 from mtgrpo.policy.updater import UpdateConfig
 from mtgrpo.types import Trajectory
+from test_updater import ALGORITHMS, NAMES, TRAJECTORIES, estimator_for, updates
 
 FAR = [30.0, 100.0, 1000.0, -30.0, -100.0, -1000.0]
 PLAIN = [GRPO(), *ALGORITHMS]  # the first without a dual clip

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mtgrpo.chat import Chat, ChatSettings, chatml, open_chat
+from mtgrpo.chat import Chat, ChatSettings, open_chat
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer
+from mtgrpo.chat.template import chatml
 from mtgrpo.types import Message, ToolCall, ToolSpec
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "</s>"]

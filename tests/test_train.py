@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtgrpo import checkpoint, trainer
+from mtgrpo import checkpoint
 from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.batch.forest import Batch
 from mtgrpo.config.compose import compose, parse
@@ -24,6 +24,7 @@ from mtgrpo.policy.reference import freeze
 from mtgrpo.policy.step import at_once
 from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.rollout.stream import RolloutBatch, Stream
+from mtgrpo.stages import trainer
 from mtgrpo.stages.evaluate import AllFailedError, run_evaluation
 from mtgrpo.stages.run import Run, check, open_run
 from mtgrpo.stages.sft import demonstrations, run_sft, within

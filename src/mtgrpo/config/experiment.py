@@ -103,7 +103,7 @@ class Experiment:
     condenser: Condenser
     reward: Reward
     algorithm: Algorithm
-    estimator: AdvantageEstimator
+    advantage: AdvantageEstimator
     engine: Engine
     seed: int = 0
     kl: KL = field(default_factory=KL)

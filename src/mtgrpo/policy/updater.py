@@ -51,7 +51,7 @@ class UpdateConfig:
     """What is learnt from a rollout batch, and how."""
 
     algorithm: Algorithm
-    estimator: AdvantageEstimator
+    advantage: AdvantageEstimator
     kl: KL = field(default_factory=KL)
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)
     correction: Correction = field(default_factory=Correction)

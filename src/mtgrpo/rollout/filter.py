@@ -19,7 +19,9 @@ class Filter:
     zero_variance: bool = False  # leave out groups whose rewards are all equal: nothing to compare
     min_success: float = 0.0  # leave out groups of which a smaller share succeeds: too hard
     max_success: float = 1.0  # leave out groups of which a larger share succeeds: too easy
-    refill: bool = False  # run more until the batch is full, not training what is more (dynamic sampling, arXiv:2503.14476)
+    refill: bool = (
+        False  # run more until the batch is full, not training what is more (dynamic sampling, arXiv:2503.14476)
+    )
     max_batches: int = 10  # run for one, at most; then it is trained as it is
 
     def __post_init__(self) -> None:
