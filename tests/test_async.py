@@ -34,12 +34,13 @@ from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model import tiny
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
+from mtgrpo.record.curve import Curve
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.conversation import Limits
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
-from mtgrpo.rollout.stream import RolloutBatch, Stream, describe_stream
-from mtgrpo.stages.trainer import Curve, train
+from mtgrpo.rollout.stream import RolloutBatch, Stream
+from mtgrpo.stages.trainer import train
 from mtgrpo.tasks import IndexedStream
 from mtgrpo.types import Completion, Group, Message, Sampling, Status, Task, Trajectory
 
@@ -122,7 +123,7 @@ def test_staleness_bound(seconds: list[float], batch: int, staleness: int, ahead
     for version, played in enumerate(batches):
         assert len(played.groups) == batch
         assert all(0 <= version - admitted <= staleness for admitted in played.admitted)
-        assert describe_stream(played, version)["rollout/staleness_max"] == version - min(played.admitted)
+        assert describe_staleness(played, version)["rollout/staleness_max"] == version - min(played.admitted)
         assert played.admitted == sorted(played.admitted)
     assert napper.most <= (staleness + 1) * batch  # no more is ever open than may be trained in time
     assert napper.open == 0
@@ -502,7 +503,7 @@ def test_what_an_update_does_to_what_is_stored(keep: bool, monkeypatch: pytest.M
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.01)
-            engine.version = 1
+            await engine.load_weights(model, 1)
             computed.clear()
             again = await first([*prompt, *said.tokens, 7, 8], sampling)
             of_first = sum(computed)

@@ -169,7 +169,7 @@ def test_new_weights_in_mid_conversation_drop_what_was_cached() -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.02)
-            engine.version = 5
+            await engine.load_weights(model, 5)
             context = prompt_of(1) + first.tokens + [33, 34]
             return context, await sample(context, sampling)
 
@@ -624,7 +624,7 @@ def test_three_updates_in_the_middle_of_conversations() -> None:
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.mul_(1.01)
-                engine.version = version
+                await engine.load_weights(model, version)
         return worst
 
     assert asyncio.run(run()) <= 1e-9
@@ -647,7 +647,7 @@ def test_fused_decoding_that_has_gone_wrong_gives_way_to_the_models_own_modules(
     engine = Local().start(model, True, 1024)
     engine.notes.clear()
     engine._forward._fused._layers[0].scale = scale  # type: ignore[union-attr]
-    engine.version = 1
+    asyncio.run(engine.load_weights(model, 1))
     played = play_many(engine, Sampling(max_new_tokens=6))
     assert not engine._forward.fused
     assert "fused decoding differs" in engine.notes[0]
@@ -663,7 +663,7 @@ def test_tokens_on_which_a_model_was_never_trained_do_not_condemn_it() -> None:
     for version in range(1, 4):
         with torch.no_grad():
             model.get_input_embeddings().weight[9:].mul_(1.01)
-        engine.version = version
+        asyncio.run(engine.load_weights(model, version))
         asyncio.run(ask(engine, Key(0, "a", "t", 0), prompt_of(1), 3))
     assert engine._forward.fused
     assert len(engine.notes) == 1

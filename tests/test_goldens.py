@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.credits import Credit, Level
 from mtgrpo.credits.gae import GAE
 from mtgrpo.credits.gigpo import GiGPO
 from mtgrpo.credits.return_to_go import ReturnToGo
 from mtgrpo.credits.trajectory import WholeTrajectory
 from torch import Tensor
 
+from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm, Tokens
 from mtgrpo.algorithms.average import Average, Membership, token_weights
 from mtgrpo.algorithms.baseline import whitened
@@ -33,7 +34,6 @@ from mtgrpo.algorithms.ppo import PPO
 from mtgrpo.algorithms.reinforce_pp import ReinforcePP
 from mtgrpo.algorithms.rloo import RLOO
 from mtgrpo.algorithms.sapo import SAPO
-from mtgrpo.credits import Credit, Level
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 TOLERANCE = 1e-6

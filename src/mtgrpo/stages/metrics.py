@@ -80,7 +80,7 @@ def describe_step(
         **{f"rollout/failed/{cause}": failed / count for cause, failed in causes.items()},
         "rollout/groups_left_out": float(len(groups) - len(comparable(groups, experiment.algorithm))),
         "rollout/filtered": batch.left_out / len(groups),
-        **_staleness(batch, version),
+        **describe_staleness(batch, version),
         **_speed(trajectories, rollout_s + train_s if experiment.rollout.max_staleness else rollout_s),
         "time/rollout_s": rollout_s,
         "time/train_s": train_s,
@@ -96,7 +96,7 @@ def _turn_rewards(trajectories: Sequence[Trajectory]) -> Metrics:
     return {"reward/turn": sum(sums) / sum(map(len, judged)), "reward/turns_of_trajectory": sum(sums) / len(judged)}
 
 
-def _staleness(batch: RolloutBatch, version: int) -> Metrics:
+def describe_staleness(batch: RolloutBatch, version: int) -> Metrics:
     """In weight updates: of groups since their admission, of tokens since they were sampled; and queueing time."""
     versions = [v for group in batch.groups for t in group.trajectories for turn in t.turns for v in turn.versions]
     lengths = [t.sampled_tokens for group in batch.arrived for t in group.trajectories]

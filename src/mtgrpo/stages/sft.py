@@ -16,8 +16,8 @@ from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.traits import traits
 from mtgrpo.model.scorer import Scores
+from mtgrpo.model.traits import traits
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.record.summary import write_summary

@@ -1,4 +1,4 @@
-"""A rollout batch becomes an update: the event loop lays it out as tensors, the trainer computes, the engine follows."""
+"""A rollout batch becomes an update: the event loop lays it out as tensors, the policy trains, the engine follows."""
 
 from __future__ import annotations
 
