@@ -134,7 +134,12 @@ def measure(case: str, scale: Scale, rounds: int, rounds_default: int, threads: 
                     for _ in range(turns):
                         steps["ours"].append(taken("ours", own))
                         steps[name].append(taken(name, rival))
-    detail: dict[str, Any] = {"sweep_s": tried, "rows": rows, "rounds": {name: len(of) for name, of in steps.items()}}
+    detail: dict[str, Any] = {
+        "sweep_s": tried,
+        "rows": rows,
+        "rounds": {name: len(of) for name, of in steps.items()},
+        "prompt_tokens": prompt_tokens(scale.words()),
+    }
     for name, of in steps.items():
         detail[name] = summary(of, loaded[name]) | {"peak_bytes": of[-1]["peak_bytes"]}
     for name in steps:

@@ -23,7 +23,7 @@ from mtgrpo.types import Message
 CONVERSATIONS = 2_000
 WORD_WEIGHT = 3  # how often each word is seen, against CONVERSATIONS
 REPLY = "<|im_start|>assistant\n"
-TEMPLATE = Path(tiny.__file__).parents[1] / "rollout" / "chatml.jinja"
+TEMPLATE = Path(tiny.__file__).parents[1] / "chat" / "chatml.jinja"
 
 
 def conversations() -> Iterator[str]:

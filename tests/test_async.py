@@ -40,6 +40,7 @@ from mtgrpo.rollout.conversation import Limits
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.rollout.stream import RolloutBatch, Stream
+from mtgrpo.stages.metrics import describe_staleness
 from mtgrpo.stages.trainer import train
 from mtgrpo.tasks import IndexedStream
 from mtgrpo.types import Completion, Group, Message, Sampling, Status, Task, Trajectory

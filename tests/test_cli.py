@@ -186,7 +186,7 @@ def test_without_a_word_it_is_the_recipe_calculator() -> None:
         "condenser": "none",
         "reward": "numeric",
         "algorithm": "grpo",
-        "credit": "trajectory",
+        "advantage": "trajectory",
         "engine": "local",
         "recipe": "calculator",
     }

@@ -47,7 +47,7 @@ async def converse(
     engine: LocalEngine, key: Key, task: int, sampling: Sampling, turns: int, delays: random.Random | None = None
 ) -> Played:
     played = Played()
-    rng = random.Random(f"{key}")
+    rng = random.Random(f"{key.scope}/{key.task}/{key.sample_index}")
     context = prompt_of(task)
     async with engine.conversation(key) as sample:
         for _ in range(turns):
@@ -256,7 +256,7 @@ def test_siblings_share_a_prompt_of_any_length(length: int) -> None:
 
 
 def test_conversations_that_come_and_go_keep_their_own_past() -> None:
-    """KVCache change hands while others go on."""
+    """Blocks change hands while others go on."""
     model = make_model(DType.float64)
     sampling = Sampling(max_new_tokens=6, stop_ids=list(range(200)))
     places = asyncio.Semaphore(4)
@@ -355,7 +355,7 @@ def test_every_page_comes_back() -> None:
 
 
 def test_memory_does_not_grow_with_the_number_of_conversations() -> None:
-    """KVCache are used again before new ones are touched."""
+    """Blocks are used again before new ones are touched."""
     model = make_model()
     engine = LocalEngine(model, False, KVCache(model, 2**14, 1024), longest_context=1024)
     places = asyncio.Semaphore(20)

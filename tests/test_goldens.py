@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from mtgrpo.credits import Credit, Level
-from mtgrpo.credits.gae import GAE
-from mtgrpo.credits.gigpo import GiGPO
-from mtgrpo.credits.return_to_go import ReturnToGo
-from mtgrpo.credits.trajectory import WholeTrajectory
 from torch import Tensor
 
+from mtgrpo.advantages import AdvantageEstimator, Level
+from mtgrpo.advantages.gae import GAE
+from mtgrpo.advantages.gigpo import GiGPO
+from mtgrpo.advantages.return_to_go import ReturnToGo
 from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.algorithms import Algorithm, Tokens
 from mtgrpo.algorithms.average import Average, Membership, token_weights
 from mtgrpo.algorithms.baseline import whitened
@@ -169,7 +169,7 @@ def segments(golden: Golden, inputs: Values, outputs: Values) -> tuple[Found, Fo
     return {"advantage": found[chosen]}, {"advantage": double(outputs["advantage"])[chosen]}
 
 
-def per_step(credit: Credit, inputs: Values) -> tuple[Tensor, Rewards, Tensor]:
+def per_step(credit: AdvantageEstimator, inputs: Values) -> tuple[Tensor, Rewards, Tensor]:
     """Rewards of single tokens, of which those at mask 0 were not sampled."""
     sampled = torch.tensor(inputs["mask"]) == 1
     row = numbers(inputs["lengths"])
@@ -281,16 +281,16 @@ def lost(build: Callable[[Golden], Algorithm]) -> Callable[[Golden, Values, Valu
         algorithm, settings = build(golden), golden.settings
         logp, advantage = double(inputs["logp"]).requires_grad_(), double(inputs["advantage"])
         old = (
-            double(inputs["behaviour_logp" if algorithm.against_engine else "old_logp"])
-            if not (algorithm.against_engine and "behaviour_logp" not in inputs)
+            double(inputs["behaviour_logp" if algorithm.uses_behaviour_policy else "old_logp"])
+            if not (algorithm.uses_behaviour_policy and "behaviour_logp" not in inputs)
             else double(inputs["old_logp"])
         )
         sequence = None
-        if algorithm.of_sequences:
+        if algorithm.needs_sequence_ratio:
             term = algorithm.sequence_term((logp - old).detach(), advantage)
             sequence = mean_of_trajectories(term, inputs["lengths"])
         per_token = algorithm.loss(Tokens(logp, old, advantage, sequence)).loss
-        if "behaviour_logp" in inputs and not algorithm.against_engine:
+        if "behaviour_logp" in inputs and not algorithm.uses_behaviour_policy:
             per_token = per_token * corrected(golden, inputs)
         if "ref_logp" in inputs:
             kl = KL(1.0, Estimator.k3, unbiased=golden.what == "grpo_with_corrected_k3")
@@ -414,7 +414,7 @@ def overlong(golden: Golden, inputs: Values, outputs: Values) -> tuple[Found, Fo
     found: list[float] = []
     for length in inputs["lengths"]:
         turn = Turn([1], [1] * length, [0.0] * length, [0] * length, Finish.STOP, Message("assistant"))
-        found.append(factor * algorithm.shaped(Trajectory(task, turns=[turn])))
+        found.append(factor * algorithm.shaped_reward(Trajectory(task, turns=[turn])))
     within = double(inputs["lengths"]) <= settings["max_length"]
     chosen = within if golden.peer in ("verl", "AReaL") else torch.ones_like(within)  # those two have no floor
     return {"penalty": double(found)[chosen]}, {"penalty": double(outputs["penalty"])[chosen]}

@@ -92,7 +92,7 @@ VERL = (Path(__file__).parents[1] / "docs" / "coming_from_verl.md").read_text()
 
 def test_the_names_beside_those_of_verl_exist() -> None:
     chosen = {"task": "parquet", "environment": "tool_use", "condenser": "keep_last", "reward": "context_efficiency"}
-    chosen |= {"algorithm": "grpo", "credit": "trajectory", "engine": "local"}
+    chosen |= {"algorithm": "grpo", "advantage": "trajectory", "engine": "local"}
     known = schema({group: chosen_class(group, option) for group, option in chosen.items()})
     rows = [line.split("|") for line in VERL.splitlines() if line.startswith("| `")]
     ours = [
