@@ -10,6 +10,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
@@ -441,6 +442,64 @@ def test_the_engine_has_its_turn_between_micro_batches(
     assert ["micro-batch", "engine", "micro-batch"] in [events[i : i + 3] for i in range(len(events))]
     assert {version for version, _ in seen} >= {0, 1, 2, 3}
     assert all(version == learnt for version, learnt in seen)
+
+
+ELSEWHERE = """
+from dataclasses import dataclass
+
+from mtgrpo.engines import Engine
+from mtgrpo.engines.scripted import ScriptedEngine
+
+STARTED = []
+
+
+@dataclass
+class Elsewhere(Engine):
+    def start(self, model, deterministic, longest_context):
+        stop = model.generation_config.eos_token_id[0]
+        STARTED.append(ScriptedEngine(lambda key, turn: [100 + key.sample_index, stop]))
+        return STARTED[-1]
+"""
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_training_beside_an_engine_with_weights_of_its_own_leaves_the_loop_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    threads: set[str] = set()
+    ticks = [0]
+    during: list[int] = []  # ticks of the event loop while a micro-batch was computed
+    score = Policy.score
+
+    def slow(self: Policy, *arguments: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        before = ticks[0]
+        time.sleep(0.05)
+        during.append(ticks[0] - before)
+        return score(self, *arguments)
+
+    async def tick() -> None:
+        while True:
+            ticks[0] += 1
+            await asyncio.sleep(0.002)
+
+    async def run() -> None:
+        ticking = asyncio.create_task(tick())
+        await train(made, tmp_path / "run", Curve())
+        ticking.cancel()
+
+    own = tmp_path / "own.py"
+    own.write_text(OWN + ELSEWHERE)
+    words = [*SMALL, f"reward={own}:First", f"engine={own}:Elsewhere", f"rollout.max_staleness={staleness}"]
+    made = compose(parse([*words, "trainer.steps=2", "sft.steps=1"])).experiment
+    monkeypatch.setattr(Policy, "score", slow)
+    asyncio.run(run())
+    assert len(during) >= 3 and min(during) > 3
+    assert threading.current_thread().name not in threads
+    (engine,) = sys.modules[type(made.engine).__module__].STARTED
+    in_step = ["sleep", "load_weights {}", "wake"] if staleness == 0 else ["load_weights {}"]
+    expected = [call.format(step) for step in (1, 2) for call in in_step]
+    assert [call for call in engine.calls if call != "close"] == ["load_weights 0", *expected]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

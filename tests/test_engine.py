@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -697,6 +699,99 @@ def test_models_that_the_fused_path_does_not_know_sample_through_their_own_forwa
     assert [[c.tokens for c in p.completions] for p in played] == [
         [c.tokens for c in p.completions] for p in play_many(fused, sampling)
     ]
+
+
+# --- the protocol ---
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    engine = Local().start(make_model(), True, 1024)
+    with pytest.raises(EngineError, match="samples from the model it was started with"):
+        asyncio.run(engine.load_weights(make_model(seed=1), 1))
+    assert engine.version == 0
+
+
+def test_loading_weights_resets_the_cache_and_is_measured() -> None:
+    model = make_model()
+    engine = Local().start(model, True, 1024)
+
+    async def run() -> tuple[int, int]:
+        async with engine.conversation(Key(0, "a", "t", 0)) as sample:
+            await sample(prompt_of(1), Sampling(max_new_tokens=4))
+            before = engine._kv_cache.own.free
+            await engine.load_weights(model, 3)
+            return before, engine._kv_cache.own.free
+
+    before, after = asyncio.run(run())
+    assert before < after == engine._kv_cache.own.count
+    assert engine.version == 3
+    assert engine.sync_s > 0
+
+
+@pytest.mark.parametrize("method", ["pause", "sleep"])
+def test_nothing_is_sampled_until_it_goes_on(method: str) -> None:
+    """And then what would have been sampled anyway, also by a conversation that was open meanwhile."""
+    model, sampling = make_model(DType.float64), Sampling(max_new_tokens=30)
+
+    async def run(stop: bool) -> tuple[list[Completion], list[int]]:
+        engine, lengths = Local().start(model, True, 1024), []
+        async with engine.conversation(Key(0, "a", "t", 0)) as sample:
+            asked = asyncio.create_task(sample(prompt_of(1), sampling))
+            while not any(request.logprobs for request in engine._scheduler.requests):
+                await asyncio.sleep(0)
+            if stop:
+                await (engine.pause() if method == "pause" else engine.sleep())
+                for _ in range(2):
+                    lengths.append(sum(len(request.logprobs) for request in engine._scheduler.requests))
+                    await asyncio.sleep(0.05)
+                assert bool(engine._kv_cache.own.keys) == (method == "pause")  # the memory is given back
+                await (engine.resume() if method == "pause" else engine.wake())
+            first = await asyncio.wait_for(asked, 20)
+            return [first, await sample([*prompt_of(1), *first.tokens, 7], sampling)], lengths
+
+    plain, _ = asyncio.run(run(False))
+    stopped, lengths = asyncio.run(run(True))
+    assert 0 < lengths[0] == lengths[1] < 30
+    assert [c.tokens for c in stopped] == [c.tokens for c in plain]
+    assert stopped[1].logprobs == pytest.approx(plain[1].logprobs, abs=1e-10)
+
+
+def test_a_night_changes_no_digit() -> None:
+    model, sampling = make_model(), Sampling(max_new_tokens=8, stop_ids=[STOP])
+    found: list[list[Played]] = []
+    for nights in (0, 2):
+        engine = Local().start(model, True, 1024)
+        play_many(engine, sampling)
+        for _ in range(nights):
+            asyncio.run(engine.sleep())
+            asyncio.run(engine.wake())
+        found.append(play_many(engine, sampling))
+    assert found[0] == found[1]
+
+
+def test_a_closed_engine_answers_nobody() -> None:
+    engine = Local().start(make_model(), False, 1024)
+
+    async def run() -> None:
+        async with engine.conversation(Key(0, "a", "t", 0)) as sample:
+            asked = asyncio.create_task(sample(prompt_of(1), Sampling(max_new_tokens=900)))
+            await asyncio.sleep(0.05)
+            await engine.close()
+            for request in (asked, sample(prompt_of(1), Sampling(max_new_tokens=2))):
+                with pytest.raises(EngineError, match="the engine is closed"):
+                    await request
+
+    asyncio.run(run())
+    assert engine._kv_cache.own.keys == []
+    assert engine._kv_cache.own.free == engine._kv_cache.own.count
+
+
+def test_engines_import_no_library() -> None:
+    """Settings and protocol alone; what runs a model is imported by `start`."""
+    modules = "mtgrpo.engines, mtgrpo.engines.local, mtgrpo.engines.scripted"
+    code = f"import sys, {modules}; sys.exit(', '.join({{'torch', 'transformers'}} & set(sys.modules)) or None)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 # --- requests ---
