@@ -675,7 +675,7 @@ def test_a_cache_that_is_wrong_is_found_at_the_start(monkeypatch: pytest.MonkeyP
     plan = BatchPlanner.plan
 
     def shifted(self: BatchPlanner, rows: list[Row]) -> BatchPlan:
-        past = len(rows[0].stored.tokens)
+        past = len(rows[0].block_table.tokens)
         found = plan(self, rows)
         return replace(found, positions=found.positions + 1) if past else found
 

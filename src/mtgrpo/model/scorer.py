@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from mtgrpo.batch.forest import Forest
 from mtgrpo.batch.packing import Cost, Layout, MicroBatch
 from mtgrpo.model.attention import Visibility, uses_forest
+from mtgrpo.model.eager import eagerly
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import Kept, head_logits, sampled_logprobs
 from mtgrpo.model.onednn_linear import GRID, onednn
@@ -63,7 +64,7 @@ class Scorer(nn.Module):
             pairs, drawn = torch.unique(row * sets + micro.kept.number, return_inverse=True)
             kept = Kept(*micro.kept.listed(pairs % sets), row=pairs // sets)
         drawn, token = drawn.to(hidden.device), micro.token.to(hidden.device)
-        logp, entropy = sampled_logprobs(hidden, _head(self.model), drawn, token, temperature, kept)
+        logp, entropy = eagerly(sampled_logprobs, hidden, _head(self.model), drawn, token, temperature, kept)
         expected = values(self.model, hidden)[row.to(hidden.device)] if has_value_head(self.model) else None
         return Scores(logp, entropy[drawn], expected)
 

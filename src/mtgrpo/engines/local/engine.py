@@ -148,14 +148,14 @@ class LocalEngine:
     @torch.inference_mode()
     def _through_cache(self, context: Tensor) -> Tensor:
         """Log-probabilities [n, vocabulary] of the next token: two chunks of prefill, then one step of decoding."""
-        stored, found = BlockTable(), []
+        block_table, found = BlockTable(), []
         for tokens in (context[: -len(context) // 3], context[-len(context) // 3 : -1], context[-1:]):
             if len(tokens):
-                self._kv_cache.own.reserve(stored, len(tokens))
-                plan = self._planner.plan([Row(stored, tokens.tolist())])
+                self._kv_cache.own.reserve(block_table, len(tokens))
+                plan = self._planner.plan([Row(block_table, tokens.tolist())])
                 hidden = self._forward(plan.ids, plan.positions, partial(attend, self._kv_cache, plan))
                 found.append(self._forward.logits(hidden[: len(tokens)]).log_softmax(-1))
-        self._kv_cache.own.cut(stored, 0)
+        self._kv_cache.own.cut(block_table, 0)
         return torch.cat(found)
 
     def _leave_fused(self, apart: float, expected: Reference) -> None:

@@ -1,6 +1,6 @@
 """The KV cache of all conversations: blocks of equal size, and a block table for each conversation.
 
-A conversation takes small blocks. What several conversations begin with, a prefix, is stored once for all of them, in
+A conversation takes small blocks. What several conversations begin with, a prefix, is cached once for all of them, in
 large blocks of a pool of its own.
 """
 
@@ -82,13 +82,13 @@ class BlockPool:
         """The number of blocks that nobody has."""
         return len(self._free)
 
-    def missing(self, stored: BlockTable, tokens: int) -> int:
+    def missing(self, block_table: BlockTable, tokens: int) -> int:
         """How many more blocks `tokens` more tokens take."""
-        return -(-(len(stored.tokens) + tokens) // self.length) - len(stored.blocks)
+        return -(-(len(block_table.tokens) + tokens) // self.length) - len(block_table.blocks)
 
-    def reserve(self, stored: BlockTable, tokens: int) -> None:
+    def reserve(self, block_table: BlockTable, tokens: int) -> None:
         """Make room for `tokens` more tokens, for which there must be enough free blocks. The first blocks go first."""
-        stored.blocks.extend(heappop(self._free) for _ in range(self.missing(stored, tokens)))
+        block_table.blocks.extend(heappop(self._free) for _ in range(self.missing(block_table, tokens)))
 
     def copy(self, source: BlockTable, target: BlockTable, count: int) -> None:
         """Give `target`, of which nothing is there yet but the room, the first `count` tokens of `source`."""
@@ -99,13 +99,13 @@ class BlockPool:
                     buffer[own, :, :filled] = buffer[block, :, :filled]
         target.tokens.extend(source.tokens[:count])
 
-    def cut(self, stored: BlockTable, count: int) -> None:
-        """Keep the first `count` tokens of `stored` (its prefix not counted) and take back the other blocks."""
-        del stored.tokens[count:]
+    def cut(self, block_table: BlockTable, count: int) -> None:
+        """Keep the first `count` tokens of `block_table` (its prefix not counted) and take back the other blocks."""
+        del block_table.tokens[count:]
         keep = -(-count // self.length)
-        for block in stored.blocks[keep:]:
+        for block in block_table.blocks[keep:]:
             heappush(self._free, block)
-        del stored.blocks[keep:]
+        del block_table.blocks[keep:]
 
 
 class KVCache:
@@ -132,9 +132,9 @@ class KVCache:
         self.prefixes.release()
         self.own.release()
 
-    def pool(self, stored: BlockTable) -> BlockPool:
-        """The pool that `stored` lies in."""
-        return self.prefixes if isinstance(stored, Prefix) else self.own
+    def pool(self, block_table: BlockTable) -> BlockPool:
+        """The pool that `block_table` lies in."""
+        return self.prefixes if isinstance(block_table, Prefix) else self.own
 
 
 def whole_blocks(tokens: int) -> int:

@@ -26,7 +26,7 @@ class Conversation:
     """What the engine knows of one open conversation."""
 
     key: Key
-    stored: BlockTable = field(default_factory=BlockTable)
+    block_table: BlockTable = field(default_factory=BlockTable)
     turns: int = 0
     used: int = 0  # the last step in which it computed anything
 
@@ -49,7 +49,7 @@ class Request:
     @property
     def pending(self) -> int:
         """How many tokens are not in the KV cache yet; the next token can be sampled once there are none."""
-        return len(self.tokens) - self.conversation.stored.end
+        return len(self.tokens) - self.conversation.block_table.end
 
 
 class Scheduler:
@@ -82,7 +82,7 @@ class Scheduler:
         for request in [r for r in self.requests if r.conversation is conversation]:
             self.drop(request)
         self._conversations.remove(conversation)
-        self._forget(conversation.stored)
+        self._forget(conversation.block_table)
 
     def ask(self, request: Request) -> None:
         """A turn is asked for."""
@@ -96,7 +96,7 @@ class Scheduler:
     def reset_cache(self) -> None:
         """Nothing in the KV cache is valid any more: release all blocks; what runs waits for its prefill again."""
         for conversation in self._conversations:
-            self._forget(conversation.stored)
+            self._forget(conversation.block_table)
         self._waiting, self._running = self.requests, []
 
     def invalidate_prefix_cache(self) -> None:
@@ -117,8 +117,8 @@ class Scheduler:
         while index < len(self._running):  # which loses requests at its end when memory runs out
             request = self._running[index]
             index += 1
-            stored = request.conversation.stored
-            prefix, end = stored.prefix, stored.end
+            block_table = request.conversation.block_table
+            prefix, end = block_table.prefix, block_table.end
             pending = len(request.tokens) - end
             if prefix and prefix.missing and id(prefix) not in planned:
                 new = [] if self._waits(prefix) else prefix.wanted[len(prefix.tokens) :][:room]
@@ -129,11 +129,15 @@ class Scheduler:
             if prefix and planned.get(id(prefix), 0):
                 continue  # what the request sees will not all be there
             count = 1 if pending == 1 else min(pending, room)
-            if count and (self._fits(stored, count) or self._preempt(request, count)):
+            if count and (self._fits(block_table, count) or self._preempt(request, count)):
                 room -= count if pending > 1 else 0
                 request.conversation.used = self._step
-                rows.append((Row(stored, request.tokens[end : end + count]), request if count == pending else None))
-        return [(row, request) for row, request in rows if not isinstance(row.stored, Prefix) or row.stored.users]
+                rows.append(
+                    (Row(block_table, request.tokens[end : end + count]), request if count == pending else None)
+                )
+        return [
+            (row, request) for row, request in rows if not isinstance(row.block_table, Prefix) or row.block_table.users
+        ]
 
     def _waits(self, prefix: Prefix) -> bool:
         """Whether its beginning is being computed for another prefix; copies it as soon as it is there."""
@@ -144,7 +148,7 @@ class Scheduler:
             self._kv_cache.prefixes.copy(source, prefix, count)
             prefix.source = None
             return False
-        if any(request.conversation.stored.prefix is source for request in self._running):
+        if any(request.conversation.block_table.prefix is source for request in self._running):
             return True
         self._replace_source(source)
         return self._waits(prefix)
@@ -155,25 +159,25 @@ class Scheduler:
         for prefix in waiting:
             prefix.source = waiting[0] if prefix is not waiting[0] else None
 
-    def _fits(self, stored: BlockTable, count: int) -> bool:
+    def _fits(self, block_table: BlockTable, count: int) -> bool:
         """Whether its blocks hold `count` more tokens."""
-        return len(stored.tokens) + count <= len(stored.blocks) * BLOCK_SIZE
+        return len(block_table.tokens) + count <= len(block_table.blocks) * BLOCK_SIZE
 
     def _preempt(self, request: Request, count: int) -> bool:
         """Blocks for the next `count` tokens of a running request: evict idle conversations, then preempt the latest.
 
         False if the request itself was preempted.
         """
-        stored = request.conversation.stored
-        while self._kv_cache.own.missing(stored, count) > self._kv_cache.own.free:
+        block_table = request.conversation.block_table
+        while self._kv_cache.own.missing(block_table, count) > self._kv_cache.own.free:
             if self._evict():
                 continue
             victim = self._running.pop()
             self._waiting.append(victim)
-            self._forget(victim.conversation.stored)
+            self._forget(victim.conversation.block_table)
             if victim is request:
                 return False
-        self._kv_cache.own.reserve(stored, count)
+        self._kv_cache.own.reserve(block_table, count)
         return True
 
     def _start(self) -> None:
@@ -181,13 +185,13 @@ class Scheduler:
         self._waiting.sort(key=lambda request: (request.since, request.conversation.key))
         for request in self._waiting:
             self._align(request)
-        self._share([request for request in self._waiting if request.conversation.stored.end == 0])
+        self._share([request for request in self._waiting if request.conversation.block_table.end == 0])
         own = self._kv_cache.own
-        promised = sum(own.missing(request.conversation.stored, request.pending) for request in self._running)
+        promised = sum(own.missing(request.conversation.block_table, request.pending) for request in self._running)
         while self._waiting:
             request = self._waiting[0]
-            needed = own.missing(request.conversation.stored, request.pending)
-            idle = sum(len(c.stored.blocks) for c in self._idle(request.conversation))
+            needed = own.missing(request.conversation.block_table, request.pending)
+            idle = sum(len(c.block_table.blocks) for c in self._idle(request.conversation))
             while own.free < promised + needed <= own.free + idle:
                 idle -= self._evict(spared=request.conversation)
             if promised + needed > own.free and self._running:
@@ -197,10 +201,12 @@ class Scheduler:
 
     def _align(self, request: Request) -> None:
         """Release what the conversation has cached and is not the beginning of the request; the last token is new."""
-        stored, tokens = request.conversation.stored, request.tokens
-        if stored.prefix and (len(tokens) <= stored.start or tokens[: stored.start] != stored.prefix.wanted):
-            self._forget(stored)
-        self._kv_cache.own.cut(stored, _common(stored.tokens, tokens[stored.start : -1]))
+        block_table, tokens = request.conversation.block_table, request.tokens
+        if block_table.prefix and (
+            len(tokens) <= block_table.start or tokens[: block_table.start] != block_table.prefix.wanted
+        ):
+            self._forget(block_table)
+        self._kv_cache.own.cut(block_table, _common(block_table.tokens, tokens[block_table.start : -1]))
 
     def _share(self, fresh: Sequence[Request]) -> None:
         """Give requests of which nothing is cached a prefix: an old one, or what they begin with themselves.
@@ -248,25 +254,25 @@ class Scheduler:
     def _attach(self, group: Sequence[Request], prefix: Prefix) -> None:
         prefix.users += len(group)
         for request in group:
-            request.conversation.stored.prefix = prefix
+            request.conversation.block_table.prefix = prefix
 
     def _idle(self, spared: Conversation | None) -> list[Conversation]:
         """Conversations that have blocks and are not running."""
         running = {id(request.conversation) for request in self._running}
-        return [c for c in self._conversations if c.stored.blocks and id(c) not in running and c is not spared]
+        return [c for c in self._conversations if c.block_table.blocks and id(c) not in running and c is not spared]
 
     def _evict(self, spared: Conversation | None = None) -> int:
         """Evict the idle conversation that has computed nothing for longest; how many blocks it had."""
         if not (idle := self._idle(spared)):
             return 0
-        chosen = min(idle, key=lambda c: (c.used, c.key)).stored
+        chosen = min(idle, key=lambda c: (c.used, c.key)).block_table
         count = len(chosen.blocks)
         self._forget(chosen)
         return count
 
-    def _forget(self, stored: BlockTable) -> None:
-        self._kv_cache.own.cut(stored, 0)
-        prefix, stored.prefix = stored.prefix, None
+    def _forget(self, block_table: BlockTable) -> None:
+        self._kv_cache.own.cut(block_table, 0)
+        prefix, block_table.prefix = block_table.prefix, None
         if prefix:
             prefix.users -= 1
             if not prefix.users:
