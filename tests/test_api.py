@@ -25,7 +25,7 @@ from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.profile import Profile
 from mtgrpo.rewards import Reward
 from mtgrpo.stages.api import Scored
-from mtgrpo.stages.trainer import update_config
+from mtgrpo.stages.update import update_config
 from mtgrpo.types import Completion, Finish, Message, Sample, Sampling, Status, Task, Trajectory
 from test_conversation import CALL, chat, said, tokenizer
 
