@@ -86,7 +86,7 @@ def test_a_checkpoint_is_a_model_folder(saved: Save, model: PreTrainedModel) -> 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
 @pytest.mark.parametrize("template", ["chatml", "PATH", "auto"])
-def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: int, tmp_path: Path) -> None:
+async def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: int, tmp_path: Path) -> None:
     base, own = tmp_path / "base", tmp_path / "own.jinja"
     load_model(ModelSettings("tiny"), seed=0).save_pretrained(base)
     plain = load_tokenizer("tiny")
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: int, tm
     own.write_text(chatml().replace("You may call these tools", "Tools"))
     chosen = str(own) if template == "PATH" else template
     words = [f"model.name={base}", f"model.lora.rank={rank}", f"chat.template={chosen}", "log=[jsonl]"]
-    with open_run(preset("calculator", *words), tmp_path / "run") as run:
+    async with open_run(preset("calculator", *words), tmp_path / "run") as run:
         path = save(tmp_path, 1, run.model, run.tokenizer, {}, {})
     call = ToolCall("calculator", {"expression": "1 + 2"})
     messages = [Message("user", "What?"), Message("assistant", "I add.", "", (call, call))]

@@ -76,7 +76,7 @@ class Sums(TaskSource):
     """Sums of small numbers."""
     largest: int = 9
 
-    def open(self, split, seed, repeat=True):
+    def stream(self, split, seed, repeat=True):
         def task(index):
             return Task(f"{split.value}/{index}", (Message("user", f"What is {index % self.largest} + 1?"),), "2")
         return IndexedStream(None if repeat else 3, task, seed, repeat)
@@ -329,7 +329,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("~seed", ["~seed: no recipe sets seed"]),
         ("~reward", ["~reward: choose a reward by its name"]),
         ("seed@x=1", ["'seed@x=1'", "leave @ out"]),
-        ("reward=[numeric,exact_match]", ["reward=[numeric,exact_match]: choose one reward, it takes no list"]),
+        ("condenser=[none,keep_last]", ["condenser=[none,keep_last]: choose one condenser, it takes no list"]),
         ("hydra.rum.dir=x", ["hydra.rum"]),
         ("hydra.sweep.dir=x", ["hydra.sweep.dir", "--multirun"]),
         ("--cfg", ["--cfg", "expected one argument"]),
@@ -579,7 +579,11 @@ def test_parts_of_ones_own_make_a_run(run: Run, place: Path, own: str) -> None:
 
     record = folder / ".hydra"
     assert yaml.safe_load((record / "overrides.yaml").read_text()) == words
-    assert yaml.safe_load((record / "config.yaml").read_text())["reward"] == {"success_at": 1.0, "target": 0.75}
+    assert yaml.safe_load((record / "config.yaml").read_text())["reward"] == {
+        "success_at": 1.0,
+        "retries": 1,
+        "target": 0.75,
+    }
     choices = yaml.safe_load((record / "hydra.yaml").read_text())["hydra"]["runtime"]["choices"]
     assert choices["algorithm"] == f"{own}:Reinforce"
 

@@ -119,8 +119,12 @@ class Algorithm(ABC):
             )
 
     def shaped_reward(self, trajectory: Trajectory) -> float:
-        """The outcome reward that training sees: as scored, or at most 0 where a truncated one is penalised."""
-        return min(0.0, trajectory.reward) if self.penalises(trajectory) else trajectory.reward
+        """The outcome reward that training sees: as scored, or at most 0 where a truncated one is penalised.
+
+        What the environment paid turn by turn is in the rewards of the turns, and not here too.
+        """
+        outcome = trajectory.reward - trajectory.paid
+        return min(0.0, outcome) if self.penalises(trajectory) else outcome
 
     def penalises(self, trajectory: Trajectory) -> bool:
         """Whether only the negative rewards of `trajectory` and of its turns count."""

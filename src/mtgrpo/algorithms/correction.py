@@ -82,8 +82,7 @@ class Correction:
         if self.old_policy is OldPolicy.interpolated and whole:
             raise ConfigError(
                 "`old_policy=interpolated` is computed one micro-batch at a time: whole trajectories cannot "
-                "be weighted or masked; set `weight=token`, `reject=token`, or "
-                "`old_policy=trainer`"
+                "be weighted or masked; set `weight=token`, `reject=token`, or `old_policy=trainer`"
             )
 
     @property

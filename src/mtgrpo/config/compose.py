@@ -204,6 +204,7 @@ class ExperimentLoader(ConfigLoaderImpl):
         values, sources = _merged(chosen, choices, known)
         settings = [o for o in own if o.key_or_group not in choices]
         inside = tuple(f"{group}.{name}." for group in choices for name in entries(group, choices[group]))
+        settings.sort(key=lambda o: o.key_or_group.count("."))  # a list first, then settings of what is in it
         lines = [line for o in settings if (line := _line(o, known, values, inside))]
         _gather(values, choices)
         ConfigStore.instance().store("chosen", OmegaConf.create(_nested(values)), "recipe", "_global_")
@@ -283,7 +284,11 @@ def _line(override: Override, known: Mapping[str, Setting], values: dict[str, An
             raise ConfigError(f"{line}: no recipe sets {key}, there is nothing to take away")
         del values[key]
         return ""
-    if any(key.startswith(f"{name}.") and known[name].type is Any for name in known):  # an entry of a mapping
+    holder = next((name for name in known if key.startswith(f"{name}.") and known[name].type is Any), "")
+    if holder and isinstance(values.get(holder), list | dict):
+        values[holder] = _with_entry(values[holder], key.removeprefix(f"{holder}.").split("."), override.value())
+        return ""
+    if holder:  # an entry of a mapping
         return f"++{line.lstrip('+')}"
     if key not in known:
         section = [name for name in known if name.startswith(f"{key}.")]
@@ -295,6 +300,15 @@ def _line(override: Override, known: Mapping[str, Setting], values: dict[str, An
         values[key] = override.value()  # Hydra merges containers, but the user means to replace the whole of one
         return ""
     return line.lstrip("+")
+
+
+def _with_entry(held: Any, path: Sequence[str], value: Any) -> dict[str, Any]:
+    """A list of names, or a mapping from them to settings, in which one has one more setting."""
+    found: dict[str, Any] = dict(held) if isinstance(held, dict) else {name: {} for name in held}
+    if len(path) < 2:
+        return {**found, path[0]: value}
+    name = next((option for option in found if Path(option).name.rpartition(":")[2] == path[0]), path[0])
+    return {**found, name: _nested({".".join(path[1:]): value}, found.get(name) or {})}
 
 
 def _gather(values: dict[str, Any], choices: Mapping[str, Any]) -> None:
@@ -362,9 +376,9 @@ def _flat(values: Mapping[str, Any], known: Mapping[str, Setting], prefix: str =
             yield key, value
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by key -> nested."""
-    found: dict[str, Any] = {}
+def _nested(values: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Values by key -> nested, on top of those of `base`."""
+    found = copy.deepcopy(dict(base or {}))
     for key, value in values.items():
         *path, name = key.split(".")
         place = found

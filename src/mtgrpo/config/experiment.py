@@ -174,12 +174,12 @@ class Experiment:
             raise ConfigError(f"model.value_head=true, but algorithm {name} has no use for it: leave it out")
 
     def _check_rewards(self) -> None:
-        turns = type(self.reward).turn_rewards is not Reward.turn_rewards
+        turns = self.reward.judges_turns or self.environment.pays_turns
         name = type(self.reward).__name__
         if isinstance(self.advantage, ByTurn) and not turns:
             raise ConfigError(
                 f"advantage=turn compares the rewards of turns, and reward {name} gives none: set reward=calculation "
-                "or one of your own with turn_rewards, or advantage=trajectory"
+                "or one of your own with judges_turns = True, or advantage=trajectory"
             )
         if not self.advantage.outcome_weight and not turns:
             raise ConfigError(
