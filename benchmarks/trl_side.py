@@ -127,7 +127,9 @@ def messages(opening: Opening) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in opening.messages]
 
 
-def same_prompts(experiment: Experiment, own: PreTrainedTokenizerFast, chat: Chat) -> tuple[Any, list[Callable[..., str]]]:
+def same_prompts(
+    experiment: Experiment, own: PreTrainedTokenizerFast, chat: Chat
+) -> tuple[Any, list[Callable[..., str]]]:
     """A tokenizer whose chat template shows the tool, if there is one, in our words, and the tools.
 
     TRL's schema has more words. The prompts of the first step are compared token by token.
