@@ -22,7 +22,7 @@ WRONG = ("wrong_number", "wrong_operator", "swapped", "early", "guess")
 
 
 def tasks(count: int, split: Split = Split.train, seed: int = 0, source: Calculator | None = None) -> list[Task]:
-    return list(itertools.islice((source or Calculator()).open(split, seed), count))
+    return list(itertools.islice((source or Calculator()).stream(split, seed), count))
 
 
 def numbers_of(task: Task) -> set[int]:

@@ -23,7 +23,8 @@ from transformers.utils import logging
 from mtgrpo import checkpoint, preset
 from mtgrpo.chat import ChatSettings, Tools, open_chat
 from mtgrpo.chat.template import chatml
-from mtgrpo.checkpoint import CheckpointSettings, flatten, latest, load_state, save, unflatten, verify
+from mtgrpo.checkpoint import flatten, latest, load_state, save, unflatten, verify
+from mtgrpo.config.experiment import CheckpointSettings
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.stages.run import open_run
@@ -118,7 +119,7 @@ async def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: i
     assert reopened.stop_ids == run.chat.stop_ids
     if template == "auto":
         again = open_chat(load_tokenizer(str(path)), ChatSettings(tools=Tools.prompt))
-        assert again.template == reopened.template, "tools are not told of twice"
+        assert again.template == reopened.template, "tools are not described twice"
     if not rank:
         assert GenerationConfig.from_pretrained(path).eos_token_id == list(run.chat.stop_ids)
 
@@ -273,7 +274,7 @@ def test_a_strange_state_file(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("setting", ["every_steps", "keep_last"])
 def test_negative_settings(setting: str) -> None:
-    with pytest.raises(ConfigError, match=rf"checkpoint\.{setting}.*-1"):
+    with pytest.raises(ConfigError, match=f"`{setting}`.*-1"):
         CheckpointSettings(**{setting: -1})
 
 

@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mtgrpo.batch.forest import Batch, build_batch, build_forest
-from mtgrpo.batch.packing import BatchSettings, Cost, Layout, MicroBatch, Packing, pack
+from mtgrpo.batch.packing import Cost, Layout, MicroBatch, Packing, pack
+from mtgrpo.batch.settings import BatchSettings
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
@@ -35,8 +36,8 @@ def batches(draw: st.DrawFn, roots: int = 3) -> tuple[Batch, torch.Tensor, int]:
     """A batch of up to `roots` trees with few different tokens, some entries in any order, and a budget for them."""
     tokens = st.lists(st.integers(0, 2), max_size=4)
     context = st.builds(lambda root, rest: [root, *rest], st.integers(0, roots - 1), tokens)
-    played = draw(st.lists(st.builds(trajectory, context, tokens, tokens, tokens), max_size=7))
-    batch = build_batch(played)
+    trajectories = draw(st.lists(st.builds(trajectory, context, tokens, tokens, tokens), max_size=7))
+    batch = build_batch(trajectories)
     chosen = draw(st.lists(st.sampled_from(range(len(batch))), unique=True)) if len(batch) else []
     longest = max((len(context_of(batch, entry)) for entry in chosen), default=1)
     return batch, torch.tensor(chosen, dtype=torch.long), longest + draw(st.integers(0, 20))
@@ -293,5 +294,5 @@ def test_a_path_longer_than_the_budget_is_refused(layout: Layout) -> None:
 
 
 def test_a_budget_is_positive() -> None:
-    with pytest.raises(ConfigError, match=r"batch\.token_budget must be >= 1, got 0"):
+    with pytest.raises(ConfigError, match=r"`token_budget` must be >= 1, got 0"):
         BatchSettings(token_budget=0)

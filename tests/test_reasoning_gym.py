@@ -28,7 +28,7 @@ def library() -> Any:
 
 
 def tasks(name: str, count: int = 20, split: Split = Split.train, seed: int = 0, **config: Any) -> list[Task]:
-    return list(itertools.islice(ReasoningGym(dataset=name, config=config).open(split, seed), count))
+    return list(itertools.islice(ReasoningGym(dataset=name, config=config).stream(split, seed), count))
 
 
 def graded(task: Task, said: str, **settings: bool) -> float:

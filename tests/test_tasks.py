@@ -246,7 +246,7 @@ def test_worked_examples_that_are_none_are_refused(tmp_path: Path, examples: Any
 
 
 def test_demonstrations_are_shown_as_worked_examples() -> None:
-    """As many as are asked for, with their tool calls and without what is said to a condenser, before every task."""
+    """As many as requested, with their tool calls and without answers to a condenser, before every task."""
     source = Ledger(examples=3, min_pages=2, max_pages=2, system_prompt="Be exact.")
     first, second = itertools.islice(source.stream(Split.eval, 0), 2)
     system, *worked, problem = first.messages
@@ -324,7 +324,7 @@ def test_rows_of_all_files_have_ids_of_their_own(tmp_path: Path) -> None:
     assert [task.id for task in train + held] == [f"{name}/{line}" for name in names for line in (1, 2)]
     # Without held-out files the split is by these ids.
     source = Jsonl(train_files=training, eval_fraction=0.5)
-    split = {s: [task.id for task in source.open(s, 0, repeat=False)] for s in Split}
+    split = {s: [task.id for task in source.stream(s, 0, repeat=False)] for s in Split}
     assert sorted(split[Split.train] + split[Split.eval]) == sorted(
         f"{name}/{line}" for name in ("x/train.jsonl", "y/train.jsonl", "y/train.json", "z") for line in (1, 2)
     )
@@ -463,7 +463,7 @@ def test_parquet_reads_verl_files_through_columns(tmp_path: Path) -> None:
     read = [
         task
         for split in Split
-        for task in Parquet(path=str(path), columns=columns, eval_fraction=0.3).open(split, 0, repeat=False)
+        for task in Parquet(path=str(path), columns=columns, eval_fraction=0.3).stream(split, 0, repeat=False)
     ]
     assert sorted(task.id for task in read) == sorted(str(number) for number in range(20))
     for task in read:
@@ -644,7 +644,7 @@ def test_real_problems_and_their_demonstrations(
 
 def test_svamp_splits_are_disjoint(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
-    train, held = (take(WordProblems().open(split, 0), 293) for split in (Split.train, Split.eval))
+    train, held = (take(WordProblems().stream(split, 0), 293) for split in (Split.train, Split.eval))
     assert not set(train) & set(held)
 
 

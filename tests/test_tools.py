@@ -636,7 +636,11 @@ LEGAL: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"type": "object", "properties": {}, "additionalProperties": False}, {"a": 1}, "no argument 'a'; its arguments"),
     ({"properties": {"a": {"type": "integer", "maximum": 3}}}, {"a": 4}, "argument 'a' does not fit maximum 3, got 4"),
     ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"b": 4}, "missing argument 'a'"),
-    ({"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}}, {"a": "x"}, "argument 'a' does not fit anyOf"),
+    (
+        {"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}},
+        {"a": "x"},
+        "argument 'a' does not fit anyOf",
+    ),
     (
         {"properties": {"a": {"type": "object", "properties": {"b": {}}, "required": ["b"]}}},
         {"a": {}},

@@ -450,8 +450,9 @@ def test_a_task_without_demonstrations_cannot_be_warm_started(tmp_path: Path) ->
 
 async def test_an_opened_run_is_closed_when_its_stage_breaks(tmp_path: Path) -> None:
     made = experiment()
-    with pytest.raises(ZeroDivisionError), open_run(made, tmp_path / "run") as run:
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        async with open_run(made, tmp_path / "run") as run:
+            raise ZeroDivisionError
     with pytest.raises(ValueError, match="closed"):
         run.sinks.note("after the end")
 

@@ -76,4 +76,5 @@ def built(what: str, kind: type[T], settings: Mapping[str, Any]) -> T:
             raise ConfigError(f"the {what} has no setting {unknown[0]!r}; its settings: {known}")
         return cast(T, OmegaConf.to_object(OmegaConf.merge(config, dict(settings))))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"the {what} with settings {settings}: {error}") from None
+        said = str(error).partition("\n")[0]
+        raise ConfigError(f"the {what} with settings {dict(settings)}: {said}") from None

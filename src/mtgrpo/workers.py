@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import signal
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
-
-from mtgrpo import extension
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -56,12 +53,6 @@ def open_workers() -> Generator[Workers]:
 
 
 def _new_pool() -> ProcessPoolExecutor:
+    """Its processes leave Ctrl-C to the one that started them."""
     context = multiprocessing.get_context("spawn")  # a fork would share the threads' locks, and the signal handlers
-    return ProcessPoolExecutor(mp_context=context, initializer=_begin, initargs=(extension.own_files(),))
-
-
-def _begin(files: Sequence[Path]) -> None:
-    """Prepare a process: Ctrl-C is for the one that started it; classes of the user's own files are found by name."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for file in files:
-        extension.load_file(file)
+    return ProcessPoolExecutor(mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))

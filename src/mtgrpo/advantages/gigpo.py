@@ -1,15 +1,17 @@
-"""Turns are compared with the turns of siblings that answered the same observation."""
+"""Compares turns of a group that answer the same observation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.advantages import AdvantageEstimator, Assigned, discounted, last_of, refuse_constant, refuse_no_siblings
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -19,7 +21,7 @@ class GiGPO(AdvantageEstimator):
     A_k = A(whole rewards, within the group) + turn_coef A(G_k, among the group's turns with the same anchor state)
     G_k = sum over l >= k of gamma^(l - k) r_l, the outcome is part of the last r
 
-    The anchor state of a turn is what the environment said before it; that of the first turn is the task.
+    The anchor state of a turn is the observation before it; that of the first turn is the task.
     When: siblings meet the same states again, as in games and on web pages.
     """
 
@@ -28,9 +30,7 @@ class GiGPO(AdvantageEstimator):
 
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= 1 or self.turn_coef < 0:
-            raise ConfigError(
-                f"advantage.gamma must be in [0, 1] and advantage.turn_coef >= 0, got {self.gamma} and {self.turn_coef}"
-            )
+            raise ConfigError(f"`gamma` must be in [0, 1] and `turn_coef` >= 0, got {self.gamma} and {self.turn_coef}")
 
     def check(self, algorithm: Algorithm) -> None:
         """For algorithms that compare siblings, turn by turn."""
@@ -42,7 +42,7 @@ class GiGPO(AdvantageEstimator):
         """The two comparisons, added."""
         totals = rewards.totals()
         of_trajectory = algorithm.baseline(totals, rewards.group).advantage(totals)
-        paid = rewards.turn_sums() + rewards.outcome[rewards.trajectory] * last_of(rewards.trajectory)
-        returns = discounted(paid, rewards.trajectory, self.gamma)
+        per_step = rewards.turn_sums() + rewards.outcome[rewards.trajectory] * last_of(rewards.trajectory)
+        returns = discounted(per_step, rewards.trajectory, self.gamma)
         of_turn = algorithm.baseline(returns, rewards.anchor).advantage(returns)
         return Assigned((of_trajectory[rewards.trajectory] + self.turn_coef * of_turn)[rewards.turn])

@@ -16,7 +16,7 @@ class CISPO(GroupRelative):
 
     L_t = -sg(clip(rho_t, 1 - clip_low, 1 + clip_high)) A log pi(token)
 
-    When: rollouts run ahead of the trainer, and rare tokens that a clip would silence matter.
+    When: rollouts run ahead of the trainer, and rare tokens that a clip would leave without gradient matter.
     """
 
     clip_low: float = 1.0  # 1 = no lower bound, as in the paper
@@ -26,12 +26,11 @@ class CISPO(GroupRelative):
         super().__post_init__()
         if not (0 < self.clip_low <= 1 and self.clip_high > 0):
             raise ConfigError(
-                "algorithm.clip_low must be in (0, 1] and algorithm.clip_high above 0, "
-                f"got {self.clip_low} and {self.clip_high}"
+                f"`clip_low` must be in (0, 1] and `clip_high` above 0, got {self.clip_low} and {self.clip_high}"
             )
 
     def loss(self, tokens: Tokens) -> PerToken:
-        """REINFORCE with clipped weights; `clipped` says where the weight was, the gradient is there all the same."""
+        """REINFORCE with clipped weights; tokens marked as `clipped` keep their gradient."""
         ratio = ratio_of(tokens.log_ratio.detach())
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return PerToken(-weight * tokens.advantage * tokens.logp, weight != ratio)

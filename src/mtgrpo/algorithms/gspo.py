@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
@@ -12,10 +11,13 @@ from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.algorithms.surrogate import ClippedSurrogate
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass
 class GSPO(ClippedSurrogate, GroupRelative):
-    """GSPO (arXiv:2507.18071), in its form for tokens.
+    """GSPO-token (arXiv:2507.18071).
 
     s = exp(mean over the trajectory of log rho_t)            the length is that of all its turns together
     s_t = sg(s) rho_t / sg(rho_t)                             the value of s, with the gradient of the token
@@ -34,5 +36,5 @@ class GSPO(ClippedSurrogate, GroupRelative):
 
     def loss(self, tokens: Tokens) -> PerToken:
         """The clipped surrogate with the trajectory's ratio."""
-        assert tokens.sequence is not None, "sequence_term asks for it"
+        assert tokens.sequence is not None, "it has a sequence_term"
         return self.surrogate(ratio_of(tokens.sequence + (tokens.logp - tokens.logp.detach())), tokens)

@@ -1,14 +1,16 @@
-"""How far the policy has moved from a reference, per sampled token, and what that costs."""
+"""The KL penalty against a reference policy, per sampled token."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms.ratio import LARGEST, is_clamped, ratio_of
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_effect
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STEPS_AT_MOST = 0.2  # by how much of its value the coefficient changes at once, times kl.adaptation (arXiv:1909.08593)
 
@@ -22,10 +24,10 @@ class Estimator(Enum):
 
 
 class Place(Enum):
-    """Where the penalty is."""
+    """Where the penalty is applied."""
 
     loss = "loss"  # a term of the loss, with a gradient of its own
-    reward = "reward"  # taken off the rewards, token by token, before advantages are computed
+    reward = "reward"  # subtracted from the rewards, token by token, before advantages are computed
 
 
 @dataclass
@@ -34,49 +36,51 @@ class KL:
 
     On-policy, k1 in the reward and k2 in the loss have the gradient of the reverse KL; k3 in the loss has it to first
     order, k1 in the loss has none in expectation (arXiv:2510.01555). `unbiased` multiplies the estimate in the loss by
-    the ratio to the policy that sampled, with its gradient: k1 and k3 are then right off-policy too (arXiv:2512.02556).
+    the ratio to the behaviour policy, with its gradient: k1 and k3 are then right off-policy too (arXiv:2512.02556).
     """
 
     coef: float = 0.0  # weight of the penalty
     estimator: Estimator = Estimator.k3  # of the KL, token by token
-    place: Place = Place.loss  # where the penalty is
-    unbiased: bool = False  # in the loss: times the ratio
+    place: Place = Place.loss  # where the penalty is applied
+    unbiased: bool = False  # in the loss: times the ratio to the behaviour policy
     target: float = 0.0  # nats per token at which the KL is held by adapting `coef`, once it is met; 0 = off
     adaptation: float = 0.5  # how quickly: per step `coef` changes by at most a fifth of this share
 
     def __post_init__(self) -> None:
         if self.coef < 0:
-            raise ConfigError(f"kl.coef must be >= 0 (0 = no penalty and no reference), got {self.coef}")
+            raise ConfigError(f"`coef` must be >= 0 (0 = no penalty and no reference), got {self.coef}")
         if self.target < 0 or not 0 < self.adaptation <= 1:
             raise ConfigError(
-                f"kl.target must be >= 0 and kl.adaptation in (0, 1], got {self.target} and {self.adaptation}"
+                f"`target` must be >= 0 and `adaptation` in (0, 1], got {self.target} and {self.adaptation}"
             )
         if self.unbiased and self.estimator is Estimator.k2:
-            raise ConfigError("kl.unbiased=true corrects k1 and k3, whose mean is the KL: set kl.estimator=k3")
+            raise ConfigError("`unbiased=true` corrects k1 and k3, whose mean is the KL: set `estimator=k3`")
+        if not self.target:
+            refuse_without_effect(self, ("adaptation",), "set `target`")
         if self.target and not self.coef:
-            raise ConfigError(f"kl.target={self.target} adapts kl.coef, which is 0: set kl.coef to where it starts")
+            raise ConfigError(f"`target={self.target}` adapts `coef`, which is 0: set `coef` to where it starts")
         if self.unbiased and self.place is Place.reward:
-            raise ConfigError("kl.unbiased=true corrects the loss, and with kl.place=reward there is no term in it")
+            raise ConfigError("`unbiased=true` corrects the loss, and with `place=reward` there is no term in it")
         if self.coef and self.place is Place.reward and self.estimator is not Estimator.k1:
             raise ConfigError(
-                f"kl.place=reward with kl.estimator={self.estimator.value} is biased (arXiv:2512.21852): "
-                "set kl.estimator=k1, whose expectation and gradient are those of the KL"
+                f"`place=reward` with `estimator={self.estimator.value}` is biased (arXiv:2512.21852): "
+                "set `estimator=k1`, whose expectation and gradient are those of the KL"
             )
         if self.coef and self.place is Place.loss and self.estimator is Estimator.k1 and not self.unbiased:
             raise ConfigError(
-                "kl.estimator=k1 in the loss has no gradient in expectation: set kl.place=reward, kl.unbiased=true, "
-                "or kl.estimator=k2"
+                "`estimator=k1` in the loss has no gradient in expectation: set `place=reward`, `unbiased=true`, "
+                "or `estimator=k2`"
             )
 
     def penalty(self, logp: Tensor, behaviour_logp: Tensor, ref_logp: Tensor) -> Tensor:
-        """What a term of the loss is for each token [tokens], before it is weighted; `behaviour_logp` sampled."""
-        found = estimate(self.estimator, logp, ref_logp)
-        return ratio_of(logp - behaviour_logp) * found if self.unbiased else found
+        """The penalty of each token in the loss [tokens], before `coef`; behaviour_logp: of the behaviour policy."""
+        kl = estimate(self.estimator, logp, ref_logp)
+        return ratio_of(logp - behaviour_logp) * kl if self.unbiased else kl
 
     def clamped(self, logp: Tensor, behaviour_logp: Tensor, ref_logp: Tensor) -> Tensor:
         """Where a log-ratio of the penalty is clamped; [tokens] bool."""
-        found = is_clamped((ref_logp - logp).clamp(min=0)) & (self.estimator is Estimator.k3)
-        return found | is_clamped(logp - behaviour_logp) if self.unbiased else found
+        clamped = is_clamped((ref_logp - logp).clamp(min=0)) & (self.estimator is Estimator.k3)
+        return clamped | is_clamped(logp - behaviour_logp) if self.unbiased else clamped
 
     def adapted(self, coef: float, measured: float) -> float:
         """The coefficient after a step in which the KL was `measured`, in nats per token (arXiv:1909.08593)."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from mtgrpo.types import Attend, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True, order=True)

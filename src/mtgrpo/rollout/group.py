@@ -81,9 +81,8 @@ class RolloutRunner:
             if isinstance(score, Exception):
                 trajectory.status = Status.FAILED
                 trajectory.reason = f"RewardError: {type(self.reward).__name__}: {type(score).__name__}: {score}"
-                continue
-            trajectory.reward, trajectory.components = score.total, dict(score.components)
-            trajectory.turn_rewards, trajectory.paid = _turn_rewards(trajectory, score), score.paid
+            else:
+                set_score(trajectory, score)
         group.score_s = time.perf_counter() - began
         return group
 
@@ -106,12 +105,13 @@ class RolloutRunner:
             return Trajectory(task, status=Status.FAILED, reason=f"{type(error).__name__}: {error}")
 
 
-def _turn_rewards(trajectory: Trajectory, score: Score) -> list[float]:
-    """What the reward gives each turn and what the environment paid for it; [] where there is neither."""
+def set_score(trajectory: Trajectory, score: Score) -> None:
+    """Write down what a trajectory is worth; to what the reward gives each turn comes what the environment paid."""
+    trajectory.reward, trajectory.components, trajectory.paid = score.total, dict(score.components), score.paid
     paid = [turn.paid for turn in trajectory.turns]
-    if not any(paid):
-        return [float(amount) for amount in score.turns]
-    return [amount + more for amount, more in zip(score.turns or [0.0] * len(paid), paid, strict=True)]
+    given = [float(amount) for amount in score.turns] or [0.0] * len(paid)
+    judged = bool(score.turns) or any(paid)
+    trajectory.turn_rewards = [amount + more for amount, more in zip(given, paid, strict=True)] if judged else []
 
 
 async def _first(running: Sequence[asyncio.Future[Trajectory]], size: int) -> list[Trajectory]:
