@@ -248,13 +248,14 @@ def test_the_model_searches_and_reads(corpus: Path) -> None:
         "Zebra\nA zebra has stripes.\nMany stripes.",
         "Rivers run to the sea.",
     ]
+    assert asked(corpus, [("search", {"query": "river capital"})], results=1)[0].count("[") == 1
     assert asked(corpus, calls[:1], snippet_chars=0)[0].endswith("lies on the river Seine.")
 
 
 def test_mistakes_of_the_model_are_answered(corpus: Path) -> None:
     calls = [
         ("search", {"query": " "}),
-        ("search", {"query": "capital", "k": 0}),
+        ("search", {"query": "capital", "k": -1}),
         ("search", {"query": "capital", "k": 4}),
         ("search", {"q": "capital"}),
         ("search", {"query": "capital", "top": 3}),
@@ -263,9 +264,9 @@ def test_mistakes_of_the_model_are_answered(corpus: Path) -> None:
         ("read", {}),
         ("find", {}),
     ]
-    answers = asked(corpus, calls, max_results=3)
+    answers = asked(corpus, calls, max_results=3, results=1)
     assert all(answer.startswith("error: ") for answer in answers), answers
-    assert "empty" in answers[0] and "k must be from 1 to 3, got 0" in answers[1] and "got 4" in answers[2]
+    assert "empty" in answers[0] and "k must be from 1 to 3, got -1" in answers[1] and "got 4" in answers[2]
     assert "no argument 'q'" in answers[3] and "no argument 'top'" in answers[4]
     assert "no passage 'zz'" in answers[6] and "the tools are: search, read" in answers[8]
 
@@ -288,7 +289,8 @@ def test_nothing_is_opened_before_the_run(tmp_path: Path) -> None:
     "settings, message",
     [
         ({}, r"needs a corpus: environment.tools=\{search: \{corpus: FILE\}\}"),
-        ({"corpus": "x", "max_results": 0}, "max_results must be >= 1"),
+        ({"corpus": "x", "max_results": 4}, "results must be from 1 to max_results"),
+        ({"corpus": "x", "results": 0}, "results must be from 1 to max_results"),
         ({"corpus": "x", "snippet_chars": -1}, "snippet_chars >= 0"),
     ],
 )

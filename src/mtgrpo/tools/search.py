@@ -28,7 +28,8 @@ class Search(Tool):
 
     corpus: str = ""  # the .jsonl file
     index: str = ""  # the folder of its index; "" = one for this corpus in ~/.cache/mtgrpo/search
-    max_results: int = 10  # that one search may ask for
+    results: int = 5  # of a search that does not say how many
+    max_results: int = 10  # that a search may ask for
     snippet_chars: int = 300  # of each passage that a search shows; 0 = all of it
 
     _index = cast("PassageIndex | None", None)
@@ -39,19 +40,23 @@ class Search(Tool):
                 "the tool search needs a corpus: environment.tools={search: {corpus: FILE}}, a .jsonl file with id, "
                 "text and perhaps title"
             )
-        if self.max_results < 1 or self.snippet_chars < 0:
+        if not 1 <= self.results <= self.max_results or self.snippet_chars < 0:
             raise ConfigError(
-                "the tool search: max_results must be >= 1 and snippet_chars >= 0 (0 = all), "
-                f"got {self.max_results} and {self.snippet_chars}"
+                "the tool search: results must be from 1 to max_results, and snippet_chars >= 0 (0 = all), "
+                f"got {self.results}, {self.max_results} and {self.snippet_chars}"
             )
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         """With its index, which is built where there is none. Raises ConfigError for a corpus that has none."""
+        yield await asyncio.to_thread(self.with_index)
+
+    def with_index(self) -> Self:
+        """A copy that has opened its index. Raises ConfigError as `open` does."""
         running = copy.copy(self)
         folder = Path(self.index).expanduser() if self.index else None
-        running._index = await asyncio.to_thread(PassageIndex.open, Path(self.corpus).expanduser(), folder)
-        yield running
+        running._index = PassageIndex.open(Path(self.corpus).expanduser(), folder)
+        return running
 
     def specs(self) -> Sequence[ToolSpec]:
         """The tools `search` and `read`."""
@@ -63,7 +68,7 @@ class Search(Tool):
         work: Callable[..., str] = self.search if name == "search" else self.read
         return await asyncio.to_thread(work, **schema.from_json(arguments, work))
 
-    def search(self, query: str, k: int = 5) -> str:
+    def search(self, query: str, k: int = 0) -> str:
         """Find passages. Shows [id] title: beginning.
 
         Args:
@@ -72,6 +77,7 @@ class Search(Tool):
         """
         if not query.strip():
             raise ToolError("the query is empty")
+        k = k or self.results
         if not 1 <= k <= self.max_results:
             raise ToolError(f"k must be from 1 to {self.max_results}, got {k}")
         found = self._passages.search(query, k)
