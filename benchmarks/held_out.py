@@ -19,7 +19,7 @@ from learning import imitate
 
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.record.summary import write_summary
-from mtgrpo.stages.evaluate import describe
+from mtgrpo.stages.metrics import describe
 from mtgrpo.stages.run import Run, open_run
 
 

@@ -104,7 +104,7 @@ async def imitate(run: Run, seconds: float) -> int:
             batch = build_batch(good)
             weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
             policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
-        run.engine.version = step
+        await run.engine.load_weights(run.model, step)
     return step
 
 

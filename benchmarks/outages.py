@@ -35,9 +35,10 @@ from record import finish
 
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.extension import load_file
+from mtgrpo.record.curve import Curve
 from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.stages.run import Run, open_run
-from mtgrpo.stages.trainer import Curve, reinforce
+from mtgrpo.stages.trainer import reinforce
 from mtgrpo.types import Group, Status, Trajectory
 
 FOLDER = Path("outputs/benchmarks/outages")

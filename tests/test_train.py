@@ -20,15 +20,16 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.options import options
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.traits import Traits
-from mtgrpo.policy.reference import freeze
 from mtgrpo.policy.step import at_once
 from mtgrpo.policy.updater import PolicyUpdater
+from mtgrpo.record.curve import Curve
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.stages import trainer
 from mtgrpo.stages.evaluate import AllFailedError, run_evaluation
 from mtgrpo.stages.run import Run, check, open_run
 from mtgrpo.stages.sft import demonstrations, run_sft, within
-from mtgrpo.stages.trainer import Curve, run_training, train
+from mtgrpo.stages.trainer import run_training, train
+from mtgrpo.stages.update import learn, make_updater
 from mtgrpo.tasks import Split
 from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
 
@@ -472,11 +473,8 @@ async def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) ->
     for attention in ("forest", "sdpa"):
         async with open_run(experiment(*words, f"model.attention={attention}"), tmp_path / attention) as run:
             recorded = recorded or await five_batches(run)
-            policy = trainer.Policy(run.model, trainer._optimizer(run), run.experiment.batch.token_budget, 1.0)
-            updater = PolicyUpdater(policy, trainer.update_config(run.experiment), freeze(run.model))
-            found[attention] = [
-                at_once(trainer.learn(run.experiment, updater, groups, step)) for step, groups in enumerate(recorded, 1)
-            ]
+            updater = make_updater(run)
+            found[attention] = [at_once(learn(run, updater, groups, step)) for step, groups in enumerate(recorded, 1)]
     for forest, padded in zip(found["forest"], found["sdpa"], strict=True):
         assert forest["policy/computed_tokens"] < 0.7 * padded["policy/computed_tokens"]
         for name in ("policy/loss", "policy/grad_norm", "policy/kl", "policy/entropy"):

@@ -20,7 +20,7 @@ The parts, in the order of the data:
     algorithms    baseline and per-token loss; one file = one algorithm
     advantages    which turn and token gets what; one file = one way
     batch         turns -> token forest -> micro-batches
-    model         the language model: loading, forest attention, log-probabilities
+    model         the language model: loading, forest attention, scores of sampled tokens
     policy        one rollout batch into new weights
     engines       who samples
     log           where metrics go; one file = one sink
@@ -38,8 +38,8 @@ A part imports only from parts below it, and parts on one line never meet:
     config
     rollout | policy | engines | log | record | checkpoint
     advantages | profile | chat
-    environments | condensers | rewards | tasks | algorithms | batch | model
-    tools
+    environments | condensers | rewards | tasks | algorithms | model
+    tools | batch
     part | workers
     extension | strict_json
     errors

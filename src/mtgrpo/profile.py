@@ -1,16 +1,15 @@
-"""Where the time of a run goes: seconds by phase, what condensing leaves, a trace of chosen steps."""
+"""Where the time of a run goes: seconds by phase, and a trace of chosen steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
 from mtgrpo.errors import ConfigError, refuse_without_effect
-from mtgrpo.types import Group, Status
 
 PHASES: tuple[str, ...] = ("packing", "forward", "backward", "update")  # of a training step
 
@@ -60,32 +59,16 @@ class Profiler:
             return nullcontext()
         return _traced(folder / "traces" / f"step_{step:06d}.json")
 
-    def step(self, groups: Sequence[Group], sync_s: float) -> dict[str, float]:
-        """The measurements of a step: means over its conversations, seconds of the phases of its update.
+    def step(self, conversations: Mapping[str, float], sync_s: float) -> dict[str, float]:
+        """The measurements of a step: what is known of its conversations, and seconds of the phases of its update.
 
         sync_s: seconds that the engine has spent on taking over weights since the run began.
         """
         if not self._settings.enabled:
             return {}
-        trajectories = [t for group in groups for t in group.trajectories if t.status is not Status.FAILED]
-        trajectories = trajectories or [t for group in groups for t in group.trajectories]
-        found = {
-            "generation_s_per_conversation": mean(t.sample_s for t in trajectories),
-            "tools_s_per_conversation": mean(t.tool_s for t in trajectories),
-            **{f"{phase}_s": seconds for phase, seconds in self._seconds.items()},
-            "sync_s": sync_s - self._sync_s,
-        }
+        phases = {f"{phase}_s": seconds for phase, seconds in self._seconds.items()}
+        found = {**conversations, **phases, "sync_s": sync_s - self._sync_s}
         self._sync_s = sync_s
-        if self._settings.reward:
-            found["reward_s"] = sum(group.score_s for group in groups)
-        if self._settings.condensation:
-            times = max(1, sum(t.condensed for t in trajectories))
-            found |= {
-                "condensation_s_per_conversation": mean(t.condense_s for t in trajectories),
-                "condensed_per_conversation": mean(t.condensed for t in trajectories),
-                "tokens_before_condensation": sum(t.tokens_before for t in trajectories) / times,
-                "tokens_after_condensation": sum(t.tokens_after for t in trajectories) / times,
-            }
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._steps.append(found)
         return {f"profile/{name}": value for name, value in found.items()}

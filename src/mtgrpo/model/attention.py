@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.model.eager import eagerly
 from mtgrpo.model.settings import Attention
 from mtgrpo.model.traits import EXTRAS, traits
 
@@ -307,8 +308,8 @@ def forest_attention(
         shared = [tensor[0][:, None].expand(-1, by_group.shape[1], -1, -1) for tensor in (key, value)]
         layer, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
         last = layer is not None and config is not None and layer == config.num_hidden_layers - 1
-        pieces = forest.pieces(window, query.dtype, last)
-        output = _ForestAttention.apply(by_group, *shared, pieces, scale).flatten(0, 1)[None]
+        pieces = eagerly(forest.pieces, window, query.dtype, last)
+        output = eagerly(_ForestAttention.apply, by_group, *shared, pieces, scale).flatten(0, 1)[None]
     return output[..., :size].transpose(1, 2), None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -86,13 +87,27 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
             "such models are not supported, choose another"
         )
     model.eval()
-    model.to(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # pyright: ignore[reportCallIssue, reportArgumentType]
+    model.to(device=_device())  # pyright: ignore[reportCallIssue, reportArgumentType]
     compute_in(model, settings.dtype)
     choose_attention(model, settings.attention)
     use_onednn(model)
     use_fused_rms_norm(model)
     _check_head(model, settings)
     return model
+
+
+def _device() -> torch.device:
+    """The GPU of this process where there is one: number LOCAL_RANK, which launchers of several processes set."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    if number >= torch.cuda.device_count():
+        raise ConfigError(
+            f"LOCAL_RANK={number}: this machine has {torch.cuda.device_count()} GPUs; start one process for each"
+        )
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)  # where kernels are launched that are told no device
+    return device
 
 
 def compute_in(model: PreTrainedModel, dtype: DType) -> None:

@@ -110,6 +110,7 @@ async def open_run(experiment: Experiment, folder: Path) -> AsyncGenerator[Run]:
         model.generation_config.eos_token_id = list(chat.stop_ids)  # and ends its turns so
         longest = longest_context(experiment, model)
         engine = experiment.engine.start(model, experiment.deterministic, longest)
+        stack.push_async_callback(engine.close)
         for note in (*chat.notes, describe_attention(model)):
             sinks.note(note)
         sinks.tell(engine.notes)

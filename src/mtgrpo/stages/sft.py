@@ -15,8 +15,8 @@ from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError
+from mtgrpo.model.scorer import Scores
 from mtgrpo.model.traits import traits
-from mtgrpo.policy.forward import Scores
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.record.summary import write_summary
@@ -24,6 +24,7 @@ from mtgrpo.rollout.demonstrations import demonstrate, demonstrate_condensed
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.run import Run, open_run
+from mtgrpo.stages.update import beside
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Trajectory
 
@@ -68,11 +69,12 @@ async def warm_start(run: Run) -> float:
     for step in range(1, settings.steps + 1):
         batch = build_batch([await anext(fitting) for _ in range(settings.batch_size)])
         weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
-        metrics = policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
+        work = policy.updating(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
+        metrics, _ = await beside(run.engine, work)
         run.sinks.tell(policy.notes)
         elapsed_s = time.perf_counter() - began
-        await asyncio.sleep(0)  # where Ctrl-C is heard
         run.sinks.log({"sft/loss": metrics["loss"], "sft/lr": metrics["lr"], "time/sft_s": elapsed_s}, step)
+    await run.engine.load_weights(run.model, 0)
     return time.perf_counter() - began
 
 
