@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -13,7 +14,11 @@ from typing import Any
 
 import pytest
 
+from mtgrpo import cli
+from mtgrpo.config.compose import compose, parse
+from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
+from mtgrpo.extension import names
 from mtgrpo.rewards.code import Code
 from mtgrpo.rewards.em import EM, Convention
 from mtgrpo.rewards.ifeval import followed
@@ -24,6 +29,7 @@ from mtgrpo.tasks.math import Math, boxed
 from mtgrpo.tasks.mbpp import MBPP
 from mtgrpo.tasks.search_qa import SearchQA
 from mtgrpo.tasks.triviaqa import TriviaQA
+from mtgrpo.tools.search import Search
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 
@@ -427,3 +433,36 @@ def test_the_real_questions(data_folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not {task.id for task in trained} & {task.id for task in held_out}
     demonstrated = [SearchQA().demonstration(task, 0) for task in trained[:50]]
     assert sum(one is not None for one in demonstrated) > 10
+
+
+# --- the page about them ---
+
+PAGE = (Path(__file__).parents[1] / "docs" / "tasks_and_rewards.md").read_text()
+
+
+def test_the_page_names_what_there_is() -> None:
+    for group in ("task", "reward"):
+        table = PAGE.partition(f"| `{group}=` |")[2].partition("\n\n")[0]
+        listed = re.findall(r"^\| `(\w+)` \|", table, flags=re.M)
+        assert len(listed) >= 6
+        assert set(listed) <= set(names(f"mtgrpo.{group}s")), group
+
+
+def test_the_commands_of_the_page_are_accepted(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
+    commands = re.findall(r"^mtgrpo (.*)$", PAGE, flags=re.M)
+    assert len(commands) == 2
+    for command in commands:
+        with pytest.raises(SystemExit) as done:
+            cli.main(command.split())
+        assert done.value.code == 0
+
+
+def test_the_recipe_searches_as_its_demonstrations_do(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
+    made = compose(parse(["recipe=search_qa_tiny", "task.results=3"])).experiment
+    assert isinstance(made.environment, ToolUse) and isinstance(made.task, SearchQA)
+    tool = made.environment._loaded["search"]
+    assert isinstance(tool, Search)
+    assert (tool.results, tool.snippet_chars) == (3, made.task.snippet_chars)
+    assert Path(tool.corpus) == data_folder / "search_qa" / "passages.jsonl"
