@@ -264,7 +264,9 @@ def test_structures_that_mean_nothing_are_refused(settings: dict[str, Any], mess
 # --- length ---
 
 
-@pytest.mark.parametrize("turns, worth", [([100], 0), ([60, 40], 0), ([101], -0.01), ([60, 60], -0.2), ([900], -0.5)])
+@pytest.mark.parametrize(
+    "turns, worth", [([], 0), ([10], 0), ([100], 0), ([60, 40], 0), ([101], -0.01), ([60, 60], -0.2), ([900], -0.5)]
+)
 def test_every_token_above_the_budget_costs(turns: list[int], worth: float) -> None:
     trajectory = said("x")
     trajectory.turns = [Turn([1] * 500, [7] * count, [], [], Finish.STOP, Message("assistant")) for count in turns]

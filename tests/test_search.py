@@ -20,7 +20,7 @@ import pytest
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
 from mtgrpo.part import RunContext
-from mtgrpo.tools import load
+from mtgrpo.tools import load, passages
 from mtgrpo.tools.passages import Passage, PassageIndex
 from mtgrpo.tools.search import Search
 from mtgrpo.types import Message, Task, ToolCall
@@ -152,6 +152,20 @@ def test_processes_that_build_at_the_same_time_share_one(corpus: Path, cache: Pa
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate()[0].strip() for process in processes] == ["['a']"] * 3
     assert [path.name.startswith(".") for path in cache.iterdir()] == [False]
+
+
+def test_whoever_builds_second_leaves_the_first_ones_index(corpus: Path, cache: Path, tmp_path: Path) -> None:
+    PassageIndex.open(corpus)
+    (folder,) = cache.iterdir()
+    written = (folder / "about.json").stat().st_mtime_ns
+    passages._build(corpus, "x", folder)
+    assert (folder / "about.json").stat().st_mtime_ns == written
+    assert list(cache.iterdir()) == [folder]
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "keepsake").touch()
+    with pytest.raises(OSError):
+        passages._build(corpus, "x", tmp_path / "theirs")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "passages.jsonl", "theirs"]
 
 
 # --- what is refused ---

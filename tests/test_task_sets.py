@@ -355,7 +355,7 @@ ASKED = [
         **{"source": "musique-train", "type": "multihop", "decomposition": STEPS},
     },
     {"id": "q3", "question": "Is Oslo in Norway?", "answers": ["yes"], "gold": ["p2"], "source": "hotpotqa-dev"},
-    {"id": "q4", "question": "Who?", "answers": ["nobody"], "gold": ["p2"], "source": "2wikimultihopqa-train"},
+    {"id": "q4", "question": "Who?", "answers": ["yes"], "gold": ["p2"], "source": "2wikimultihopqa-train"},
     {"id": "q5", "question": "What has stripes?", "answers": ["a tiger"], "gold": ["p3"], "source": "hotpotqa-train"},
     *[
         {"id": f"n{number}", "question": "?", "answers": ["x"], "gold": [], "source": "nq-dev", "type": "singlehop"}
