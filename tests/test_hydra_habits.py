@@ -74,6 +74,8 @@ def folder(place: Path) -> Path:
     own = place / "conf"
     (own / "recipe").mkdir(parents=True)
     (own / "recipe" / "short.yaml").write_text("# @package _global_\ndefaults: [gsm8k]\ntrainer: {steps: 7}\n")
+    (own / "task").mkdir()
+    (own / "task" / "sums.yaml").write_text("defaults: [one_step]\noperators: '+'\nlargest: 20\n")
     (own / "mine.yaml").write_text(
         "defaults:\n  - base\n  - override /recipe: [short, lora]\n  - override hydra/job_logging: stdout\n  - _self_\n"
         "seed: 5\nhydra: {run: {dir: 'out/${seed}'}}\n"
@@ -225,6 +227,10 @@ def test_a_configuration_folder_of_ones_own(run: Run, folder: Path, started: lis
     hydra = yaml.safe_load((place / ".hydra" / "hydra.yaml").read_text())["hydra"]
     assert hydra["runtime"]["choices"]["recipe"] == ["short", "lora"]
     assert hydra["runtime"]["choices"]["hydra/job_logging"] == "stdout"
+    task = yaml.safe_load(run("train", "--cfg", "job", "--config-dir", "conf", "task=sums", "task.largest=9")[1])[
+        "task"
+    ]
+    assert (task["operators"], task["largest"]) == ("+", 9)
     assert "recipe=short\n" in run("train", "--help", "--config-dir", "conf")[1]
     code, _, err = run("train", *words, "recipe=gsm9k")
     assert "did you mean gsm8k?" in err

@@ -184,13 +184,14 @@ def _dispatch(args: argparse.Namespace, command: str, hydra: Hydra) -> None:
     from hydra.types import RunMode  # noqa: PLC0415
 
     words = list(args.overrides)
+    named = args.config_name or any("hydra.mode" in word for word in words)  # whether the mode may be set there
     if args.hydra_help:
         hydra.hydra_help("base", get_args_parser(), args)
     elif args.info:
         hydra.show_info(args.info, "base", words)
     elif args.cfg:
         hydra.show_cfg("base", words, args.cfg, args.package, args.resolve)
-    elif args.multirun or hydra.get_mode("base", words) is RunMode.MULTIRUN:
+    elif args.multirun or (named and hydra.get_mode("base", words) is RunMode.MULTIRUN):
         _run_several(command, hydra, words, args.dry_run)
     else:
         _run_one(command, hydra, words, args.dry_run)

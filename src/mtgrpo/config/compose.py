@@ -31,7 +31,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.options import Setting, chosen_class, entries, groups, options, schema, spell, store_name, unknown
-from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_primary, read_recipe, read_run
+from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_option, read_primary, read_recipe, read_run
 from mtgrpo.errors import ConfigError
 
 OWN_NAME = re.compile(r"`([a-z_0-9]+)")  # how a part's message names a setting of its own
@@ -192,6 +192,10 @@ class ExperimentLoader(ConfigLoaderImpl):
             running = running | layer.choices
             chosen.append((layer, running))
         running = running | {o.key_or_group: _option(o) for o in own if o.key_or_group in groups()}
+        for group in groups():
+            if option := read_option(group, running[group], self._folders):
+                running = running | option.choices
+                chosen.append((option, running))
         choices = {group: running[group] for group in groups()}
         known = schema(choices)
         values, sources = _merged(chosen, choices, known)
