@@ -95,6 +95,20 @@ def test_a_process_that_dies_by_itself_is_an_error_and_is_replaced() -> None:
     assert MathVerify().reward(said("72", "72")) == 1
 
 
+def test_starting_the_process_does_not_count() -> None:
+    module._comparer.stop()
+    assert MathVerify(timeout_s=0.1).reward(said("72", "72")) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
+def test_a_message_that_the_process_dies_of_is_worth_nothing(number: signal.Signals) -> None:
+    assert MathVerify().reward(said("72", "72")) == 1
+    assert module._comparer._process is not None
+    os.kill(module._comparer._process.pid, number)
+    assert MathVerify().reward(said("72", "72")) == 0
+    assert MathVerify().reward(said("72", "72")) == 1
+
+
 def test_the_event_loop_goes_on_meanwhile(tmp_path: Path) -> None:
     async def run() -> tuple[list[float], int]:
         ticks = 0

@@ -39,7 +39,8 @@ class EM(Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_tag("em", self.tag)
+        if self.tag:
+            check_tag("em", self.tag)
 
     def reward(self, trajectory: Trajectory) -> float:
         """1.0 or 0.0. Raises ConfigError when the task has no answer."""
@@ -73,6 +74,6 @@ def stated_answer(text: str, tag: str) -> str:
 
 
 def check_tag(reward: str, tag: str) -> None:
-    """Raise ConfigError unless `tag` is the name of a tag, or ""."""
-    if tag and not re.fullmatch(r"\w[\w-]*", tag):
+    """Raise ConfigError unless `tag` is the name of a tag."""
+    if not re.fullmatch(r"\w[\w-]*", tag):
         raise ConfigError(f"reward {reward}: tag={tag!r} is not the name of a tag; write answer for <answer></answer>")

@@ -26,7 +26,8 @@ class F1(Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_tag("f1", self.tag)
+        if self.tag:
+            check_tag("f1", self.tag)
 
     def reward(self, trajectory: Trajectory) -> float:
         """From 0.0 to 1.0. Raises ConfigError when the task has no answer."""

@@ -21,6 +21,7 @@ from mtgrpo.rewards import Reward
 from mtgrpo.types import Trajectory
 
 _MOST_MEMORY = 4 * 2**30  # bytes, for a number with too many digits
+_DEATHS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)  # of the limit, and of what a message had it compute
 _RIGHT, _WRONG, _UNREADABLE = "right", "wrong", "unreadable"
 
 
@@ -67,7 +68,7 @@ class _Comparer:
         self._lock = threading.Lock()
 
     def compare(self, answer: str, text: str, limit_s: float) -> str:
-        """What the process says; _WRONG where it reached the limit. Raises RuntimeError where it ended otherwise."""
+        """What the process says; _WRONG where it died of the message. Raises RuntimeError where it ended otherwise."""
         with self._lock:
             process = self._process = self._process or self._start()
             assert process.stdin is not None and process.stdout is not None
@@ -78,7 +79,7 @@ class _Comparer:
                 return found
             self._process = None
             code = _end(process)
-        if code == -signal.SIGPROF:
+        if -code in _DEATHS:
             return _WRONG
         raise RuntimeError(f"the process that compares expressions ended with code {code}")
 
@@ -90,7 +91,6 @@ class _Comparer:
             _end(process)
 
     def _start(self) -> subprocess.Popen[str]:
-        atexit.register(self.stop)
         command = [sys.executable, "-P", "-W", "ignore", "-c", f"from {__name__} import serve; serve()"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         pipe = subprocess.PIPE
@@ -107,6 +107,7 @@ def _end(process: subprocess.Popen[str]) -> int:
 
 
 _comparer = _Comparer()
+atexit.register(_comparer.stop)
 
 
 def serve() -> None:
@@ -120,6 +121,7 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     with contextlib.suppress(ValueError):  # macOS knows no such limit
         resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
+    _verdict("1", "1")  # what is imported does not count
     for line in sys.stdin:
         answer, text, limit_s = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, limit_s)
@@ -132,7 +134,6 @@ def _verdict(answer: str, text: str) -> str:
     import math_verify  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 
     parse, verify = cast(Any, math_verify.parse), cast(Any, math_verify.verify)
-
     try:
         # Where a time limit is given, math-verify would use a signal that cannot stop work inside one operation.
         gold = parse(answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}", parsing_timeout=None)

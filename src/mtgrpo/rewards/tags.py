@@ -25,9 +25,8 @@ class Tags(Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tags", "turn_tags"):
-            for tag in getattr(self, name):
-                check_tag("tags", tag or "<>")
+        for tag in (*self.tags, *self.turn_tags):
+            check_tag("tags", tag)
         if not self.tags:
             raise ConfigError("reward tags: tags is empty: name what the final message consists of, as [think,answer]")
         if self.turn_tags and not self.per_turn:
