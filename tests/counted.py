@@ -15,7 +15,6 @@ from typing import Any
 from mtgrpo.condensers.keep_last import KeepLast
 from mtgrpo.environments import Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
-from mtgrpo.errors import EngineError
 from mtgrpo.log import Sink
 from mtgrpo.part import RunContext
 from mtgrpo.rewards import Reward
@@ -30,6 +29,11 @@ WHAT = "MTGRPO_TEST_WHAT"  # what is to happen in the third conversation
 def write(line: str) -> None:
     with Path(os.environ[LOG]).open("a") as file:
         file.write(f"{line}\n")
+
+
+def third() -> bool:
+    """Whether the third conversation has begun."""
+    return Path(os.environ[LOG]).read_text().count("open conversation") >= 3
 
 
 class Counted:
@@ -83,12 +87,10 @@ class CountedTool(Counted, Tool):
 
     async def __call__(self, number: int) -> int:
         """Double a number."""
-        if Path(os.environ[LOG]).read_text().count("open conversation") >= 3:
+        if third():
             what = os.environ.get(WHAT, "")
             if what == "tool":
                 raise OSError("the line is dead")
-            if what == "engine":
-                raise EngineError("out of memory")
             if what == "hang":
                 await asyncio.Event().wait()
             if what in ("SIGINT", "SIGTERM"):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import multiprocessing
 import os
+import pickle
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +329,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("~seed", ["~seed: no recipe sets seed"]),
         ("~reward", ["~reward: choose a reward by its name"]),
         ("seed@x=1", ["'seed@x=1'", "leave @ out"]),
-        ("reward=[numeric,exact_match]", ["reward=[numeric,exact_match]: choose one reward, it takes no list"]),
+        ("condenser=[none,keep_last]", ["condenser=[none,keep_last]: choose one condenser, it takes no list"]),
         ("hydra.rum.dir=x", ["hydra.rum"]),
         ("hydra.sweep.dir=x", ["hydra.sweep.dir", "--multirun"]),
         ("--cfg", ["--cfg", "expected one argument"]),
@@ -337,6 +340,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("--experimental-rerun x.pickle", ["it would unpickle"]),
         ("--multirn", ["there is no --multirn", "--multirun"]),
         ("--multirun hydra.run.dir=x", ["hydra.run.dir", "hydra.sweep.dir=PATH"]),
+        ("--multirun hydra.job.name=a,b", ["hydra.job.name=a,b gives several values: what belongs to Hydra takes one"]),
         ("--multirun rollout.group_size=4,1", ["rollout.group_size must be at least 2, got 1"]),
         ("--multirun sampling.temperature=interval(0,1)", ["--multirun takes lists"]),
         ("environment.max_turns=0", ["environment.max_turns", "got 0"]),
@@ -365,6 +369,16 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("kl.coef=0.1 reference.update_every=1", ["always be the policy itself"]),
         ("correction.old_policy=engine correction.weight=token", ["set correction.old_policy=trainer"]),
         ("filter.refill=true", ["set filter.zero_variance=true"]),
+        ("sft.optimizer.lr=-1", ["sft.optimizer.lr and sft.optimizer.muon_lr must be > 0, got -1.0"]),
+        ("optimizer.lr=-1", ["mtgrpo: optimizer.lr and optimizer.muon_lr must be > 0"]),
+        ("model.lora.rank=4", ["model.lora.rank=4: model.name=tiny", "then give model.name=FOLDER"]),
+        ("algorithm.clip_low=2", ["algorithm.clip_low must be in (0, 1] and algorithm.clip_high above 0"]),
+        ("profile.reward=false", ["profile.reward=false has no effect: set profile.enabled=true, or leave it out"]),
+        ("correction.cap=3", ["correction.cap=3.0 has no effect: set correction.weight=token"]),
+        ("correction.high=3", ["correction.high=3.0 has no effect: set correction.reject=token"]),
+        ("kl.coef=0.1 kl.adaptation=0.1", ["kl.adaptation=0.1 has no effect: set kl.target"]),
+        ("optimizer.muon_lr=0.1", ["optimizer.muon_lr=0.1 has no effect: set optimizer.kind=muon"]),
+        ("num_generations=4", ["unknown option num_generations; here it is rollout.group_size"]),
         ("task=jsonl task.path=away.jsonl", ["task.path=away.jsonl", "no such file"]),
         ("model.name=./nowhere", ["model.name=./nowhere cannot be loaded"]),
         ("reward=away.py:Reward", ["there is no file", "away.py"]),
@@ -399,6 +413,19 @@ def test_an_unfit_class_of_ones_own_is_refused(name: str, said: str, own: str) -
     with pytest.raises(ConfigError) as refused:
         composed(f"reward={own}:{name}")
     assert said in str(refused.value)
+
+
+def doubled_target(reward: Any) -> float:
+    """What a process works out of a reward that was sent to it."""
+    return float(2 * reward.target)
+
+
+def test_an_object_of_ones_own_file_goes_to_another_process(own: str) -> None:
+    made = experiment(f"reward={own}:Half", "reward.target=0.75")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+        assert processes.submit(doubled_target, made.reward).result() == 1.5
+    again = pickle.loads(pickle.dumps(made.reward))
+    assert type(again) is type(made.reward) is extension.load_file(Path(own)).Half
 
 
 @pytest.mark.parametrize(
@@ -552,7 +579,11 @@ def test_parts_of_ones_own_make_a_run(run: Run, place: Path, own: str) -> None:
 
     record = folder / ".hydra"
     assert yaml.safe_load((record / "overrides.yaml").read_text()) == words
-    assert yaml.safe_load((record / "config.yaml").read_text())["reward"] == {"success_at": 1.0, "target": 0.75}
+    assert yaml.safe_load((record / "config.yaml").read_text())["reward"] == {
+        "success_at": 1.0,
+        "retries": 1,
+        "target": 0.75,
+    }
     choices = yaml.safe_load((record / "hydra.yaml").read_text())["hydra"]["runtime"]["choices"]
     assert choices["algorithm"] == f"{own}:Reinforce"
 
@@ -628,6 +659,26 @@ def test_a_defect_is_shown_with_its_traceback(run: Run, monkeypatch: pytest.Monk
     monkeypatch.setattr("mtgrpo.stages.trainer.run_training", stop)
     with pytest.raises(ZeroDivisionError):  # Python prints it and leaves with 1
         cli.main(["train"])
+
+
+@pytest.mark.parametrize("asked", ["SIGTERM", "SIGINT"])
+def test_a_sweep_that_is_ended_leaves_its_run_the_time_to_close(
+    asked: str, run: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The terminal sends Ctrl-C to both; SIGTERM comes to the sweep alone."""
+    process = place / "process"
+    process.write_text(
+        f"#!{sys.executable}\nimport os, signal, sys, time\n"
+        "def close(*_):\n    time.sleep(0.5)\n    open('closed', 'a').write('x')\n    sys.exit(130)\n"
+        "signal.signal(signal.SIGTERM, close)\nsignal.signal(signal.SIGINT, close)\n"
+        f"os.kill(os.getppid(), signal.{asked})\n"
+        f"'{asked}' == 'SIGINT' and os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
+    process.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(process))
+    code, _, _ = run("train", "seed=1,2", "-m")
+    assert code == 130
+    assert (place / "closed").read_text() == "x"
 
 
 def test_several_runs_are_processes_whose_failures_count(

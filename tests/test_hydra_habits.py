@@ -23,6 +23,7 @@ from mtgrpo.config.hints import ELSEWHERE
 from mtgrpo.config.options import groups, options, schema
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
+from mtgrpo.rewards.composed import Composed
 from mtgrpo.tasks.gsm8k import Gsm8k
 
 Run = Callable[..., tuple[int, str, str]]
@@ -73,6 +74,8 @@ def folder(place: Path) -> Path:
     own = place / "conf"
     (own / "recipe").mkdir(parents=True)
     (own / "recipe" / "short.yaml").write_text("# @package _global_\ndefaults: [gsm8k]\ntrainer: {steps: 7}\n")
+    (own / "task").mkdir()
+    (own / "task" / "sums.yaml").write_text("defaults: [one_step]\noperators: '+'\nlargest: 20\n")
     (own / "mine.yaml").write_text(
         "defaults:\n  - base\n  - override /recipe: [short, lora]\n  - override hydra/job_logging: stdout\n  - _self_\n"
         "seed: 5\nhydra: {run: {dir: 'out/${seed}'}}\n"
@@ -162,26 +165,7 @@ def test_an_option_of_ours_is_never_taken_for_one_of_another_library() -> None:
 # --- a list of options
 
 
-@pytest.fixture
-def composed_reward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A reward `composed`, as a group needs to take a list."""
-    import mtgrpo.rewards  # noqa: PLC0415
-
-    own = tmp_path / "more"
-    own.mkdir()
-    (own / "composed.py").write_text(
-        "from dataclasses import dataclass\nfrom typing import Any\nfrom mtgrpo.rewards import Reward\n"
-        "@dataclass\nclass Sum(Reward):\n    of: Any = None\n    def reward(self, trajectory): return 1.0\n"
-    )
-    monkeypatch.setattr(mtgrpo.rewards, "__path__", [str(own), *mtgrpo.rewards.__path__])
-    monkeypatch.delitem(sys.modules, "mtgrpo.rewards.composed", raising=False)
-    options.cache_clear()
-    yield
-    sys.modules.pop("mtgrpo.rewards.composed", None)
-    options.cache_clear()
-
-
-def test_a_group_takes_a_list_whose_options_have_settings_of_their_own(composed_reward: None, place: Path) -> None:
+def test_a_group_takes_a_list_whose_options_have_settings_of_their_own(place: Path) -> None:
     place.joinpath("mine.yaml").write_text(
         "defaults: [{override /reward: [numeric, exact_match]}]\nreward: {numeric: {weight: 2}, success_at: 0.5}\n"
     )
@@ -191,13 +175,11 @@ def test_a_group_takes_a_list_whose_options_have_settings_of_their_own(composed_
         "    target: float = 0.5\n    def reward(self, trajectory): return self.target\n"
     )
     made = compose(parse(["recipe=mine.yaml", "reward.exact_match.weight=0.2"]))
-    assert vars(made.experiment.reward) == {
-        "success_at": 0.5,
-        "of": {"numeric": {"weight": 2}, "exact_match": {"weight": 0.2}},
-    }
+    of = {"numeric": {"weight": 2}, "exact_match": {"weight": 0.2}}
+    assert made.experiment.reward == Composed(success_at=0.5, of=of)
     assert made.choices["reward"] == ["numeric", "exact_match"]
     mixed = experiment("reward=[numeric,own.py:Half]", "reward.Half.target=1", "reward.numeric.weight=0.25")
-    assert vars(mixed.reward)["of"] == {"numeric": {"weight": 0.25}, f"{own}:Half": {"target": 1}}
+    assert mixed.reward == Composed(of={"numeric": {"weight": 0.25}, f"{own}:Half": {"target": 1}})
     for word, said in {
         "reward.numeric.wieght=1": "did you mean reward.numeric.weight?",
         "reward.tags.weight=1": "unknown option reward.tags.weight",
@@ -245,6 +227,10 @@ def test_a_configuration_folder_of_ones_own(run: Run, folder: Path, started: lis
     hydra = yaml.safe_load((place / ".hydra" / "hydra.yaml").read_text())["hydra"]
     assert hydra["runtime"]["choices"]["recipe"] == ["short", "lora"]
     assert hydra["runtime"]["choices"]["hydra/job_logging"] == "stdout"
+    task = yaml.safe_load(run("train", "--cfg", "job", "--config-dir", "conf", "task=sums", "task.largest=9")[1])[
+        "task"
+    ]
+    assert (task["operators"], task["largest"]) == ("+", 9)
     assert "recipe=short\n" in run("train", "--help", "--config-dir", "conf")[1]
     code, _, err = run("train", *words, "recipe=gsm9k")
     assert "did you mean gsm8k?" in err
@@ -312,6 +298,9 @@ def test_settings_of_an_option_that_a_sweep_chooses(run: Run, started: list[tupl
     code, _, err = run("train", "hydra.mode=MULTIRUN", "seed=range(1,3)", "hydra/launcher=basic")
     assert code == 0, err
     assert [made.seed for made, _ in started[2:]] == [1, 2]
+    code, _, err = run("train", "-m", "algorithm=glob(*grpo)", "hydra/launcher=basic")
+    assert code == 0, err
+    assert [type(made.algorithm).__name__ for made, _ in started[4:]] == ["DrGRPO", "GRPO"]
 
 
 def test_a_sweep_with_one_wrong_run_begins_none(run: Run, place: Path, started: list[tuple[Experiment, Path]]) -> None:

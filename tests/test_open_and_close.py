@@ -11,19 +11,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import counted
 from mtgrpo import cli
 from mtgrpo.config.compose import preset
+from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments.tool_use import ToolUse
+from mtgrpo.errors import EngineError
 from mtgrpo.part import RunContext
 from mtgrpo.rewards import Score, scores
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.run import open_parts
-from mtgrpo.types import Finish, Message, Status, Task, Trajectory, Turn
+from mtgrpo.types import Completion, Finish, Message, Status, Task, Trajectory, Turn
 from test_conversation import TASK, make_runner, said
 
 FILE = counted.__file__
@@ -71,6 +74,15 @@ def ran(folder: Path, what: str, *words: str, patch: pytest.MonkeyPatch) -> tupl
 def test_what_is_opened_is_closed_however_the_run_ends(
     what: str, words: Sequence[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if what == "engine":
+        ask = LocalEngine._ask
+
+        async def broken(*arguments: Any) -> Completion:
+            if counted.third():
+                raise EngineError("out of memory")
+            return await ask(*arguments)
+
+        monkeypatch.setattr(LocalEngine, "_ask", broken)
     exit_code, seen = ran(tmp_path, what, *words, patch=monkeypatch)
     assert exit_code == code
     for part in PARTS:

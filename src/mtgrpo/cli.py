@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from mtgrpo import __version__
 from mtgrpo.errors import ConfigError
@@ -184,13 +184,14 @@ def _dispatch(args: argparse.Namespace, command: str, hydra: Hydra) -> None:
     from hydra.types import RunMode  # noqa: PLC0415
 
     words = list(args.overrides)
+    named = args.config_name or any("hydra.mode" in word for word in words)  # whether the mode may be set there
     if args.hydra_help:
         hydra.hydra_help("base", get_args_parser(), args)
     elif args.info:
         hydra.show_info(args.info, "base", words)
     elif args.cfg:
         hydra.show_cfg("base", words, args.cfg, args.package, args.resolve)
-    elif args.multirun or hydra.get_mode("base", words) is RunMode.MULTIRUN:
+    elif args.multirun or (named and hydra.get_mode("base", words) is RunMode.MULTIRUN):
         _run_several(command, hydra, words, args.dry_run)
     else:
         _run_one(command, hydra, words, args.dry_run)
@@ -222,14 +223,17 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
 
     if _gives(words, "hydra.run.dir"):
         raise ConfigError("hydra.run.dir is for a single run; with --multirun give hydra.sweep.dir=PATH")
-    config = hydra.compose_config("base", words, RunMode.MULTIRUN)
+    config, loader = (
+        hydra.compose_config("base", words, RunMode.MULTIRUN),
+        cast("ExperimentLoader", hydra.config_loader),
+    )
     if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__):
         try:
-            (jobs,) = BasicSweeper.split_arguments(parse(config.hydra.overrides.task), max_batch_size=None)
+            (jobs,) = BasicSweeper.split_arguments(parse(config.hydra.overrides.task, loader), max_batch_size=None)
         except HydraException as error:
             raise ConfigError(f"--multirun takes lists such as seed=1,2,3 and ranges: {error}") from error
         for number, job in enumerate(jobs):
-            composed = checked(command, hydra.config_loader.load_sweep_config(config, job))
+            composed = checked(command, loader.load_sweep_config(config, job))
             if dry:
                 show(f"# run {number}: {' '.join(job)}\n{described(composed)}")
     if not dry:

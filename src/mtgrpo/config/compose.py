@@ -31,7 +31,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.options import Setting, chosen_class, entries, groups, options, schema, spell, store_name, unknown
-from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_primary, read_recipe, read_run
+from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_option, read_primary, read_recipe, read_run
 from mtgrpo.errors import ConfigError
 
 OWN_NAME = re.compile(r"`([a-z_0-9]+)")  # how a part's message names a setting of its own
@@ -57,8 +57,8 @@ class _Plan:
     settings: list[Override]
 
 
-def parse(arguments: Sequence[str]) -> list[Override]:
-    """Read `key=value` words. Raises ConfigError for anything else."""
+def parse(arguments: Sequence[str], loader: ConfigLoaderImpl | None = None) -> list[Override]:
+    """Read `key=value` words. Raises ConfigError for anything else. loader: knows what glob(*) stands for."""
     parser = OverridesParser.create()
     overrides: list[Override] = []
     for argument in arguments:
@@ -71,6 +71,7 @@ def parse(arguments: Sequence[str]) -> list[Override]:
             ) from error
         if override.package is not None:
             raise ConfigError(f"cannot use {argument!r}: an option has one place, leave @ out")
+        override.config_loader = loader
         overrides.append(override)
     return overrides
 
@@ -140,9 +141,11 @@ class ExperimentLoader(ConfigLoaderImpl):
 
         Raises ConfigError for whatever is wrong with it.
         """
-        given = parse(overrides)
+        given = parse(overrides, self)
         plan = self._plan([_first(o) if o.is_sweep_override() else o for o in given])
         for override in given:
+            if override.is_sweep_override() and override.is_hydra_override():
+                raise ConfigError(f"{override.input_line} gives several values: what belongs to Hydra takes one")
             if override.is_sweep_override() and run_mode is RunMode.RUN:
                 raise ConfigError(
                     f"{override.input_line} gives several values: add --multirun for one run each; "
@@ -192,6 +195,10 @@ class ExperimentLoader(ConfigLoaderImpl):
             running = running | layer.choices
             chosen.append((layer, running))
         running = running | {o.key_or_group: _option(o) for o in own if o.key_or_group in groups()}
+        for group in groups():
+            if option := read_option(group, running[group], self._folders):
+                running = running | option.choices
+                chosen.append((option, running))
         choices = {group: running[group] for group in groups()}
         known = schema(choices)
         values, sources = _merged(chosen, choices, known)

@@ -75,6 +75,22 @@ def read_primary(name: str, folders: Sequence[Path]) -> Recipe:
     raise ConfigError(f"--config-name {name}: there is no {name}.yaml; {looked}")
 
 
+def read_option(group: str, option: Any, folders: Sequence[Path]) -> Recipe | None:
+    """The option `group`/`option`.yaml in one of the user's own `folders`, None where there is none.
+
+    It inherits another option and sets some of its settings. Raises ConfigError.
+    """
+    for folder in folders:
+        path = folder / group / f"{option}.yaml"
+        if path.is_file():
+            own, inherited = _read(path, f"{group}={option}")
+            named = [name for name in inherited if name != SELF]
+            if len(named) != 1 or own.choices:
+                raise ConfigError(f"{path} must inherit one {group}, as in defaults: [NAME]")
+            return Recipe(own.source, {group: named[0]}, {group: own.values})
+    return None
+
+
 def read_run(folder: Path) -> Recipe:
     """What a run used, from the record that it keeps in its folder. Raises ConfigError."""
     chosen = read_yaml(folder / ".hydra" / "hydra.yaml")["hydra"]["runtime"]["choices"]
