@@ -145,15 +145,8 @@ def _gpus() -> list[Check]:
     code, text = answer
     lines = [line for line in text.splitlines() if line.count(",") == 2]
     if code or not lines:
-        return [
-            Check(
-                "GPU",
-                State.broken,
-                text.strip() or "nvidia-smi lists none",
-                purpose,
-                "load or install the driver, then: nvidia-smi",
-            )
-        ]
+        said, cure = text.strip() or "nvidia-smi lists none", "load or install the driver, then: nvidia-smi"
+        return [Check("GPU", State.broken, said, purpose, cure)]
     checks: list[Check] = []
     for number, line in enumerate(lines):
         name, total, free = (part.strip() for part in line.split(","))
