@@ -120,6 +120,14 @@ def read_metrics(path: Path, points: int = _POINTS) -> Metrics:
     return Metrics(good, number + 1, len(parsed) - len(good))
 
 
+def read_settings(folder: Path) -> dict[str, str]:
+    """Every option of a run as text, by its full name; {} where the run kept none."""
+    values = _yaml(folder / ".hydra" / "config.yaml")
+    choices = _inner(_yaml(folder / ".hydra" / "hydra.yaml"), "hydra", "runtime", "choices")
+    chosen = {group: str(option) for group, option in choices.items() if group == "recipe" or group in values}
+    return {**chosen, **_flat(values)}
+
+
 def parse_row(line: bytes) -> Row | None:
     """A line of JSON that holds an object; None for any other."""
     try:
@@ -127,6 +135,18 @@ def parse_row(line: bytes) -> Row | None:
     except (ValueError, RecursionError):
         return None
     return cast("Row", row) if isinstance(row, dict) else None
+
+
+def read_end(path: Path, size: int) -> list[bytes]:
+    """The whole lines among the last `size` bytes of a file; [] where there is none."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - size)
+            file.seek(start)
+            lines = file.read(size).split(b"\n")
+    except FileNotFoundError:
+        return []
+    return lines[1 if start else 0 : -1]  # the first may be cut, the last is being written
 
 
 class _Thinned:
@@ -146,10 +166,8 @@ class _Thinned:
 
 
 def _read(folder: Path, name: str) -> RunRecord:
-    settings = _yaml(folder / ".hydra" / "config.yaml")
     overrides = _yaml(folder / ".hydra" / "overrides.yaml")
-    choices = _inner(_yaml(folder / ".hydra" / "hydra.yaml"), "hydra", "runtime", "choices")
-    chosen = {group: str(option) for group, option in choices.items() if group == "recipe" or group in settings}
+    settings = read_settings(folder)
     summary, versions = _json_file(folder / "summary.json"), _json_file(folder / "versions.json")
     notes = folder / "notes.txt"
     return RunRecord(
@@ -157,9 +175,9 @@ def _read(folder: Path, name: str) -> RunRecord:
         name=name,
         metrics=read_metrics(folder / "metrics.jsonl"),
         summary=summary,
-        settings={**chosen, **_flat(settings)},
+        settings=settings,
         given=[str(line) for line in cast("list[Any]", overrides)] if isinstance(overrides, list) else [],
-        of_recipe=frozenset(_recipe_keys(choices.get("recipe"))),
+        of_recipe=frozenset(_recipe_keys(settings.get("recipe", ""))),
         versions={key: str(value) for key, value in versions.items()},
         notes=notes.read_text(errors="replace").splitlines()[-200:] if notes.is_file() else [],
     )
@@ -215,11 +233,10 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     return {key: text for part in parts for key, text in part.items()}
 
 
-def _recipe_keys(chosen: Any) -> Iterator[str]:
+def _recipe_keys(chosen: str) -> Iterator[str]:
     """The options that a recipe, or each of a list of recipes, sets; none of a file that is no longer there."""
-    names = cast("list[Any]", chosen) if isinstance(chosen, list) else str(chosen or "").strip("[]").split(",")
-    for name in map(str, names):
-        path = Path(name.strip())
+    for name in chosen.strip("[]").split(","):
+        path = Path(name.strip(" '\""))
         content = _yaml(path if path.suffix == ".yaml" else RECIPES / f"{path}.yaml")
         if isinstance(content, dict):
             choices = cast("dict[str, Any]", content).pop("defaults", None) or []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -14,5 +15,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     edges = [len(values) * column // columns for column in range(columns + 1)] if columns else []
     shares = [values[start:end] for start, end in pairwise(edges)]
     means = [sum(share) / len(share) for share in shares]
-    low, span = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
-    return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1)) if span else 0] for mean in means)
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    span = high - low if high - low > 1e-9 * max(abs(low), abs(high)) else math.inf
+    return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)

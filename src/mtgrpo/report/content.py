@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 from mtgrpo.record.reading import AFTER, BEFORE, EVALUATION, LEARNING, Row, RunRecord
+from mtgrpo.record.text import is_number, number, shorten
 from mtgrpo.statistics import Comparison, Estimate, compare, mean_over_tasks, wilson
 
 Series = list[tuple[float, float]]  # step, value
@@ -44,7 +44,6 @@ ABOUT_INTERVALS = (
     "In brackets 95 % intervals over tasks (Wilson); p is of the paired sign-flip test, task by task. "
     "They say nothing of how seeds differ."
 )
-_MOST_TEXT = 3000  # characters of a message that are shown
 _EXAMPLES = 2  # of success, and of failure
 
 
@@ -71,9 +70,8 @@ class Example:
 def parts(runs: Sequence[RunRecord]) -> list[str]:
     """Which parts the runs were made of: a line for each run, or one where they are the same."""
     lines = {run.name: line for run in runs if (line := _parts(run))}
-    return (
-        sorted(set(lines.values())) if len(set(lines.values())) < 2 else [f"{n}: {line}" for n, line in lines.items()]
-    )
+    different = set(lines.values())
+    return list(different) if len(different) < 2 else [f"{name}: {line}" for name, line in lines.items()]
 
 
 def _parts(run: RunRecord) -> str:
@@ -107,13 +105,9 @@ def _measurement(run: RunRecord, name: str) -> Measurement:
 
 def _estimate(run: RunRecord, key: str) -> Estimate | None:
     value, tasks = run.summary.get(key), run.settings.get("eval.tasks", "")
-    if not (_is_number(value) and 0 <= value <= 1 and tasks.isdigit() and int(tasks)):
+    if not (is_number(value) and 0 <= value <= 1 and tasks.isdigit() and int(tasks)):
         return None
     return wilson(float(value), int(tasks))
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def series(run: RunRecord) -> dict[str, Series]:
@@ -122,13 +116,13 @@ def series(run: RunRecord) -> dict[str, Series]:
     trained = 0.0
     for row in run.metrics.rows:
         step, stage = row.get("step"), row.get("stage")
-        if not _is_number(step):
+        if not is_number(step):
             continue
         if stage == LEARNING:
             trained = float(step)
         at = trained if stage == EVALUATION else float(step)
         for metric, value in row.items():
-            if metric != "step" and _is_number(value):
+            if metric != "step" and is_number(value):
                 found.setdefault(metric, {})[at] = float(value)  # of a step that a resumed run repeats, the last
     rank = {metric: number for number, metric in enumerate(FIRST)}
     names = sorted(found, key=lambda metric: (rank.get(metric, len(FIRST)), metric))
@@ -170,7 +164,7 @@ def _means(run: RunRecord) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for row in run.metrics.stage(LEARNING):
         for metric, value in row.items():
-            if metric.startswith(("time/", "perf/", "profile/")) and _is_number(value):
+            if metric.startswith(("time/", "perf/", "profile/")) and is_number(value):
                 found.setdefault(metric, []).append(value)
     return {metric: sum(values) / len(values) for metric, values in found.items()}
 
@@ -211,16 +205,6 @@ def _cut(message: Row) -> Row:
     return {key: shorten(value) if isinstance(value, str) else value for key, value in message.items()}
 
 
-def shorten(text: str) -> str:
-    """At most 3,000 characters of it, and how many are left out."""
-    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ... ({len(text) - _MOST_TEXT:,} more characters)"
-
-
-def printable(text: str) -> str:
-    """With characters that control a terminal or turn the direction of writing spelled out."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
-
 def calls(message: Row) -> list[str]:
     """The tool calls of a message, as `name(arguments)`."""
     found = _objects(message.get("tool_calls"))
@@ -239,16 +223,6 @@ def result(found: Measurement) -> list[str]:
     return [found.metric, interval(found.before), interval(found.after), change(found)]
 
 
-def number(value: object) -> str:
-    """A number for people; "" for none."""
-    if not _is_number(value):
-        return ""
-    size = abs(value)
-    if value == int(value) and size < 1e6:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if 1000 <= size < 1e9 else f"{value:.3g}" if size < 1e-3 or size >= 1e9 else f"{value:.4g}"
-
-
 def interval(estimate: Estimate | None) -> str:
     """Mean and interval in per cent; "" for none."""
     return f"{estimate.mean:.1%} ({estimate.low:.1%} to {estimate.high:.1%})" if estimate else ""
@@ -261,12 +235,6 @@ def change(measurement: Measurement) -> str:
         gain, p_value = found.difference, f"p < {1e-4:.4f}" if found.p_value < 1e-4 else f"p = {found.p_value:.2g}"
         return f"{100 * gain.mean:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}), {p_value}"
     return f"{100 * (after.mean - before.mean):+.1f} points" if before and after else ""
-
-
-def _clock(value: object) -> str:
-    if not _is_number(value):
-        return ""
-    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
 def state(run: RunRecord) -> str:
@@ -285,3 +253,9 @@ def thinned(run: RunRecord) -> list[str]:
     if metrics.unreadable:
         said.append(f"{run.name}: {metrics.unreadable:,} of the rows looked at could not be read.")
     return said
+
+
+def _clock(value: object) -> str:
+    if not is_number(value):
+        return ""
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"

@@ -11,6 +11,7 @@ from html import escape
 
 from mtgrpo import __version__
 from mtgrpo.record.reading import Row, RunRecord
+from mtgrpo.record.text import number, printable, shorten
 from mtgrpo.report import content
 from mtgrpo.report.charts import COLORS, chart
 from mtgrpo.report.content import FIRST, Example, Series
@@ -79,7 +80,7 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 def _text(value: object) -> str:
     """As text of the page: nothing in it is markup."""
-    return escape(content.printable(str(value)))
+    return escape(printable(str(value)))
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
@@ -129,7 +130,7 @@ def _curves(runs: Sequence[RunRecord]) -> str:
         curves = [of_run.get(metric) for of_run in found]
         values = {value for curve in curves for _, value in curve or []}
         if len(values) == 1 and metric not in FIRST[:3]:
-            constant.append(f"{metric} = {content.number(values.pop())}")
+            constant.append(f"{metric} = {number(values.pop())}")
         else:
             (first if metric in FIRST else others).append(_figure(metric, curves))
     legend = (
@@ -144,7 +145,7 @@ def _curves(runs: Sequence[RunRecord]) -> str:
 
 
 def _figure(metric: str, curves: Sequence[Series | None]) -> str:
-    last = ", ".join(content.number(curve[-1][1]) if curve else "none" for curve in curves)
+    last = ", ".join(number(curve[-1][1]) if curve else "none" for curve in curves)
     return f"<figure><figcaption><b>{_text(metric)}</b><span>{last}</span></figcaption>{chart(metric, curves)}</figure>"
 
 
@@ -160,7 +161,7 @@ def _configuration(runs: Sequence[RunRecord]) -> str:
 
 
 def _value(text: str) -> str:
-    return f'<span class="key">{_text(content.shorten(text))}</span>'
+    return f'<span class="key">{_text(shorten(text))}</span>'
 
 
 def _examples(run: RunRecord, several: bool) -> str:

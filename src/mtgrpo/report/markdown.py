@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from mtgrpo import __version__
 from mtgrpo.record.reading import Row, RunRecord
 from mtgrpo.record.sparkline import sparkline
+from mtgrpo.record.text import number, printable, shorten
 from mtgrpo.report import content
 from mtgrpo.report.content import Example
 
@@ -47,7 +48,7 @@ def _text(value: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [[_text(content.shorten(cell)) for cell in row] for row in rows]
+    lines = [[_text(shorten(cell)) for cell in row] for row in rows]
     if not lines:
         return "Nothing was recorded."
     return "\n".join(f"| {' | '.join(line)} |" for line in [[*map(_text, head)], ["---"] * len(head), *lines])
@@ -60,9 +61,9 @@ def _curves(run: RunRecord) -> str:
         values = [value for _, value in points]
         ends = [values[0], values[-1], min(values), max(values)]
         if len(values) > 1 and ends[2] == ends[3]:
-            constant.append(f"{metric} = {content.number(values[0])}")
+            constant.append(f"{metric} = {number(values[0])}")
         else:
-            rows.append([metric, sparkline(values, _SPARKLINE), *map(content.number, ends)])
+            rows.append([metric, sparkline(values, _SPARKLINE), *map(number, ends)])
     said = f"\n\nAlways the same: {_text(', '.join(constant))}." if constant else ""
     return _table(["metric", "", "first", "last", "least", "most"], rows) + said
 
@@ -79,4 +80,4 @@ def _message(message: Row) -> str:
     parts = [f"[{message.get('role')}]", message.get("reasoning"), message.get("content")]
     parts += [f"-> {call}" for call in content.calls(message)] + [message.get("error")]
     text = "\n".join(str(part) for part in parts if part)
-    return content.printable(text)
+    return printable(text)
