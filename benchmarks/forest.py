@@ -38,7 +38,7 @@ from mtgrpo.model import tiny
 from mtgrpo.model.attention import Attention, choose_attention
 from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
 from mtgrpo.model.onednn_linear import use_onednn
-from mtgrpo.policy.forward import flops_of, score
+from mtgrpo.model.scorer import Scorer, flops_of
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 TASK = Task("benchmark", (Message("user", "?"),))
@@ -171,7 +171,7 @@ class Sides:
         """The operations of `side`."""
         if side == "forest":
             packing = self._pack(build_batch(self.trajectories))
-            micros = packing.micro_batches[0]
+            micros = packing.micro_batches
             return Operations(packing.computed, 3 * sum(micro.cost for micro in micros))
         if side == "per_turn_packed":
             return work(self.cost, [len(context) + len(output) - 1 for context, output, _ in self.turns], self.sampled)
@@ -180,13 +180,13 @@ class Sides:
         return work(self.cost, [width] * len(rows), self.sampled)
 
     def _pack(self, batch: Batch) -> Packing:
-        return pack(batch, torch.arange(len(batch)), self.token_budget, self.cost)
+        return pack(batch, torch.arange(len(batch)), self.token_budget, self.cost)[0]
 
     def _packed(self, batch: Batch) -> float:
         rewards = torch.tensor([t.reward for t in self.trajectories])[batch.trajectory]
         total = 0.0
-        for micro in self._pack(batch).micro_batches[0]:
-            scores = score(self.model, micro, 1.0)
+        for micro in self._pack(batch).micro_batches:
+            scores = Scorer(self.model)(micro, 1.0)
             loss = -(scores.logp[micro.target] * rewards[micro.entries]).sum() / self.sampled
             loss.backward()
             total += loss.item()

@@ -104,7 +104,7 @@ async def imitate(run: Run, seconds: float) -> int:
             batch = build_batch(good)
             weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
             policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
-        run.engine.version = step
+        await run.engine.load_weights(run.model, step)
     return step
 
 
@@ -112,7 +112,7 @@ async def own_successes(experiment: Experiment, seconds: float, folder: Path) ->
     """The arm `own`; evaluation is not counted."""
     if (folder / "summary.json").exists():
         return json.loads((folder / "summary.json").read_text())
-    with open_run(experiment, folder) as run:
+    async with open_run(experiment, folder) as run:
         await imitate(run, seconds)
         write_summary(folder, {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()})
     return json.loads((folder / "summary.json").read_text())

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from record import finish
 from rollout import LONGEST_CONTEXT, Conversation, workloads
 from slow_tool import delay_s
+from transformers import PreTrainedModel
 
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
@@ -35,17 +36,22 @@ async def play(engine: LocalEngine, number: int, conversation: Conversation, del
             context += reply
 
 
-def measure(engine: LocalEngine, conversations: Sequence[Conversation], delays_s: Sequence[Sequence[float]]) -> float:
-    """Seconds until all are over."""
+def measure(
+    engine: LocalEngine,
+    model: PreTrainedModel,
+    conversations: Sequence[Conversation],
+    delays_s: Sequence[Sequence[float]],
+) -> float:
+    """Seconds until all are over, from an empty KV cache."""
 
     async def run() -> float:
+        await engine.load_weights(model, engine.version + 1)
         began = time.perf_counter()
         await asyncio.gather(
             *(play(engine, i, c, d) for i, (c, d) in enumerate(zip(conversations, delays_s, strict=True)))
         )
         return time.perf_counter() - began
 
-    engine.version += 1
     return asyncio.run(run())
 
 
@@ -56,18 +62,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer conversations, one repeat; no file")
     given = parser.parse_args()
     shape = tiny.SHAPES["tiny-2m"]
-    engine = Local().start(tiny.build_model(shape, 0).eval(), deterministic=False, longest_context=LONGEST_CONTEXT)
+    model = tiny.build_model(shape, 0).eval()
+    engine = Local().start(model, deterministic=False, longest_context=LONGEST_CONTEXT)
     conversations = workloads(shape.vocabulary, given.quick)["multi_turn"]
     rng = random.Random(0)
     slow = [[*(delay_s(rng) for _ in c.turns[1:]), 0.0] for c in conversations]
     quick = [[0.0 for _ in c.turns] for c in conversations]
     longest = max(range(len(conversations)), key=lambda i: sum(slow[i]))
     seconds: dict[str, list[float]] = {"everything": [], "decoding": [], "longest": []}
-    measure(engine, conversations, quick)
+    measure(engine, model, conversations, quick)
     for _ in range(1 if given.quick else given.repeats):
-        seconds["everything"].append(measure(engine, conversations, slow))
-        seconds["decoding"].append(measure(engine, conversations, quick))
-        seconds["longest"].append(measure(engine, conversations[longest : longest + 1], slow[longest : longest + 1]))
+        seconds["everything"].append(measure(engine, model, conversations, slow))
+        seconds["decoding"].append(measure(engine, model, conversations, quick))
+        seconds["longest"].append(
+            measure(engine, model, conversations[longest : longest + 1], slow[longest : longest + 1])
+        )
     median = {name: statistics.median(values) for name, values in seconds.items()}
     one_by_one = sum(map(sum, slow)) + median["decoding"]
     lockstep = sum(max((d[turn] for d in slow if turn < len(d)), default=0.0) for turn in range(3)) + median["decoding"]

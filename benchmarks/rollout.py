@@ -95,6 +95,7 @@ class Ours:
     """The local engine."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
         self._engine = Local().start(model, deterministic=True, longest_context=LONGEST_CONTEXT)
         self._runner = asyncio.Runner()  # an engine lives in one event loop
         self._repetition = 0
@@ -103,7 +104,6 @@ class Ours:
         """After a weight update."""
         self._repetition += 1
         began = time.perf_counter()
-        self._engine.version += 1
         played = self._runner.run(self._play_all(conversations))
         return time.perf_counter() - began, played
 
@@ -112,6 +112,7 @@ class Ours:
         self._runner.close()
 
     async def _play_all(self, conversations: Sequence[Conversation]) -> Outputs:
+        await self._engine.load_weights(self._model, self._repetition)
         return await asyncio.gather(*(self._play(i, c) for i, c in enumerate(conversations)))
 
     async def _play(self, number: int, conversation: Conversation) -> list[Output]:

@@ -130,7 +130,7 @@ def same_prompts(experiment: Experiment, inputs: Inputs) -> tuple[Any, list[Call
 
     TRL's schema has more words. The prompts of the first step are compared token by token.
     """
-    tasks = islice(experiment.task.open(Split.train, experiment.seed), experiment.rollout.prompts_per_step)
+    tasks = islice(experiment.task.stream(Split.train, experiment.seed), experiment.rollout.prompts_per_step)
     ours = [opening(experiment, task) for task in tasks]
     tokenizer = copy.deepcopy(inputs.tokenizer)
     tools: list[Callable[..., str]] = []

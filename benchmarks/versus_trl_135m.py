@@ -80,7 +80,7 @@ def worked(count: int) -> str:
     """The messages of `count` examples that no task repeats, as the command line takes them."""
     source = OneStep(operators="+*", largest=29, largest_factor=10)
     messages: list[Message] = []
-    for task in islice(source.open(Split.train, seed=2**31), count):
+    for task in islice(source.stream(Split.train, seed=2**31), count):
         messages += [*task.messages, *source.demonstration(task, 0)]
     listed = [f'{{role: {message.role}, content: "{message.content}"}}' for message in messages]
     return f"[{', '.join(listed)}]"

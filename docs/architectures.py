@@ -32,7 +32,7 @@ from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.attention import uses_forest
 from mtgrpo.model.load import DType, ModelSettings, load_model
-from mtgrpo.policy.forward import flops_of, layout_of, score
+from mtgrpo.model.scorer import Scorer, flops_of, layout_of
 from mtgrpo.stages.run import longest_context
 from mtgrpo.types import Completion, Finish, Message, Sampling, Task, Trajectory, Turn
 
@@ -302,9 +302,9 @@ def trainer_error(model: PreTrainedModel, longest: int) -> float:
     rollouts = trajectories(longest)
     batch = build_batch(rollouts)
     packed = pack(batch, torch.arange(len(batch)), 100_000, flops_of(model), layout_of(model))
-    (micro,) = packed.micro_batches[0]
+    (micro,) = packed[0].micro_batches
     with torch.no_grad():
-        logp = score(model, micro, 1.0).logp[micro.target][micro.entries.argsort()]
+        logp = Scorer(model)(micro, 1.0).logp[micro.target][micro.entries.argsort()]
     with transformers_own(model):
         expected = [plain(model, t.context(i), x.output) for t in rollouts for i, x in enumerate(t.turns)]
     return worst(logp, torch.cat(expected))

@@ -25,7 +25,7 @@ from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.profile import Profile
 from mtgrpo.rewards import Reward
 from mtgrpo.stages.api import Scored
-from mtgrpo.stages.trainer import update_config
+from mtgrpo.stages.update import update_config
 from mtgrpo.types import Completion, Finish, Message, Sample, Sampling, Status, Task, Trajectory
 from test_conversation import CALL, chat, said, tokenizer
 
@@ -229,7 +229,7 @@ def test_nothing_is_measured_unless_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"trace_steps": [1]}, "needs profile.enabled=true"),
+        ({"trace_steps": [1]}, "`trace_steps=\\[1\\]` has no effect: set `enabled=true`"),
         ({"enabled": True, "trace_steps": [0]}, "steps count from 1, got 0"),
     ],
 )

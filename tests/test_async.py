@@ -10,6 +10,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
@@ -34,12 +35,14 @@ from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model import tiny
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
+from mtgrpo.record.curve import Curve
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.conversation import Limits
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
-from mtgrpo.rollout.stream import RolloutBatch, Stream, describe_stream
-from mtgrpo.stages.trainer import Curve, train
+from mtgrpo.rollout.stream import RolloutBatch, Stream
+from mtgrpo.stages.metrics import describe_staleness
+from mtgrpo.stages.trainer import train
 from mtgrpo.tasks import IndexedStream
 from mtgrpo.types import Completion, Group, Message, Sampling, Status, Task, Trajectory
 
@@ -122,7 +125,7 @@ def test_staleness_bound(seconds: list[float], batch: int, staleness: int, ahead
     for version, played in enumerate(batches):
         assert len(played.groups) == batch
         assert all(0 <= version - admitted <= staleness for admitted in played.admitted)
-        assert describe_stream(played, version)["rollout/staleness_max"] == version - min(played.admitted)
+        assert describe_staleness(played, version)["rollout/staleness_max"] == version - min(played.admitted)
         assert played.admitted == sorted(played.admitted)
     assert napper.most <= (staleness + 1) * batch  # no more is ever open than may be trained in time
     assert napper.open == 0
@@ -441,6 +444,64 @@ def test_the_engine_has_its_turn_between_micro_batches(
     assert all(version == learnt for version, learnt in seen)
 
 
+ELSEWHERE = """
+from dataclasses import dataclass
+
+from mtgrpo.engines import Engine
+from mtgrpo.engines.scripted import ScriptedEngine
+
+STARTED = []
+
+
+@dataclass
+class Elsewhere(Engine):
+    def start(self, model, deterministic, longest_context):
+        stop = model.generation_config.eos_token_id[0]
+        STARTED.append(ScriptedEngine(lambda key, turn: [100 + key.sample_index, stop]))
+        return STARTED[-1]
+"""
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_training_beside_an_engine_with_weights_of_its_own_leaves_the_loop_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    threads: set[str] = set()
+    ticks = [0]
+    during: list[int] = []  # ticks of the event loop while a micro-batch was computed
+    score = Policy.score
+
+    def slow(self: Policy, *arguments: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        before = ticks[0]
+        time.sleep(0.05)
+        during.append(ticks[0] - before)
+        return score(self, *arguments)
+
+    async def tick() -> None:
+        while True:
+            ticks[0] += 1
+            await asyncio.sleep(0.002)
+
+    async def run() -> None:
+        ticking = asyncio.create_task(tick())
+        await train(made, tmp_path / "run", Curve())
+        ticking.cancel()
+
+    own = tmp_path / "own.py"
+    own.write_text(OWN + ELSEWHERE)
+    words = [*SMALL, f"reward={own}:First", f"engine={own}:Elsewhere", f"rollout.max_staleness={staleness}"]
+    made = compose(parse([*words, "trainer.steps=2", "sft.steps=1"])).experiment
+    monkeypatch.setattr(Policy, "score", slow)
+    asyncio.run(run())
+    assert len(during) >= 3 and min(during) > 3
+    assert threading.current_thread().name not in threads
+    (engine,) = sys.modules[type(made.engine).__module__].STARTED
+    in_step = ["sleep", "load_weights {}", "wake"] if staleness == 0 else ["load_weights {}"]
+    expected = [call.format(step) for step in (1, 2) for call in in_step]
+    assert [call for call in engine.calls if call != "close"] == ["load_weights 0", *expected]
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_an_engine_that_breaks_in_the_middle_costs_time_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
@@ -502,7 +563,7 @@ def test_what_an_update_does_to_what_is_stored(keep: bool, monkeypatch: pytest.M
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.01)
-            engine.version = 1
+            await engine.load_weights(model, 1)
             computed.clear()
             again = await first([*prompt, *said.tokens, 7, 8], sampling)
             of_first = sum(computed)

@@ -42,8 +42,8 @@ from mtgrpo.model.attention import (
 )
 from mtgrpo.model.load import DType, ModelSettings, compute_in, load_model
 from mtgrpo.model.lora import LoRA
+from mtgrpo.model.scorer import Scorer, flops_of, layout_of
 from mtgrpo.model.value import values
-from mtgrpo.policy.forward import flops_of, layout_of, read_hidden, score
 from mtgrpo.policy.guard import compare
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
@@ -140,8 +140,8 @@ def forest_logp(model: PreTrainedModel, batch: Batch, temperature: float, budget
     """The same numbers from the forest."""
     found: list[Tensor] = []
     places: list[Tensor] = []
-    for micro in pack(batch, torch.arange(len(batch)), budget, flops_of(model), layout_of(model)).micro_batches[0]:
-        found.append(score(model, micro, temperature).logp[micro.target])
+    for micro in pack(batch, torch.arange(len(batch)), budget, flops_of(model), layout_of(model))[0].micro_batches:
+        found.append(Scorer(model)(micro, temperature).logp[micro.target])
         places.append(micro.entries)
     return torch.cat(found)[torch.cat(places).argsort()]
 
@@ -220,9 +220,9 @@ def test_adapters_and_value_head(family: str, tmp_path: Path) -> None:
     assert_equal_to_plain(model, batch, 1e-9, 1e-8)
 
     whole = build_batch(batch)
-    micro = pack(whole, torch.arange(len(whole)), 10_000, flops_of(model)).micro_batches[0][0]
+    micro = pack(whole, torch.arange(len(whole)), 10_000, flops_of(model))[0].micro_batches[0]
     parents, row = micro.parent.unique(return_inverse=True)
-    found = values(model, read_hidden(model, micro, parents))[row[micro.target]]
+    found = values(model, Scorer(model).hidden(micro, parents))[row[micro.target]]
     contexts = [t.context(i) + x.output[:j] for t in batch for i, x in enumerate(t.turns) for j in range(len(x.output))]
     plain: list[Tensor] = []
     for context in contexts:
@@ -450,8 +450,8 @@ def test_a_forest_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     """Had transformers not handed the forest to the attention, all siblings would see one another."""
     model = make_model("qwen3", DType.float32)
     whole = build_batch(conversation())
-    micro = pack(whole, torch.arange(len(whole)), 10_000, flops_of(model)).micro_batches[0][0]
-    assert compare(model, micro).holds
+    micro = pack(whole, torch.arange(len(whole)), 10_000, flops_of(model))[0].micro_batches[0]
+    assert compare(Scorer(model), micro).holds
     causal = torch.arange(len(whole.forest))
     monkeypatch.setattr(Visibility, "pieces", lambda *_: [Piece(0, len(micro.ids[0]), slice(0, len(causal)), True)])
-    assert not compare(model, micro).holds
+    assert not compare(Scorer(model), micro).holds

@@ -148,7 +148,7 @@ def test_every_row_of_the_benchmark_against_trl_has_a_case(monkeypatch: pytest.M
     versus, report = load_file(RECORD.parent / "versus_trl.py"), load_file(RECORD.parent / "report.py")
     assert list(versus.CASES) == list(report.CASES)
     for case in versus.CASES.values():
-        task = next(compose(parse(case.words())).experiment.task.open(Split.train, 0))
+        task = next(compose(parse(case.words())).experiment.task.stream(Split.train, 0))
         system, _ = task.messages
         assert 0 <= len(versus.load_tokenizer().encode(system.content)) - case.system_prompt < 40
 

@@ -512,7 +512,7 @@ def test_a_demonstration_is_laid_out_as_the_policy_would_have_played_it(system_p
     environment = calculator(max_turns=9)
     with_chat = Forgetful() if forgetful else chat()
     lengths: set[int] = set()
-    for task in itertools.islice(source.open(Split.train, 1), 40):
+    for task in itertools.islice(source.stream(Split.train, 1), 40):
         messages = source.demonstration(task, 7)
         engine = ScriptedEngine(
             lambda _, turn, spoken=[m for m in messages if m.role == "assistant"]: chat().encode(spoken[turn])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -169,7 +171,7 @@ def test_new_weights_in_mid_conversation_drop_what_was_cached() -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.02)
-            engine.version = 5
+            await engine.load_weights(model, 5)
             context = prompt_of(1) + first.tokens + [33, 34]
             return context, await sample(context, sampling)
 
@@ -624,7 +626,7 @@ def test_three_updates_in_the_middle_of_conversations() -> None:
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.mul_(1.01)
-                engine.version = version
+                await engine.load_weights(model, version)
         return worst
 
     assert asyncio.run(run()) <= 1e-9
@@ -647,7 +649,7 @@ def test_fused_decoding_that_has_gone_wrong_gives_way_to_the_models_own_modules(
     engine = Local().start(model, True, 1024)
     engine.notes.clear()
     engine._forward._fused._layers[0].scale = scale  # type: ignore[union-attr]
-    engine.version = 1
+    asyncio.run(engine.load_weights(model, 1))
     played = play_many(engine, Sampling(max_new_tokens=6))
     assert not engine._forward.fused
     assert "fused decoding differs" in engine.notes[0]
@@ -663,7 +665,7 @@ def test_tokens_on_which_a_model_was_never_trained_do_not_condemn_it() -> None:
     for version in range(1, 4):
         with torch.no_grad():
             model.get_input_embeddings().weight[9:].mul_(1.01)
-        engine.version = version
+        asyncio.run(engine.load_weights(model, version))
         asyncio.run(ask(engine, Key(0, "a", "t", 0), prompt_of(1), 3))
     assert engine._forward.fused
     assert len(engine.notes) == 1
@@ -673,7 +675,7 @@ def test_a_cache_that_is_wrong_is_found_at_the_start(monkeypatch: pytest.MonkeyP
     plan = BatchPlanner.plan
 
     def shifted(self: BatchPlanner, rows: list[Row]) -> BatchPlan:
-        past = len(rows[0].stored.tokens)
+        past = len(rows[0].block_table.tokens)
         found = plan(self, rows)
         return replace(found, positions=found.positions + 1) if past else found
 
@@ -697,6 +699,99 @@ def test_models_that_the_fused_path_does_not_know_sample_through_their_own_forwa
     assert [[c.tokens for c in p.completions] for p in played] == [
         [c.tokens for c in p.completions] for p in play_many(fused, sampling)
     ]
+
+
+# --- the protocol ---
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    engine = Local().start(make_model(), True, 1024)
+    with pytest.raises(EngineError, match="samples from the model it was started with"):
+        asyncio.run(engine.load_weights(make_model(seed=1), 1))
+    assert engine.version == 0
+
+
+def test_loading_weights_resets_the_cache_and_is_measured() -> None:
+    model = make_model()
+    engine = Local().start(model, True, 1024)
+
+    async def run() -> tuple[int, int]:
+        async with engine.conversation(Key(0, "a", "t", 0)) as sample:
+            await sample(prompt_of(1), Sampling(max_new_tokens=4))
+            before = engine._kv_cache.own.free
+            await engine.load_weights(model, 3)
+            return before, engine._kv_cache.own.free
+
+    before, after = asyncio.run(run())
+    assert before < after == engine._kv_cache.own.count
+    assert engine.version == 3
+    assert engine.sync_s > 0
+
+
+@pytest.mark.parametrize("method", ["pause", "sleep"])
+def test_nothing_is_sampled_until_it_goes_on(method: str) -> None:
+    """And then what would have been sampled anyway, also by a conversation that was open meanwhile."""
+    model, sampling = make_model(DType.float64), Sampling(max_new_tokens=30)
+
+    async def run(stop: bool) -> tuple[list[Completion], list[int]]:
+        engine, lengths = Local().start(model, True, 1024), []
+        async with engine.conversation(Key(0, "a", "t", 0)) as sample:
+            asked = asyncio.create_task(sample(prompt_of(1), sampling))
+            while not any(request.logprobs for request in engine._scheduler.requests):
+                await asyncio.sleep(0)
+            if stop:
+                await (engine.pause() if method == "pause" else engine.sleep())
+                for _ in range(2):
+                    lengths.append(sum(len(request.logprobs) for request in engine._scheduler.requests))
+                    await asyncio.sleep(0.05)
+                assert bool(engine._kv_cache.own.keys) == (method == "pause")  # the memory is given back
+                await (engine.resume() if method == "pause" else engine.wake())
+            first = await asyncio.wait_for(asked, 20)
+            return [first, await sample([*prompt_of(1), *first.tokens, 7], sampling)], lengths
+
+    plain, _ = asyncio.run(run(False))
+    stopped, lengths = asyncio.run(run(True))
+    assert 0 < lengths[0] == lengths[1] < 30
+    assert [c.tokens for c in stopped] == [c.tokens for c in plain]
+    assert stopped[1].logprobs == pytest.approx(plain[1].logprobs, abs=1e-10)
+
+
+def test_a_night_changes_no_digit() -> None:
+    model, sampling = make_model(), Sampling(max_new_tokens=8, stop_ids=[STOP])
+    found: list[list[Played]] = []
+    for nights in (0, 2):
+        engine = Local().start(model, True, 1024)
+        play_many(engine, sampling)
+        for _ in range(nights):
+            asyncio.run(engine.sleep())
+            asyncio.run(engine.wake())
+        found.append(play_many(engine, sampling))
+    assert found[0] == found[1]
+
+
+def test_a_closed_engine_answers_nobody() -> None:
+    engine = Local().start(make_model(), False, 1024)
+
+    async def run() -> None:
+        async with engine.conversation(Key(0, "a", "t", 0)) as sample:
+            asked = asyncio.create_task(sample(prompt_of(1), Sampling(max_new_tokens=900)))
+            await asyncio.sleep(0.05)
+            await engine.close()
+            for request in (asked, sample(prompt_of(1), Sampling(max_new_tokens=2))):
+                with pytest.raises(EngineError, match="the engine is closed"):
+                    await request
+
+    asyncio.run(run())
+    assert engine._kv_cache.own.keys == []
+    assert engine._kv_cache.own.free == engine._kv_cache.own.count
+
+
+def test_engines_import_no_library() -> None:
+    """Settings and protocol alone; what runs a model is imported by `start`."""
+    modules = "mtgrpo.engines, mtgrpo.engines.local, mtgrpo.engines.scripted"
+    code = f"import sys, {modules}; sys.exit(', '.join({{'torch', 'transformers'}} & set(sys.modules)) or None)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 # --- requests ---

@@ -22,8 +22,9 @@ from mtgrpo.engines.local.scheduler import Scheduler
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks
 from mtgrpo.model.attention import Visibility
-from mtgrpo.policy import forward, guard
-from mtgrpo.stages.trainer import Curve, train
+from mtgrpo.model.scorer import Scorer
+from mtgrpo.record.curve import Curve
+from mtgrpo.stages.trainer import train
 
 ENVIRONMENT = '''
 from dataclasses import dataclass
@@ -182,8 +183,7 @@ def jump_in_trainer(read: Any, model: Any, micro: Any, positions: Tensor) -> Ten
 
 def in_trainer(change: Callable[..., Tensor]) -> Plant:
     def plant(monkeypatch: Patch) -> None:
-        for module in (forward, guard):
-            changed(module, "read_hidden", change)(monkeypatch)
+        changed(Scorer, "hidden", change)(monkeypatch)
 
     return plant
 

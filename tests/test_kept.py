@@ -14,7 +14,7 @@ from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import Batch, build_batch
 from mtgrpo.engines.local.sampling import sample
 from mtgrpo.model.attention import Attention, choose_attention
-from mtgrpo.policy.forward import Scores
+from mtgrpo.model.scorer import Scores
 from mtgrpo.types import Finish, Message, Sampling, Task, Trajectory, Turn
 from test_policy import ONE_MICRO_BATCH, TEMPERATURE, Watched, largest_difference, make_model
 

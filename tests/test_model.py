@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
-from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer, save_model
+from mtgrpo.model.load import DType, ModelSettings, _device, load_model, load_tokenizer, save_model
 from mtgrpo.model.logprobs import sampled_logprobs
 from mtgrpo.model.value import values
 
@@ -288,3 +288,22 @@ def test_the_shipped_tokenizer_is_rebuilt_byte_for_byte(tmp_path: Path, monkeypa
     runpy.run_path(str(PROJECT / "scripts" / "build_tiny_tokenizer.py"), run_name="__main__")
     built = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert built == {path.name: path.read_bytes() for path in tiny.TOKENIZER.iterdir()}
+
+
+@pytest.mark.parametrize(("local_rank", "expected"), [(None, 0), ("1", 1)])
+def test_every_process_takes_the_gpu_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, expected: int
+) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert _device() == torch.device("cuda", expected)
+    assert chosen == [torch.device("cuda", expected)]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match="LOCAL_RANK=2: this machine has 2 GPUs"):
+        _device()

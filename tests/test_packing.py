@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mtgrpo.batch.forest import Batch, build_batch, build_forest
-from mtgrpo.batch.packing import BatchSettings, Cost, Layout, MicroBatch, Packing, pack
+from mtgrpo.batch.packing import Cost, Layout, MicroBatch, Packing, pack
+from mtgrpo.batch.settings import BatchSettings
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
@@ -69,8 +70,8 @@ def computed_paths(micro: MicroBatch) -> list[Path]:
     return [tuple(micro.ids[0, : q + 1][ends[: q + 1] > q].tolist()) for q in range(width)]
 
 
-def flat(packing: Packing) -> list[MicroBatch]:
-    return [micro for rank in packing.micro_batches for micro in rank]
+def flat(packing: list[Packing]) -> list[MicroBatch]:
+    return [micro for rank in packing for micro in rank.micro_batches]
 
 
 def compute_cost(paths: set[Path], read: set[Path]) -> float:
@@ -109,8 +110,8 @@ def test_only_what_is_needed_is_computed_within_the_budget(
     batch, entries, budget = drawn
     packing = pack(batch, entries, budget, COST, layout, ranks)
     contexts = {context_of(batch, entry) for entry in entries.tolist()}
-    assert packing.distinct == len(prefixes(contexts))
-    assert packing.computed == sum(micro.ids.numel() for micro in flat(packing))
+    assert packing[0].distinct == len(prefixes(contexts))
+    assert packing[0].computed == sum(micro.ids.numel() for micro in flat(packing))
     rows: list[Path] = []
     for micro in flat(packing):
         assert micro.ids.shape == micro.position.shape and micro.ids.numel() <= budget
@@ -145,8 +146,8 @@ def test_ranks_get_equally_many_micro_batches(
 ) -> None:
     batch, entries, budget = drawn
     packing = pack(batch, entries, budget, COST, layout, ranks)
-    assert len(packing.micro_batches) == ranks
-    assert len({len(rank) for rank in packing.micro_batches}) == 1
+    assert len(packing) == ranks
+    assert len({len(rank.micro_batches) for rank in packing}) == 1
     assert bool(flat(packing)) == bool(len(entries))
     again = pack(batch, entries, budget, COST, layout, ranks)
     assert [micro.entries.tolist() for micro in flat(again)] == [micro.entries.tolist() for micro in flat(packing)]
@@ -165,7 +166,7 @@ def test_a_tree_within_the_budget_is_never_cut(drawn: tuple[Batch, torch.Tensor,
         size = len(prefixes({path for path in contexts if path[0] == root}))
         assert len(found) == 1 or size > budget
     if all(len(found) == 1 for found in homes.values()):
-        assert packing.computed == packing.distinct
+        assert packing[0].computed == packing[0].distinct
         used = sum(micro.ids.numel() > 0 for micro in flat(packing))
         assert used == min(len(homes), len(flat(packing)))  # none is empty that could have had a tree
 
@@ -202,13 +203,13 @@ def star(prompt: int, outputs: list[int], first: int = 1) -> list[Trajectory]:
 
 def sizes(batch: Batch, budget: int, layout: Layout = Layout.forest, ranks: int = 1) -> list[list[tuple[int, ...]]]:
     packing = pack(batch, torch.arange(len(batch)), budget, COST, layout, ranks)
-    return [[tuple(micro.ids.shape) for micro in rank] for rank in packing.micro_batches]
+    return [[tuple(micro.ids.shape) for micro in rank.micro_batches] for rank in packing]
 
 
 def test_a_group_beyond_the_budget_repeats_its_prompt() -> None:
     batch = build_batch(star(10, [5] * 6))
     packing = pack(batch, torch.arange(len(batch)), 35, COST)
-    assert (packing.distinct, packing.computed) == (40, 50)
+    assert (packing[0].distinct, packing[0].computed) == (40, 50)
     assert sizes(batch, 40) == [[(1, 40)]]
     assert sizes(batch, 39) == [[(1, 25), (1, 25)]]  # halves, not what fits and a rest
     assert sizes(batch, 15) == [[(1, 15)] * 6]
@@ -239,7 +240,7 @@ def test_trees_are_spread_by_cost() -> None:
     assert [len(rank) for rank in sizes(batch, 17)] == [3]
     for ranks in (2, 3, 4):
         packing = pack(batch, torch.arange(len(batch)), total, COST, ranks=ranks)
-        costs = [sum(micro.cost for micro in rank) for rank in packing.micro_batches]
+        costs = [sum(micro.cost for micro in rank.micro_batches) for rank in packing]
         assert len(flat(packing)) == ranks
         assert max(costs) - min(costs) <= 51  # the cost of the least tree
 
@@ -293,5 +294,5 @@ def test_a_path_longer_than_the_budget_is_refused(layout: Layout) -> None:
 
 
 def test_a_budget_is_positive() -> None:
-    with pytest.raises(ConfigError, match=r"batch\.token_budget must be >= 1, got 0"):
+    with pytest.raises(ConfigError, match=r"`token_budget` must be >= 1, got 0"):
         BatchSettings(token_budget=0)

@@ -26,12 +26,13 @@ from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.kl import KL, Estimator
 from mtgrpo.batch.forest import Batch, build_batch
 from mtgrpo.errors import ConfigError
+from mtgrpo.model import scorer
 from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.model.logprobs import sampled_logprobs
-from mtgrpo.policy import forward, guard
-from mtgrpo.policy.forward import Scores
+from mtgrpo.model.scorer import Scores
+from mtgrpo.policy import guard
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings, Schedule, factor
-from mtgrpo.policy.reference import freeze
+from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy, TokenLoss
 from mtgrpo.policy.updater import PolicyUpdater, UpdateConfig, Updates
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
@@ -130,7 +131,7 @@ def train(
     trained: Tensor = ALL,
     algorithm: GRPO | None = None,
     kl: KL | None = None,
-    reference: PreTrainedModel | None = None,
+    reference: ReferencePolicy | None = None,
     updates: Updates | None = None,
     seed: int = 0,
 ) -> Metrics:
@@ -253,15 +254,17 @@ def gradients(
 
 
 def near(model: PreTrainedModel) -> PreTrainedModel:
-    found = freeze(model)
+    found = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
-    for parameter in found.parameters():
-        parameter += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
     return found
 
 
 MODEL = make_model()
-REFERENCE = near(MODEL)
+OTHER = near(MODEL)
+REFERENCE = ReferencePolicy(OTHER)
 
 
 @functools.cache
@@ -363,7 +366,7 @@ def test_only_sampled_tokens_are_predicted(monkeypatch: pytest.MonkeyPatch) -> N
         predicted.append(len(hidden))
         return sampled_logprobs(hidden, *rest)
 
-    monkeypatch.setattr(forward, "sampled_logprobs", watch)
+    monkeypatch.setattr(scorer, "sampled_logprobs", watch)
     algorithm = Recording()
     train(policy, advantage=torch.ones(4), algorithm=algorithm)
     assert predicted == [ALL_TOKENS]  # the head never sees another place
@@ -460,7 +463,7 @@ def minibatches(updates: Updates, seed: int) -> list[list[int]]:
             self.steps: list[list[int]] = []
 
         def scoring(
-            self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None
+            self, batch: Batch, entries: Tensor, reference: ReferencePolicy | None = None
         ) -> CooperativeTask[Scores]:
             yield
             return Scores(*torch.zeros(2, len(batch), dtype=torch.float64))
@@ -524,8 +527,8 @@ def test_impossible_updates_are_refused(bad: dict[str, int]) -> None:
 @pytest.mark.parametrize("dtype", DType)
 def test_the_reference_does_not_follow_the_policy(dtype: DType) -> None:
     policy = Watched(make_model(dtype), lr=0.05)
-    reference = freeze(policy.model)
-    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    reference = ReferencePolicy(policy.model)
+    assert not any(weight.requires_grad for weight in reference.weights.values())
     batch = build_batch(PLAYED)
     entries = torch.arange(len(batch))
     before = policy.scores(batch, entries).logp
@@ -539,8 +542,9 @@ def test_the_reference_does_not_follow_the_policy(dtype: DType) -> None:
 
 def test_the_reference_of_a_wholly_trained_model_shares_nothing() -> None:
     model = make_model()
-    reference = freeze(model)
-    kept, copied = ({weight.data_ptr() for weight in one.parameters()} for one in (model, reference))
+    reference = ReferencePolicy(model)
+    kept = {weight.data_ptr() for weight in model.parameters()}
+    copied = {weight.data_ptr() for weight in reference.weights.values()}
     assert len(copied) == len(kept)
     assert copied.isdisjoint(kept)
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -549,7 +553,7 @@ def test_the_reference_of_a_wholly_trained_model_shares_nothing() -> None:
 @pytest.mark.parametrize("estimator", [Estimator.k2, Estimator.k3])
 def test_the_penalty_pulls_towards_the_reference(estimator: Estimator) -> None:
     policy = Watched(make_model(), lr=1e-3)
-    reference = freeze(policy.model)
+    reference = ReferencePolicy(policy.model)
     train(policy, updates=Updates(0, 3))  # away
     kl = KL(1.0, estimator)
     batch = build_batch(PLAYED)
@@ -570,7 +574,7 @@ def test_the_penalty_is_added_to_the_loss_token_by_token() -> None:
     with torch.no_grad():
         logp, ref = (
             torch.cat([logp for trajectory in PLAYED for logp in plain_logprobs(model, trajectory)])
-            for model in (policy.model, REFERENCE)
+            for model in (policy.model, OTHER)
         )
     penalty = ((logp - ref).square() / 2).mean().item()
     kl = (logp - ref).mean().item()  # measured by k1, whatever the penalty is
@@ -696,7 +700,7 @@ def test_an_optimizer_continues_from_its_state(kind: Kind) -> None:
     ],
 )
 def test_bad_settings_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=f"optimizer.*{next(iter(bad))}"):
+    with pytest.raises(ConfigError, match=f"`{next(iter(bad))}"):
         OptimizerSettings(**bad)
 
 

@@ -27,7 +27,7 @@ from mtgrpo.model.attention import Attention
 from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer, save_model
 from mtgrpo.model.lora import LoRA
 from mtgrpo.model.rounding import distance, plain_logprobs, reference
-from mtgrpo.policy.forward import flops_of, score
+from mtgrpo.model.scorer import Scorer, flops_of
 from mtgrpo.stages.run import open_run
 from mtgrpo.types import Completion, Finish, Message, Sampling, Task, Trajectory, Turn
 
@@ -152,7 +152,7 @@ def test_updates_leave_fused_decoding_in_place(fetched: Path) -> None:
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(torch.randn(weight.shape, generator=generator), alpha=2e-5)
-        engine.version = version
+        await engine.load_weights(model, version)
         async with engine.conversation(Key(0, "test", "t", version)) as sample:
             await sample(context, Sampling(max_new_tokens=4))
 
@@ -171,9 +171,9 @@ def test_forest_and_padded_rows_agree(model: PreTrainedModel) -> None:
     for layout, attention in ((Layout.forest, Attention.forest), (Layout.padded, Attention.sdpa)):
         model.set_attn_implementation(attention.value)
         logp = torch.full((len(batch),), torch.nan)
-        for micro in pack(batch, entries, 4096, flops_of(model), layout).micro_batches[0]:
+        for micro in pack(batch, entries, 4096, flops_of(model), layout)[0].micro_batches:
             with torch.no_grad():
-                logp[micro.entries] = score(model, micro, 1.0).logp[micro.target]
+                logp[micro.entries] = Scorer(model)(micro, 1.0).logp[micro.target]
         found.append(logp)
     model.set_attn_implementation(Attention.forest.value)
     assert (found[0] - found[1]).abs().max() < 3e-4
@@ -246,7 +246,7 @@ def test_every_trained_token_was_sampled_over_200_conversations_with_a_tool(
     monkeypatch.setattr(LocalEngine, "_ask", watched)
 
     async def play() -> list[Trajectory]:
-        with open_run(experiment, tmp_path) as run:
+        async with open_run(experiment, tmp_path) as run:
             groups = await asyncio.gather(*(run.runner.run_group(task, 8) for task in islice(run.tasks, 25)))
         return [trajectory for group in groups for trajectory in group.trajectories]
 

@@ -43,13 +43,23 @@ from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.attention import Attention, choose_attention
+from mtgrpo.model.scorer import flops_of, layout_of
 from mtgrpo.model.value import add_value_head
-from mtgrpo.policy.forward import flops_of, layout_of
-from mtgrpo.policy.reference import ReferenceSettings, freeze, move
+from mtgrpo.policy.reference import ReferencePolicy, ReferenceSettings
 from mtgrpo.policy.step import CooperativeTask, Metrics
 from mtgrpo.policy.updater import PolicyUpdater, UpdateConfig, Updates
 from mtgrpo.types import Group, Message, Sampling, Trajectory
-from test_policy import LONGEST, MODEL, ONE_MICRO_BATCH, PLAYED, REFERENCE, Watched, largest_difference, stored_with
+from test_policy import (
+    LONGEST,
+    MODEL,
+    ONE_MICRO_BATCH,
+    OTHER,
+    PLAYED,
+    REFERENCE,
+    Watched,
+    largest_difference,
+    stored_with,
+)
 
 REWARDS = [1.0, -0.5, 0.25, 2.0]
 TRAJECTORIES = [
@@ -107,8 +117,8 @@ class OverRanks(Watched):
 
     def pack(self, batch: Batch, entries: Tensor) -> Packing:
         found = pack(batch, entries, LONGEST, flops_of(self.model), layout_of(self.model), ranks=3)
-        assert all(found.micro_batches)
-        return replace(found, micro_batches=[[micro for rank in found.micro_batches for micro in rank]])
+        assert all(rank.micro_batches for rank in found)
+        return replace(found[0], micro_batches=[micro for rank in found for micro in rank.micro_batches])
 
 
 def updates(
@@ -266,7 +276,7 @@ def test_invariance_what_the_tools_said_is_never_trained() -> None:
     noisy_model = copy.deepcopy(MODEL)
     policy = Watched(noisy_model, lr=5e-4)
     batch = build_batch(TRAJECTORIES)
-    micro = policy.pack(batch, torch.arange(len(batch))).micro_batches[0][0]
+    micro = policy.pack(batch, torch.arange(len(batch))).micro_batches[0]
     read = torch.zeros(micro.ids.numel(), dtype=torch.bool)
     read[micro.parent] = True
     generator = torch.Generator().manual_seed(0)
@@ -388,10 +398,10 @@ def test_the_coefficient_follows_the_target() -> None:
     ],
 )
 def test_references_move(settings: ReferenceSettings, step: int, share: float) -> None:
-    model, reference = copy.deepcopy(MODEL), freeze(REFERENCE)
-    before = [parameter.clone() for parameter in reference.parameters()]
-    move(reference, model, settings, step)
-    for old, new, policy in zip(before, reference.parameters(), model.parameters(), strict=True):
+    model, reference = copy.deepcopy(MODEL), ReferencePolicy(OTHER)
+    before = [weight.clone() for weight in reference.weights.values()]
+    reference.move(model, settings, step)
+    for old, new, policy in zip(before, reference.weights.values(), model.parameters(), strict=True):
         assert torch.allclose(new, old + share * (policy - old), rtol=0, atol=1e-12)
 
 
@@ -432,14 +442,14 @@ def test_only_tokens_of_high_entropy_are_trained() -> None:
     ("build", "said"),
     [
         (lambda: KL(0.1, Estimator.k1), "no gradient in expectation"),
-        (lambda: KL(0.1, Estimator.k3, Place.reward), "kl.estimator=k1"),
-        (lambda: KL(0.1, Estimator.k1, Place.reward, unbiased=True), "kl.unbiased"),
-        (lambda: KL(0.0, target=0.1), "kl.coef"),
+        (lambda: KL(0.1, Estimator.k3, Place.reward), "`estimator=k1"),
+        (lambda: KL(0.1, Estimator.k1, Place.reward, unbiased=True), "`unbiased"),
+        (lambda: KL(0.0, target=0.1), "`coef"),
         (lambda: KL(0.1, Estimator.k2, unbiased=True), "corrects k1 and k3"),
-        (lambda: KL(0.1, target=0.1, adaptation=1.5), "kl.adaptation"),
+        (lambda: KL(0.1, target=0.1, adaptation=1.5), "`adaptation"),
         (lambda: GRPO(average_length=5), "average=constant"),
         (lambda: GRPO(entropy_coef=-0.1), "entropy_coef"),
-        (lambda: Correction(old_policy=OldPolicy.engine, weight=Weight.token), "correction.old_policy=trainer"),
+        (lambda: Correction(old_policy=OldPolicy.engine, weight=Weight.token), "`old_policy=trainer`"),
         (lambda: Correction(old_policy=OldPolicy.interpolated, reject=Reject.geometric), "one micro-batch"),
         (lambda: Correction(low=1.5), "either side of 1"),
         (lambda: ReferenceSettings(update_every=2, ema=0.1), "two ways"),

@@ -1,18 +1,15 @@
-"""Where the time of a run goes: seconds by phase, what condensing leaves, a trace of chosen steps."""
+"""Where the time of a run goes: seconds by phase, and a trace of chosen steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
-import torch
-
-from mtgrpo.errors import ConfigError
-from mtgrpo.types import Group, Status
+from mtgrpo.errors import ConfigError, refuse_without_effect
 
 PHASES: tuple[str, ...] = ("packing", "forward", "backward", "update")  # of a training step
 
@@ -29,10 +26,10 @@ class Profile:
     )  # the steps whose updates are traced, in traces/step_000003.json (Chrome's format)
 
     def __post_init__(self) -> None:
-        if self.trace_steps and not self.enabled:
-            raise ConfigError(f"profile.trace_steps={self.trace_steps} needs profile.enabled=true")
+        if not self.enabled:
+            refuse_without_effect(self, ("reward", "condensation", "trace_steps"), "set `enabled=true`")
         if wrong := [step for step in self.trace_steps if step < 1]:
-            raise ConfigError(f"profile.trace_steps: steps count from 1, got {wrong[0]}")
+            raise ConfigError(f"`trace_steps`: steps count from 1, got {wrong[0]}")
 
 
 class Profiler:
@@ -62,32 +59,16 @@ class Profiler:
             return nullcontext()
         return _traced(folder / "traces" / f"step_{step:06d}.json")
 
-    def step(self, groups: Sequence[Group], sync_s: float) -> dict[str, float]:
-        """The measurements of a step: means over its conversations, seconds of the phases of its update.
+    def step(self, conversations: Mapping[str, float], sync_s: float) -> dict[str, float]:
+        """The measurements of a step: what is known of its conversations, and seconds of the phases of its update.
 
         sync_s: seconds that the engine has spent on taking over weights since the run began.
         """
         if not self._settings.enabled:
             return {}
-        trajectories = [t for group in groups for t in group.trajectories if t.status is not Status.FAILED]
-        trajectories = trajectories or [t for group in groups for t in group.trajectories]
-        found = {
-            "generation_s_per_conversation": mean(t.sample_s for t in trajectories),
-            "tools_s_per_conversation": mean(t.tool_s for t in trajectories),
-            **{f"{phase}_s": seconds for phase, seconds in self._seconds.items()},
-            "sync_s": sync_s - self._sync_s,
-        }
+        phases = {f"{phase}_s": seconds for phase, seconds in self._seconds.items()}
+        found = {**conversations, **phases, "sync_s": sync_s - self._sync_s}
         self._sync_s = sync_s
-        if self._settings.reward:
-            found["reward_s"] = sum(group.score_s for group in groups)
-        if self._settings.condensation:
-            times = max(1, sum(t.condensed for t in trajectories))
-            found |= {
-                "condensation_s_per_conversation": mean(t.condense_s for t in trajectories),
-                "condensed_per_conversation": mean(t.condensed for t in trajectories),
-                "tokens_before_condensation": sum(t.tokens_before for t in trajectories) / times,
-                "tokens_after_condensation": sum(t.tokens_after for t in trajectories) / times,
-            }
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._steps.append(found)
         return {f"profile/{name}": value for name, value in found.items()}
@@ -100,6 +81,8 @@ class Profiler:
         return "\n".join([f"profile, means over {len(self._steps)} steps:", *rows])
 
     def _now(self) -> float:
+        import torch  # noqa: PLC0415  settings alone import no library
+
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # kernels count for the phase that launched them
         return time.perf_counter()
@@ -107,6 +90,8 @@ class Profiler:
 
 @contextmanager
 def _traced(path: Path) -> Generator[None]:
+    import torch  # noqa: PLC0415  settings alone import no library
+
     with torch.profiler.profile() as profiler:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,17 +19,6 @@ from mtgrpo.batch.forest import Batch, Forest, Kept
 from mtgrpo.errors import ConfigError
 
 
-@dataclass
-class BatchSettings:
-    """How much is computed at once."""
-
-    token_budget: int = 16_384  # computed tokens per micro-batch; no context may be longer
-
-    def __post_init__(self) -> None:
-        if self.token_budget < 1:
-            raise ConfigError(f"batch.token_budget must be >= 1, got {self.token_budget}")
-
-
 @dataclass(frozen=True)
 class Cost:
     """The cost of computing, in FLOPs up to a common factor."""
@@ -63,9 +52,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Packing:
-    """The micro-batches of each rank, equally many on all; some are empty where there is too little to share out."""
+    """The micro-batches of one rank, as many as any other has; some are empty where there is too little to share out.
 
-    micro_batches: list[list[MicroBatch]]
+    The counts are those of all ranks together.
+    """
+
+    micro_batches: list[MicroBatch]
     distinct: int  # nodes that have to be computed
     computed: int  # tokens in all micro-batches, repeated ancestors and padding included
 
@@ -77,13 +69,15 @@ def pack(
     cost: Cost,
     layout: Layout = Layout.forest,
     ranks: int = 1,
-) -> Packing:
+) -> list[Packing]:
     """Cover `entries` [n] int64 with micro-batches of at most `token_budget` tokens, each entry read exactly once.
+
+    Returns what each rank computes.
 
     Raises ConfigError when a single path is longer than the budget.
     """
     if len(entries) == 0:
-        return Packing([[] for _ in range(ranks)], distinct=0, computed=0)
+        return [Packing([], distinct=0, computed=0) for _ in range(ranks)]
     needed = _Needed.of(batch, entries)
     longest = int(needed.forest.depth.max()) + 1
     if longest > token_budget:
@@ -98,11 +92,8 @@ def pack(
     found = needed.read_from(laid_out, cost)
     by_rank = _spread([micro.cost for micro in found], [1] * len(found), ranks, len(found) // ranks)
     assert by_rank is not None, "their number is a multiple of ranks"
-    return Packing(
-        micro_batches=[[found[i] for i in members] for members in by_rank],
-        distinct=len(needed.forest),
-        computed=sum(micro.ids.numel() for micro in found),
-    )
+    computed = sum(micro.ids.numel() for micro in found)
+    return [Packing([found[i] for i in members], len(needed.forest), computed) for members in by_rank]
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from mtgrpo.types import Attend, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -26,14 +27,20 @@ class Key:
 
 
 class RunningEngine(Protocol):
-    """What a rollout needs of an engine. `version` counts the weight updates the policy has seen.
+    """What a run needs of an engine. All of it belongs to one event loop.
 
-    An engine that reads the trainer's own weights does so in the event loop's thread, where they are also written.
+    An engine that shares its weights with the trainer reads them in the event loop's thread, where they are also
+    trained, between the micro-batches. Any other engine has a copy, and the trainer runs in a thread of its own.
     """
 
-    version: int
+    shares_weights: bool  # whether it samples from the very tensors that are trained
     notes: list[str]  # what the user should know of it and has not been told yet
     sync_s: float  # seconds spent on taking over new weights, in all
+
+    @property
+    def version(self) -> int:
+        """Weight updates that the behaviour policy has seen, as `load_weights` was last told."""
+        ...
 
     @property
     def attend(self) -> Attend | None:
@@ -42,6 +49,33 @@ class RunningEngine(Protocol):
 
     def conversation(self, key: Key) -> AbstractAsyncContextManager[Sample]:
         """Open one conversation; what it caches is released when the context ends."""
+        ...
+
+    async def load_weights(self, source: PreTrainedModel, version: int) -> None:
+        """Sample from the present weights of `source` from here on, and call them `version`.
+
+        Called after every weight update and after the warm start. Requests in flight go on with the new weights.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Sample nothing until `resume`; requests wait. Returns when no token is being computed any more."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on with what waits."""
+        ...
+
+    async def sleep(self) -> None:
+        """Pause and give back the memory of the KV cache, for others to use; open conversations stay open."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again and resume."""
+        ...
+
+    async def close(self) -> None:
+        """End for good: give back all memory; requests in flight raise EngineError."""
         ...
 
 

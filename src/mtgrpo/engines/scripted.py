@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from mtgrpo.engines import Key
+from mtgrpo.errors import EngineError
 from mtgrpo.types import Attend, Completion, Finish, Sample, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Script = Callable[[Key, int], list[int]]  # (conversation, number of the turn) -> the output tokens, stop token included
 
@@ -15,13 +20,19 @@ Script = Callable[[Key, int], list[int]]  # (conversation, number of the turn) -
 class ScriptedEngine:
     """Answers turn by turn from `script`; every log-probability is -1. What the script raises fails the rollout."""
 
+    shares_weights = False  # it has none
+
     def __init__(self, script: Script) -> None:
         self.version = 0
         self.notes = ["engine: scripted"]
         self.sync_s = 0.0
         self.attend: Attend | None = None
         self.asked: list[tuple[Key, list[int]]] = []  # every context it was given, in order
+        self.calls: list[str] = []  # "sleep", "load_weights 3", ...: what it was told to do, in order
         self._script = script
+        self._going = asyncio.Event()
+        self._going.set()
+        self._closed = False
 
     @asynccontextmanager
     async def conversation(self, key: Key) -> AsyncGenerator[Sample]:
@@ -30,6 +41,9 @@ class ScriptedEngine:
 
         async def sample(tokens: Sequence[int], sampling: Sampling) -> Completion:
             nonlocal turns
+            await self._going.wait()
+            if self._closed:
+                raise EngineError("the engine is closed")
             self.asked.append((key, list(tokens)))
             output = self._script(key, turns)
             turns += 1
@@ -39,3 +53,34 @@ class ScriptedEngine:
             return Completion(cut, [-1.0] * len(cut), [self.version] * len(cut), finish)
 
         yield sample
+
+    async def load_weights(self, source: PreTrainedModel, version: int) -> None:
+        """Take note of the version."""
+        self.calls.append(f"load_weights {version}")
+        self.version = version
+
+    async def pause(self) -> None:
+        """Answer nothing until `resume`."""
+        self.calls.append("pause")
+        self._going.clear()
+
+    async def resume(self) -> None:
+        """Answer what waits."""
+        self.calls.append("resume")
+        self._going.set()
+
+    async def sleep(self) -> None:
+        """As `pause`: there is no memory to give back."""
+        self.calls.append("sleep")
+        self._going.clear()
+
+    async def wake(self) -> None:
+        """As `resume`."""
+        self.calls.append("wake")
+        self._going.set()
+
+    async def close(self) -> None:
+        """Answer no more."""
+        self.calls.append("close")
+        self._closed = True
+        self._going.set()

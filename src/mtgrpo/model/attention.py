@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -27,6 +26,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.model.eager import eagerly
+from mtgrpo.model.settings import Attention
 from mtgrpo.model.traits import EXTRAS, traits
 
 BLOCK = 128  # FlexAttention's tile, in tokens
@@ -35,15 +36,6 @@ WINDOW_ROWS = 512  # rows computed at once where a sliding window cuts the conte
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-class Attention(Enum):
-    """How a training batch is laid out, and the kernel of its attention."""
-
-    auto = "auto"  # forest where the model can, else sdpa
-    forest = "forest"  # every distinct token once
-    sdpa = "sdpa"  # padded rows, one per conversation
-    flash_attention_2 = "flash_attention_2"  # the same rows with the flash-attn package, on a GPU, in bfloat16
 
 
 def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:
@@ -316,8 +308,8 @@ def forest_attention(
         shared = [tensor[0][:, None].expand(-1, by_group.shape[1], -1, -1) for tensor in (key, value)]
         layer, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
         last = layer is not None and config is not None and layer == config.num_hidden_layers - 1
-        pieces = forest.pieces(window, query.dtype, last)
-        output = _ForestAttention.apply(by_group, *shared, pieces, scale).flatten(0, 1)[None]
+        pieces = eagerly(forest.pieces, window, query.dtype, last)
+        output = eagerly(_ForestAttention.apply, by_group, *shared, pieces, scale).flatten(0, 1)[None]
     return output[..., :size].transpose(1, 2), None
 
 

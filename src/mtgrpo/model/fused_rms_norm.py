@@ -36,7 +36,7 @@ class _Norm:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         norm = self._norm
-        if hidden.dtype != torch.float32 or hidden.device.type != "cpu":
+        if hidden.dtype != torch.float32 or hidden.device.type != "cpu" or torch.compiler.is_compiling():
             return self._plain(norm, hidden)
         return _RMSNorm.apply(hidden, norm.weight, norm.variance_epsilon)
 

@@ -49,6 +49,7 @@ class OneDNNLinear(nn.Linear):
         """input [..., rows, in] -> [..., rows, out]."""
         rows = input.numel() // self.in_features
         plain = input.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or rows % GRID
+        plain = plain or torch.compiler.is_compiling()  # which chooses for itself
         if plain or not rows:
             return linear(input, self.weight, self.bias)
         return _Multiply.apply(input.flatten(0, -2), self.weight, self.bias).view(*input.shape[:-1], -1)

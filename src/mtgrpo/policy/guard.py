@@ -1,4 +1,4 @@
-"""Whether a policy computes micro-batches as its model's own forward pass computes each context alone."""
+"""Whether micro-batches are computed as the model's own forward pass computes each context alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from mtgrpo.batch.packing import MicroBatch
-from mtgrpo.model.logprobs import head_logits
 from mtgrpo.model.rounding import distance, reference
-from mtgrpo.policy.forward import read_hidden
+from mtgrpo.model.scorer import Scorer
 
 CHECKED = 4  # contexts that are computed again: the shortest, the longest, and between them
 
@@ -39,21 +37,22 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare(model: PreTrainedModel, micro: MicroBatch) -> Comparison:
+def compare(scorer: Scorer, micro: MicroBatch) -> Comparison:
     """Compute some contexts of a micro-batch, which has targets, again, each alone; the worst of them."""
     parents = _chosen(micro)
-    found = head_logits(model, read_hidden(model, micro, parents)).log_softmax(-1)
+    found = scorer.next_logprobs(micro, parents)
     worst: list[Comparison] = []
     for row, parent in zip(found, parents.tolist(), strict=True):
         context = context_of(micro, parent)
-        plain = reference(model, context, first=-1)
+        plain = reference(scorer.model, context, first=-1)
         worst.append(Comparison(distance(plain.logprobs, row[None]), plain.bound, context))
     return max(worst, key=lambda c: c.apart / c.bound if c.apart == c.apart else torch.inf)
 
 
 def depth(micro_batches: list[MicroBatch]) -> int:
     """The length of the longest context that is read."""
-    return max((int(micro.position.flatten()[micro.parent].max()) + 1 for micro in micro_batches), default=0)
+    read = [micro for micro in micro_batches if len(micro.parent)]
+    return max((int(micro.position.flatten()[micro.parent].max()) + 1 for micro in read), default=0)
 
 
 def deepest(micro_batches: list[MicroBatch]) -> MicroBatch:

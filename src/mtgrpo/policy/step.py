@@ -15,22 +15,26 @@ from mtgrpo.batch.forest import Batch
 from mtgrpo.batch.packing import Layout, MicroBatch, Packing, pack
 from mtgrpo.model.attention import Attention
 from mtgrpo.model.rounding import ends_the_run, reference
-from mtgrpo.policy.forward import Scores, flops_of, layout_of, score
+from mtgrpo.model.scorer import Scorer, Scores, flops_of, layout_of
 from mtgrpo.policy.guard import compare, deepest, depth
 from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.profile import Profiler
 
 Metrics = dict[str, float]
 T = TypeVar("T")
 WORST = 3.0  # how many times what is usual the differences of one micro-batch or trajectory of many may be
-CooperativeTask = Generator[
-    None, None, T
-]  # work that pauses between micro-batches, where the engine may go on; then its result
+CooperativeTask = Generator[None, None, T]  # work that pauses between micro-batches; in the end its result
 TokenLoss = Callable[[Tensor, Scores], PerToken]  # (entries of the batch, their scores with gradient)
 
 
 class Policy:
-    """A model, its optimiser, and how much of a batch is computed at once."""
+    """A model, its optimiser, and how much of a batch is computed at once.
+
+    `scorer` computes the scores of micro-batches; whoever wraps it (DDP, torch.compile) puts the wrapper in its place.
+    Of the micro-batches of `ranks` processes this one computes those of `rank`: the gradient of a batch is the sum over
+    the ranks, and each scores its own entries.
+    """
 
     def __init__(
         self,
@@ -39,8 +43,13 @@ class Policy:
         token_budget: int,
         temperature: float,
         profiler: Profiler | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.model = model
+        self.scorer: Callable[[MicroBatch, float], Scores] = Scorer(model)
+        self._own = Scorer(model)
+        self._rank, self._ranks = rank, ranks
         self.profiler = profiler or Profiler()
         self.optimizer = optimizer
         self._token_budget = token_budget
@@ -53,30 +62,34 @@ class Policy:
         self._noted = 0.0  # nats, the last difference that was said
 
     def pack(self, batch: Batch, entries: Tensor) -> Packing:
-        """The micro-batches that read `entries` [n]."""
-        with self.profiler.measure("packing"):
-            packing = pack(batch, entries, self._token_budget, self._cost, self._layout)
-        if (longest := depth(packing.micro_batches[0])) <= self._checked_tokens:
+        """The micro-batches of this rank that read `entries` [n]."""
+        packing = self._pack(batch, entries)
+        if (longest := depth(packing.micro_batches)) <= self._checked_tokens:
             return packing
         self._checked_tokens = 1 << (longest - 1).bit_length()  # once more when contexts outgrow the next power of two
         return self._checked(packing, batch, entries)
+
+    def _pack(self, batch: Batch, entries: Tensor) -> Packing:
+        with self.profiler.measure("packing"):
+            return pack(batch, entries, self._token_budget, self._cost, self._layout, self._ranks)[self._rank]
 
     def _checked(self, packing: Packing, batch: Batch, entries: Tensor) -> Packing:
         """`packing`, compared with plain forward passes; padded rows from here on where a forest is wrong, they right.
 
         Raises RuntimeError where both are wrong by more than rounding and than is harmless.
         """
-        found = compare(self.model, deepest(packing.micro_batches[0]))
+        found = compare(self._own, deepest(packing.micro_batches))
         self._context, self._bound = found.context, WORST * found.bound
         if found.holds or math.isnan(found.apart):  # diverged weights are found when the batch is scored
             return packing
         if self._layout is Layout.forest:
             self.model.set_attn_implementation(Attention.sdpa.value)
-            rows = pack(batch, entries, self._token_budget, self._cost, Layout.padded)
-            if compare(self.model, deepest(rows.micro_batches[0])).holds:
-                self._layout = Layout.padded
+            self._layout = Layout.padded
+            rows = self._pack(batch, entries)
+            if compare(self._own, deepest(rows.micro_batches)).holds:
                 self.notes.append(f"the log-probabilities of the token forest {found}: training on padded rows")
                 return rows
+            self._layout = Layout.forest
             self.model.set_attn_implementation(Attention.forest.value)
         text = f"the log-probabilities of {type(self.model).__name__}, however it is laid out, {found}"
         if ends_the_run(found.apart, WORST * found.bound):
@@ -96,9 +109,12 @@ class Policy:
             self._noted = apart
             self.notes.append(text)
 
-    def score(self, micro: MicroBatch, model: PreTrainedModel | None = None) -> Scores:
-        """The scores of a micro-batch. Raises RuntimeError if they are not finite."""
-        scores = score(model or self.model, micro, self._temperature)
+    def score(self, micro: MicroBatch, reference: ReferencePolicy | None = None) -> Scores:
+        """The scores of a micro-batch, by `reference` if it is given. Raises RuntimeError if they are not finite."""
+        if reference is None:
+            scores = self.scorer(micro, self._temperature)
+        else:
+            scores = self._own.with_weights(reference.weights, micro, self._temperature)
         wrong = (~scores.logp.detach().isfinite()).nonzero()[:, 0]
         if len(wrong):
             raise RuntimeError(
@@ -108,21 +124,23 @@ class Policy:
             )
         return scores
 
-    def scores(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> Scores:
+    def scores(self, batch: Batch, entries: Tensor, reference: ReferencePolicy | None = None) -> Scores:
         """`scoring`, at once."""
-        return at_once(self.scoring(batch, entries, model))
+        return at_once(self.scoring(batch, entries, reference))
 
-    def scoring(self, batch: Batch, entries: Tensor, model: PreTrainedModel | None = None) -> CooperativeTask[Scores]:
-        """The scores of `entries` [n] by `model` (default: this policy), without gradient, on the CPU in fp64.
+    def scoring(
+        self, batch: Batch, entries: Tensor, reference: ReferencePolicy | None = None
+    ) -> CooperativeTask[Scores]:
+        """The scores of `entries` [n] by `reference` (default: this policy), without gradient, on the CPU in fp64.
 
         They lie at their places in tensors of [len(batch)] that are NaN elsewhere.
         """
         nothing = torch.full((len(batch),), torch.nan, dtype=torch.float64)
         found = Scores(nothing.clone(), nothing.clone(), nothing.clone())
         assert found.value is not None
-        for micro in self.pack(batch, entries).micro_batches[0]:
+        for micro in self.pack(batch, entries).micro_batches:
             with self.profiler.measure("forward"), torch.no_grad():
-                here = self.score(micro, model)
+                here = self.score(micro, reference)
             found.logp[micro.entries] = here.logp.double().cpu()[micro.target]
             found.entropy[micro.entries] = here.entropy.double().cpu()[micro.target]
             if here.value is not None:
@@ -143,7 +161,7 @@ class Policy:
         total, weight = 0.0, 0.0
         sums: Metrics = {}
         packing = self.pack(batch, entries)
-        for micro in packing.micro_batches[0]:
+        for micro in packing.micro_batches:
             with self.profiler.measure("forward"):
                 scores = self.score(micro).at(micro.target)
                 per_token = loss(micro.entries, scores)

@@ -1,4 +1,7 @@
-"""One rollout batch into new weights: credit, advantages, corrections, mini-batches, losses."""
+"""One rollout batch into new weights: advantages, corrections, mini-batches, losses.
+
+Takes tensors and knows neither engine nor event loop.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from mtgrpo.advantages import AdvantageEstimator, Assigned, advantages
 from mtgrpo.advantages.rewards import Rewards
@@ -17,31 +19,16 @@ from mtgrpo.algorithms.correction import Correction, OldPolicy, diagnostics, int
 from mtgrpo.algorithms.kl import KL, Estimator, Place, estimate
 from mtgrpo.algorithms.ratio import is_clamped
 from mtgrpo.batch.forest import Batch
-from mtgrpo.errors import ConfigError
-from mtgrpo.policy.forward import Scores
+from mtgrpo.model.scorer import Scores
 from mtgrpo.policy.guard import worst_trajectory
-from mtgrpo.policy.reference import ReferenceSettings, move
+from mtgrpo.policy.reference import ReferencePolicy
+from mtgrpo.policy.settings import ReferenceSettings, Updates
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy, at_once
 
 NOT_REPRODUCIBLE = (
     "the forward pass is not reproducible: before the first update of a batch its log-probabilities changed"
 )
 Control = Callable[[Tensor, Tensor, int], Tensor]  # (advantage, trajectory [tokens], seed) -> advantage [tokens]
-
-
-@dataclass
-class Updates:
-    """How one rollout batch is used."""
-
-    minibatch_trajectories: int = 0  # trajectories per optimiser step; 0 = the whole batch in one step
-    updates_per_batch: int = 1  # passes over the batch
-
-    def __post_init__(self) -> None:
-        if self.minibatch_trajectories < 0 or self.updates_per_batch < 1:
-            raise ConfigError(
-                "trainer.minibatch_trajectories must be >= 0 and trainer.updates_per_batch >= 1, "
-                f"got {self.minibatch_trajectories} and {self.updates_per_batch}"
-            )
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,7 @@ class _Prepared:
 class PolicyUpdater:
     """Trains a policy, batch by batch."""
 
-    def __init__(self, policy: Policy, learning: UpdateConfig, reference: PreTrainedModel | None = None) -> None:
+    def __init__(self, policy: Policy, learning: UpdateConfig, reference: ReferencePolicy | None = None) -> None:
         assert (reference is not None) == (learning.kl.coef > 0), "a KL penalty compares with a reference"
         self.policy = policy
         self.kl_coef = learning.kl.coef  # as it was adapted
@@ -126,7 +113,7 @@ class PolicyUpdater:
     def move_reference(self, step: int) -> None:
         """After training step number `step`, which may have had nothing to train."""
         if self._reference is not None:
-            move(self._reference, self.policy.model, self._learning.reference, step)
+            self._reference.move(self.policy.model, self._learning.reference, step)
 
     def _prepare(
         self, batch: Batch, rewards: Rewards, one_pass: list[Tensor], several: bool, seed: int
@@ -186,12 +173,12 @@ class PolicyUpdater:
     def _score_before_update(self, batch: Batch, entries: Tensor, one_pass: list[Tensor]) -> CooperativeTask[Scores]:
         """The scores of `entries` before the first update; packed, and so rounded, as the updates will be."""
         parts = [entries[torch.isin(batch.trajectory[entries], members)] for members in one_pass]
-        looks: list[Scores] = []
+        scored: list[Scores] = []
         for part in parts:
-            looks.append((yield from self.policy.scoring(batch, part)))
-        found = looks[0]
-        for part, look in zip(parts[1:], looks[1:], strict=True):
-            for whole, new in ((found.logp, look.logp), (found.entropy, look.entropy), (found.value, look.value)):
+            scored.append((yield from self.policy.scoring(batch, part)))
+        found = scored[0]
+        for part, scores in zip(parts[1:], scored[1:], strict=True):
+            for whole, new in zip(found, scores, strict=True):
                 if whole is not None and new is not None:
                     whole[part] = new[part]
         return found
@@ -280,7 +267,7 @@ class _Objective:
         fresh = self.first_logp[entries].isnan()
         self.first_logp[entries] = torch.where(fresh, now.double().cpu(), self.first_logp[entries])
         old = self._old_logp(entries, now)
-        if self._first and self._old is OldPolicy.trainer:
+        if self._first and self._old is OldPolicy.trainer and len(entries):
             self._policy.judge(_rms(now - old), NOT_REPRODUCIBLE)
         sequence = None if self._sequence is None else self._sequence[entries].to(logp)
         tokens = Tokens(logp, old, prepared.advantage[entries].to(logp), sequence)

@@ -5,12 +5,28 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille cell: [column][row from the top]
 _BRAILLE = 0x2800
 _SPARSE = 16  # a series of at most so many points is drawn with its points
+
+
+@dataclass
+class Curve:
+    """How the run learned: the training reward of every step, and held-out success where it was measured."""
+
+    reward: list[float] = field(default_factory=list[float])
+    success: dict[int, float] = field(default_factory=dict[int, float])  # step -> eval/success
+
+    def draw(self, folder: Path, width: int, height: int) -> str:
+        """Write `curve.png`; returns the curve for a terminal of that size."""
+        steps = range(1, len(self.reward) + 1)
+        held_out = (list(self.success), list(self.success.values()))
+        save_curve(folder / "curve.png", {"training reward": (steps, self.reward), "held-out success": held_out})
+        return terminal_curve(self.reward, "training reward", width, height)
 
 
 def terminal_curve(values: Sequence[float], title: str, width: int, height: int, encoding: str | None = None) -> str:

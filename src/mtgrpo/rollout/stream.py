@@ -38,7 +38,7 @@ class PendingGroup:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """The groups of one training step, in the order of their admission, and how they came; see `describe_stream`."""
+    """The groups of one training step, in the order of their admission, and how they came."""
 
     groups: list[Group]
     trained: list[Group]  # those of them that are: as many as a batch has, unless a filter left too few
@@ -168,19 +168,3 @@ def _check_engine(groups: list[Group]) -> None:
     name = f"{EngineError.__name__}: "
     if all(t.status is Status.FAILED and t.reason.startswith(name) for t in trajectories):
         raise EngineError(f"every conversation failed: {trajectories[0].reason.removeprefix(name)}")
-
-
-def describe_stream(batch: RolloutBatch, version: int) -> dict[str, float]:
-    """Staleness in weight updates: of groups since their admission, of tokens since they were sampled; queueing time.
-
-    `version` is that of the policy which trains on the groups. Where what arrives is on average longer than what is
-    trained (`rollout/sampled_tokens`), long conversations are still waited for.
-    """
-    versions = [v for g in batch.groups for t in g.trajectories for turn in t.turns for v in turn.versions]
-    lengths = [t.sampled_tokens for g in batch.arrived for t in g.trajectories]
-    return {
-        "rollout/arrived_tokens": sum(lengths) / max(1, len(lengths)),
-        "rollout/staleness_max": float(version - min(batch.admitted)),
-        "rollout/token_staleness": sum(version - v for v in versions) / max(1, len(versions)),
-        "time/queue_s": sum(batch.queue_s) / len(batch.queue_s),
-    }

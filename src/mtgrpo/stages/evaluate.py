@@ -10,8 +10,9 @@ from pathlib import Path
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.group import RolloutRunner
+from mtgrpo.stages.metrics import describe, valid
 from mtgrpo.stages.run import Run, open_run
-from mtgrpo.types import Group, Status, Task, Trajectory
+from mtgrpo.types import Group, Task
 
 
 class AllFailedError(RuntimeError):
@@ -35,46 +36,10 @@ async def evaluate_greedy(runner: RolloutRunner, tasks: Sequence[Task]) -> dict[
 
 async def _run_groups(runner: RolloutRunner, tasks: Sequence[Task], samples: int) -> list[Group]:
     groups = await asyncio.gather(*(runner.run_group(task, samples) for task in tasks))
-    if not any(_valid(group) for group in groups):
+    if not valid(groups):
         reason = groups[0].trajectories[0].reason
         raise AllFailedError(f"every conversation of the evaluation failed, the first because of {reason}")
     return list(groups)
-
-
-def describe(groups: Sequence[Group], success_at: float, samples: int) -> dict[str, float]:
-    """Means over trajectories, failed ones left out; pass@samples is the share of tasks that any sample solves.
-
-    A success ends by itself, within all limits, with a reward of at least `success_at`.
-    """
-    valid = [t for group in groups for t in _valid(group)]
-    if not valid:
-        return {"failed": 1.0}
-
-    def mean(values: list[float]) -> float:
-        return sum(values) / len(values)
-
-    def succeeded(trajectory: Trajectory) -> bool:
-        return trajectory.status is Status.COMPLETED and trajectory.reward >= success_at
-
-    solved = [any(map(succeeded, scored)) for g in groups if (scored := _valid(g))]
-    return {
-        "success": mean([float(succeeded(t)) for t in valid]),
-        "reward": mean([t.reward for t in valid]),
-        f"pass@{samples}": mean([float(s) for s in solved]),
-        "tool_rate": mean([float(t.tool_calls > 0) for t in valid]),
-        "tool_error_rate": mean([float(t.tool_errors > 0) for t in valid]),
-        "tool_timeouts": mean([float(t.tool_timeouts) for t in valid]),
-        "tool_retries": mean([float(t.tool_retries) for t in valid]),
-        "tool_outages": mean([float(len(t.outages)) for t in valid]),
-        "turns": mean([float(len(t.turns)) for t in valid]),
-        "sampled_tokens": mean([float(t.sampled_tokens) for t in valid]),
-        "truncated": mean([float(t.status is Status.TRUNCATED) for t in valid]),
-        "failed": 1 - len(valid) / sum(len(group.trajectories) for group in groups),
-    }
-
-
-def _valid(group: Group) -> list[Trajectory]:
-    return [t for t in group.trajectories if t.status is not Status.FAILED]
 
 
 async def evaluate_fully(run: Run) -> dict[str, float]:
@@ -92,7 +57,7 @@ def run_evaluation(experiment: Experiment, folder: Path, checkpoint: Path) -> No
 
     async def measure() -> None:
         settings = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, name=str(checkpoint)))
-        with open_run(settings, folder) as run:
+        async with open_run(settings, folder) as run:
             write_summary(folder, await evaluate_fully(run))
             run.sinks.note(f"the measurements are in {folder / 'summary.json'}")
 

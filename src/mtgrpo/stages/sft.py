@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,8 +15,8 @@ from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError
+from mtgrpo.model.scorer import Scores
 from mtgrpo.model.traits import traits
-from mtgrpo.policy.forward import Scores
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.record.summary import write_summary
@@ -25,6 +24,7 @@ from mtgrpo.rollout.demonstrations import demonstrate, demonstrate_condensed
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.run import Run, open_run
+from mtgrpo.stages.update import beside
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Trajectory
 
@@ -38,7 +38,7 @@ def run_sft(experiment: Experiment, folder: Path) -> None:
     async def learn() -> None:
         if not experiment.sft.steps:
             raise ConfigError("sft.steps=0: there is nothing to do; set sft.steps above 0")
-        with open_run(experiment, folder) as run:
+        async with open_run(experiment, folder) as run:
             summary = {"time/sft_s": await warm_start(run)}
             step = experiment.sft.steps
             saved = checkpoint.save(
@@ -60,7 +60,7 @@ async def warm_start(run: Run) -> float:
     run.sinks.stage("warm start", settings.steps)
     optimizer = Optimizer(run.model, settings.optimizer, settings.steps)
     policy = Policy(run.model, optimizer, experiment.batch.token_budget, temperature=1.0)
-    stream = experiment.task.open(Split.train, experiment.seed + DEMONSTRATION_SEED)
+    stream = experiment.task.stream(Split.train, experiment.seed + DEMONSTRATION_SEED)
     examples = demonstrations(experiment.task, stream, run.runner, experiment.seed)
     limit, name = experiment.batch.token_budget, f"batch.token_budget={experiment.batch.token_budget}"
     if longest := traits(run.model).longest:
@@ -69,11 +69,12 @@ async def warm_start(run: Run) -> float:
     for step in range(1, settings.steps + 1):
         batch = build_batch([await anext(fitting) for _ in range(settings.batch_size)])
         weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
-        metrics = policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
+        work = policy.updating(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
+        metrics, _ = await beside(run.engine, work)
         run.sinks.tell(policy.notes)
         elapsed_s = time.perf_counter() - began
-        await asyncio.sleep(0)  # where Ctrl-C is heard
         run.sinks.log({"sft/loss": metrics["loss"], "sft/lr": metrics["lr"], "time/sft_s": elapsed_s}, step)
+    await run.engine.load_weights(run.model, 0)
     return time.perf_counter() - began
 
 
@@ -93,7 +94,8 @@ async def demonstrations(
                 )
             continue
         without = 0
-        opening = await copy.copy(runner.environment).start(task)
+        async with runner.environment.conversation(task) as (_, opening):
+            pass  # what it opens with is all that is needed
         if runner.condenser.active:
             limits = runner.limits.context_tokens, runner.sampling.max_new_tokens
             yield await demonstrate_condensed(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Local(Engine):
     """Decode in this process (CPU or one GPU)."""
 
-    memory_fraction: float = 0.3  # of this machine's memory (or the GPU's), at most, for keys and values
-    keep_stale_cache: bool = False  # open conversations keep keys and values of older weights; else computed anew
+    memory_fraction: float = 0.3  # of this machine's memory (or the GPU's), at most, for the KV cache
+    keep_stale_cache: bool = False  # open conversations keep that of older weights; else it is reset at every update
 
     attends: ClassVar[bool] = True
 
@@ -34,7 +34,7 @@ class Local(Engine):
     def start(self, model: PreTrainedModel, deterministic: bool, longest_context: int) -> LocalEngine:
         """An engine over `model`'s own weights.
 
-        Raises ConfigError for models that keep more than keys and values, or whose attention cannot be replaced, for
+        Raises ConfigError for models that keep more than a KV cache, or whose attention cannot be replaced, for
         contexts that the model computes in another way, and for a budget that does not hold one of them.
         """
         from mtgrpo.engines.local.engine import start_engine  # noqa: PLC0415  settings alone import no library

@@ -19,7 +19,7 @@ def attention_scores(
     """The share of attention that tokens [start, end) of each span get from the last `RECENT` tokens.
 
     Mean over these tokens, over layers and heads; the shares of spans that cover the context once add up to 1. Takes
-    one forward pass over all `tokens`, whatever is stored of them. Raises ValueError for spans outside the context.
+    one forward pass over all `tokens`, whatever is cached of them. Raises ValueError for spans outside the context.
     """
     for start, end in spans:
         if not 0 <= start <= end <= len(tokens):

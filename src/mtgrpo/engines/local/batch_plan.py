@@ -27,15 +27,15 @@ _Numbers = NDArray[np.int64]
 
 
 class Row(NamedTuple):
-    """New tokens that follow what is stored, for which room has been made."""
+    """New tokens that follow what is in the KV cache, for which blocks have been reserved."""
 
-    stored: BlockTable
+    block_table: BlockTable
     tokens: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Part:
-    """KVCache, or rows of several blocks, each seen by the same number of queries."""
+    """Blocks, or rows of several blocks, each seen by the same number of queries."""
 
     pool: BlockPool
     blocks: slice | Tensor  # a slice or [n]: blocks; [n, blocks of each]: rows of blocks
@@ -61,7 +61,7 @@ class BatchPlan:
     parts: list[Part]
     table: Tensor  # [tokens, parts of each] numbers of partial results, counted through all parts
     absent: Tensor | None  # the same shape: true where a token has fewer parts; None = nowhere
-    stored: list[BlockTable]  # of all rows, if each has one token: then the plan can be advanced
+    block_table: list[BlockTable]  # of all rows, if each has one token: then the plan can be advanced
     lengths: list[int]  # of their tokens
     ends: Tensor  # of these: where the last block is in the first part
     filled: Tensor  # of these: how many tokens it holds
@@ -75,14 +75,14 @@ class BatchPlanner:
         self._last: BatchPlan | None = None
 
     def plan(self, rows: Sequence[Row]) -> BatchPlan:
-        """Lay out one forward pass; from here on the new tokens count as stored."""
+        """Lay out one forward pass; from here on the new tokens count as cached."""
         if self._last and _goes_on(self._last, rows):
             return self._advance(self._last, rows)
-        decoding = [row for row in rows if len(row.tokens) == 1 and not isinstance(row.stored, Prefix)]
-        prefill = [row for row in rows if len(row.tokens) > 1 and not isinstance(row.stored, Prefix)]
-        prefixes = [row for row in rows if isinstance(row.stored, Prefix)]
+        decoding = [row for row in rows if len(row.tokens) == 1 and not isinstance(row.block_table, Prefix)]
+        prefill = [row for row in rows if len(row.tokens) > 1 and not isinstance(row.block_table, Prefix)]
+        prefixes = [row for row in rows if isinstance(row.block_table, Prefix)]
         for several in (prefill, prefixes):
-            several.sort(key=lambda row: (len(row.tokens).bit_length(), len(row.stored.blocks)))
+            several.sort(key=lambda row: (len(row.tokens).bit_length(), len(row.block_table.blocks)))
         flat = _Flat([*decoding, *prefill, *prefixes])
         build = _Parts(self, flat, len(decoding))
         build.add_blocks()
@@ -104,7 +104,7 @@ class BatchPlanner:
             parts=build.parts,
             table=self.put(np.where(absent, table[:, :1], table)),
             absent=self.put(absent) if absent.any() else None,
-            stored=[row.stored for row in rows] if advances else [],
+            block_table=[row.block_table for row in rows] if advances else [],
             lengths=flat.lengths.tolist(),
             ends=self.put(build.table[np.arange(len(decoding)), flat.block_counts[: len(decoding)] - 1]),
             filled=self.put((flat.lengths[: len(decoding)] - 1) % BLOCK_SIZE + 1),
@@ -125,7 +125,7 @@ class BatchPlanner:
     def _advance(self, plan: BatchPlan, rows: Sequence[Row]) -> BatchPlan:
         """The plan of the next step, in place."""
         for row in rows:
-            row.stored.tokens.extend(row.tokens)
+            row.block_table.tokens.extend(row.tokens)
         plan.ids[: plan.real] = self.put(np.array([row.tokens[0] for row in rows]))
         plan.positions[: plan.real] += 1
         plan.writes[0][2].add_(1)
@@ -141,30 +141,33 @@ class BatchPlanner:
 
 def _goes_on(plan: BatchPlan, rows: Sequence[Row]) -> bool:
     """Whether `rows` are those of `plan`, one token further in the same blocks."""
-    return len(rows) == len(plan.stored) and all(
-        row.stored is stored and len(row.tokens) == 1 and len(stored.tokens) == length and length % BLOCK_SIZE
-        for row, stored, length in zip(rows, plan.stored, plan.lengths, strict=True)
+    return len(rows) == len(plan.block_table) and all(
+        row.block_table is block_table
+        and len(row.tokens) == 1
+        and len(block_table.tokens) == length
+        and length % BLOCK_SIZE
+        for row, block_table, length in zip(rows, plan.block_table, plan.lengths, strict=True)
     )
 
 
 class _Flat:
-    """The new tokens of rows in one sequence; makes them stored."""
+    """The new tokens of rows in one sequence; from here on they count as cached."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
         self.counts = np.array([len(row.tokens) for row in rows])
         self.ids = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64)
-        starts = np.array([row.stored.start for row in rows])
+        starts = np.array([row.block_table.start for row in rows])
         for row in rows:
-            row.stored.tokens.extend(row.tokens)
-        self.lengths = np.array([len(row.stored.tokens) for row in rows])  # of all that is stored of each row
-        self.block_counts = np.array([len(row.stored.blocks) for row in rows])
+            row.block_table.tokens.extend(row.tokens)
+        self.lengths = np.array([len(row.block_table.tokens) for row in rows])  # of all that is cached of each row
+        self.block_counts = np.array([len(row.block_table.blocks) for row in rows])
         self.block_starts = self.block_counts.cumsum() - self.block_counts
-        self.blocks = np.fromiter(chain.from_iterable(row.stored.blocks for row in rows), np.int64)
+        self.blocks = np.fromiter(chain.from_iterable(row.block_table.blocks for row in rows), np.int64)
         self.real = len(self.ids)
         self.row = np.arange(len(rows)).repeat(self.counts)  # of each token
         self.ends = self.counts.cumsum() - 1  # the last token of each row
-        self.within = np.arange(self.real) + (self.lengths - 1 - self.ends)[self.row]  # its place in what is stored
+        self.within = np.arange(self.real) + (self.lengths - 1 - self.ends)[self.row]  # its place in what is cached
         self.positions = self.within + starts[self.row]
 
 
@@ -179,7 +182,7 @@ class _Parts:
             len(flat.rows), np.int64
         )  # how many results the tokens of each row have of their own blocks
         self._own[:decoding] = flat.block_counts[:decoding]
-        shared = [len(row.stored.prefix.blocks) if row.stored.prefix else 0 for row in flat.rows]
+        shared = [len(row.block_table.prefix.blocks) if row.block_table.prefix else 0 for row in flat.rows]
         self.table = np.full((flat.real, int((self._own + shared).max())), -1)
 
     def add_blocks(self) -> None:
@@ -213,7 +216,7 @@ class _Parts:
         users: dict[int, list[int]] = {}  # tokens
         prefixes: dict[int, Prefix] = {}
         for row, count, last in zip(flat.rows[:end], flat.counts.tolist(), flat.ends.tolist(), strict=False):
-            if prefix := row.stored.prefix:
+            if prefix := row.block_table.prefix:
                 prefixes[id(prefix)] = prefix
                 users.setdefault(id(prefix), []).extend(range(last + 1 - count, last + 1))
         if not users:
@@ -262,10 +265,10 @@ class _Parts:
     def _add_rows(self, begin: int, end: int) -> None:
         """A part of the rows [begin, end)."""
         flat = self._flat
-        counts, pool = flat.counts[begin:end], self._kv_cache.pool(flat.rows[begin].stored)
+        counts, pool = flat.counts[begin:end], self._kv_cache.pool(flat.rows[begin].block_table)
         blocks = np.zeros((end - begin, flat.block_counts[begin:end].max()), np.int64)
         for i, row in enumerate(flat.rows[begin:end]):
-            blocks[i, : len(row.stored.blocks)] = row.stored.blocks
+            blocks[i, : len(row.block_table.blocks)] = row.block_table.blocks
         column = np.arange(counts.max())
         first = flat.ends[begin:end] + 1 - counts
         real = column < counts[:, None]

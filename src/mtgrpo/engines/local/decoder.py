@@ -1,4 +1,4 @@
-"""One forward pass over new tokens, for sampling: somebody else keeps the past and computes attention.
+"""One forward pass over new tokens, prefill and decode alike; the caller keeps the KV cache and computes attention.
 
 Every model whose attention can be replaced goes through its own modules. Those with the layers of Llama (Qwen2, Qwen3,
 Mistral) go through the same products in fewer and faster operations: q, k and v in one, gate and up in one, weights

@@ -1,8 +1,8 @@
-"""Sampling in this process, with the very weights that are trained: nothing is sent, nothing is synchronised.
+"""Sampling in this process, with the very weights that are trained: nothing is sent.
 
-All conversations go forward together, each step by one token or by the tokens that are new in it. Keys and values stay
-between turns, so a new turn computes only what is new; siblings share those of their prompt. The decoding loop runs
-inside the event loop, between the coroutines of the conversations.
+All conversations go forward together: a step decodes one token of each, or prefills tokens that are new in it. The KV
+cache stays between turns, so a new turn prefills only what is new; siblings share the blocks of their prompt. The loop
+runs inside the event loop, between the coroutines of the conversations.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def start_engine(
         share = math.ceil(1e4 * whole_blocks(longest_context) * token_bytes(model) / total) / 1e4
         more = f"engine.memory_fraction to at least {share}, or " if share < 1 else ""
         raise ConfigError(
-            f"engine.memory_fraction={memory_fraction} of {total / 2**30:.1f} GiB holds the keys and values "
+            f"engine.memory_fraction={memory_fraction} of {total / 2**30:.1f} GiB holds the KV cache "
             f"of a conversation of {tokens // BLOCK_SIZE * BLOCK_SIZE} tokens, but one may grow to {longest_context}; "
             f"set {more}environment.max_context_length to at most {tokens // BLOCK_SIZE * BLOCK_SIZE}"
         )
@@ -81,21 +81,23 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 class LocalEngine:
-    """A running engine. `version` is set by whoever updates the weights; what was stored is then computed again.
+    """A running engine. When the weights change, the KV cache is reset: contexts are prefilled again.
 
-    With `keep_stale` it is not, for open conversations; new ones do not share it.
+    With `keep_stale` open conversations keep theirs; new ones do not share it.
     """
+
+    shares_weights = True
 
     def __init__(
         self,
         model: PreTrainedModel,
         deterministic: bool,
-        blocks: KVCache,
+        kv_cache: KVCache,
         longest_context: int,
         keep_stale: bool = False,
     ) -> None:
-        self.version = 0
         self.sync_s = 0.0
+        self._version = 0
         self._keep_stale = keep_stale
         self._model = model
         self._parameters = list(model.parameters())
@@ -104,13 +106,22 @@ class LocalEngine:
         self._deterministic = deterministic
         self._longest = longest_context
         self._forward = Forward(model)
-        self._kv_cache = blocks
-        self._scheduler = Scheduler(blocks)
-        self._planner = BatchPlanner(blocks, model.device, computes_in(model))
+        self._kv_cache = kv_cache
+        self._scheduler = Scheduler(kv_cache)
+        self._planner = BatchPlanner(kv_cache, model.device, computes_in(model))
         self.notes: list[str] = []
         self._rounding = 0.0  # nats, that of the model when it was last measured
+        self._recent: Sequence[int] = probe(model, CHECKED).tolist()  # the beginning of a context that was asked for
         self._changed = asyncio.Event()
+        self._going = asyncio.Event()  # unset while paused
+        self._going.set()
+        self._asleep = self._closed = False
         self._loop_task: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int:
+        """Weight updates that the behaviour policy has seen, as `load_weights` was last told."""
+        return self._version
 
     def check(self) -> None:
         """Compare with the model's own forward pass, through the KV cache; leaves fused decoding where that is wrong.
@@ -131,20 +142,20 @@ class LocalEngine:
                 f"explains {expected.bound:.2g}; choose another model or engine"
             )
         path = "fused decoding" if self._forward.fused else "decoding through the model's own modules"
-        room = f"memory for the keys and values of {self._kv_cache.tokens:,} tokens"
+        room = f"a KV cache of {self._kv_cache.tokens:,} tokens"
         self.notes.append(f"engine: local, {path}; {room}")
 
     @torch.inference_mode()
     def _through_cache(self, context: Tensor) -> Tensor:
-        """Log-probabilities [n, vocabulary] of the next token: a prompt, more tokens, one token after them."""
-        stored, found = BlockTable(), []
+        """Log-probabilities [n, vocabulary] of the next token: two chunks of prefill, then one step of decoding."""
+        block_table, found = BlockTable(), []
         for tokens in (context[: -len(context) // 3], context[-len(context) // 3 : -1], context[-1:]):
             if len(tokens):
-                self._kv_cache.own.reserve(stored, len(tokens))
-                plan = self._planner.plan([Row(stored, tokens.tolist())])
+                self._kv_cache.own.reserve(block_table, len(tokens))
+                plan = self._planner.plan([Row(block_table, tokens.tolist())])
                 hidden = self._forward(plan.ids, plan.positions, partial(attend, self._kv_cache, plan))
                 found.append(self._forward.logits(hidden[: len(tokens)]).log_softmax(-1))
-        self._kv_cache.own.cut(stored, 0)
+        self._kv_cache.own.cut(block_table, 0)
         return torch.cat(found)
 
     def _leave_fused(self, apart: float, expected: Reference) -> None:
@@ -156,7 +167,7 @@ class LocalEngine:
 
     @asynccontextmanager
     async def conversation(self, key: Key) -> AsyncGenerator[Sample]:
-        """Open a conversation; its keys and values are dropped when the context ends."""
+        """Open a conversation; its KV cache is released when the context ends."""
         conversation = Conversation(key)
         self._scheduler.open(conversation)
 
@@ -171,6 +182,8 @@ class LocalEngine:
 
     async def _ask(self, conversation: Conversation, tokens: Sequence[int], sampling: Sampling) -> Completion:
         """One turn. Raises TimeoutError when it takes longer than `sampling.timeout_s`."""
+        if self._closed:
+            raise EngineError("the engine is closed")
         if not tokens:
             raise EngineError("a turn was asked for after an empty context: nothing predicts its first token")
         if len(tokens) + sampling.max_new_tokens > self._longest:
@@ -181,6 +194,7 @@ class LocalEngine:
         key = conversation.key
         stream = stream_key(key.seed, key.scope, key.task, key.sample_index, conversation.turns)
         conversation.turns += 1
+        self._recent = tokens[:CHECKED]
         reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         request = Request(conversation, list(tokens), len(tokens), sampling, stream, reply)
         self._scheduler.ask(request)
@@ -200,23 +214,74 @@ class LocalEngine:
 
     async def attend(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
         """How much attention each of `spans` gets from the end of the context; see `attention_scores`."""
-        self._notice_weights(tokens)
+        self._notice_weights()
         return attention_scores(self._forward, tokens, spans, self._device)
+
+    async def load_weights(self, source: PreTrainedModel, version: int) -> None:
+        """The weights of `source`, the model that is shared, have changed: reset the KV cache, copy what is fused.
+
+        Raises EngineError for any other model: nothing is sent here.
+        """
+        if source is not self._model:
+            raise EngineError(
+                f"engine=local samples from the model it was started with, and was given another "
+                f"{type(source).__name__}: train that model, or start another engine"
+            )
+        self._version = version
+        self._take_over_weights()
+
+    async def pause(self) -> None:
+        """Take no further step until `resume`; requests wait."""
+        self._going.clear()
+
+    async def resume(self) -> None:
+        """Go on with what waits."""
+        self._going.set()
+
+    async def sleep(self) -> None:
+        """Pause and give the memory of the KV cache back. Open conversations prefill their contexts again later."""
+        await self.pause()
+        self._scheduler.reset_cache()
+        self._kv_cache.release()
+        self._asleep = True
+
+    async def wake(self) -> None:
+        """Take the memory again and resume."""
+        if self._asleep:
+            self._kv_cache.allocate()
+            self._asleep = False
+        await self.resume()
+
+    async def close(self) -> None:
+        """End for good: give the memory back; requests in flight raise EngineError."""
+        self._closed = True
+        if self._loop_task is not None and not self._loop_task.done():
+            self._loop_task.cancel()
+            await asyncio.wait([self._loop_task])
+        self._fail_requests(EngineError("the engine is closed"))
+        self._kv_cache.release()
 
     async def _run(self) -> None:
         """Step while there is work. An error in a step reaches every conversation that waits for the engine."""
         try:
             while self._scheduler.requests:
                 await self._settle()
-                self._step()
+                if self._going.is_set():
+                    self._step()
+                else:
+                    await self._going.wait()
         except Exception as error:
-            self._scheduler.reset_cache()  # what the step has left is not known
-            for request in self._scheduler.requests:
-                self._scheduler.drop(request)
-                if not request.reply.done():
-                    broken = EngineError(f"decoding failed: {type(error).__name__}: {error}")
-                    broken.__cause__ = error
-                    request.reply.set_exception(broken)
+            broken = EngineError(f"decoding failed: {type(error).__name__}: {error}")
+            broken.__cause__ = error
+            self._fail_requests(broken)
+
+    def _fail_requests(self, error: EngineError) -> None:
+        """Answer all with `error`; what a step may have left in the KV cache is not known."""
+        self._scheduler.reset_cache()
+        for request in self._scheduler.requests:
+            self._scheduler.drop(request)
+            if not request.reply.done():
+                request.reply.set_exception(error)
 
     async def _settle(self) -> None:
         """Let conversations that were answered speak again.
@@ -234,19 +299,23 @@ class LocalEngine:
             else:
                 return
 
-    def _notice_weights(self, context: Sequence[int]) -> None:
-        """Drop what was computed from other weights than the present ones; check the new ones on some of `context`."""
-        weights = self._weights_now()
-        if weights != self._weights:
-            began = time.perf_counter()
-            if self._keep_stale:
-                self._scheduler.invalidate_prefix_cache()
-            else:
-                self._scheduler.reset_cache()
-            self._forward.update()
-            self._check_weights(torch.tensor(context[:CHECKED], device=self._device))
-            self._weights = weights
-            self.sync_s += time.perf_counter() - began
+    def _notice_weights(self) -> None:
+        """Weights that several updates of one rollout batch change are sampled from at once, before they are loaded."""
+        if self._weights_now() != self._weights:
+            self._take_over_weights()
+
+    @torch.inference_mode()
+    def _take_over_weights(self) -> None:
+        """Drop what was computed from other weights than the present ones; check the new ones on a recent context."""
+        began = time.perf_counter()
+        if self._keep_stale:
+            self._scheduler.invalidate_prefix_cache()
+        else:
+            self._scheduler.reset_cache()
+        self._forward.update()
+        self._check_weights(torch.tensor(self._recent, device=self._device))
+        self._weights = self._weights_now()
+        self.sync_s += time.perf_counter() - began
 
     def _check_weights(self, context: Tensor) -> None:
         """Whether the fused path still computes what the model does."""
@@ -258,15 +327,14 @@ class LocalEngine:
                 if not (apart := distance(expected.logprobs, found)) <= expected.bound:
                     self._leave_fused(apart, expected)
 
-    def _weights_now(self) -> tuple[int, int]:
-        """Changes when the weights do: the version, and how often torch has seen them written to."""
-        written = sum(parameter._version for parameter in self._parameters)  # pyright: ignore[reportPrivateUsage]
-        return self.version, written
+    def _weights_now(self) -> int:
+        """How often torch has seen the weights written to."""
+        return sum(parameter._version for parameter in self._parameters)  # pyright: ignore[reportPrivateUsage]
 
     @torch.inference_mode()
     def _step(self) -> None:
         """Compute the pending tokens; sample one for each request that has no more of them."""
-        self._notice_weights(self._scheduler.requests[0].tokens)
+        self._notice_weights()
         rows = self._scheduler.next()
         if not rows:
             return
@@ -285,7 +353,7 @@ class LocalEngine:
         for request, token, logprob, kept in zip(requests, sampled.tokens, sampled.logprobs, sampled.kept, strict=True):
             request.tokens.append(token)
             request.logprobs.append(logprob)
-            request.versions.append(self.version)
+            request.versions.append(self._version)
             if kept is not None:
                 request.kept.append(kept)
             if token in request.sampling.stop_ids:

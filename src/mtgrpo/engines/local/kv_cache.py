@@ -1,6 +1,6 @@
-"""Where keys and values of all conversations lie: in blocks of equal size.
+"""The KV cache of all conversations: blocks of equal size, and a block table for each conversation.
 
-A conversation takes small blocks. What several conversations begin with, a prefix, is stored once for all of them, in
+A conversation takes small blocks. What several conversations begin with, a prefix, is cached once for all of them, in
 large blocks of a pool of its own.
 """
 
@@ -24,7 +24,7 @@ PREFIX_SHARE = 0.25  # of the memory
 
 @dataclass(eq=False)
 class BlockTable:
-    """Consecutive tokens whose keys and values lie in blocks, after those of a prefix if there is one."""
+    """Consecutive tokens that are in the KV cache, and their blocks; before them stands a prefix if there is one."""
 
     tokens: list[int] = field(default_factory=list[int])
     blocks: list[int] = field(default_factory=list[int])
@@ -60,25 +60,35 @@ class BlockPool:
     """`count` blocks of `length` tokens. On a CPU memory is taken when a block is first used, on a GPU at once."""
 
     def __init__(self, model: PreTrainedModel, count: int, length: int) -> None:
-        layers, self.heads, self.size = _shape(model)
+        self._layers, self.heads, self.size = _shape(model)
         self.count, self.length = count, length
-        shape = (count, self.heads, length, self.size)
-        self.keys = [_zeros(shape, computes_in(model), model.device) for _ in range(layers)]
-        self.values = [_zeros(shape, computes_in(model), model.device) for _ in range(layers)]
+        self._dtype, self._device = computes_in(model), model.device
         self._free = list(range(count))  # a heap: ascending
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory: keys and values [count, heads, length, size] of every layer."""
+        shape = (self.count, self.heads, self.length, self.size)
+        self.keys = [_zeros(shape, self._dtype, self._device) for _ in range(self._layers)]
+        self.values = [_zeros(shape, self._dtype, self._device) for _ in range(self._layers)]
+
+    def release(self) -> None:
+        """Give the memory back; nobody may have a block."""
+        assert len(self._free) == self.count, "blocks are taken"
+        self.keys, self.values = [], []
 
     @property
     def free(self) -> int:
         """The number of blocks that nobody has."""
         return len(self._free)
 
-    def missing(self, stored: BlockTable, tokens: int) -> int:
+    def missing(self, block_table: BlockTable, tokens: int) -> int:
         """How many more blocks `tokens` more tokens take."""
-        return -(-(len(stored.tokens) + tokens) // self.length) - len(stored.blocks)
+        return -(-(len(block_table.tokens) + tokens) // self.length) - len(block_table.blocks)
 
-    def reserve(self, stored: BlockTable, tokens: int) -> None:
+    def reserve(self, block_table: BlockTable, tokens: int) -> None:
         """Make room for `tokens` more tokens, for which there must be enough free blocks. The first blocks go first."""
-        stored.blocks.extend(heappop(self._free) for _ in range(self.missing(stored, tokens)))
+        block_table.blocks.extend(heappop(self._free) for _ in range(self.missing(block_table, tokens)))
 
     def copy(self, source: BlockTable, target: BlockTable, count: int) -> None:
         """Give `target`, of which nothing is there yet but the room, the first `count` tokens of `source`."""
@@ -89,13 +99,13 @@ class BlockPool:
                     buffer[own, :, :filled] = buffer[block, :, :filled]
         target.tokens.extend(source.tokens[:count])
 
-    def cut(self, stored: BlockTable, count: int) -> None:
-        """Keep the first `count` tokens of `stored` (its prefix not counted) and take back the other blocks."""
-        del stored.tokens[count:]
+    def cut(self, block_table: BlockTable, count: int) -> None:
+        """Keep the first `count` tokens of `block_table` (its prefix not counted) and take back the other blocks."""
+        del block_table.tokens[count:]
         keep = -(-count // self.length)
-        for block in stored.blocks[keep:]:
+        for block in block_table.blocks[keep:]:
             heappush(self._free, block)
-        del stored.blocks[keep:]
+        del block_table.blocks[keep:]
 
 
 class KVCache:
@@ -112,9 +122,19 @@ class KVCache:
         """How many tokens there is room for."""
         return sum(pool.count * pool.length for pool in (self.own, self.prefixes))
 
-    def pool(self, stored: BlockTable) -> BlockPool:
-        """The pool that `stored` lies in."""
-        return self.prefixes if isinstance(stored, Prefix) else self.own
+    def allocate(self) -> None:
+        """Take the memory of both pools, after `release`."""
+        self.prefixes.allocate()
+        self.own.allocate()
+
+    def release(self) -> None:
+        """Give the memory of both pools back; nobody may have a block."""
+        self.prefixes.release()
+        self.own.release()
+
+    def pool(self, block_table: BlockTable) -> BlockPool:
+        """The pool that `block_table` lies in."""
+        return self.prefixes if isinstance(block_table, Prefix) else self.own
 
 
 def whole_blocks(tokens: int) -> int:
@@ -123,7 +143,7 @@ def whole_blocks(tokens: int) -> int:
 
 
 def token_bytes(model: PreTrainedModel) -> int:
-    """What the keys and values of one token take, in all layers."""
+    """The size of one token in the KV cache: its keys and values in all layers."""
     layers, heads, size = _shape(model)
     return 2 * layers * heads * size * computes_in(model).itemsize
 

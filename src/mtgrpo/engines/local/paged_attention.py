@@ -1,4 +1,4 @@
-"""Attention of new tokens over blocks, as a plan says; partial results are merged by log-sum-exp, which is exact."""
+"""Attention of new tokens over KV blocks, as a plan says; partial results are merged by log-sum-exp, which is exact."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def attend(
-    blocks: KVCache, plan: BatchPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    kv_cache: KVCache, plan: BatchPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
-    """Store the new keys and values [tokens, key heads, size]; attention of query [tokens, heads, size], alike."""
+    """Write the new keys and values [tokens, key heads, size] into their blocks; returns the attention of the query.
+
+    Query and result are [tokens, heads, size].
+    """
     for pool, tokens, where in plan.writes:
         for buffer, new in ((pool.keys[layer], key), (pool.values[layer], value)):
             buffer.view(-1, pool.size).index_copy_(0, where, new[tokens].to(buffer.dtype).reshape(-1, pool.size))
-    query = query.to(blocks.own.keys[layer].dtype)
+    query = query.to(kv_cache.own.keys[layer].dtype)
     outputs: list[Tensor] = []
     sums: list[Tensor] = []
     for part in plan.parts:

@@ -1,8 +1,8 @@
-"""Which conversation computes how many tokens in the next step, and what is forgotten when memory runs out.
+"""Which request prefills or decodes how many tokens in the next step, and what is evicted when blocks run out.
 
-A request is a list of tokens of which the first are stored and the rest are pending: one while it decodes, a tool's
-reply at the start of a turn, a whole prompt at the start of a conversation or after it was forgotten. All are computed
-in the same forward passes.
+A request is a list of tokens of which the first are in the KV cache and the rest are pending: one while it decodes, a
+tool's reply at the start of a turn, a whole prompt at the start of a conversation or after it was evicted or preempted.
+All are computed in the same forward passes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mtgrpo.engines.local.batch_plan import Row
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, Prefix
 from mtgrpo.types import Completion, Sampling
 
-MAX_PREFILL_TOKENS = 512  # of all that is computed beside decoding, in one step: what is longer is computed in parts
+MAX_PREFILL_TOKENS = 512  # in one step, beside the decoding: what is longer is prefilled in chunks
 SHORTEST_PREFIX = 32  # tokens; sharing fewer is not worth it
 
 
@@ -26,7 +26,7 @@ class Conversation:
     """What the engine knows of one open conversation."""
 
     key: Key
-    stored: BlockTable = field(default_factory=BlockTable)
+    block_table: BlockTable = field(default_factory=BlockTable)
     turns: int = 0
     used: int = 0  # the last step in which it computed anything
 
@@ -48,15 +48,15 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """How many tokens are not stored yet; the next token can be sampled once there are none."""
-        return len(self.tokens) - self.conversation.stored.end
+        """How many tokens are not in the KV cache yet; the next token can be sampled once there are none."""
+        return len(self.tokens) - self.conversation.block_table.end
 
 
 class Scheduler:
-    """The requests in flight and the conversations that are kept."""
+    """The requests in flight and the open conversations."""
 
-    def __init__(self, blocks: KVCache) -> None:
-        self._kv_cache = blocks
+    def __init__(self, kv_cache: KVCache) -> None:
+        self._kv_cache = kv_cache
         self._step = 0
         self._conversations: list[Conversation] = []
         self._waiting: list[Request] = []
@@ -78,11 +78,11 @@ class Scheduler:
         self._conversations.append(conversation)
 
     def close(self, conversation: Conversation) -> None:
-        """A conversation is over: forget it, and what it asked for."""
+        """A conversation is over: release its blocks, drop what it asked for."""
         for request in [r for r in self.requests if r.conversation is conversation]:
             self.drop(request)
         self._conversations.remove(conversation)
-        self._forget(conversation.stored)
+        self._forget(conversation.block_table)
 
     def ask(self, request: Request) -> None:
         """A turn is asked for."""
@@ -90,17 +90,17 @@ class Scheduler:
         self._waiting.append(request)
 
     def drop(self, request: Request) -> None:
-        """A request is answered, or nobody waits for it any more. What is stored stays."""
+        """A request is answered, or nobody waits for it any more. Its blocks stay with the conversation."""
         (self._running if request in self._running else self._waiting).remove(request)
 
     def reset_cache(self) -> None:
-        """Nothing that is stored is valid any more."""
+        """Nothing in the KV cache is valid any more: release all blocks; what runs waits for its prefill again."""
         for conversation in self._conversations:
-            self._forget(conversation.stored)
+            self._forget(conversation.block_table)
         self._waiting, self._running = self.requests, []
 
     def invalidate_prefix_cache(self) -> None:
-        """What is stored stays with the conversations that have it; others begin anew."""
+        """Conversations keep the prefixes that they have; no other conversation joins them."""
         for prefix in self._prefixes:
             prefix.shared = False
             prefix.source = None
@@ -117,8 +117,8 @@ class Scheduler:
         while index < len(self._running):  # which loses requests at its end when memory runs out
             request = self._running[index]
             index += 1
-            stored = request.conversation.stored
-            prefix, end = stored.prefix, stored.end
+            block_table = request.conversation.block_table
+            prefix, end = block_table.prefix, block_table.end
             pending = len(request.tokens) - end
             if prefix and prefix.missing and id(prefix) not in planned:
                 new = [] if self._waits(prefix) else prefix.wanted[len(prefix.tokens) :][:room]
@@ -129,11 +129,15 @@ class Scheduler:
             if prefix and planned.get(id(prefix), 0):
                 continue  # what the request sees will not all be there
             count = 1 if pending == 1 else min(pending, room)
-            if count and (self._fits(stored, count) or self._preempt(request, count)):
+            if count and (self._fits(block_table, count) or self._preempt(request, count)):
                 room -= count if pending > 1 else 0
                 request.conversation.used = self._step
-                rows.append((Row(stored, request.tokens[end : end + count]), request if count == pending else None))
-        return [(row, request) for row, request in rows if not isinstance(row.stored, Prefix) or row.stored.users]
+                rows.append(
+                    (Row(block_table, request.tokens[end : end + count]), request if count == pending else None)
+                )
+        return [
+            (row, request) for row, request in rows if not isinstance(row.block_table, Prefix) or row.block_table.users
+        ]
 
     def _waits(self, prefix: Prefix) -> bool:
         """Whether its beginning is being computed for another prefix; copies it as soon as it is there."""
@@ -144,7 +148,7 @@ class Scheduler:
             self._kv_cache.prefixes.copy(source, prefix, count)
             prefix.source = None
             return False
-        if any(request.conversation.stored.prefix is source for request in self._running):
+        if any(request.conversation.block_table.prefix is source for request in self._running):
             return True
         self._replace_source(source)
         return self._waits(prefix)
@@ -155,36 +159,39 @@ class Scheduler:
         for prefix in waiting:
             prefix.source = waiting[0] if prefix is not waiting[0] else None
 
-    def _fits(self, stored: BlockTable, count: int) -> bool:
+    def _fits(self, block_table: BlockTable, count: int) -> bool:
         """Whether its blocks hold `count` more tokens."""
-        return len(stored.tokens) + count <= len(stored.blocks) * BLOCK_SIZE
+        return len(block_table.tokens) + count <= len(block_table.blocks) * BLOCK_SIZE
 
     def _preempt(self, request: Request, count: int) -> bool:
-        """Room for the next `count` tokens of a running request; False if it had to give way itself."""
-        stored = request.conversation.stored
-        while self._kv_cache.own.missing(stored, count) > self._kv_cache.own.free:
+        """Blocks for the next `count` tokens of a running request: evict idle conversations, then preempt the latest.
+
+        False if the request itself was preempted.
+        """
+        block_table = request.conversation.block_table
+        while self._kv_cache.own.missing(block_table, count) > self._kv_cache.own.free:
             if self._evict():
                 continue
             victim = self._running.pop()
             self._waiting.append(victim)
-            self._forget(victim.conversation.stored)
+            self._forget(victim.conversation.block_table)
             if victim is request:
                 return False
-        self._kv_cache.own.reserve(stored, count)
+        self._kv_cache.own.reserve(block_table, count)
         return True
 
     def _start(self) -> None:
-        """Let waiting requests run, the oldest first, as long as there is memory for all that they have pending."""
+        """Admit waiting requests, the oldest first, as long as there are blocks for all that they have pending."""
         self._waiting.sort(key=lambda request: (request.since, request.conversation.key))
         for request in self._waiting:
             self._align(request)
-        self._share([request for request in self._waiting if request.conversation.stored.end == 0])
+        self._share([request for request in self._waiting if request.conversation.block_table.end == 0])
         own = self._kv_cache.own
-        promised = sum(own.missing(request.conversation.stored, request.pending) for request in self._running)
+        promised = sum(own.missing(request.conversation.block_table, request.pending) for request in self._running)
         while self._waiting:
             request = self._waiting[0]
-            needed = own.missing(request.conversation.stored, request.pending)
-            idle = sum(len(c.stored.blocks) for c in self._idle(request.conversation))
+            needed = own.missing(request.conversation.block_table, request.pending)
+            idle = sum(len(c.block_table.blocks) for c in self._idle(request.conversation))
             while own.free < promised + needed <= own.free + idle:
                 idle -= self._evict(spared=request.conversation)
             if promised + needed > own.free and self._running:
@@ -193,16 +200,18 @@ class Scheduler:
             self._running.append(self._waiting.pop(0))
 
     def _align(self, request: Request) -> None:
-        """Forget what is stored of the conversation and is not the beginning of the request; the last token is new."""
-        stored, tokens = request.conversation.stored, request.tokens
-        if stored.prefix and (len(tokens) <= stored.start or tokens[: stored.start] != stored.prefix.wanted):
-            self._forget(stored)
-        self._kv_cache.own.cut(stored, _common(stored.tokens, tokens[stored.start : -1]))
+        """Release what the conversation has cached and is not the beginning of the request; the last token is new."""
+        block_table, tokens = request.conversation.block_table, request.tokens
+        if block_table.prefix and (
+            len(tokens) <= block_table.start or tokens[: block_table.start] != block_table.prefix.wanted
+        ):
+            self._forget(block_table)
+        self._kv_cache.own.cut(block_table, _common(block_table.tokens, tokens[block_table.start : -1]))
 
     def _share(self, fresh: Sequence[Request]) -> None:
-        """Give requests of which nothing is stored a prefix: an old one, or what they begin with themselves.
+        """Give requests of which nothing is cached a prefix: an old one, or what they begin with themselves.
 
-        Also one that is alone, for siblings that come later. The prefix is stored once, the rest for each request;
+        Also one that is alone, for siblings that come later. The prefix is cached once, the rest for each request;
         requests with different prompts have a prefix in common where no more is computed then.
         """
         prompts: dict[tuple[int, ...], list[Request]] = {}
@@ -229,7 +238,7 @@ class Scheduler:
         self._begin_prefix(group, common)
 
     def _begin_prefix(self, group: Sequence[Request], common: list[int]) -> None:
-        """Store `common` once for all of `group`, if there is room; else each stores it.
+        """Cache `common` once for all of `group`, if there is room; else each caches it.
 
         What another prefix begins with too is computed once.
         """
@@ -245,25 +254,25 @@ class Scheduler:
     def _attach(self, group: Sequence[Request], prefix: Prefix) -> None:
         prefix.users += len(group)
         for request in group:
-            request.conversation.stored.prefix = prefix
+            request.conversation.block_table.prefix = prefix
 
     def _idle(self, spared: Conversation | None) -> list[Conversation]:
         """Conversations that have blocks and are not running."""
         running = {id(request.conversation) for request in self._running}
-        return [c for c in self._conversations if c.stored.blocks and id(c) not in running and c is not spared]
+        return [c for c in self._conversations if c.block_table.blocks and id(c) not in running and c is not spared]
 
     def _evict(self, spared: Conversation | None = None) -> int:
-        """Forget the idle conversation that has computed nothing for longest; how many blocks it had."""
+        """Evict the idle conversation that has computed nothing for longest; how many blocks it had."""
         if not (idle := self._idle(spared)):
             return 0
-        chosen = min(idle, key=lambda c: (c.used, c.key)).stored
+        chosen = min(idle, key=lambda c: (c.used, c.key)).block_table
         count = len(chosen.blocks)
         self._forget(chosen)
         return count
 
-    def _forget(self, stored: BlockTable) -> None:
-        self._kv_cache.own.cut(stored, 0)
-        prefix, stored.prefix = stored.prefix, None
+    def _forget(self, block_table: BlockTable) -> None:
+        self._kv_cache.own.cut(block_table, 0)
+        prefix, block_table.prefix = block_table.prefix, None
         if prefix:
             prefix.users -= 1
             if not prefix.users:

@@ -1,0 +1,180 @@
+"""What the policy says of the sampled tokens of a micro-batch: body, head and value head as one module.
+
+The hidden states are read at the parents of sampled tokens alone, and what nobody reads is not computed where that is
+possible: the last layer's MLP and, on a CPU, its attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from mtgrpo.batch.forest import Forest
+from mtgrpo.batch.packing import Cost, Layout, MicroBatch
+from mtgrpo.model.attention import Visibility, uses_forest
+from mtgrpo.model.eager import eagerly
+from mtgrpo.model.load import computes_in
+from mtgrpo.model.logprobs import Kept, head_logits, sampled_logprobs
+from mtgrpo.model.onednn_linear import GRID, onednn
+from mtgrpo.model.value import has_value_head, values
+
+
+class Scores(NamedTuple):
+    """What the policy says of the targets of a micro-batch; tensors [targets], fp32 (fp64 for fp64 models)."""
+
+    logp: Tensor  # of the sampled token, at the sampling temperature; carries gradient
+    entropy: Tensor  # of the distribution it was drawn from; carries gradient
+    value: Tensor | None = None  # what the value head expects before it; carries gradient; None without such a head
+
+    def at(self, target: Tensor) -> Scores:
+        """Those of the targets with numbers `target` [n]."""
+        target = target.to(self.logp.device)
+        return Scores(self.logp[target], self.entropy[target], None if self.value is None else self.value[target])
+
+
+class Scorer(nn.Module):
+    """A model as it is trained. DDP, FSDP2, activation checkpointing and torch.compile can wrap it.
+
+    The first one of a model wraps the last layer's MLP, which changes the passes of scorers alone.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        _AtRead.register(model)
+
+    def forward(self, micro: MicroBatch, temperature: float) -> Scores:
+        """Log-probability, entropy and value of every target; the head runs once at each distinct parent.
+
+        A micro-batch without targets gives empty scores, whose gradient is 0 for every weight: a rank that has nothing
+        to compute takes part in what all ranks do together.
+        """
+        if len(micro.parent) == 0:
+            return self(_one_token(micro), temperature).at(torch.arange(0))
+        parents, row = torch.unique(micro.parent, return_inverse=True)
+        hidden = self.hidden(micro, parents)
+        drawn, kept = row, None  # the distribution that each target was drawn from
+        if micro.kept is not None:  # several may follow one parent
+            sets = micro.kept.sets
+            pairs, drawn = torch.unique(row * sets + micro.kept.number, return_inverse=True)
+            kept = Kept(*micro.kept.listed(pairs % sets), row=pairs // sets)
+        drawn, token = drawn.to(hidden.device), micro.token.to(hidden.device)
+        logp, entropy = eagerly(sampled_logprobs, hidden, _head(self.model), drawn, token, temperature, kept)
+        expected = values(self.model, hidden)[row.to(hidden.device)] if has_value_head(self.model) else None
+        return Scores(logp, entropy[drawn], expected)
+
+    def next_logprobs(self, micro: MicroBatch, positions: Tensor) -> Tensor:
+        """Log-probabilities of the next token at flat `positions` [n], each given once: [n, vocabulary]."""
+        return head_logits(self.model, self.hidden(micro, positions)).log_softmax(-1)
+
+    def hidden(self, micro: MicroBatch, positions: Tensor) -> Tensor:
+        """Final hidden states [n, hidden] at flat `positions` [n] of the micro-batch, each given once."""
+        device, body = self.model.device, self.model.base_model
+        positions = positions.to(device)
+        if micro.forest is None:
+            return body(input_ids=micro.ids.to(device), use_cache=False).last_hidden_state.flatten(0, 1)[positions]
+        # Rounded up to the grid by a chain of nodes that nobody reads, after all others and apart from them.
+        count = len(micro.forest)
+        extra = torch.arange(-count % (GRID if onednn(device, computes_in(self.model)) else 1))
+        ids = torch.cat([micro.ids[0], torch.zeros_like(extra)]).to(device)
+        depth = torch.cat([micro.position[0], extra]).to(device)
+        ends = torch.cat([micro.forest.subtree_end, torch.full_like(extra, count + len(extra))]).to(device)
+        unused = torch.zeros(1, 1, 1, 1, device=device)  # of four dimensions: transformers then builds no mask itself
+        output = body(
+            input_ids=ids[None],
+            position_ids=depth[None],
+            attention_mask=unused,
+            use_cache=False,
+            forest=Visibility(depth, ends, positions),
+        )
+        return output.last_hidden_state[0, positions]
+
+    def with_weights(self, weights: dict[str, Tensor], micro: MicroBatch, temperature: float) -> Scores:
+        """The scores if some of the model's weights were these, by name; all others are its own. No gradient."""
+        named = {f"model.{name}": weight for name, weight in weights.items()}
+        with torch.no_grad():
+            return functional_call(self, named, (micro, temperature))
+
+
+class _AtRead:
+    """The last layer's MLP runs at the nodes that are read alone: nobody reads the final states of the others.
+
+    Which these are comes with the keyword arguments of the layer, also when activation checkpointing runs it again.
+    Where the MLP gives more than one tensor, it computes everything.
+    """
+
+    def __init__(self, mlp: nn.Module) -> None:
+        self._mlp, self._whole = mlp, type(mlp).forward
+        self._read: Tensor | None = None  # [n] nodes, of the pass that the layer has begun; None = all
+
+    @staticmethod
+    def register(model: PreTrainedModel) -> None:
+        """Wrap the `mlp` of the last layer, if it has one; once, however many scorers a model has."""
+        layers = getattr(model.base_model, "layers", None)
+        layer = layers[-1] if isinstance(layers, nn.ModuleList) and len(layers) else None
+        mlp = getattr(layer, "mlp", None)
+        if layer is None or not isinstance(mlp, nn.Module) or isinstance(vars(mlp).get("forward"), _AtRead):
+            return
+        mlp.forward = _AtRead(mlp)
+        layer.register_forward_pre_hook(mlp.forward.begin, with_kwargs=True)
+
+    def begin(self, _layer: nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
+        """Before the layer."""
+        forest = named.get("forest")
+        self._read = forest.read if isinstance(forest, Visibility) else None
+
+    def __call__(self, hidden: Tensor, *rest: Any, **named: Any) -> Any:
+        """hidden [1, nodes, size] -> alike, 0 at the nodes that are not computed."""
+        if self._read is None or rest or named:
+            return self._whole(self._mlp, hidden, *rest, **named)
+        rows = _on_grid(self._read, hidden)
+        found = self._whole(self._mlp, hidden[:, rows])
+        if not isinstance(found, Tensor):
+            return self._whole(self._mlp, hidden)
+        return found.new_zeros(hidden.shape).index_copy(1, rows, found)
+
+
+def _on_grid(rows: Tensor, hidden: Tensor) -> Tensor:
+    """`rows` [n] and others of `hidden` [1, nodes, size]: a multiple of the grid if there are enough."""
+    exact = onednn(hidden.device, hidden.dtype) and not torch.is_autocast_enabled("cpu")
+    others = torch.ones(hidden.shape[1], dtype=torch.bool, device=hidden.device)
+    others[rows] = False
+    return torch.cat([rows, others.nonzero()[: -len(rows) % (GRID if exact else 1), 0]])
+
+
+def _one_token(micro: MicroBatch) -> MicroBatch:
+    """A micro-batch that computes one token and reads it, laid out as `micro` is."""
+    zero = torch.zeros(1, dtype=torch.long)
+    forest = None if micro.forest is None else Forest(token=zero, parent=zero - 1, depth=zero, subtree_end=zero + 1)
+    return replace(micro, ids=zero[None], position=zero[None], forest=forest, parent=zero, token=zero, kept=None)
+
+
+def layout_of(model: PreTrainedModel) -> Layout:
+    """How batches for `model` are laid out."""
+    return Layout.forest if uses_forest(model) else Layout.padded
+
+
+def flops_of(model: PreTrainedModel) -> Cost:
+    """Floating-point operations of the forward pass; the backward pass takes about twice as many."""
+    body = model.base_model
+    matrices = sum(p.numel() for p in body.parameters() if p.dim() == 2)
+    embeddings = sum(m.weight.numel() for m in body.modules() if isinstance(m, nn.Embedding))
+    config = model.config
+    heads = getattr(config, "num_attention_heads", 0)  # a model may have none
+    size = config.to_dict().get("head_dim") or (config.hidden_size // heads if heads else 0)
+    return Cost(
+        token=2 * (matrices - embeddings),
+        pair=4 * config.num_hidden_layers * heads * size,
+        read=2 * _head(model).weight.numel(),
+    )
+
+
+def _head(model: PreTrainedModel) -> nn.Linear:
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), "the head of a causal language model is a matrix"
+    return head

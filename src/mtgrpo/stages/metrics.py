@@ -1,0 +1,160 @@
+"""What groups were like, in numbers: the one place that describes them, for evaluation, training and the profile."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from mtgrpo.advantages.rewards import comparable
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.policy.step import Metrics
+from mtgrpo.profile import Profile
+from mtgrpo.rollout.stream import RolloutBatch
+from mtgrpo.types import Group, Status, Trajectory
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Of at least one value."""
+    listed = list(values)
+    return sum(listed) / len(listed)
+
+
+def valid(groups: Sequence[Group]) -> list[Trajectory]:
+    """The trajectories that did not fail."""
+    return [t for group in groups for t in group.trajectories if t.status is not Status.FAILED]
+
+
+def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metrics:
+    """Means over trajectories, failed ones left out; pass@samples is the share of tasks that any sample solves.
+
+    A success ends by itself, within all limits, with a reward of at least `success_at`.
+    """
+    scored = valid(groups)
+    if not scored:
+        return {"failed": 1.0}
+
+    def succeeded(trajectory: Trajectory) -> bool:
+        return trajectory.status is Status.COMPLETED and trajectory.reward >= success_at
+
+    solved = [any(map(succeeded, of_task)) for group in groups if (of_task := valid([group]))]
+    return {
+        "success": _mean(float(succeeded(t)) for t in scored),
+        "reward": _mean(t.reward for t in scored),
+        f"pass@{samples}": _mean(float(s) for s in solved),
+        "tool_rate": _mean(float(t.tool_calls > 0) for t in scored),
+        "tool_error_rate": _mean(float(t.tool_errors > 0) for t in scored),
+        "tool_timeouts": _mean(float(t.tool_timeouts) for t in scored),
+        "tool_retries": _mean(float(t.tool_retries) for t in scored),
+        "tool_outages": _mean(float(len(t.outages)) for t in scored),
+        "turns": _mean(float(len(t.turns)) for t in scored),
+        "sampled_tokens": _mean(float(t.sampled_tokens) for t in scored),
+        "truncated": _mean(float(t.status is Status.TRUNCATED) for t in scored),
+        "failed": 1 - len(scored) / sum(len(group.trajectories) for group in groups),
+    }
+
+
+def describe_step(
+    batch: RolloutBatch, experiment: Experiment, version: int, rollout_s: float, train_s: float
+) -> Metrics:
+    """What the rollout batch of a training step was like; `version`: of the policy that is trained on it.
+
+    Names under perf/ and time/ are measurements of the machine. Where what arrives (`rollout/arrived_tokens`) is on
+    average longer than what is trained (`rollout/sampled_tokens`), long conversations are still waited for.
+    """
+    groups = batch.groups
+    found = describe(groups, experiment.reward.success_at, experiment.rollout.group_size)
+    shaped = experiment.algorithm.shaped_reward
+    rewards = [[(shaped(t), *t.turn_rewards) for t in valid([group])] for group in groups]
+    trajectories = [t for group in groups for t in group.trajectories]
+    count = max(1, len(trajectories))
+    causes = Counter(t.reason.partition(":")[0] for t in trajectories if t.status is Status.FAILED)
+    return {
+        "reward/mean": found.pop("reward", math.nan),
+        "reward/success": found.pop("success", math.nan),
+        "reward/groups_with_variance": sum(len(set(of_group)) > 1 for of_group in rewards) / len(rewards),
+        **_components(trajectories),
+        **_turn_rewards(trajectories),
+        **{f"rollout/{name}": value for name, value in found.items()},
+        "rollout/segments": sum(t.segments for t in trajectories) / count,
+        "rollout/retried": sum(t.attempts > 1 for t in trajectories) / count,
+        **{f"rollout/failed/{cause}": failed / count for cause, failed in causes.items()},
+        "rollout/groups_left_out": float(len(groups) - len(comparable(groups, experiment.algorithm))),
+        "rollout/filtered": batch.left_out / len(groups),
+        **describe_staleness(batch, version),
+        **_speed(trajectories, rollout_s + train_s if experiment.rollout.max_staleness else rollout_s),
+        "time/rollout_s": rollout_s,
+        "time/train_s": train_s,
+    }
+
+
+def _components(trajectories: Sequence[Trajectory]) -> Metrics:
+    """The means of what the rewards are made of, where they are composed."""
+    found = [t.components for t in trajectories if t.components]
+    return {f"reward/{name}/mean": sum(one[name] for one in found) / len(found) for name in (found or [{}])[0]}
+
+
+def _turn_rewards(trajectories: Sequence[Trajectory]) -> Metrics:
+    """The rewards of single turns, where there are any: per turn, and summed over a trajectory."""
+    judged = [t.turn_rewards for t in trajectories if t.turn_rewards]
+    if not judged:
+        return {}
+    sums = [sum(amounts) for amounts in judged]
+    return {"reward/turn": sum(sums) / sum(map(len, judged)), "reward/turns_of_trajectory": sum(sums) / len(judged)}
+
+
+def describe_staleness(batch: RolloutBatch, version: int) -> Metrics:
+    """In weight updates: of groups since their admission, of tokens since they were sampled; and queueing time."""
+    versions = [v for group in batch.groups for t in group.trajectories for turn in t.turns for v in turn.versions]
+    lengths = [t.sampled_tokens for group in batch.arrived for t in group.trajectories]
+    return {
+        "rollout/arrived_tokens": sum(lengths) / max(1, len(lengths)),
+        "rollout/staleness_max": float(version - min(batch.admitted)),
+        "rollout/token_staleness": sum(version - v for v in versions) / max(1, len(versions)),
+        "time/queue_s": sum(batch.queue_s) / len(batch.queue_s),
+    }
+
+
+def _speed(trajectories: Sequence[Trajectory], seconds: float) -> Metrics:
+    """What conversations waited for, and tokens per second over `seconds`."""
+    waited = {
+        "queue": sum(t.queued_s for t in trajectories),
+        "decode": sum(t.sample_s for t in trajectories),
+        "tool": sum(t.tool_s for t in trajectories),
+    }
+    return {
+        **{f"perf/{name}_share": share / max(1e-9, sum(waited.values())) for name, share in waited.items()},
+        "perf/conversations_open": (waited["decode"] + waited["tool"]) / seconds,
+        "perf/tokens_per_s": sum(t.sampled_tokens for t in trajectories) / seconds,
+    }
+
+
+def describe_conversations(groups: Sequence[Group], settings: Profile) -> Metrics:
+    """What a profile says of the conversations of a step: means over those that did not fail, if there are any."""
+    trajectories = valid(groups) or [t for group in groups for t in group.trajectories]
+    found = {
+        "generation_s_per_conversation": _mean(t.sample_s for t in trajectories),
+        "tools_s_per_conversation": _mean(t.tool_s for t in trajectories),
+    }
+    if settings.reward:
+        found["reward_s"] = sum(group.score_s for group in groups)
+    if settings.condensation:
+        times = max(1, sum(t.condensed for t in trajectories))
+        found |= {
+            "condensation_s_per_conversation": _mean(t.condense_s for t in trajectories),
+            "condensed_per_conversation": _mean(t.condensed for t in trajectories),
+            "tokens_before_condensation": sum(t.tokens_before for t in trajectories) / times,
+            "tokens_after_condensation": sum(t.tokens_after for t in trajectories) / times,
+        }
+    return found
+
+
+def describe_failures(groups: Sequence[Group]) -> list[str]:
+    """What people should know of conversations that failed and of calls that no tool answered; [] for nothing."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    found: list[str] = []
+    if failed := [t.reason for t in trajectories if t.status is Status.FAILED]:
+        found.append(f"{len(failed)} conversations failed, the first because of {failed[0]}")
+    if outages := [why for t in trajectories for why in t.outages]:
+        found.append(f"{len(outages)} calls were answered by no tool, the first because {outages[0]}")
+    return found
