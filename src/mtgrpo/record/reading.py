@@ -22,6 +22,7 @@ BEFORE, AFTER = "evaluation_before", "evaluation_after"  # the files of trajecto
 LEARNING, EVALUATION = "reinforcement learning", "evaluation"  # names of stages in metrics.jsonl
 _POINTS = 2000  # rows of metrics that are kept
 _TRAJECTORIES = 4096  # of a file, at most
+_DEEPEST = 10  # recipes that inherit from one another
 _MARK = b'"eval/'  # in every row with a measurement on held-out tasks: there are few, and they are kept by themselves
 
 Row = dict[str, Any]
@@ -124,7 +125,7 @@ def read_settings(folder: Path) -> dict[str, str]:
     """Every option of a run as text, by its full name; {} where the run kept none."""
     values = _yaml(folder / ".hydra" / "config.yaml")
     choices = _inner(_yaml(folder / ".hydra" / "hydra.yaml"), "hydra", "runtime", "choices")
-    chosen = {group: str(option) for group, option in choices.items() if group == "recipe" or group in values}
+    chosen = {group: _option(choice) for group, choice in choices.items() if group == "recipe" or group in values}
     return {**chosen, **_flat(values)}
 
 
@@ -233,13 +234,22 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     return {key: text for part in parts for key, text in part.items()}
 
 
-def _recipe_keys(chosen: str) -> Iterator[str]:
-    """The options that a recipe, or each of a list of recipes, sets; none of a file that is no longer there."""
+def _option(choice: Any) -> str:
+    """The choice of a group as it is typed: a name, or a list of names."""
+    return f"[{','.join(map(str, cast('list[Any]', choice)))}]" if isinstance(choice, list) else str(choice)
+
+
+def _recipe_keys(chosen: str, depth: int = 0) -> Iterator[str]:
+    """The options that a recipe, or each of a list, sets, and those that it inherits; none of a file that is gone."""
     for name in chosen.strip("[]").split(","):
-        path = Path(name.strip(" '\""))
+        path = Path(name.strip())
         content = _yaml(path if path.suffix == ".yaml" else RECIPES / f"{path}.yaml")
-        if isinstance(content, dict):
-            choices = cast("dict[str, Any]", content).pop("defaults", None) or []
-            groups = (key for choice in choices if isinstance(choice, dict) for key in cast("dict[str, Any]", choice))
-            yield from (group.removeprefix("override /") for group in groups)
-            yield from _flat(content)
+        if not isinstance(content, dict) or depth > _DEEPEST:
+            continue
+        settings = cast("dict[str, Any]", content)
+        for choice in cast("list[Any]", settings.pop("defaults", None) or []):
+            if isinstance(choice, dict):
+                yield from (str(group).removeprefix("override /") for group in cast("dict[Any, Any]", choice))
+            else:
+                yield from _recipe_keys(str(choice), depth + 1)
+        yield from _flat(settings)
