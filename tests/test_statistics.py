@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import mean
 
 import numpy as np
@@ -293,3 +295,11 @@ def test_pairing_tells_what_two_intervals_do_not() -> None:
 
 def test_an_estimate_reads_well() -> None:
     assert str(wilson(0.5, 100)) == "0.500 (0.404 to 0.596)"
+
+
+def test_the_example_of_the_documentation() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "results.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    printed: list[str] = []
+    exec(code, {"print": lambda value: printed.append(str(value))})
+    assert printed == re.findall(r"print.*  # (.*)", code)
