@@ -33,7 +33,7 @@ from smollm2 import MODEL
 from versus_trl import HERE, THREADS, Side, Step, ours, report, summary, trl
 
 from mtgrpo.config.compose import compose, parse
-from mtgrpo.stages.run import check
+from mtgrpo.stages.run import open_tasks, open_tokenizer
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.one_step import OneStep
 from mtgrpo.types import Message
@@ -89,9 +89,9 @@ def worked(count: int) -> str:
 def prompt_tokens(words: Sequence[str]) -> float:
     """How long the prompts of the first step are, on average."""
     experiment = compose(parse(words)).experiment
-    inputs = check(experiment)
-    tasks = islice(inputs.tasks, experiment.rollout.prompts_per_step)
-    return statistics.mean(len(inputs.chat.open(task.messages, ())) for task in tasks)
+    (tasks, _), (_, chat) = open_tasks(experiment), open_tokenizer(experiment)
+    first = islice(tasks, experiment.rollout.prompts_per_step)
+    return statistics.mean(len(chat.open(task.messages, ())) for task in first)
 
 
 def sweep(scale: Scale, threads: int, folder: Path) -> dict[int, float]:

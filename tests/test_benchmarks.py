@@ -235,7 +235,7 @@ def test_what_is_imitated_is_what_an_evaluation_counts(monkeypatch: pytest.Monke
 def test_siblings_that_say_the_same_are_rewarded_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     spread = load_file(RECORD.parent / "spread.py").Spread()
     turn = Turn([], [], [], [], Finish.STOP, Message("assistant", "#### 7"))
-    rewards = spread.rewards([Trajectory(Task("", ()), sample_index, [turn]) for sample_index in range(8)])
+    rewards = [spread.reward(Trajectory(Task("", ()), sample_index, [turn])) for sample_index in range(8)]
     assert len(set(rewards)) == 8 and all(0 <= reward < 1 for reward in rewards)
 
 

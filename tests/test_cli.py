@@ -340,6 +340,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("--experimental-rerun x.pickle", ["it would unpickle"]),
         ("--multirn", ["there is no --multirn", "--multirun"]),
         ("--multirun hydra.run.dir=x", ["hydra.run.dir", "hydra.sweep.dir=PATH"]),
+        ("--multirun hydra.job.name=a,b", ["hydra.job.name=a,b gives several values: what belongs to Hydra takes one"]),
         ("--multirun rollout.group_size=4,1", ["rollout.group_size must be at least 2, got 1"]),
         ("--multirun sampling.temperature=interval(0,1)", ["--multirun takes lists"]),
         ("environment.max_turns=0", ["environment.max_turns", "got 0"]),
@@ -658,6 +659,26 @@ def test_a_defect_is_shown_with_its_traceback(run: Run, monkeypatch: pytest.Monk
     monkeypatch.setattr("mtgrpo.stages.trainer.run_training", stop)
     with pytest.raises(ZeroDivisionError):  # Python prints it and leaves with 1
         cli.main(["train"])
+
+
+@pytest.mark.parametrize("asked", ["SIGTERM", "SIGINT"])
+def test_a_sweep_that_is_ended_leaves_its_run_the_time_to_close(
+    asked: str, run: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The terminal sends Ctrl-C to both; SIGTERM comes to the sweep alone."""
+    process = place / "process"
+    process.write_text(
+        f"#!{sys.executable}\nimport os, signal, sys, time\n"
+        "def close(*_):\n    time.sleep(0.5)\n    open('closed', 'a').write('x')\n    sys.exit(130)\n"
+        "signal.signal(signal.SIGTERM, close)\nsignal.signal(signal.SIGINT, close)\n"
+        f"os.kill(os.getppid(), signal.{asked})\n"
+        f"'{asked}' == 'SIGINT' and os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
+    process.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(process))
+    code, _, _ = run("train", "seed=1,2", "-m")
+    assert code == 130
+    assert (place / "closed").read_text() == "x"
 
 
 def test_several_runs_are_processes_whose_failures_count(

@@ -298,6 +298,9 @@ def test_settings_of_an_option_that_a_sweep_chooses(run: Run, started: list[tupl
     code, _, err = run("train", "hydra.mode=MULTIRUN", "seed=range(1,3)", "hydra/launcher=basic")
     assert code == 0, err
     assert [made.seed for made, _ in started[2:]] == [1, 2]
+    code, _, err = run("train", "-m", "algorithm=glob(*grpo)", "hydra/launcher=basic")
+    assert code == 0, err
+    assert [type(made.algorithm).__name__ for made, _ in started[4:]] == ["DrGRPO", "GRPO"]
 
 
 def test_a_sweep_with_one_wrong_run_begins_none(run: Run, place: Path, started: list[tuple[Experiment, Path]]) -> None:

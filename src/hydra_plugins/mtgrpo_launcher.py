@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class ProcessLauncher(Launcher):
             print(title, flush=True)
             folder = Path(root, self._subfolder(number, words))
             place = QuotedString(str(folder), Quote.single).with_quotes()
-            code = subprocess.run([*command, *words, *common, f"hydra.run.dir={place}"], check=False).returncode
+            code = _finished([*command, *words, *common, f"hydra.run.dir={place}"])
             if code:
                 failures.append(f"{title} failed with exit code {code}")
             done = JobReturn(overrides=words, working_dir=str(folder))
@@ -60,3 +61,21 @@ class ProcessLauncher(Launcher):
             config.hydra.job.id, config.hydra.job.num = str(number), number
         HydraConfig.instance().set_config(config)
         return str(config.hydra.sweep.subdir)
+
+
+def _finished(command: Sequence[str]) -> int:
+    """The exit code of a run. Ctrl-C and SIGTERM end the run, with the time to close all, then the sweep."""
+    with subprocess.Popen(command) as process:
+
+        def terminate(*_: object) -> None:
+            process.terminate()
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGTERM, terminate)
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from mtgrpo import __version__
 from mtgrpo.errors import ConfigError
@@ -223,14 +223,17 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
 
     if _gives(words, "hydra.run.dir"):
         raise ConfigError("hydra.run.dir is for a single run; with --multirun give hydra.sweep.dir=PATH")
-    config = hydra.compose_config("base", words, RunMode.MULTIRUN)
+    config, loader = (
+        hydra.compose_config("base", words, RunMode.MULTIRUN),
+        cast("ExperimentLoader", hydra.config_loader),
+    )
     if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__):
         try:
-            (jobs,) = BasicSweeper.split_arguments(parse(config.hydra.overrides.task), max_batch_size=None)
+            (jobs,) = BasicSweeper.split_arguments(parse(config.hydra.overrides.task, loader), max_batch_size=None)
         except HydraException as error:
             raise ConfigError(f"--multirun takes lists such as seed=1,2,3 and ranges: {error}") from error
         for number, job in enumerate(jobs):
-            composed = checked(command, hydra.config_loader.load_sweep_config(config, job))
+            composed = checked(command, loader.load_sweep_config(config, job))
             if dry:
                 show(f"# run {number}: {' '.join(job)}\n{described(composed)}")
     if not dry:

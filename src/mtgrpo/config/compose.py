@@ -57,8 +57,8 @@ class _Plan:
     settings: list[Override]
 
 
-def parse(arguments: Sequence[str]) -> list[Override]:
-    """Read `key=value` words. Raises ConfigError for anything else."""
+def parse(arguments: Sequence[str], loader: ConfigLoaderImpl | None = None) -> list[Override]:
+    """Read `key=value` words. Raises ConfigError for anything else. loader: knows what glob(*) stands for."""
     parser = OverridesParser.create()
     overrides: list[Override] = []
     for argument in arguments:
@@ -71,6 +71,7 @@ def parse(arguments: Sequence[str]) -> list[Override]:
             ) from error
         if override.package is not None:
             raise ConfigError(f"cannot use {argument!r}: an option has one place, leave @ out")
+        override.config_loader = loader
         overrides.append(override)
     return overrides
 
@@ -140,9 +141,11 @@ class ExperimentLoader(ConfigLoaderImpl):
 
         Raises ConfigError for whatever is wrong with it.
         """
-        given = parse(overrides)
+        given = parse(overrides, self)
         plan = self._plan([_first(o) if o.is_sweep_override() else o for o in given])
         for override in given:
+            if override.is_sweep_override() and override.is_hydra_override():
+                raise ConfigError(f"{override.input_line} gives several values: what belongs to Hydra takes one")
             if override.is_sweep_override() and run_mode is RunMode.RUN:
                 raise ConfigError(
                     f"{override.input_line} gives several values: add --multirun for one run each; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,7 +90,12 @@ async def _converse(state: RolloutState, environment: Environment) -> None:
             began = time.perf_counter()
             reply = await environment.step(message)
             trajectory.tool_s += time.perf_counter() - began
-        turn.observations, turn.paid = (*reply.messages, *asked), reply.reward
+        if not math.isfinite(reply.reward):
+            name = type(environment).__name__
+            raise ConfigError(
+                f"environment {name} paid {reply.reward} for task {trajectory.task.id}; it must be finite"
+            )
+        turn.observations, turn.paid = (*reply.messages, *asked), float(reply.reward)
         trajectory.tool_calls += reply.tool_calls
         trajectory.tool_errors += reply.tool_errors
         trajectory.tool_timeouts += reply.tool_timeouts

@@ -1,0 +1,79 @@
+"""Is the answer to a question right, word for word? As question answering measures it."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.rewards import Reward
+from mtgrpo.types import Task, Trajectory
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_TO_NOTHING = str.maketrans("", "", string.punctuation)
+_TO_SPACES = str.maketrans({sign: " " for sign in string.punctuation + "\u2018\u2019\u00b4`"})
+
+
+class Convention(Enum):
+    """Whose rules of comparison."""
+
+    squad = "squad"  # Rajpurkar et al. 2016, arXiv:1606.05250
+    hotpotqa = "hotpotqa"  # Yang et al. 2018, arXiv:1809.09600: text as SQuAD; F1 takes yes and no whole
+    triviaqa = "triviaqa"  # Joshi et al. 2017, arXiv:1705.03551: punctuation parts words instead of vanishing
+
+
+@dataclass
+class EM(Reward):
+    """1 when the answer is one of the accepted ones, else 0: the exact match of SQuAD, HotpotQA and TriviaQA.
+
+    Accepted are the task's answer and the `answers` in its metadata. Both sides are compared in lower case without
+    punctuation, articles (a, an, the) and surplus white space. What is nothing else, such as the answer "A", is
+    compared as it stands, so that an empty message is never right.
+    """
+
+    convention: Convention = Convention.squad
+    tag: str = ""  # answer: the answer is what the final message's last <answer></answer> holds; "" = all of it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tag:
+            check_tag("em", self.tag)
+
+    def reward(self, trajectory: Trajectory) -> float:
+        """1.0 or 0.0. Raises ConfigError when the task has no answer."""
+        given = normalised(stated_answer(trajectory.final, self.tag), self.convention)
+        return float(any(given == normalised(one, self.convention) for one in accepted_answers(trajectory.task)))
+
+
+def normalised(text: str, convention: Convention) -> str:
+    """The words of `text` that count, parted by single spaces; "" for an empty text alone."""
+    lower = text.lower()
+    kept = lower.translate(_TO_SPACES if convention is Convention.triviaqa else _TO_NOTHING)
+    return " ".join(_ARTICLES.sub(" ", kept).split()) or " ".join(lower.split())
+
+
+def accepted_answers(task: Task) -> Sequence[str]:
+    """All answers that are right. Raises ConfigError when there is none."""
+    answers = [answer for answer in (task.answer, *task.metadata.get("answers", ())) if answer.strip()]
+    if not answers:
+        raise ConfigError(
+            f"task {task.id} has no answer to compare with; choose its column with task.columns.answer=NAME"
+        )
+    return answers
+
+
+def stated_answer(text: str, tag: str) -> str:
+    """What the last <tag></tag> of `text` holds, "" where there is none; the whole text where `tag` is ""."""
+    if not tag:
+        return text
+    before, end, _ = text.rpartition(f"</{tag}>")
+    return before.rpartition(f"<{tag}>")[2].strip() if end and f"<{tag}>" in before else ""
+
+
+def check_tag(reward: str, tag: str) -> None:
+    """Raise ConfigError unless `tag` is the name of a tag."""
+    if not re.fullmatch(r"\w[\w-]*", tag):
+        raise ConfigError(f"reward {reward}: tag={tag!r} is not the name of a tag; write answer for <answer></answer>")

@@ -1,0 +1,33 @@
+"""What a long answer costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.rewards import Reward
+from mtgrpo.types import Trajectory
+
+
+@dataclass
+class Length(Reward):
+    """Minus `cost` for every token that the policy sampled beyond `budget_tokens`, over all turns; never below -`most`.
+
+    To be added to a reward for what is said: reward=[em,length]. By itself the shortest message is the best.
+    """
+
+    success_at: float = 0.0  # within the budget
+    budget_tokens: int = 512  # sampled tokens of a whole conversation that cost nothing
+    cost: float = 0.001  # of each token above
+    most: float = 0.5  # that a conversation can cost
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget_tokens < 0:
+            raise ConfigError(f"reward length: budget_tokens must be >= 0, got {self.budget_tokens}")
+        if self.cost <= 0 or self.most <= 0:
+            raise ConfigError(f"reward length: cost and most must be above 0, got {self.cost} and {self.most}")
+
+    def reward(self, trajectory: Trajectory) -> float:
+        """From -most to 0.0."""
+        return max(-self.most, min(0.0, self.cost * (self.budget_tokens - trajectory.sampled_tokens)))

@@ -1,0 +1,131 @@
+"""Questions to be answered by searching in a corpus of passages."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.tasks import IndexedStream, Rows, Split, TaskSource, TaskStream
+from mtgrpo.tasks.hub import data_folder
+from mtgrpo.tasks.jsonl import JsonlRows
+from mtgrpo.tools.search import Search
+from mtgrpo.types import Message, Task, ToolCall
+
+_TRAIN = {"hotpotqa-train", "musique-train", "2wikimultihopqa-train"}
+_EVAL = {"hotpotqa-dev"}
+_HALVED = "nq-dev"  # its even half is trained on
+_UNSAID = {"yes", "no"}  # answers that no passage spells out
+
+
+@dataclass
+class SearchQA(TaskSource):
+    """962 questions to train on and 762 held out, over 12,583 paragraphs of Wikipedia.
+
+    Read from `path`, else from the folder search_qa in $MTGRPO_DATA. Trained on are questions of HotpotQA, MuSiQue,
+    2WikiMultihopQA and half of Natural Questions, those whose id has an even SHA-256; held out are HotpotQA's dev
+    questions and the other half. For environment.tools={search: {corpus: passages.jsonl}} and reward=em or reward=f1.
+    Demonstrations search for the question, or for each of the steps that MuSiQue divides it into, and read what was
+    found until the answer is seen.
+    """
+
+    system_prompt: str = "Answer the question with a few words. Search for what you do not know."
+    path: str = ""  # a folder with questions.jsonl and passages.jsonl
+    multihop_only: bool = False  # leave out questions that one passage answers
+    results: int = 5  # of the searches in demonstrations; as the tool's
+    snippet_chars: int = 300  # of a passage in these; as the tool's
+
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+        """A stream over `split`. Raises ConfigError when the files are missing or of another layout."""
+        file = self._folder / "questions.jsonl"
+        if not file.is_file():
+            raise ConfigError(f"there is no file {file}; set task.path to a folder with questions.jsonl")
+        rows = JsonlRows({file: file.stem})
+        chosen = [index for index in range(len(rows)) if self._belongs(rows, index, split)]
+        if not chosen:
+            raise ConfigError(f"{file} has no questions for split {split.value}")
+        self._task(rows, chosen[0])
+        return IndexedStream(len(chosen), lambda index: self._task(rows, chosen[index]), seed, repeat)
+
+    def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
+        """Searches, reading and the answer; None where the searches do not find all that is needed."""
+        gold = set(task.metadata["gold"])
+        seen: dict[str, str] = {}  # what the tools said, by the call
+        said: list[Message] = []
+        for query in _queries(task):
+            said += self._call("search", {"query": query}, seen)
+        found = {passage for text in seen.values() for passage in re.findall(r"^\[(\S+)\] ", text, re.MULTILINE)}
+        if not gold or not gold <= found:
+            return None
+        for passage in sorted(gold):
+            if not _shows(seen, task.answer):
+                said += self._call("read", {"id": passage}, seen)
+        return (*said, Message("assistant", task.answer)) if _shows(seen, task.answer) else None
+
+    @functools.cached_property
+    def _folder(self) -> Path:
+        local = data_folder()
+        if not self.path and local is None:
+            raise ConfigError("task.path is not set; give a folder with questions.jsonl and passages.jsonl")
+        return Path(self.path).expanduser() if self.path else cast(Path, local) / "search_qa"
+
+    @functools.cached_property
+    def _search(self) -> Search:
+        corpus = str(self._folder / "passages.jsonl")
+        return Search(corpus=corpus, results=self.results, snippet_chars=self.snippet_chars).with_index()
+
+    def _call(self, tool: str, arguments: dict[str, str], seen: dict[str, str]) -> tuple[Message, Message]:
+        """A call and the tool's reply, which is put down in `seen`."""
+        reply = getattr(self._search, tool)(**arguments)
+        seen[f"{tool} {arguments}"] = reply
+        return Message("assistant", tool_calls=(ToolCall(tool, arguments),)), Message("tool", reply, name=tool)
+
+    def _belongs(self, rows: Rows, index: int, split: Split) -> bool:
+        row = rows[index]
+        task_id, source = row.get("id"), row.get("source")
+        if not isinstance(task_id, str) or not isinstance(source, str):
+            raise _bad(rows, index, row)
+        if self.multihop_only and row.get("type") != "multihop":
+            return False
+        even = int(hashlib.sha256(task_id.encode()).hexdigest(), 16) % 2 == 0
+        trained = source in _TRAIN or (source == _HALVED and even)
+        return trained if split is Split.train else source in _EVAL or (source == _HALVED and not even)
+
+    def _task(self, rows: Rows, index: int) -> Task:
+        row = rows[index]
+        question, answers, gold = row.get("question"), row.get("answers"), row.get("gold")
+        if not (isinstance(question, str) and _all_text(answers) and answers and _all_text(gold)):
+            raise _bad(rows, index, row)
+        metadata = {"answers": answers, "gold": gold, "source": row["source"], "steps": row.get("decomposition", [])}
+        messages = self.with_prompt((Message("user", question),))
+        return Task(f"search_qa/{row['id']}", messages, cast("list[str]", answers)[0], metadata)
+
+
+def _queries(task: Task) -> list[str]:
+    """What a demonstration searches for: "#1" stands for the answer to the first step."""
+    steps: Sequence[Any] = task.metadata["steps"]
+    answers, queries = ([str(step[name]) for step in steps] for name in ("answer", "question"))
+
+    for nth, answer in enumerate(answers, 1):
+        queries = [re.sub(rf"#{nth}\b", lambda _, answer=answer: answer, query) for query in queries]
+    return queries or [task.messages[-1].content]
+
+
+def _shows(seen: dict[str, str], answer: str) -> bool:
+    return answer.lower() in _UNSAID or any(answer.lower() in text.lower() for text in seen.values())
+
+
+def _all_text(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(one, str) for one in cast("list[Any]", values))
+
+
+def _bad(rows: Rows, index: int, row: Any) -> ConfigError:
+    return ConfigError(
+        f"{rows.where(index)}: a question has id, question, answers and gold (lists of texts) and source; the columns "
+        f"are {', '.join(row)}; read files of another layout with task=jsonl"
+    )

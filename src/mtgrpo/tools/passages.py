@@ -1,0 +1,198 @@
+"""A corpus of passages on disk and its BM25 index, which is mapped from disk and so shared by all processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtgrpo.errors import ConfigError
+
+_LAYOUT = 1  # of the folder; another one is built again
+_ABOUT = "about.json"
+_INSTALL = "the search tool needs the packages bm25s and PyStemmer; install them with: pip install 'mtgrpo[search]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A text of the corpus."""
+
+    id: str
+    title: str
+    text: str
+
+
+class PassageIndex:
+    """Finds passages by BM25 as Lucene ranks them (Robertson and Zaragoza 2009; k1 = 0.9, b = 0.4, English stems).
+
+    A folder of an index holds bm25s' arrays, the place of each passage in the corpus, and the corpus' checksum. The
+    corpus itself stays where it is: JSON Lines with `id`, `text` and perhaps `title`.
+    """
+
+    def __init__(self, corpus: Path, folder: Path) -> None:
+        bm25s, self._stemmer = _packages()
+        self._corpus, self._bm25s = corpus, bm25s
+        self._bm25 = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+        self._offsets: NDArray[np.int64] = np.load(folder / "offsets.npy", mmap_mode="r")  # bytes, of each passage
+        self._hashes: NDArray[np.uint64] = np.load(folder / "id_hashes.npy", mmap_mode="r")  # ascending
+        self._rows: NDArray[np.int64] = np.load(folder / "id_rows.npy", mmap_mode="r")  # of these hashes
+        self._stemming = threading.Lock()  # a stemmer is for one thread at a time
+
+    @classmethod
+    def open(cls, corpus: Path, folder: Path | None = None) -> Self:
+        """The index of `corpus` in `folder`, by default in the user's cache; built where there is none.
+
+        Raises ConfigError for a corpus that cannot be read, two passages of one id, an index of another corpus and
+        missing packages.
+        """
+        if not corpus.is_file():
+            raise ConfigError(f"there is no corpus {corpus}; give a .jsonl file with id, text and perhaps title")
+        with corpus.open("rb") as file:
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        folder = folder or _cache() / checksum[:16]
+        if not (folder.is_dir() and any(folder.iterdir())):
+            _build(corpus, checksum, folder)
+        _validate(corpus, checksum, folder)
+        return cls(corpus, folder)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def search(self, query: str, k: int) -> list[Passage]:
+        """At most `k` passages that share a word with `query`, the best first; of equals the first in the corpus."""
+        with self._stemming:
+            words: list[str] = _words(self._bm25s, self._stemmer, [query])[0]
+        known = self._bm25.get_tokens_ids(words)
+        if not known:
+            return []
+        scores: NDArray[np.float32] = self._bm25.get_scores_from_ids(known)
+        k = min(k, len(scores))
+        least = np.partition(scores, -k)[-k]
+        rows = np.flatnonzero((scores >= least) & (scores > 0))
+        return [self._read(int(row)) for row in rows[np.lexsort((rows, -scores[rows]))][:k]]
+
+    def read(self, passage_id: str) -> Passage | None:
+        """The passage of this id; None where there is none."""
+        wanted = _hash(passage_id)
+        first, last = np.searchsorted(self._hashes, wanted), np.searchsorted(self._hashes, wanted, "right")
+        found = (self._read(int(row)) for row in self._rows[first:last])
+        return next((passage for passage in found if passage.id == passage_id), None)
+
+    def _read(self, row: int) -> Passage:
+        with self._corpus.open("rb") as file:
+            file.seek(int(self._offsets[row]))
+            return _passage(file.readline(), str(self._corpus))
+
+
+def _validate(corpus: Path, checksum: str, folder: Path) -> None:
+    try:
+        about: Any = json.loads((folder / _ABOUT).read_bytes())
+        known, layout = about["corpus"], about["layout"]
+    except (OSError, ValueError, KeyError, TypeError):
+        known, layout = {}, None
+    if layout != _LAYOUT:
+        raise ConfigError(f"{folder} is not an index of passages of this version; delete it, or give another folder")
+    if known["sha256"] != checksum:
+        raise ConfigError(
+            f"the index {folder} is that of another corpus: of {known['name']} with {known['passages']} passages, "
+            f"sha256 {known['sha256'][:16]}..., while {corpus} has sha256 {checksum[:16]}...; delete it, or give "
+            "another folder"
+        )
+
+
+def _build(corpus: Path, checksum: str, folder: Path) -> None:
+    """Write an index beside `folder`, then put it in place; where another process was quicker, that one's stays."""
+    bm25s, stemmer = _packages()
+    places: dict[str, int] = {}  # passage id -> line
+    texts: list[str] = []
+    offsets: list[int] = []
+    for line, offset, passage in _passages(corpus):
+        if passage.id in places:
+            raise ConfigError(
+                f"{corpus}, line {line}: the id {passage.id!r} is that of line {places[passage.id]} already; give each "
+                "passage an id of its own"
+            )
+        places[passage.id] = line
+        offsets.append(offset)
+        texts.append(f"{passage.title} {passage.text}")
+    if not texts:
+        raise ConfigError(f"the corpus {corpus} is empty; it needs a line with id and text for each passage")
+    bm25 = bm25s.BM25(method="lucene", k1=0.9, b=0.4)
+    bm25.index(_words(bm25s, stemmer, texts), show_progress=False)
+    hashes = np.array([_hash(passage_id) for passage_id in places], np.uint64)
+    order = np.argsort(hashes, kind="stable")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        bm25.save(unfinished, show_progress=False)
+        np.save(unfinished / "offsets.npy", np.array(offsets, np.int64))
+        np.save(unfinished / "id_hashes.npy", hashes[order])
+        np.save(unfinished / "id_rows.npy", order.astype(np.int64))
+        about = {"layout": _LAYOUT, "corpus": {"name": corpus.name, "sha256": checksum, "passages": len(texts)}}
+        (unfinished / _ABOUT).write_text(json.dumps(about, indent=2))
+        unfinished.chmod(0o755)  # mkdtemp lets nobody else in
+        unfinished.rename(folder)
+    except OSError:
+        if not (folder / _ABOUT).is_file():
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _passages(corpus: Path) -> Iterator[tuple[int, int, Passage]]:
+    """Line from 1, byte offset and passage; blank lines are skipped."""
+    offset = 0
+    with corpus.open("rb") as file:
+        for line, content in enumerate(file, 1):
+            if not content.isspace():
+                yield line, offset, _passage(content, f"{corpus}, line {line}")
+            offset += len(content)
+
+
+def _passage(line: bytes, where: str) -> Passage:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid JSON ({error}): {line[:80]!r}") from error
+    columns = cast("dict[str, Any]", row) if isinstance(row, dict) else {}
+    found = [columns.get("id"), columns.get("title") or "", columns.get("text")]
+    if not all(isinstance(one, str) for one in found) or not found[0]:
+        raise ConfigError(
+            f"{where}: a passage has id and text and perhaps title, all of them text; the columns are "
+            f"{', '.join(columns) or 'none'}: {line[:80]!r}"
+        )
+    return Passage(*cast("list[str]", found))
+
+
+def _hash(passage_id: str) -> np.uint64:
+    digest = hashlib.blake2b(passage_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "big"))
+
+
+def _words(bm25s: Any, stemmer: Any, texts: list[str]) -> list[list[str]]:
+    """The stems of each text's words of two or more letters that are no stop words, lower case."""
+    return bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
+
+
+def _packages() -> tuple[Any, Any]:
+    """bm25s and a stemmer."""
+    try:
+        import bm25s  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+        import Stemmer  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(_INSTALL) from error
+    return bm25s, Stemmer.Stemmer("english")
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mtgrpo" / "search"
