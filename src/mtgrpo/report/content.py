@@ -1,0 +1,261 @@
+"""What a report says about runs, whatever it is written in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from mtgrpo.record.reading import AFTER, BEFORE, EVALUATION, LEARNING, Row, RunRecord
+from mtgrpo.record.text import is_number, number, shorten
+from mtgrpo.statistics import Comparison, Estimate, compare, mean_over_tasks, wilson
+
+Series = list[tuple[float, float]]  # step, value
+
+FIRST = (  # metrics that say how a run went, in the order they are shown; the others follow by name
+    "reward/mean",
+    "reward/success",
+    "eval/success",
+    "eval/greedy",
+    "policy/loss",
+    "policy/entropy",
+    "policy/kl",
+    "policy/grad_norm",
+    "policy/clip_fraction",
+    "policy/lr",
+    "reward/groups_with_variance",
+    "rollout/turns",
+    "rollout/sampled_tokens",
+    "rollout/tool_rate",
+    "rollout/tool_error_rate",
+    "rollout/truncated",
+    "perf/tokens_per_s",
+    "sft/loss",
+)
+PARTS = ("recipe", "model.name", "task", "environment", "reward", "algorithm", "advantage", "seed", "trainer.steps")
+RESULT = ("held-out", "before", "after", "change")
+TIMES = {
+    "time/sft_s": "warm start",
+    "time/rl_s": "reinforcement learning, without evaluation",
+    "time/total_s": "in all",
+}
+ABOUT_INTERVALS = (
+    "In brackets 95 % intervals over tasks (Wilson); p is of the paired sign-flip test, task by task. "
+    "They say nothing of how seeds differ."
+)
+_EXAMPLES = 2  # of success, and of failure
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One metric of an evaluation, before and after training; where nothing was trained there is no `before`."""
+
+    metric: str
+    before: Estimate | None
+    after: Estimate | None
+    comparison: Comparison | None = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """One conversation: what the policy was given, and what then happened."""
+
+    success: bool
+    row: Row
+    prompt: Sequence[Row]
+    said: Sequence[Row]
+
+
+def parts(runs: Sequence[RunRecord]) -> list[str]:
+    """Which parts the runs were made of: a line for each run, or one where they are the same."""
+    lines = {run.name: line for run in runs if (line := _parts(run))}
+    different = set(lines.values())
+    return list(different) if len(different) < 2 else [f"{name}: {line}" for name, line in lines.items()]
+
+
+def _parts(run: RunRecord) -> str:
+    named = {key: run.settings[key] for key in PARTS if run.settings.get(key)}
+    return ", ".join(f"{key.removesuffix('.name').removeprefix('trainer.')} {value}" for key, value in named.items())
+
+
+def measurements(run: RunRecord) -> list[Measurement]:
+    """Success, pass@k and greedy success with 95 % intervals over the held-out tasks; success comes first.
+
+    Success is a mean over several samples of each task. Where the evaluation left its conversations its interval takes
+    account of them, and both evaluations are compared task by task. Otherwise its interval is the one that holds
+    whatever the samples of a task have in common: as wide as if there were one of each.
+    """
+    names = {key.removeprefix("eval/").partition("/")[0] for key in run.summary if key.startswith("eval/")}
+    shares = [name for name in sorted(names) if name == "greedy" or name.startswith("pass@")]
+    found = [_measurement(run, name) for name in ["success", *shares] if name in names]
+    before, after = run.outcomes(BEFORE), run.outcomes(AFTER)
+    if not (found and after):
+        return found
+    estimates = [mean_over_tasks(list(tasks.values())) if tasks else None for tasks in (before, after)]
+    both = [task for task in after if task in before] if before else []
+    compared = compare([(before or {})[task] for task in both], [after[task] for task in both]) if both else None
+    return [Measurement("success", estimates[0] or found[0].before, estimates[1], compared), *found[1:]]
+
+
+def _measurement(run: RunRecord, name: str) -> Measurement:
+    before = _estimate(run, f"eval/{name}/before")
+    return Measurement(name, before, _estimate(run, f"eval/{name}/after") or _estimate(run, f"eval/{name}"))
+
+
+def _estimate(run: RunRecord, key: str) -> Estimate | None:
+    value, tasks = run.summary.get(key), run.settings.get("eval.tasks", "")
+    if not (is_number(value) and 0 <= value <= 1 and tasks.isdigit() and int(tasks)):
+        return None
+    return wilson(float(value), int(tasks))
+
+
+def series(run: RunRecord) -> dict[str, Series]:
+    """Every metric over the steps of its stage, the most telling first; evaluations stand at the steps of training."""
+    found: dict[str, dict[float, float]] = {}
+    trained = 0.0
+    for row in run.metrics.rows:
+        step, stage = row.get("step"), row.get("stage")
+        if not is_number(step):
+            continue
+        if stage == LEARNING:
+            trained = float(step)
+        at = trained if stage == EVALUATION else float(step)
+        for metric, value in row.items():
+            if metric != "step" and is_number(value):
+                found.setdefault(metric, {})[at] = float(value)  # of a step that a resumed run repeats, the last
+    rank = {metric: number for number, metric in enumerate(FIRST)}
+    names = sorted(found, key=lambda metric: (rank.get(metric, len(FIRST)), metric))
+    return {metric: sorted(found[metric].items()) for metric in names}
+
+
+def configuration(runs: Sequence[RunRecord]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
+    """Options and their value in each run, under headings: what differs stands first. An option is listed once."""
+    keys = sorted({key for run in runs for key in run.settings})
+    values = {key: [run.settings.get(key, "") for run in runs] for key in keys}
+    given = {line.lstrip("+~").partition("=")[0] for run in runs for line in run.given}
+    of_recipe = frozenset[str]().union(*(run.of_recipe for run in runs))
+    headings: list[tuple[str, list[str]]] = [
+        ("Different between the runs", [key for key in keys if len(set(values[key])) > 1]),
+        ("Given on the command line", [key for key in keys if key in given]),
+        ("Set by the recipe", [key for key in keys if key in of_recipe]),
+        ("Defaults", keys),
+    ]
+    listed: set[str] = set()
+    found: list[tuple[str, list[tuple[str, list[str]]]]] = []
+    for heading, chosen in headings:
+        fresh = [key for key in chosen if key not in listed]
+        listed.update(fresh)
+        if fresh:
+            found.append((heading, [(key, values[key]) for key in fresh]))
+    return found
+
+
+def timing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Seconds of the stages, and means over the steps of training of what was measured of the machine."""
+    rows = [(label, [_clock(run.summary.get(key)) for run in runs]) for key, label in TIMES.items()]
+    means = [_means(run) for run in runs]
+    for metric in sorted({metric for of_run in means for metric in of_run}):
+        rows.append((f"{metric}, mean of a step", [number(of_run.get(metric)) for of_run in means]))
+    return [(label, cells) for label, cells in rows if any(cells)]
+
+
+def _means(run: RunRecord) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for row in run.metrics.stage(LEARNING):
+        for metric, value in row.items():
+            if metric.startswith(("time/", "perf/", "profile/")) and is_number(value):
+                found.setdefault(metric, []).append(value)
+    return {metric: sum(values) / len(values) for metric, values in found.items()}
+
+
+def examples(run: RunRecord) -> tuple[str, list[Example]]:
+    """Where they come from, and some conversations: successes, then others, each of another task."""
+    name, rows = run.last_trajectories()
+    chosen: dict[bool, dict[str, Example]] = {True: {}, False: {}}
+    for row in rows:
+        success, task = run.succeeded(row), str(row.get("task"))
+        if len(chosen[success]) < _EXAMPLES and task not in chosen[success]:
+            chosen[success][task] = _example(row, success)
+        if all(len(found) == _EXAMPLES for found in chosen.values()):
+            break
+    step = name.rpartition("_")[2]
+    source = f"step {int(step):,} of training" if step.isdigit() else name.replace("_", " ")
+    return source, [*chosen[True].values(), *chosen[False].values()]
+
+
+def _example(row: Row, success: bool) -> Example:
+    """What the policy said is as many messages of the assistant, from the end, as the conversation has turns."""
+    messages = [_cut(message) for message in _objects(row.get("messages"))]
+    by_policy = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    turns = len(_objects(row.get("turns")))
+    start = by_policy[-turns] if 0 < turns <= len(by_policy) else len(messages)
+    return Example(success, row, messages[:start], messages[start:])
+
+
+def _objects(value: object) -> list[Row]:
+    return (
+        [cast("Row", part) for part in cast("list[Any]", value) if isinstance(part, dict)]
+        if isinstance(value, list)
+        else []
+    )
+
+
+def _cut(message: Row) -> Row:
+    return {key: shorten(value) if isinstance(value, str) else value for key, value in message.items()}
+
+
+def calls(message: Row) -> list[str]:
+    """The tool calls of a message, as `name(arguments)`."""
+    found = _objects(message.get("tool_calls"))
+    return [shorten(f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})") for call in found]
+
+
+def facts(row: Row) -> str:
+    """How a conversation ended, on a line."""
+    said = [f"reward {number(row.get('reward'))}", str(row.get("status")), str(row.get("reason") or "")]
+    said.append(f"expected {shorten(str(row['answer']))}" if row.get("answer") else "")
+    return ", ".join(filter(None, said))
+
+
+def result(found: Measurement) -> list[str]:
+    """The cells of RESULT."""
+    return [found.metric, interval(found.before), interval(found.after), change(found)]
+
+
+def interval(estimate: Estimate | None) -> str:
+    """Mean and interval in per cent; "" for none."""
+    return f"{estimate.mean:.1%} ({estimate.low:.1%} to {estimate.high:.1%})" if estimate else ""
+
+
+def change(measurement: Measurement) -> str:
+    """How much was gained, in percentage points, and how sure that is; "" where one of the two is missing."""
+    found, before, after = measurement.comparison, measurement.before, measurement.after
+    if found:
+        gain, p_value = found.difference, f"p < {1e-4:.4f}" if found.p_value < 1e-4 else f"p = {found.p_value:.2g}"
+        return f"{100 * gain.mean:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}), {p_value}"
+    return f"{100 * (after.mean - before.mean):+.1f} points" if before and after else ""
+
+
+def state(run: RunRecord) -> str:
+    """What is to be known of a run that has not ended well; "" where it has."""
+    if run.summary:
+        return ""
+    learning = run.metrics.stage(LEARNING)
+    steps = f"after {number(learning[-1].get('step'))} steps of training" if learning else "before training"
+    return f"no summary.json: it runs, or it ended {steps}. {run.notes[-1] if run.notes else ''}"
+
+
+def thinned(run: RunRecord) -> list[str]:
+    """What curves leave out."""
+    metrics, kept = run.metrics, len(run.metrics.rows) + run.metrics.unreadable
+    said = [f"{run.name}: {kept:,} of {metrics.total:,} rows are drawn, evenly chosen."] if kept < metrics.total else []
+    if metrics.unreadable:
+        said.append(f"{run.name}: {metrics.unreadable:,} of the rows looked at could not be read.")
+    return said
+
+
+def _clock(value: object) -> str:
+    if not is_number(value):
+        return ""
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
