@@ -94,7 +94,9 @@ class CountedTool(Counted, Tool):
             if what == "hang":
                 await asyncio.Event().wait()
             if what in ("SIGINT", "SIGTERM"):
-                os.kill(os.getpid(), signal.Signals[what])
+                if "signal" not in Path(os.environ[LOG]).read_text():  # a second Ctrl-C ends a program at once
+                    write("signal")
+                    os.kill(os.getpid(), signal.Signals[what])
                 await asyncio.sleep(60)
         return 2 * number
 
