@@ -698,7 +698,7 @@ def test_several_runs_are_processes_whose_failures_count(
         ["-m", "mtgrpo", "train", f"seed={n + 1}", "kl.coef=0.5", rf"hydra.run.dir='the user\'s sweep/{n}'"]
         for n in range(3)
     ]
-    failure = "run 1 (seed=2 kl.coef=0.5) failed with exit code 3"
+    failure = "run 1 (seed=2) failed with exit code 3"
     assert out.splitlines()[-2:] == ["2 of 3 runs done, in the user's sweep", failure]
     code, out, _ = run("train", "seed=1,3", "-m")
     assert code == 0

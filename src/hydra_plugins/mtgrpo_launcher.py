@@ -40,7 +40,8 @@ class ProcessLauncher(Launcher):
         results: list[JobReturn] = []
         failures: list[str] = []
         for number, words in enumerate(job_overrides, initial_job_idx):
-            title = f"run {number} ({' '.join(words)})"
+            varied = [word.replace("\\", "") for word in words if word not in self._master.hydra.overrides.task]
+            title = f"run {number} ({' '.join(varied)})"
             print(title, flush=True)
             folder = Path(root, self._subfolder(number, words))
             place = QuotedString(str(folder), Quote.single).with_quotes()
