@@ -10,12 +10,14 @@ import shutil
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from mtgrpo import doctor
 from mtgrpo.doctor import Check, State
@@ -52,6 +54,15 @@ def test_what_every_run_needs_is_checked_by_its_version(capsys: pytest.CaptureFi
         assert (checks[name]["state"], checks[name]["found"]) == ("ok", metadata.version(name))
         assert checks[name]["required"] is True
     assert checks["Python"]["found"] == sys.version.split()[0]
+
+
+def test_every_optional_package_of_the_project_is_looked_for() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())["project"]
+    extras = {name: packages for name, packages in project["optional-dependencies"].items() if name != "dev"}
+    known = {package.distribution: package.cure for package in doctor.PACKAGES}
+    for extra, packages in extras.items():
+        for package in packages:
+            assert f".[{extra}]" in known[Requirement(package).name]
 
 
 def test_json_is_alone_on_standard_output_and_quick() -> None:

@@ -81,6 +81,10 @@ PACKAGES = (
     Package("datasets", "datasets", "data sets of the Hugging Face hub", 'pip install -e ".[data]"'),
     Package("pyarrow", "pyarrow", "Parquet files", 'pip install -e ".[data]"'),
     Package("reasoning_gym", "reasoning-gym", "task=reasoning_gym", 'pip install -e ".[reasoning-gym]"'),
+    Package("math_verify", "math-verify", "reward=math_verify", 'pip install -e ".[math]"'),
+    Package("langdetect", "langdetect", "reward=ifeval", 'pip install -e ".[ifeval]"'),
+    Package("bm25s", "bm25s", "the search tool", 'pip install -e ".[search]"'),
+    Package("Stemmer", "PyStemmer", "the search tool", 'pip install -e ".[search]"'),
     Package("gguf", "gguf", "mtgrpo data smollm2", 'pip install -e ".[smollm2]"'),
 )
 
