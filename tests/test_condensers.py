@@ -469,7 +469,7 @@ def test_attention_is_measured_in_the_model_and_its_window() -> None:
 
 
 def test_attention_takes_an_engine_that_measures_it() -> None:
-    with pytest.raises(ConfigError, match="condenser Attention asks for attention"):
+    with pytest.raises(ConfigError, match="condenser Attention needs attention"):
         played([CALL] * 3, ["a", "b"], Attention(when=When.every_turn))
 
 

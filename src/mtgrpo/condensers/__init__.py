@@ -16,7 +16,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.part import Part
 from mtgrpo.types import Message
 
-Step = tuple[Message, ...]  # what the model said, and what was answered
+Step = tuple[Message, ...]  # a message of the model, and the replies to it
 
 
 class When(Enum):
@@ -24,7 +24,7 @@ class When(Enum):
 
     over_budget = "over_budget"  # only then
     every_turn = "every_turn"  # after every answer of the environment
-    on_request = "on_request"  # when the model calls the tool `condense`, which it is then told of
+    on_request = "on_request"  # when the model calls the tool `condense`, which it then gets
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Condenser(Part, ABC):
     when: When = When.over_budget
     max_condensed_tokens: int = 0  # a context's budget; 0 = environment.max_context_length less a turn
 
-    attends: ClassVar[bool] = False  # whether it asks for attention, which only engine=local can measure
+    attends: ClassVar[bool] = False  # whether it needs attention, which only engine=local can measure
 
     def __post_init__(self) -> None:
         if self.max_condensed_tokens < 0:

@@ -14,7 +14,7 @@ from mtgrpo.types import Message
 class Attention(Condenser):
     """Keeps the last `keep_last_n_steps` steps and brings back the `attended_steps` others with the most attention.
 
-    The attention is that which the end of a context of all steps pays to each of them, as a mean over layers and heads;
+    The attention is that of the end of a context of all steps to each of them, as a mean over layers and heads;
     steps that are too old for the window get none. It takes the model itself: engine=local. What is kept stays in its
     order. Steps that the budget does not hold are dropped, those with the least attention first.
     """

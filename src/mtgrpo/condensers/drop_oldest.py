@@ -13,7 +13,7 @@ from mtgrpo.types import Message
 class DropOldest(Condenser):
     """Keeps the opening and the newest steps, until they fill the share `fill` of the budget.
 
-    The rest is room to grow into: a context that is full again at once would be written anew at every turn.
+    The rest is room to grow into: a context that is full again at once would be rendered again at every turn.
     """
 
     fill: float = 0.6  # share of the budget

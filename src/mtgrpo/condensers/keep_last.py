@@ -13,7 +13,7 @@ from mtgrpo.types import Message
 class KeepLast(Condenser):
     """Keeps the opening and the last `keep_last_n_steps` steps, fewer where the budget is smaller.
 
-    A step is what the model said and what was answered.
+    A step is a message of the model and the replies to it.
     """
 
     when: When = When.every_turn

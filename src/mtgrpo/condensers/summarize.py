@@ -13,7 +13,7 @@ from mtgrpo.types import Message
 class Summarize(Condenser):
     """The policy itself writes a summary; it is sampled, trained and credited as a turn of the trajectory.
 
-    The next context is the opening, the summary as what the model said, `go_on` as what it was told then, and the last
+    The next context is the opening, the summary as a message of the model, `go_on` as the reply to it, and the last
     `keep_last_n_steps` steps, as many as the budget holds. A summary is cut at sampling.max_new_tokens, and at half
     of the budget.
     """

@@ -34,12 +34,12 @@ class RunningEngine(Protocol):
     """
 
     shares_weights: bool  # whether it samples from the very tensors that are trained
-    notes: list[str]  # what the user should know of it and has not been told yet
+    notes: list[str]  # for the user, not shown yet
     sync_s: float  # seconds spent on taking over new weights, in all
 
     @property
     def version(self) -> int:
-        """Weight updates that the behaviour policy has seen, as `load_weights` was last told."""
+        """Weight updates that the behaviour policy has seen, as `load_weights` last got it."""
         ...
 
     @property

@@ -27,8 +27,8 @@ class ScriptedEngine:
         self.notes = ["engine: scripted"]
         self.sync_s = 0.0
         self.attend: Attend | None = None
-        self.asked: list[tuple[Key, list[int]]] = []  # every context it was given, in order
-        self.calls: list[str] = []  # "sleep", "load_weights 3", ...: what it was told to do, in order
+        self.asked: list[tuple[Key, list[int]]] = []  # every context it got, in order
+        self.calls: list[str] = []  # "sleep", "load_weights 3", ...: the calls it got, in order
         self._script = script
         self._going = asyncio.Event()
         self._going.set()

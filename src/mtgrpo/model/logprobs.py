@@ -5,7 +5,7 @@ The forward keeps of each tile t the row's maximum m_t, log-normaliser l_t and e
 
     l = logsumexp_t l_t      logp(token) = logit - l      w_t = exp(l_t - l)      H = sum_t w_t (H_t - log w_t)
 
-The backward computes each tile anew, turns it in place into the gradient with respect to the logits
+The backward computes each tile again, turns it in place into the gradient with respect to the logits
 
     d = g (onehot(token) - p) - e p (log p + H)      g, e = gradients of logp and H, p = exp(logit - l)
 

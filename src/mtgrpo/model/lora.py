@@ -67,7 +67,7 @@ def load_adapter(model: PreTrainedModel, config: LoraConfig, name: str, settings
         if found != asked:
             raise ConfigError(
                 f"model.name={name} holds an adapter with (rank, alpha, targets) = {found}, "
-                f"but model.lora asks for {asked}; leave model.lora.rank at 0 to go on with the one that is there"
+                f"but model.lora is {asked}; leave model.lora.rank at 0 to go on with the one that is there"
             )
     with torch.random.fork_rng(devices=[]):  # the adapter is first drawn, then read
         try:

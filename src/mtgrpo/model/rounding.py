@@ -22,7 +22,7 @@ from mtgrpo.model.logprobs import head_logits
 
 MEASURED = 32  # positions of a context at whose end rounding is measured, for that of a single one says little
 MARGIN = 6.0  # how many times what the last bits do is still rounding
-HARMLESS = 0.01  # nats; a smaller difference is said, but is no reason to end a run
+HARMLESS = 0.01  # nats; a smaller difference is noted, but is no reason to end a run
 
 
 @dataclass(frozen=True)

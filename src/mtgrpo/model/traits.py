@@ -186,7 +186,7 @@ _RECORDED = "recorded"
 
 @dataclass
 class _Recorder:
-    """Attention and masks as transformers computes them, and what it asks for."""
+    """Attention and masks as transformers computes them, and what it needs."""
 
     depth: Tensor | None = None  # [nodes], of the forest; None = there is none, the model's masks say who sees whom
     caches: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -214,7 +214,7 @@ class _Recorder:
         """Attention as transformers calls it: query [1, heads, nodes, size] -> [1, nodes, heads, size]."""
         self.caches.append((key.shape[1], max(key.shape[-1], value.shape[-1])))
         if extras := [name for name in EXTRAS if rest.get(name) is not None]:
-            self.unsupported_reason = f"it asks for {', '.join(extras)}"
+            self.unsupported_reason = f"it needs {', '.join(extras)}"
         if self.depth is None:
             self._note_windows(attention_mask, sliding_window)
         else:

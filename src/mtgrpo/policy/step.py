@@ -31,7 +31,7 @@ TokenLoss = Callable[[Tensor, Scores], PerToken]  # (entries of the batch, their
 class Policy:
     """A model, its optimiser, and how much of a batch is computed at once.
 
-    `scorer` computes the scores of micro-batches; whoever wraps it (DDP, torch.compile) puts the wrapper in its place.
+    `scorer` computes the scores of micro-batches; a wrapper (DDP, torch.compile) may stand in its place.
     Of the micro-batches of `ranks` processes this one computes those of `rank`: the gradient of a batch is the sum over
     the ranks, and each scores its own entries.
     """
@@ -55,11 +55,11 @@ class Policy:
         self._token_budget = token_budget
         self._temperature = temperature
         self._cost, self._layout = flops_of(model), layout_of(model)
-        self.notes: list[str] = []  # what the user should know and has not been told yet
+        self.notes: list[str] = []  # for the user, not shown yet
         self._checked_tokens = 0  # contexts up to this length were compared with the plain forward pass
         self._context = torch.zeros(0)  # one of them, and
         self._bound = 0.0  # nats, how far rounding may move its log-probabilities
-        self._noted = 0.0  # nats, the last difference that was said
+        self._noted = 0.0  # nats, the last difference that was noted
 
     def pack(self, batch: Batch, entries: Tensor) -> Packing:
         """The micro-batches of this rank that read `entries` [n]."""

@@ -31,8 +31,8 @@ class Limits:
     tool_tokens: int  # the environment's, over the whole trajectory
 
 
-def told_tools(tools: tuple[ToolSpec, ...], condenser: Condenser) -> tuple[ToolSpec, ...]:
-    """The tools that the model is told of: the environment's, and `condense` where it may ask for that.
+def visible_tools(tools: tuple[ToolSpec, ...], condenser: Condenser) -> tuple[ToolSpec, ...]:
+    """The tools that the model gets: the environment's, and `condense` where it may request that.
 
     Raises ConfigError where both have the same name.
     """
@@ -109,7 +109,7 @@ async def _converse(state: RolloutState, environment: Environment) -> None:
 
 
 class RolloutState:
-    """One conversation while it runs: what was said, and the context of the next turn."""
+    """One conversation while it runs: its messages so far, and the context of the next turn."""
 
     def __init__(
         self,
@@ -125,9 +125,9 @@ class RolloutState:
         self.trajectory = trajectory
         self._chat, self._sample, self._sampling = chat, sample, sampling
         self._limits, self._condenser, self._attend = limits, condenser, attend
-        self._tools = told_tools(opening.tools, condenser)
+        self._tools = visible_tools(opening.tools, condenser)
         self._opening = opening.messages
-        self._all: list[Step] = []  # what was said since the opening
+        self._all: list[Step] = []  # the messages since the opening
         self._steps: list[Step] = []  # what of it the present context holds
         self._context = self._new = chat.open(opening.messages, self._tools)
         self._extends = False
@@ -143,7 +143,7 @@ class RolloutState:
             )
 
     def requested(self, message: Message) -> tuple[Message | None, tuple[Message, ...]]:
-        """What is left of a message for the environment, if anything, and the answer where it asked to condense."""
+        """What is left of a message for the environment, if anything, and the answer to a request to condense."""
         calls = tuple(call for call in message.tool_calls if call.name != CONDENSE.name)
         if CONDENSE not in self._tools or len(calls) == len(message.tool_calls):
             return message, ()
@@ -186,7 +186,7 @@ class RolloutState:
         """Make the context of the next turn, after `turn` was answered; condense it where that is due.
 
         asked: the answer to a request to condense, which no condensed context holds. Raises _LimitError when the
-        environment has said more than `most` tokens at once, or too many in all.
+        environment has added more than `most` tokens at once, or too many in all.
         """
         before, told = self._steps, (*answers, *asked)
         if answers:
@@ -263,9 +263,7 @@ class RolloutState:
     async def _attention(self, steps: Sequence[Step]) -> list[float]:
         """The shares of attention that `steps` get at the end of a context of the newest of them, the others 0."""
         if self._attend is None:
-            raise ConfigError(
-                f"condenser {self._condenser.name} asks for attention, which this engine does not measure"
-            )
+            raise ConfigError(f"condenser {self._condenser.name} needs attention, which this engine does not measure")
         held = steps[len(steps) - how_many_fit(self._opening, steps, self._count, self._limits.context_tokens) :]
         tokens = self._open(messages_of(self._opening, held))
         begun = (self._open(messages_of(self._opening, held[:count])) for count in range(len(held)))
@@ -303,7 +301,7 @@ class RolloutState:
 
 
 def _steps(messages: Sequence[Message]) -> list[Step]:
-    """The messages after the opening, cut before each thing the model said."""
+    """The messages after the opening, cut before each message of the model."""
     found: list[list[Message]] = []
     for message in messages:
         if message.role == "assistant" or not found:

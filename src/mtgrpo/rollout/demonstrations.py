@@ -17,7 +17,7 @@ UNLIMITED = 2**40  # tokens
 
 def demonstrate(task: Task, opening: Opening, messages: Sequence[Message], chat: Chat) -> Trajectory:
     """`messages` are what the assistant and the tools say after the opening; log-probabilities are set to 0."""
-    messages = [message for message in messages if message.name != SUMMARY]  # nobody asks for one
+    messages = [message for message in messages if message.name != SUMMARY]  # no condenser requests one
     trajectory = Trajectory(task)
     history = list(opening.messages)
     new_context, extends = chat.open(history, opening.tools), False
@@ -58,19 +58,20 @@ async def demonstrate_condensed(
     script = _Script(task, opening, list(messages), chat, condenser)
     limits = Limits(context_tokens, sampled_tokens=UNLIMITED, tool_tokens=UNLIMITED)
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    return await run_rollout(task, _Told(script=script), chat, script.sample, sampling, limits, _Asking(script), attend)
+    environment, asking = _ScriptedEnvironment(script=script), _ScriptedCondenser(script)
+    return await run_rollout(task, environment, chat, script.sample, sampling, limits, asking, attend)
 
 
 @dataclass
 class _Script:
-    """What is still to be said."""
+    """The messages that are left."""
 
     task: Task
     opening: Opening
     messages: list[Message]
     chat: Chat
     condenser: Condenser
-    asked: bool = False  # the next thing said answers the condenser
+    asked: bool = False  # the next message answers the condenser
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling) -> Completion:
         """The next message of the assistant, as an engine would have sampled it."""
@@ -88,7 +89,7 @@ class _Script:
 
 
 @dataclass
-class _Told(Environment):
+class _ScriptedEnvironment(Environment):
     """Answers what is written."""
 
     max_turns: int = 2**30
@@ -107,8 +108,8 @@ class _Told(Environment):
         return Reply(answers, done=not answers or not self.script.messages)
 
 
-class _Asking(Condenser):
-    """The condenser of the script, which is told when it asks."""
+class _ScriptedCondenser(Condenser):
+    """The condenser of the script, which notes when it requests a summary."""
 
     def __init__(self, script: _Script) -> None:
         super().__init__(script.condenser.when, script.condenser.max_condensed_tokens)

@@ -11,7 +11,7 @@ from mtgrpo.types import Group, Status, Trajectory
 
 @dataclass
 class Filter:
-    """Leaves groups out before they are trained, and runs others in their place if asked.
+    """Leaves groups out before they are trained, and with `refill` runs others in their place.
 
     Without refill a batch is smaller by what is left out, and so is the count that its loss is divided by.
     """
@@ -19,9 +19,7 @@ class Filter:
     zero_variance: bool = False  # leave out groups whose rewards are all equal: nothing to compare
     min_success: float = 0.0  # leave out groups of which a smaller share succeeds: too hard
     max_success: float = 1.0  # leave out groups of which a larger share succeeds: too easy
-    refill: bool = (
-        False  # run more until the batch is full, not training what is more (dynamic sampling, arXiv:2503.14476)
-    )
+    refill: bool = False  # run more until the batch is full, training no surplus (dynamic sampling, arXiv:2503.14476)
     max_batches: int = 10  # run for one, at most; then it is trained as it is
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from mtgrpo.model.attention import describe_attention
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.traits import check_length, traits
 from mtgrpo.part import RunContext, opens
-from mtgrpo.rollout.conversation import Limits, told_tools
+from mtgrpo.rollout.conversation import Limits, visible_tools
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.tasks import Split, TaskStream
 from mtgrpo.types import Attend, Message, Sample, Task
@@ -75,7 +75,7 @@ def open_tokenizer(experiment: Experiment) -> tuple[PreTrainedTokenizerFast, Cha
     chat = open_chat(tokenizer, experiment.chat)
     if chat.template is not None:
         tokenizer.chat_template = chat.template  # a checkpoint is prompted as it was trained
-    chat.open([Message("user", "hello")], told_tools(experiment.environment.tool_specs, experiment.condenser))
+    chat.open([Message("user", "hello")], visible_tools(experiment.environment.tool_specs, experiment.condenser))
     return tokenizer, chat
 
 
@@ -96,12 +96,12 @@ async def open_parts(experiment: Experiment, context: RunContext) -> AsyncGenera
 async def open_run(experiment: Experiment, folder: Path) -> AsyncGenerator[Run]:
     """Open everything and load the model. All is closed in reverse order, by error, Ctrl-C and SIGTERM too."""
     folder.mkdir(parents=True, exist_ok=True)
-    told: list[str] = []  # by the sinks themselves, before there are any
+    early: list[str] = []  # notes of the sinks themselves, before there are any
     async with AsyncExitStack() as stack:
         stack.enter_context(_ended_by_sigterm())
-        context = RunContext(folder, told.append, os.environ)
+        context = RunContext(folder, early.append, os.environ)
         sinks = await stack.enter_async_context(open_sinks(experiment.log, context))
-        sinks.tell(told)
+        sinks.tell(early)
         context = replace(context, note=sinks.note)
         experiment = await stack.enter_async_context(open_parts(experiment, context))
         tasks, held_out = open_tasks(experiment)
@@ -157,7 +157,7 @@ def _ended_by_sigterm() -> Generator[None]:
 
 
 def longest_context(experiment: Experiment, model: PreTrainedModel) -> int:
-    """How long a conversation may grow, in tokens. Raises ConfigError when more is asked for than the model can do."""
+    """How long a conversation may grow, in tokens. Raises ConfigError when more is requested than the model can do."""
     asked, own = experiment.environment.max_context_length, traits(model).longest
     if not own and not asked:
         raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")

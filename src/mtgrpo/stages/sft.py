@@ -127,5 +127,5 @@ async def within(
 
 
 def negative_log_likelihood(entries: Tensor, scores: Scores) -> PerToken:
-    """Cross-entropy of what the demonstrator said, per token."""
+    """Cross-entropy of the demonstrations, per token."""
     return PerToken(-scores.logp, torch.zeros_like(scores.logp, dtype=torch.bool))

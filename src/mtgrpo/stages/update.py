@@ -23,7 +23,7 @@ from mtgrpo.types import Group
 
 
 def make_stream(run: Run) -> Stream:
-    """The groups of a run, those that its filter leaves out replaced if asked."""
+    """The groups of a run, those that its filter leaves out replaced with `refill`."""
     experiment = run.experiment
     chosen, algorithm = experiment.filter, experiment.algorithm
 

@@ -1,4 +1,4 @@
-"""How much attention the end of a context pays to each stretch of it: what a condenser may go by."""
+"""The attention of the end of a context to each span of it, for condensers."""
 
 from __future__ import annotations
 

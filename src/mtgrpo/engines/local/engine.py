@@ -111,7 +111,7 @@ class LocalEngine:
         self._planner = BatchPlanner(kv_cache, model.device, computes_in(model))
         self.notes: list[str] = []
         self._rounding = 0.0  # nats, that of the model when it was last measured
-        self._recent: Sequence[int] = probe(model, CHECKED).tolist()  # the beginning of a context that was asked for
+        self._recent: Sequence[int] = probe(model, CHECKED).tolist()  # the beginning of a requested context
         self._changed = asyncio.Event()
         self._going = asyncio.Event()  # unset while paused
         self._going.set()
@@ -120,7 +120,7 @@ class LocalEngine:
 
     @property
     def version(self) -> int:
-        """Weight updates that the behaviour policy has seen, as `load_weights` was last told."""
+        """Weight updates that the behaviour policy has seen, as `load_weights` last got it."""
         return self._version
 
     def check(self) -> None:
@@ -185,10 +185,10 @@ class LocalEngine:
         if self._closed:
             raise EngineError("the engine is closed")
         if not tokens:
-            raise EngineError("a turn was asked for after an empty context: nothing predicts its first token")
+            raise EngineError("a turn was requested after an empty context: nothing predicts its first token")
         if len(tokens) + sampling.max_new_tokens > self._longest:
             raise EngineError(
-                f"a turn of up to {sampling.max_new_tokens} tokens after {len(tokens)} was asked for, but the engine "
+                f"a turn of up to {sampling.max_new_tokens} tokens after {len(tokens)} was requested, but the engine "
                 f"was started for conversations of at most {self._longest}"
             )
         key = conversation.key
@@ -286,12 +286,12 @@ class LocalEngine:
     async def _settle(self) -> None:
         """Let conversations that were answered speak again.
 
-        In deterministic mode the next step waits until every open conversation has asked for its next turn, so that
+        In deterministic mode the next step waits until every open conversation has requested its next turn, so that
         the batch does not depend on the speed of tools.
         """
         await asyncio.sleep(0)
         while self._deterministic:
-            if self._changed.is_set():  # whoever ended may have let another in, which is on its way
+            if self._changed.is_set():  # a conversation that ended may have let another in
                 self._changed.clear()
                 await asyncio.sleep(0)
             elif self._scheduler.silent:

@@ -33,7 +33,7 @@ class Conversation:
 
 @dataclass(eq=False)
 class Request:
-    """One turn that is asked for."""
+    """One requested turn."""
 
     conversation: Conversation
     tokens: list[int]  # the context and, so far, the output
@@ -65,7 +65,7 @@ class Scheduler:
 
     @property
     def silent(self) -> bool:
-        """Whether an open conversation asks for nothing at present."""
+        """Whether an open conversation has no request at present."""
         return len(self._waiting) + len(self._running) < len(self._conversations)
 
     @property
@@ -78,14 +78,14 @@ class Scheduler:
         self._conversations.append(conversation)
 
     def close(self, conversation: Conversation) -> None:
-        """A conversation is over: release its blocks, drop what it asked for."""
+        """A conversation is over: release its blocks, drop its requests."""
         for request in [r for r in self.requests if r.conversation is conversation]:
             self.drop(request)
         self._conversations.remove(conversation)
         self._forget(conversation.block_table)
 
     def ask(self, request: Request) -> None:
-        """A turn is asked for."""
+        """A turn is requested."""
         request.since = self._step
         self._waiting.append(request)
 
