@@ -23,6 +23,7 @@ from mtgrpo.model.traits import Traits
 from mtgrpo.policy.step import at_once
 from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.record.curve import Curve
+from mtgrpo.record.reading import read_runs
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.stages import trainer
 from mtgrpo.stages.evaluate import AllFailedError, run_evaluation
@@ -30,6 +31,7 @@ from mtgrpo.stages.run import Run, check, open_run
 from mtgrpo.stages.sft import demonstrations, run_sft, within
 from mtgrpo.stages.trainer import run_training, train
 from mtgrpo.stages.update import learn, make_updater
+from mtgrpo.statistics import mean_over_tasks
 from mtgrpo.tasks import Split
 from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
 
@@ -138,9 +140,11 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_training(experiment(*words), folder)
     assert {path.name for path in folder.iterdir()} == {
-        *("metrics.jsonl", "notes.txt", "summary.json", "curve.png", "trajectories", "checkpoints")
+        *("metrics.jsonl", "notes.txt", "summary.json", "versions.json", "curve.png", "trajectories", "checkpoints")
     }
     assert [path.name for path in sorted((folder / "trajectories").iterdir())] == [
+        "evaluation_after.jsonl",
+        "evaluation_before.jsonl",
         "step_000001.jsonl",
         "step_000002.jsonl",
     ]
@@ -150,6 +154,11 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
     measured = [f"eval/{name}/{when}" for name in ("success", "greedy", "pass@8") for when in ("before", "after")]
     assert set(found) >= {*measured, "time/sft_s", "time/rl_s", "time/total_s", "train/steps"}
     assert found["train/steps"] == 2
+    (run,) = read_runs([folder])
+    for when in ("before", "after"):
+        outcomes = run.outcomes(f"evaluation_{when}")
+        assert outcomes is not None
+        assert mean_over_tasks(list(outcomes.values())).mean == pytest.approx(found[f"eval/success/{when}"])
     assert 0 < found["time/sft_s"] + found["time/rl_s"] < found["time/total_s"]
     stages = [(row["stage"], row["step"]) for row in rows(folder)]
     assert stages == [
@@ -341,7 +350,7 @@ def test_a_run_ends_after_its_epochs(tmp_path: Path) -> None:
 def test_a_run_ends_after_its_turns(tmp_path: Path, own: Path) -> None:
     words = busy(own, "environment.max_turns=2", "trainer.steps=0", "trainer.total_turns=15", "sft.steps=0", CONSTANT)
     folder = ran(tmp_path / "run", *words)
-    steps = len(list((folder / "trajectories").iterdir()))
+    steps = len(list((folder / "trajectories").glob("step_*")))
     turns = [sum(len(line["turns"]) for line in played(folder, step)) for step in range(1, steps + 1)]
     assert note(folder) == f"stopped after {steps} steps: trainer.total_turns=15"
     assert sum(turns[:-1]) < 15 <= sum(turns)

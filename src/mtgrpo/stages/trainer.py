@@ -12,6 +12,7 @@ from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.record import trajectories
 from mtgrpo.record.curve import Curve
+from mtgrpo.record.reading import BEFORE
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.budget import Budget
@@ -41,7 +42,7 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
     began = time.perf_counter()
     async with open_run(experiment, folder) as run:
         summary: Metrics = {"time/sft_s": await warm_start(run)}
-        summary |= {f"{name}/before": value for name, value in (await evaluate_fully(run)).items()}
+        summary |= {f"{name}/before": value for name, value in (await evaluate_fully(run, BEFORE)).items()}
         curve.success[0] = summary["eval/success/before"]
         steps, seconds = await reinforce(run, curve)
         summary |= {"train/steps": float(steps), "time/rl_s": seconds}
