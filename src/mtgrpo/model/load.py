@@ -26,6 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import smollm2, tiny
 from mtgrpo.model.attention import Attention, choose_attention
+from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
 from mtgrpo.model.logprobs import head_logits
 from mtgrpo.model.lora import LoRA, add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
@@ -54,6 +55,7 @@ class ModelSettings:
     dtype: DType = DType.float32  # what the forward computes in; weights stay fp32
     attention: Attention = Attention.auto  # how a training batch is laid out, and the kernel
     lora: LoRA = field(default_factory=LoRA)
+    checkpointing: bool | None = None  # compute layers twice and keep less; null: where memory asks for it
     value_head: bool = False  # for algorithms that learn what return to expect; starts at zero, or as it was saved
 
     def __post_init__(self) -> None:
@@ -124,6 +126,8 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
     choose_attention(model, settings.attention)
     use_onednn(model)
     use_fused_rms_norm(model)
+    if settings.checkpointing:
+        checkpoint_layers(model)
     _check_head(model, settings)
     return model
 
@@ -148,7 +152,7 @@ def compute_in(model: PreTrainedModel, dtype: DType) -> None:
     if dtype is DType.float64:
         model.double()
         model.set_experts_implementation("eager")  # the others know no fp64
-        for module in (body, *body.children()):
+        for module in (body, *body.children(), *decoder_layers(model)):  # layers may be computed again by themselves
             module.forward = MethodType(_float64_forward, module)
     if dtype is DType.bfloat16:
         body.forward = MethodType(_bfloat16_forward, body)
