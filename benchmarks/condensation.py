@@ -6,7 +6,7 @@ a turn adds s = 256 tokens, and of the turns before it only the prompt is seen a
     g1_*   1 conversation of 10 turns
     g8_*   a group of 8 conversations of 5 turns each
 
-    per_turn_packed   one row per turn without padding, each seeing only itself
+    per_turn_packed   one row per turn without padding, each attending only to itself
     forest            every distinct token once
 
 Both sides compute the same gradient (checked in every case). "tokens" is the ratio of tokens by the formula, "ideal"

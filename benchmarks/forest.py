@@ -4,7 +4,7 @@ Every side computes the same loss and gradient (checked) from the same turns wit
 
     per_turn_padded   one padded row per turn, with its whole context
     merged_padded     one padded row per conversation, the way of TRL's synchronous trainer, with TRL's own fused head
-    per_turn_packed   the per-turn rows without padding, each seeing only itself
+    per_turn_packed   the per-turn rows without padding, each attending only to itself
     forest            every distinct token once
 
     A   4 groups of 8 siblings, prompt 256, completions of 30-250 tokens
@@ -100,17 +100,17 @@ def scenarios(size: str, quick: bool) -> dict[str, Scenario]:
 
 
 @dataclass(frozen=True)
-class CooperativeTask:
-    """What a side has to compute, by counting."""
+class Operations:
+    """The operations of a side, by counting."""
 
     tokens: int
     flops: float  # forward and backward, in a causal layout; recomputation does not count
 
 
-def work(cost: Cost, lengths: Sequence[int], reads: int) -> CooperativeTask:
+def work(cost: Cost, lengths: Sequence[int], reads: int) -> Operations:
     """Of rows of these lengths (padding included) from which `reads` distributions are read."""
     pairs = sum(n * (n + 1) // 2 for n in lengths)
-    return CooperativeTask(sum(lengths), 3 * (cost.token * sum(lengths) + cost.pair * pairs + cost.read * reads))
+    return Operations(sum(lengths), 3 * (cost.token * sum(lengths) + cost.pair * pairs + cost.read * reads))
 
 
 class Sides:
@@ -167,12 +167,12 @@ class Sides:
                 found[-1][1].extend([False] * len(turn.new_context) + [True] * len(turn.output))
         return found
 
-    def work(self, side: str) -> CooperativeTask:
-        """What the side computes."""
+    def work(self, side: str) -> Operations:
+        """The operations of `side`."""
         if side == "forest":
             packing = self._pack(build_batch(self.trajectories))
             micros = packing.micro_batches
-            return CooperativeTask(packing.computed, 3 * sum(micro.cost for micro in micros))
+            return Operations(packing.computed, 3 * sum(micro.cost for micro in micros))
         if side == "per_turn_packed":
             return work(self.cost, [len(context) + len(output) - 1 for context, output, _ in self.turns], self.sampled)
         rows = self.rows(side)

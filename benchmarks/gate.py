@@ -22,7 +22,7 @@ MARK = "gate: "  # begins every line of the protocol
 
 
 def wait(found: Mapping[str, float]) -> float:
-    """Say what was found, wait for a line; returns the time. The end of stdin ends the process."""
+    """Print the results, wait for a line; returns the time. The end of stdin ends the process."""
     print(MARK + json.dumps(found), flush=True)
     if not sys.stdin.readline():
         sys.exit()

@@ -25,7 +25,7 @@ from mtgrpo.stages.run import Run, open_run
 
 @dataclass(frozen=True)
 class Settings:
-    """What the process is told on its command line."""
+    """The arguments of the process."""
 
     words: list[str]  # of `mtgrpo train`
     folder: str  # `summary.json` is written there
@@ -33,7 +33,7 @@ class Settings:
 
 
 async def measure(run: Run) -> dict[str, Any]:
-    """What an evaluation says, and the success of every task by itself."""
+    """The metrics of an evaluation, and the success of every task."""
     samples, success_at = run.experiment.eval.samples, run.experiment.reward.success_at
     runner = run.runner.at("eval", temperature=1.0)
     groups = await asyncio.gather(*(runner.run_group(task, samples) for task in run.held_out))
@@ -46,7 +46,7 @@ async def measure(run: Run) -> dict[str, Any]:
 
 
 async def main() -> None:
-    """Imitate if asked, measure, write."""
+    """Imitate for `imitate_s`, measure, write."""
     settings = Settings(**json.loads(sys.argv[1]))
     folder = Path(settings.folder)
     with open_run(compose(parse([*settings.words, "log=[]"])).experiment, folder) as run:

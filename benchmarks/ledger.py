@@ -1,4 +1,4 @@
-"""Can an agent learn what its window does not hold? KVCache of amounts, summed up, in a window of 192 tokens.
+"""Can an agent learn what its window does not hold? Pages of amounts, summed up, in a window of 192 tokens.
 
 Recipe `ledger_tiny`: conversations of 330 to 440 tokens. Every arm has its own warm start (demonstrations in the
 contexts that it would see), then GRPO; held-out success is measured before and after, and every reward is kept.
@@ -29,14 +29,14 @@ from record import finish
 
 FOLDER = Path("outputs/benchmarks/ledger")
 ARMS: dict[str, Sequence[str]] = {
-    "none": ["condenser=none", "sft.steps=300", "trainer.steps=5"],  # whatever it learns, it cannot reach the end
+    "none": ["condenser=none", "sft.steps=300", "trainer.steps=5"],  # it cannot reach the end
     "keep_last": [],
     "summarize": ["condenser=summarize"],
 }
 
 
 def play(name: str, seed: int, threads: int) -> dict[str, Any]:
-    """One run, unless its folder has one; what is kept of it."""
+    """The results of one run, which is made unless its folder has it."""
     folder = FOLDER.resolve() / name / str(seed)
     if not (folder / "summary.json").exists():
         words = ["recipe=ledger_tiny", f"seed={seed}", *ARMS[name], "log=[jsonl]", f"hydra.run.dir={folder}"]

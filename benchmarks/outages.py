@@ -1,11 +1,11 @@
-"""Do tools that fail choose what is trained? A frozen policy, a calculator that fails, and what becomes of it.
+"""Do tools that fail bias what is trained? A frozen policy with a calculator that fails, and training with one.
 
-The demo's policy after its warm start plays 200 held-out tasks, 4 conversations each, with a calculator of which 0, 5
+The demo's policy after its warm start runs 4 rollouts of each of 200 held-out tasks, with a calculator of which 0, 5
 or 30 % of the attempts fail. Of the conversations that would be trained: the share that calls, turns, success; within
 a group the covariance of calling and reward, which is what pushes a policy to call. 95 % intervals resample tasks.
 
-    anew      the conversation is played anew, then left out; no call is made again
-    told      the model is told; no call is made again
+    anew      the conversation is run again, then left out; no call is made again
+    told      the model gets an error message; no call is made again
     fail      a call is made again, up to `environment.call_retries` times, then as `anew`: the default
     observe   a call is made again as often, then as `told`
 
@@ -105,7 +105,7 @@ def learn(checkpoint: Path, steps: int, rate: float, arm: str, seed: int) -> flo
 
 
 def interval(sums: np.ndarray, counts: np.ndarray) -> list[float]:
-    """The mean of what tasks have in `sums` of `counts`, and its 95 % interval over resampled tasks."""
+    """The sum of `sums` over that of `counts`, each of one task, and its 95 % interval over resampled tasks."""
     drawn = np.random.default_rng(0).integers(len(sums), size=(RESAMPLES, len(sums)))
     low, high = np.quantile(sums[drawn].sum(1) / counts[drawn].sum(1), [0.025, 0.975])
     return [round(float(value), 4) for value in (sums.sum() / counts.sum(), low, high)]

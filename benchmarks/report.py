@@ -36,10 +36,10 @@ CASES = {
 
 OUTAGES = {
     "never": "no attempt fails",
-    "anew": "the conversation is played anew, then left out",
-    "told": "the model is told",
-    "fail": "4 more attempts at the call, then anew (the default)",
-    "observe": "4 more attempts at the call, then told",
+    "anew": "the conversation is run again, then left out",
+    "told": "the model gets an error message",
+    "fail": "4 more attempts, then the conversation again (the default)",
+    "observe": "4 more attempts, then an error message",
 }
 
 
@@ -172,7 +172,7 @@ def learning() -> str:
 
 
 def headline() -> str:
-    """The ratios that matter to who chooses a trainer."""
+    """The ratios that matter when choosing a trainer."""
     ratios: dict[str, float] = {}
     for name in ("versus_trl", "versus_trl_135m", "versus_trl_learning", "rollout", "forest"):
         if (RESULTS / f"{name}.json").exists():
@@ -243,9 +243,9 @@ def algorithms() -> str:
     return arms("algorithms", "algorithm")
 
 
-def credit() -> str:
+def advantages() -> str:
     """Rewards for turns against the outcome alone."""
-    return arms("credit", "credit")
+    return arms("advantages", "rewards")
 
 
 def corrections() -> str:
@@ -263,6 +263,21 @@ def ledger() -> str:
         cut = statistics.mean(run["truncated"] for run in runs)
         rows.append([f"`condenser={name}`", success, f"{contexts:.1f}", f"{cut:.0%}"])
     head = ["", "held-out success by seed, before and after GRPO", "contexts a conversation", "cut by the window"]
+    return table(head, rows)
+
+
+def unseen() -> str:
+    """The recipes from scratch, on seeds that nothing was calibrated on."""
+    _, detail = read("unseen")
+    rows: list[list[str]] = []
+    for arm, by in detail["runs"].items():
+        after = {seed: found["after"] for seed, found in by.items()}
+        reached = sum(success >= detail["goals"][arm] for success in after.values())
+        runs = ", ".join(f"{found['before']:.2f} -> {found['after']:.2f}" for found in by.values())
+        worst = min(after, key=lambda seed: after[seed])
+        goal = f"{detail['goals'][arm]:.2f}"
+        rows.append([f"`{arm}`", runs, goal, f"{reached} of {len(after)}", f"{after[worst]:.3f} (seed {worst})"])
+    head = ["recipe", "held-out success by seed, before and after GRPO", "goal", "reached by", "worst"]
     return table(head, rows)
 
 
@@ -303,9 +318,10 @@ TABLES: dict[str, Callable[[], str]] = {
         staleness,
         overlap,
         algorithms,
-        credit,
+        advantages,
         corrections,
         ledger,
+        unseen,
         outages,
         outages_learned,
     )
@@ -313,7 +329,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """`text` with its tables written anew."""
+    """`text` with its tables rewritten."""
 
     def replace(match: re.Match[str]) -> str:
         try:

@@ -9,7 +9,7 @@
     multi_turn    4 groups of 8 conversations, prompt 250; 1-3 turns of 16-48 tokens, tool replies of 10-18
     single_turn   64 requests, a prefix of 256 that all share and 8-24 tokens of their own; 16-128 new tokens
 
-All sample at temperature 1 from the whole distribution and return the log-probability of every sampled token; nobody
+All sample at temperature 1 from the whole distribution and return the log-probability of every sampled token; no turn
 stops early. The rivals' weight updates are not counted, but their caches begin empty. vLLM is as its users get it,
 with the better number of threads, found by a sweep; vllm_tuned is the best that was found by hand. generate takes its
 log-probabilities from the logits of its own steps, which is cheaper than TRL's forward pass afterwards.
@@ -55,16 +55,16 @@ BLOCK_SIZE = 16  # tokens, of continuous batching
 
 @dataclass(frozen=True)
 class Conversation:
-    """What one conversation asks for. Conversations of one task begin with the same prompt."""
+    """A prompt and its turns. Conversations of one task have the same prompt."""
 
     task: int
     prompt: list[int]
-    turns: list[tuple[int, list[int]]]  # number of new tokens, and what the tool answers
+    turns: list[tuple[int, list[int]]]  # number of new tokens, and the tool's reply
 
 
 Output = tuple[list[int], list[float]]  # tokens and log-probabilities of one turn
-RolloutBatch = list[list[Output]]  # of each conversation, each turn
-Side = Callable[[Sequence[Conversation]], tuple[float, RolloutBatch]]  # seconds, and what was sampled
+Outputs = list[list[Output]]  # of each conversation, each turn
+Side = Callable[[Sequence[Conversation]], tuple[float, Outputs]]  # seconds, and what was sampled
 
 
 def workloads(vocabulary: int, quick: bool) -> dict[str, list[Conversation]]:
@@ -87,7 +87,7 @@ def workloads(vocabulary: int, quick: bool) -> dict[str, list[Conversation]]:
 
 
 def useful(conversations: Sequence[Conversation]) -> int:
-    """The number of tokens that are asked for."""
+    """The number of tokens to be sampled."""
     return sum(count for conversation in conversations for count, _ in conversation.turns)
 
 
@@ -100,7 +100,7 @@ class Ours:
         self._runner = asyncio.Runner()  # an engine lives in one event loop
         self._repetition = 0
 
-    def play(self, conversations: Sequence[Conversation]) -> tuple[float, RolloutBatch]:
+    def play(self, conversations: Sequence[Conversation]) -> tuple[float, Outputs]:
         """After a weight update."""
         self._repetition += 1
         began = time.perf_counter()
@@ -111,7 +111,7 @@ class Ours:
         """End the event loop."""
         self._runner.close()
 
-    async def _play_all(self, conversations: Sequence[Conversation]) -> RolloutBatch:
+    async def _play_all(self, conversations: Sequence[Conversation]) -> Outputs:
         await self._engine.load_weights(self._model, self._repetition)
         return await asyncio.gather(*(self._play(i, c) for i, c in enumerate(conversations)))
 
@@ -137,11 +137,11 @@ def build_rival(shape: tiny.Shape) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def generate(model: PreTrainedModel, conversations: Sequence[Conversation]) -> tuple[float, RolloutBatch]:
+def generate(model: PreTrainedModel, conversations: Sequence[Conversation]) -> tuple[float, Outputs]:
     """One call per turn, for all conversations that have one."""
     began = time.perf_counter()
     contexts = [list(conversation.prompt) for conversation in conversations]
-    played: RolloutBatch = [[] for _ in conversations]
+    played: Outputs = [[] for _ in conversations]
     while active := [i for i, c in enumerate(conversations) if len(played[i]) < len(c.turns)]:
         turns = [conversations[i].turns[len(played[i])] for i in active]
         width, longest = max(len(contexts[i]) for i in active), max(count for count, _ in turns)
@@ -169,14 +169,14 @@ def generate(model: PreTrainedModel, conversations: Sequence[Conversation]) -> t
     return time.perf_counter() - began, played
 
 
-def continuous_batching(model: PreTrainedModel, conversations: Sequence[Conversation]) -> tuple[float, RolloutBatch]:
+def continuous_batching(model: PreTrainedModel, conversations: Sequence[Conversation]) -> tuple[float, Outputs]:
     """One manager for all turns; a short request warms it up."""
     pages = 32 + sum((len(c.prompt) + sum(n + len(r) for n, r in c.turns)) // BLOCK_SIZE + 2 for c in conversations)
     config = GenerationConfig(do_sample=True, top_k=0, pad_token_id=0, eos_token_id=-1)
     batching = ContinuousBatchingConfig(
         page_size=BLOCK_SIZE, num_blocks=pages, max_batch_tokens=LONGEST_CONTEXT, return_logprobs=True
     )
-    played: RolloutBatch = [[] for _ in conversations]
+    played: Outputs = [[] for _ in conversations]
     contexts = [list(conversation.prompt) for conversation in conversations]
     with model.continuous_batching_context_manager(
         generation_config=config, continuous_batching_config=batching
@@ -210,7 +210,7 @@ def continuous_batching(model: PreTrainedModel, conversations: Sequence[Conversa
 
 
 class Vllm:
-    """The processes of rollout_vllm.py, with OpenMP threads bound to the first cores; stopped while others play."""
+    """The processes of rollout_vllm.py, with OpenMP threads bound to the first cores; stopped while others run."""
 
     def __init__(self, folder: Path, threads: int, tuned: bool) -> None:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
@@ -246,9 +246,9 @@ class Vllm:
                 start_new_session=True,
             )
         self.versions: dict[str, str] = self._answer()
-        self._signal(signal.SIGSTOP)  # asleep it would still wake up often enough to slow down who computes
+        self._signal(signal.SIGSTOP)  # asleep it would still wake up often enough to slow down the others
 
-    def play(self, conversations: Sequence[Conversation]) -> tuple[float, RolloutBatch]:
+    def play(self, conversations: Sequence[Conversation]) -> tuple[float, Outputs]:
         """After the prefix cache was dropped."""
         assert self._process.stdin
         self._signal(signal.SIGCONT)
@@ -273,16 +273,16 @@ class Vllm:
         return json.loads(line)
 
 
-def check(conversations: Sequence[Conversation], played: RolloutBatch) -> None:
-    """Everybody got as many tokens as were asked for, with log-probabilities."""
+def check(conversations: Sequence[Conversation], played: Outputs) -> None:
+    """Every turn has as many tokens as requested, with log-probabilities."""
     for conversation, outputs in zip(conversations, played, strict=True):
         for (count, _), (tokens, logprobs) in zip(conversation.turns, outputs, strict=True):
-            assert len(tokens) == len(logprobs) == count, f"{len(tokens)} tokens where {count} were asked for"
+            assert len(tokens) == len(logprobs) == count, f"{len(tokens)} tokens where {count} were requested"
             assert all(-100 < logprob <= 0 for logprob in logprobs), f"no log-probabilities: {logprobs}"
 
 
 @torch.inference_mode()
-def deviation(model: PreTrainedModel, conversations: Sequence[Conversation], played: RolloutBatch) -> float:
+def deviation(model: PreTrainedModel, conversations: Sequence[Conversation], played: Outputs) -> float:
     """How much the log-probabilities differ at most from those that `model` gives to the same tokens."""
     worst = 0.0
     for conversation, outputs in zip(conversations, played, strict=True):

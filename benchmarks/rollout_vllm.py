@@ -1,7 +1,7 @@
 """The vLLM side of rollout.py. Runs in .venv-vllm; answers one JSON line for each JSON line of conversations.
 
 A conversation is [prompt, [[new tokens, tool reply], ...]]; the answer holds [tokens, log-probabilities] of each turn.
-The first line it writes says its versions. It sleeps between the lines.
+The first line it writes has its versions. It sleeps between the lines.
 """
 
 from __future__ import annotations

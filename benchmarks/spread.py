@@ -11,7 +11,7 @@ from mtgrpo.types import Trajectory
 
 @dataclass
 class Spread(Reward):
-    """A number in [0, 1) that depends on the text of the last message and on which of the siblings says it."""
+    """A number in [0, 1) that depends on the text of the last message and on the sample's index in its group."""
 
     def reward(self, trajectory: Trajectory) -> float:
         """Of one conversation."""

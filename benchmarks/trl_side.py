@@ -45,7 +45,7 @@ SCHEMA = "((tool.function or tool) | tojson)"  # what the chat template shows of
 
 @dataclass(frozen=True)
 class Settings:
-    """What a side is told on its command line."""
+    """The arguments of a side."""
 
     words: list[str]  # of `mtgrpo train`
     completion: int  # longest conversation in tokens after its prompt, tool replies included
@@ -70,7 +70,7 @@ class Gate(TrainerCallback):
     """Holds the trainer between steps; a step ends with its log line."""
 
     def __init__(self) -> None:
-        self.rewarded = 0.0  # when the rewards were asked for: the rollouts are done
+        self.rewarded = 0.0  # when the rewards were requested: the rollouts are done
         self._began = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -94,7 +94,7 @@ class Gate(TrainerCallback):
 
 
 def scorer(reward: Reward, siblings: int, gate: Gate) -> Callable[..., list[float | None]]:
-    """Our reward as a reward function of TRL's, which gives it the siblings of a task one after another."""
+    """Our reward as a reward function of TRL's, which gives it the samples of a task one after another."""
 
     def score(completions: list[list[dict[str, Any]]], answer: list[str], **kwargs: Any) -> list[float | None]:
         gate.rewarded = time.perf_counter()

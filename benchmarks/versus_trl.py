@@ -12,7 +12,7 @@ are processes that take steps in turns. A step is everything from one batch of w
 The models come from a short warm start (`mtgrpo sft`), so that they call the calculator. trl has the whole batch in one
 micro-batch and activation checkpointing on. trl_best has the best number of rows per micro-batch and of threads, found
 by a sweep on a quarter of the batch, and no checkpointing. Everything has as many threads as there are cores unless
-said. Memory is the peak above what the process had before its first step.
+stated. Memory is the peak above what the process had before its first step.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def measure(case: str, scale: Scale, rounds: int, rounds_default: int, threads: 
 
 
 def taken(name: str, side: Side) -> Step:
-    """One step, said."""
+    """One step, printed."""
     step = checked(side.step())
     print(f"{name:9}{step['seconds']:8.2f} s", flush=True)
     return step

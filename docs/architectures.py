@@ -1,7 +1,7 @@
 """Tries every architecture of transformers at a tiny size and writes docs/architectures.md: `make architectures`.
 
 For each: how training batches are laid out, how the engine decodes, and how far the log-probabilities of both are from
-those of a plain forward pass over each context alone; or the line with which it is refused.
+those of a plain forward pass over each context alone; or the error that refuses it.
 `tests/test_architectures.py` runs the same and compares.
 """
 
@@ -37,24 +37,24 @@ from mtgrpo.stages.run import longest_context
 from mtgrpo.types import Completion, Finish, Message, Sampling, Task, Trajectory, Turn
 
 TARGET = Path(__file__).with_name("architectures.md")
-LONG = 150  # tokens of the longest context that is asked for
+LONG = 150  # tokens of the longest context that is tried
 WINDOW = 72  # of models with sliding windows or chunks
 ORIGINAL = 80  # positions of models whose scheme changes after some
 INTRODUCTION = f"""# Architectures
 
 This page is written by `make architectures`, which takes the causal language models of transformers one by one (this
-was {transformers.__version__}), at a tiny size with random weights, and does with them what a run does.
+was {transformers.__version__}), at a tiny size with random weights, and runs its trainer and its engine.
 
 - training: how a batch is laid out. *forest*: each distinct token once. *padded*: a row for each conversation.
 - decoding: how `engine=local` samples. *fused*: the fast path. *own modules*: any other model. Empty: it cannot.
-- tokens: the longest context that was accepted; {LONG} were asked for. Sliding windows and chunks have {WINDOW} tokens
+- tokens: the longest context that was accepted; {LONG} were tried. Sliding windows and chunks have {WINDOW} tokens
   here, and position schemes that change do so after {ORIGINAL}.
 - trainer, engine: the largest error of a log-probability, in nats, in float64, against the model's own forward pass
   over each context alone. Contexts branch, have several turns, are condensed, and reach the longest length.
 
 """
 
-# What a configuration has of these is set to this.
+# Values for the fields that a configuration has.
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "bos_token_id": 2, "eos_token_id": 1,
@@ -210,14 +210,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Found:
-    """What became of one architecture. Errors are the worst, in nats; NaN where nothing was measured."""
+    """The result of one architecture. Errors are the worst, in nats; NaN where nothing was measured."""
 
     layout: str = ""
     decoding: str = ""
     longest: int = 0  # tokens of a context
     trainer: float = math.nan
     engine: float = math.nan
-    refused: str = ""  # what is, and why
+    refused: str = ""  # what is refused, and why
 
 
 def names() -> list[str]:
@@ -253,7 +253,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def turn(new_context: list[int], output: list[int], extends: bool = False) -> Turn:
-    """A turn that was sampled by somebody else."""
+    """A turn with log-probabilities that are not compared."""
     unknown = [-1.0] * len(output), [0] * len(output)
     return Turn(new_context, output, *unknown, Finish.STOP, Message("assistant"), extends)
 
@@ -261,7 +261,7 @@ def turn(new_context: list[int], output: list[int], extends: bool = False) -> Tu
 def trajectories(longest: int) -> list[Trajectory]:
     """Two groups of three siblings of one to four turns, of which one reaches `longest`; the last context is new."""
     rng, task = random.Random(0), Task("sweep/0", (Message("user", "?"),))
-    found: list[Trajectory] = []
+    rollouts: list[Trajectory] = []
     for length in (longest, 20):
         prompt, opening, part = tokens(rng, length // 2), tokens(rng, 2), length // 8
         for sample_index in range(3):
@@ -271,8 +271,8 @@ def trajectories(longest: int) -> list[Trajectory]:
             if sample_index == 2:
                 turns.append(turn(tokens(rng, 1), tokens(rng, length - length // 2 - 3 * part - 1), extends=True))
             turns.append(turn(prompt[: length // 4] + tokens(rng, 2), tokens(rng, part)))
-            found.append(Trajectory(task, turns=turns))
-    return found
+            rollouts.append(Trajectory(task, turns=turns))
+    return rollouts
 
 
 @contextmanager
@@ -299,22 +299,22 @@ def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def trainer_error(model: PreTrainedModel, longest: int) -> float:
     """All of a batch in one micro-batch."""
-    played = trajectories(longest)
-    batch = build_batch(played)
+    rollouts = trajectories(longest)
+    batch = build_batch(rollouts)
     packed = pack(batch, torch.arange(len(batch)), 100_000, flops_of(model), layout_of(model))
     (micro,) = packed[0].micro_batches
     with torch.no_grad():
         logp = Scorer(model)(micro, 1.0).logp[micro.target][micro.entries.argsort()]
     with transformers_own(model):
-        expected = [plain(model, t.context(i), x.output) for t in played for i, x in enumerate(t.turns)]
+        expected = [plain(model, t.context(i), x.output) for t in rollouts for i, x in enumerate(t.turns)]
     return worst(logp, torch.cat(expected))
 
 
 def engine_error(model: PreTrainedModel, engine: LocalEngine, longest: int) -> float:
-    """Two groups of three siblings, one to three turns each; prompts go through in parts."""
+    """Two groups of three siblings, one to three turns each; prompts are prefilled in chunks."""
     rng = random.Random(1)
     prompts = [tokens(rng, longest // 2), tokens(rng, longest // 3)]
-    played: list[tuple[list[int], Completion]] = []
+    turns: list[tuple[list[int], Completion]] = []
 
     async def converse(task: int, sample_index: int) -> None:
         context = prompts[task]
@@ -322,20 +322,20 @@ def engine_error(model: PreTrainedModel, engine: LocalEngine, longest: int) -> f
             for number in range(sample_index + 1):
                 new = longest - len(context) if task == 0 and number == 2 else longest // 8
                 done = await sample(context, Sampling(max_new_tokens=new))
-                played.append((context, done))
+                turns.append((context, done))
                 context = context + done.tokens + tokens(rng, 1 + (task + sample_index) % 3)
 
-    async def play() -> None:
+    async def run_all() -> None:
         await asyncio.gather(*(converse(task, sample_index) for task in range(2) for sample_index in range(3)))
 
     whole, scheduler.MAX_PREFILL_TOKENS = scheduler.MAX_PREFILL_TOKENS, 16
-    asyncio.run(play())
+    asyncio.run(run_all())
     scheduler.MAX_PREFILL_TOKENS = whole
-    assert max(len(context) + len(done.tokens) for context, done in played) == longest
+    assert max(len(context) + len(done.tokens) for context, done in turns) == longest
     with transformers_own(model):
         return max(
             worst(torch.tensor(done.logprobs, dtype=torch.float64), plain(model, context, done.tokens))
-            for context, done in played
+            for context, done in turns
         )
 
 
@@ -348,9 +348,9 @@ def load(name: str) -> PreTrainedModel:
 
 def longest_of(model: PreTrainedModel) -> tuple[int, str]:
     """How long contexts may grow, and why not longer."""
-    asked = preset("calculator", f"environment.max_context_length={LONG}", f"batch.token_budget={LONG}")
+    experiment = preset("calculator", f"environment.max_context_length={LONG}", f"batch.token_budget={LONG}")
     try:
-        return longest_context(asked, model), ""
+        return longest_context(experiment, model), ""
     except ConfigError as error:
         return longest_context(preset("calculator", f"batch.token_budget={LONG}"), model), str(error)
 

@@ -26,8 +26,8 @@ INTRODUCTION = """# Algorithms and advantages
 
 This page is written from the source by `make docs`.
 
-A run has one `algorithm`, which says what a return is compared with and what the loss of a token is, and one
-`advantage`, which says which turn deserves what. Both are chosen by name, their settings follow them:
+A run has one `algorithm`, which sets the baseline and the loss of a token, and one `advantage`, the estimator that
+computes the return of each turn. Both are chosen by name, their settings follow them:
 
 ```console
 mtgrpo train algorithm=cispo algorithm.clip_high=3 advantage=return_to_go advantage.gamma=0.95 --dry-run
@@ -40,7 +40,7 @@ reproduce others: `algorithm.average=sequence_mean`. The ratio of a trajectory (
 
 In the formulas rho_t is the probability of a token under the policy divided by that under the old policy
 (`correction.old_policy`), sg() stops the gradient, and a group is the trajectories of one task. Logarithms of ratios
-are clamped to [-20, 20]: beyond, there is no gradient, and `policy/log_ratio_clamped` for what share of tokens.
+are clamped to [-20, 20], where they have no gradient; `policy/log_ratio_clamped` is the share of such tokens.
 """
 
 
@@ -68,8 +68,8 @@ def settings(prefix: str, cls: type, base: type | None = None) -> str:
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         if field.name in inherited and inherited[field.name] == default:
             continue
-        said = next((notes[field.name] for c in cls.__mro__ if field.name in (notes := comments(c))), "")
-        rows.append([f"`{prefix}.{field.name}`", spelled(default), said])
+        meaning = next((notes[field.name] for c in cls.__mro__ if field.name in (notes := comments(c))), "")
+        rows.append([f"`{prefix}.{field.name}`", spelled(default), meaning])
     return table(["setting", "default", "meaning"], rows) if rows else ""
 
 
@@ -90,7 +90,7 @@ def members(cls: type[Enum]) -> str:
 
 
 def pairs() -> str:
-    """Which credit goes with which algorithm."""
+    """Which estimator goes with which algorithm."""
     algorithms: dict[str, Algorithm] = {name: cls() for name, cls in options("algorithm").items()}
     algorithms["reinforce_pp, group_baseline=true"] = ReinforcePP(group_baseline=True)
     advantages: dict[str, AdvantageEstimator] = {name: cls() for name, cls in options("advantage").items()}
@@ -118,14 +118,14 @@ def page() -> str:
     parts.append("\n## Algorithms\n\nCommon to all:\n")
     parts.append(settings("algorithm", Algorithm))
     parts += [section("algorithm", name, cls, Algorithm) for name, cls in options("algorithm").items()]
-    parts.append("## AdvantageEstimator\n\nCommon to all:\n")
-    parts.append(settings("estimator", AdvantageEstimator))
-    parts += [section("estimator", name, cls, AdvantageEstimator) for name, cls in options("advantage").items()]
+    parts.append("## Advantages\n\nCommon to all:\n")
+    parts.append(settings("advantage", AdvantageEstimator))
+    parts += [section("advantage", name, cls, AdvantageEstimator) for name, cls in options("advantage").items()]
     parts += [f"## algorithm.average\n\n{inspect.cleandoc(Average.__doc__ or '')}\n", members(Average)]
     for prefix, cls, kinds in (
         ("kl", KL, {"estimator": Estimator, "place": Place}),
         ("reference", ReferenceSettings, {}),
-        ("correction", Correction, {"old": OldPolicy, "weight": Weight, "reject": Reject}),
+        ("correction", Correction, {"old_policy": OldPolicy, "weight": Weight, "reject": Reject}),
         ("filter", Filter, {}),
     ):
         text = inspect.cleandoc(cls.__doc__ or "") or summary(cls)

@@ -1,4 +1,4 @@
-"""Advantages, per-token losses, KL estimates, weights and credit against numbers worked out without them."""
+"""Advantages, per-token losses, KL estimates, weights and rewards against numbers worked out without them."""
 
 from __future__ import annotations
 
@@ -210,14 +210,14 @@ def test_weights_sum_to_one(trajectory: list[int], average: Average) -> None:
         assert shares == pytest.approx([1 / len(shares)] * len(shares), abs=1e-12)
 
 
-# --- credit ---
+# --- rewards of groups ---
 
 TASK = Task("test/0", (Message("user", "?"),))
 FAILED, TRUNCATED, COMPLETED = Status.FAILED, Status.TRUNCATED, Status.COMPLETED
 
 
-def group(*played: tuple[float, Status]) -> Group:
-    return Group(TASK, [Trajectory(TASK, status=status, reward=reward) for reward, status in played])
+def group(*ended: tuple[float, Status]) -> Group:
+    return Group(TASK, [Trajectory(TASK, status=status, reward=reward) for reward, status in ended])
 
 
 def trajectory_advantages(groups: Sequence[Group], algorithm: Algorithm) -> tuple[Tensor, Tensor]:
@@ -273,8 +273,8 @@ def test_truncated_trajectories(truncated: Truncated, expected: list[float], mas
 
 
 @given(st.lists(st.lists(st.tuples(REWARDS, st.sampled_from(Status)), max_size=5), max_size=5))
-def test_credit_is_in_the_order_of_the_batch(played: list[list[tuple[float, Status]]]) -> None:
-    groups = comparable([group(*siblings) for siblings in played], centred())
+def test_advantages_are_in_the_order_of_the_batch(drawn: list[list[tuple[float, Status]]]) -> None:
+    groups = comparable([group(*siblings) for siblings in drawn], centred())
     remaining = [t for g in groups for t in g.trajectories]
     assert all(t.status is not FAILED for t in remaining)
     for number, trajectory in enumerate(remaining):

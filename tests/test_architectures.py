@@ -9,8 +9,8 @@ import pytest
 
 from mtgrpo.extension import load_file
 
-BLOCK_SIZE = Path(__file__).parents[1] / "docs" / "architectures.md"
-sweep = load_file(BLOCK_SIZE.with_suffix(".py"))
+PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+sweep = load_file(PAGE.with_suffix(".py"))
 
 
 def assert_exact(found: Any) -> None:
@@ -43,7 +43,7 @@ def test_the_page_is_true(name: str) -> None:
     """Errors are compared as powers of ten, and may be a hundred times as large elsewhere."""
     found = sweep.measure(name)
     assert_exact(found)
-    (line,) = [line for line in BLOCK_SIZE.read_text().splitlines() if line.startswith(f"| {name} |")]
+    (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
     stated = line.removeprefix("| ").removesuffix(" |").split(" | ")
     for before, now in zip(stated, sweep.row(name, found), strict=True):
         same = now == before or (now.startswith("1e-") and float(now) <= 100 * float(before))
@@ -51,5 +51,5 @@ def test_the_page_is_true(name: str) -> None:
 
 
 def test_the_page_has_every_architecture() -> None:
-    rows = [line.split(" | ")[0].strip("| ") for line in BLOCK_SIZE.read_text().splitlines() if line.startswith("| ")]
+    rows = [line.split(" | ")[0].strip("| ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     assert rows[2:] == sweep.names(), "run `make architectures`"

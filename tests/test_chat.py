@@ -155,7 +155,7 @@ def without_empty_thoughts(text: str) -> str:
     return re.sub(r"<think>\s*</think>\s*", "", text)
 
 
-def play(chat: Chat, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+def turn_by_turn(chat: Chat, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
     """The context after all `messages`, when the policy says the assistant's messages itself."""
     first = next(index for index, message in enumerate(messages) if message.role == "assistant")
     tokens = chat.open(messages[:first], tools)
@@ -203,7 +203,7 @@ def conversations(
 def test_turns_extend_one_another_as_the_template_writes_them(name: str, data: st.DataObject) -> None:
     messages = data.draw(conversations(name))
     tools = [CALCULATOR] if name not in TOOLLESS and data.draw(st.booleans()) else []
-    tokens = play(chat_of(name), messages, tools)
+    tokens = turn_by_turn(chat_of(name), messages, tools)
     whole = rendered(name, messages, tools)
     if name in STRIPPING:  # the thoughts of earlier turns stay in the context although the template strips them
         assert without_thoughts(decode(tokens)) == without_thoughts(whole)
@@ -221,7 +221,7 @@ def test_tools_in_the_prompt_are_what_the_template_in_force_writes(name: str, da
     tools = [CALCULATOR] if data.draw(st.booleans()) else []
     chat = chat_of(name, tools=Tools.auto if name in IN_PROMPT else Tools.prompt)
     whole = applied(chat.template, messages, tools)
-    assert play(chat, messages, tools) == chat.open(messages, tools)
+    assert turn_by_turn(chat, messages, tools) == chat.open(messages, tools)
     assert chat.open(messages, tools) == tokenizer().encode(whole, add_special_tokens=False)
     assert whole.count("Evaluates an expression.") == len(tools)
     for message in messages:
@@ -276,7 +276,7 @@ I add.
     assert plain == rendered("smollm2", [USER], []), "without tools the template is left as it is"
 
 
-def test_tools_are_told_to_the_user_where_the_template_refuses_a_system_message() -> None:
+def test_tools_are_described_to_the_user_where_the_template_refuses_a_system_message() -> None:
     chat = chat_of("gemma")
     text = decode(chat.open([USER, CALL, REPLY, Message("user", "And?")], [CALCULATOR]))
     assert text.startswith("<|endoftext|><start_of_turn>user\n# Tools\n")
@@ -293,7 +293,7 @@ def test_tools_are_told_to_the_user_where_the_template_refuses_a_system_message(
 def test_reasoning_beside_tools_in_the_prompt(data: st.DataObject) -> None:
     messages = data.draw(conversations("qwen3", in_prompt=True))
     chat = chat_of("qwen3", tools=Tools.prompt)
-    tokens = play(chat, messages, [CALCULATOR])
+    tokens = turn_by_turn(chat, messages, [CALCULATOR])
     assert without_thoughts(decode(tokens)) == without_thoughts(applied(chat.template, messages, [CALCULATOR]))
     assert all(message.reasoning in decode(tokens) for message in messages)
     for message in messages:
@@ -333,13 +333,13 @@ def test_text_that_was_not_sampled_stays_text(name: str, data: st.DataObject) ->
     name = "qwen3" if name == "renderer" else name
     messages = data.draw(conversations(name, nasty, thoughts=False))
     spec = ToolSpec("calculator", data.draw(nasty), {"type": "object", "properties": {}, "note": data.draw(nasty)})
-    tokens = play(chat, messages, [spec])
+    tokens = turn_by_turn(chat, messages, [spec])
     whole = applied(chat.template or source(name), messages, [spec])
     assert without_empty_thoughts(decode(tokens)) == without_empty_thoughts(whole)
     harmless = [
         m if m.role == "assistant" else Message(m.role, "x" if m.content else "", name=m.name) for m in messages
     ]
-    assert added(tokens) == added(play(chat, harmless, [CALCULATOR])), "only the glue may hold added tokens"
+    assert added(tokens) == added(turn_by_turn(chat, harmless, [CALCULATOR])), "only the template may hold added tokens"
 
 
 @pytest.mark.parametrize("name", [*EXACT, *STRIPPING])
@@ -380,20 +380,20 @@ def test_any_tokens_can_be_parsed(name: str, tokens: list[int]) -> None:
 def test_a_mistake_becomes_an_error_and_keeps_the_text() -> None:
     chat = chat_of("chatml")
     text = '<think>\nhm\n</think>\n\nNow\n<tool_call>\n{"name": "calculator", "arguments": }\n</tool_call>'
-    said = chat.parse([*tokenizer().encode(text), chat.stop_ids[0]])
-    assert said.error == "the tool call is not valid JSON: Expecting value"
-    assert (said.reasoning, said.tool_calls) == ("hm", ())
-    context = chat.open([USER, said, USER], [])
-    assert decode(context).count(text) == 1, "the model sees what it said"
-    assert tokenizer().convert_tokens_to_ids("</tool_call>") in context, "in the tokens with which it said it"
+    message = chat.parse([*tokenizer().encode(text), chat.stop_ids[0]])
+    assert message.error == "the tool call is not valid JSON: Expecting value"
+    assert (message.reasoning, message.tool_calls) == ("hm", ())
+    context = chat.open([USER, message, USER], [])
+    assert decode(context).count(text) == 1, "the model sees its own output"
+    assert tokenizer().convert_tokens_to_ids("</tool_call>") in context, "in the tokens that it sampled"
     assert chat.parse(tokenizer().encode("<think>\nhm")).error == "<think> is not closed"
 
 
 def test_a_second_call_is_an_error_where_the_template_allows_one() -> None:
-    said = chat_of("llama3_1").parse(
+    message = chat_of("llama3_1").parse(
         tokenizer().encode('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}')
     )
-    assert said.error == "only one tool call per message is possible"
+    assert message.error == "only one tool call per message is possible"
 
 
 def test_values_are_typed_by_the_tools_of_the_conversation() -> None:
@@ -521,7 +521,7 @@ def test_reasoning_that_the_template_has_no_field_for_is_kept_in_the_text() -> N
     dropped = source("qwen2_5").replace("message.content", "message.content.split('</think>')[-1]")
     chat = with_template(dropped)
     assert "so" not in decode(chat.open([USER, reasoned, USER], []))
-    assert decode(chat.encode(reasoned)) == "<think>\nso\n</think>\n\n3<|im_end|>", "which is how it was said"
+    assert decode(chat.encode(reasoned)) == "<think>\nso\n</think>\n\n3<|im_end|>", "as it was sampled"
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_think", "nemotron_3_nano", "nemotron_3_ultra"])
@@ -570,7 +570,7 @@ def test_a_base_model_speaks_chatml_in_ordinary_text(data: st.DataObject) -> Non
     assert chat.notes == ["chat: template chatml, tool calls hermes, thinking keep, end of turn </s>"]
     assert chat.stop_ids == (base.eos_token_id,)
     messages = data.draw(conversations("chatml", nasty.map(lambda text: text.replace("<|im_end|>", "</s>"))))
-    tokens = play(chat, messages, [CALCULATOR])
+    tokens = turn_by_turn(chat, messages, [CALCULATOR])
     whole = applied(chat.template, messages, [CALCULATOR])
     assert base.decode(tokens) == whole
     harmless = [m if m.role == "assistant" else Message(m.role, "x", name=m.name) for m in messages]
@@ -662,11 +662,18 @@ def test_half_characters_in_a_reply_are_replaced() -> None:
 def test_notes_say_what_is_in_force() -> None:
     chatml_note = "chat: template auto, tool calls hermes, thinking keep, end of turn <|im_end|>"
     assert chat_of("chatml").notes == [chatml_note]
-    assert chat_of("gemma3").notes == [
-        "chat: template auto, tool calls hermes in the prompt, thinking keep, end of turn <end_of_turn>",
-        "chat: the template knows no tools: they are described in the prompt (chat.tools=prompt)",
-    ]
     assert renderer_chat(Thinking.strip).notes == ["chat: renderer qwen3, thinking strip"]
+
+
+def test_tools_in_the_prompt_are_noted_once_where_there_are_tools() -> None:
+    chat = with_template(source("gemma3"))
+    in_force = "chat: template auto, tool calls hermes in the prompt, thinking keep, end of turn <end_of_turn>"
+    chat.open([USER], [])
+    assert chat.notes == [in_force]
+    for _ in range(2):
+        chat.open([USER], [CALCULATOR])
+    described = "chat: the template has no place for tools: they are described in the prompt (chat.tools=prompt)"
+    assert chat.notes == [in_force, described]
 
 
 @lru_cache
@@ -709,7 +716,7 @@ def test_the_renderer_and_the_template_agree(data: st.DataObject) -> None:
     messages = data.draw(conversations("qwen3"))
     library, own = renderer_chat(), chat_of("qwen3")
     assert library.stop_ids == own.stop_ids
-    assert play(library, messages, [CALCULATOR]) == play(own, messages, [CALCULATOR])
+    assert turn_by_turn(library, messages, [CALCULATOR]) == turn_by_turn(own, messages, [CALCULATOR])
     for message in messages:
         if message.role == "assistant":
             assert library.parse(own.encode(message)) == own.parse(library.encode(message)) == message
@@ -719,9 +726,9 @@ def test_the_renderer_and_the_template_agree(data: st.DataObject) -> None:
     "text", ["{", '{"arguments": {}}', '{"name": "f", "arguments": 1}', '{"name": "f", "arguments": ' + "[" * 9999]
 )
 def test_mistakes_are_errors_with_a_renderer_too(text: str) -> None:
-    said = renderer_chat().parse(tokenizer().encode(f"<tool_call>\n{text}\n</tool_call><|im_end|>"))
-    assert said.error
-    assert said.content == f"<tool_call>\n{text}\n</tool_call>"
+    message = renderer_chat().parse(tokenizer().encode(f"<tool_call>\n{text}\n</tool_call><|im_end|>"))
+    assert message.error
+    assert message.content == f"<tool_call>\n{text}\n</tool_call>"
 
 
 def test_a_renderer_strips_where_its_template_does() -> None:

@@ -118,7 +118,7 @@ def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: int, tm
     assert reopened.stop_ids == run.chat.stop_ids
     if template == "auto":
         again = open_chat(load_tokenizer(str(path)), ChatSettings(tools=Tools.prompt))
-        assert again.template == reopened.template, "tools are not told of twice"
+        assert again.template == reopened.template, "tools are not described twice"
     if not rank:
         assert GenerationConfig.from_pretrained(path).eos_token_id == list(run.chat.stop_ids)
 

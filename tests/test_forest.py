@@ -150,10 +150,10 @@ def test_siblings_share_their_prompt_and_what_they_sampled_alike() -> None:
 
 
 @given(trajectories())
-def test_entries_are_the_sampled_tokens_after_their_whole_context(played: list[Trajectory]) -> None:
-    batch = build_batch(played)
+def test_entries_are_the_sampled_tokens_after_their_whole_context(trajectories: list[Trajectory]) -> None:
+    batch = build_batch(trajectories)
     expected: dict[str, list[Any]] = {name: [] for name in columns(batch)}
-    for index, trajectory in enumerate(played):
+    for index, trajectory in enumerate(trajectories):
         for number, one in enumerate(trajectory.turns):
             for position, token in enumerate(one.output):
                 expected["token"].append(token)
@@ -162,25 +162,29 @@ def test_entries_are_the_sampled_tokens_after_their_whole_context(played: list[T
                 expected["turn"].append(number)
                 expected["path"].append(trajectory.context(number) + one.output[: position + 1])
     assert columns(batch) == expected  # and nothing else: no token of a template, a user or a tool
-    whole = [trajectory.context(i) + one.output for trajectory in played for i, one in enumerate(trajectory.turns)]
+    whole = [
+        trajectory.context(i) + one.output for trajectory in trajectories for i, one in enumerate(trajectory.turns)
+    ]
     assert trie(batch.forest.paths()) == trie(whole)
 
 
 @given(trajectories())
-def test_storing_turns_in_more_segments_changes_nothing(played: list[Trajectory]) -> None:
+def test_storing_turns_in_more_segments_changes_nothing(trajectories: list[Trajectory]) -> None:
     apart = [
         Trajectory(TASK, turns=[turn(one.context(i), one.turns[i].output, False) for i in range(len(one.turns))])
-        for one in played
+        for one in trajectories
     ]
-    batch, again = build_batch(played), build_batch(apart)
+    batch, again = build_batch(trajectories), build_batch(apart)
     assert_same(batch.forest, again.forest)
     assert columns(batch) == columns(again)
 
 
 @given(trajectories(), st.randoms(use_true_random=False))
-def test_the_order_of_trajectories_changes_only_the_order_of_entries(played: list[Trajectory], random: Any) -> None:
-    order = random.sample(range(len(played)), len(played))
-    batch, again = build_batch(played), build_batch([played[i] for i in order])
+def test_the_order_of_trajectories_changes_only_the_order_of_entries(
+    trajectories: list[Trajectory], random: Any
+) -> None:
+    order = random.sample(range(len(trajectories)), len(trajectories))
+    batch, again = build_batch(trajectories), build_batch([trajectories[i] for i in order])
     assert_same(batch.forest, again.forest)
     entries = [entry for i in order for entry in (batch.trajectory == i).nonzero()[:, 0].tolist()]
     assert again.node.tolist() == batch.node[entries].tolist()
@@ -207,14 +211,14 @@ def test_what_was_kept_stays_with_its_entry_and_is_stored_once() -> None:
 
 
 def test_a_batch_is_cut_throughout_or_not_at_all() -> None:
-    played = [Trajectory(TASK, turns=[cut([5], [[5]])]), Trajectory(TASK, turns=[turn([1, 2], [7], False)])]
+    trajectories = [Trajectory(TASK, turns=[cut([5], [[5]])]), Trajectory(TASK, turns=[turn([1, 2], [7], False)])]
     with pytest.raises(ValueError, match="1 of 2 sampled tokens say what"):
-        build_batch(played)
+        build_batch(trajectories)
 
 
 def test_a_batch_of_nothing() -> None:
-    for played in ([], [Trajectory(TASK)], [Trajectory(TASK, turns=[turn([], [], False)])]):
-        batch = build_batch(played)
+    for trajectories in ([], [Trajectory(TASK)], [Trajectory(TASK, turns=[turn([], [], False)])]):
+        batch = build_batch(trajectories)
         assert (len(batch), len(batch.forest), batch.forest.paths()) == (0, 0, [])
         assert batch.node.dtype == batch.token.dtype == batch.trajectory.dtype == batch.turn.dtype == torch.int64
 
@@ -239,6 +243,6 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_what_cannot_be_trained_on_is_refused(message: str) -> None:
     wrong, number = WRONG[message]
-    played = [Trajectory(TASK, turns=[FINE]), Trajectory(TASK, sample_index=3, turns=[FINE] * number + [wrong])]
+    trajectories = [Trajectory(TASK, turns=[FINE]), Trajectory(TASK, sample_index=3, turns=[FINE] * number + [wrong])]
     with pytest.raises(ValueError, match=f"task 'test/0', sample 3, turn {number}: {message}"):
-        build_batch(played)
+        build_batch(trajectories)

@@ -1,4 +1,4 @@
-"""Tool-call formats: what is written is read back, and whatever is wrong is said, never raised."""
+"""Tool-call formats: what is written is read back, and mistakes become an error, never an exception."""
 
 from __future__ import annotations
 

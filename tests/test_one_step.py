@@ -16,7 +16,7 @@ from mtgrpo.tasks import Split
 from mtgrpo.tasks.one_step import OneStep
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
-# What asks for which calculation, said independently of the stories.
+# The words that call for each calculation, independent of the stories.
 CUES = {
     "+": ("gets .* in all", "has .* and .* has .* together", "in one box and .* in another"),
     "-": ("gives .* left", "takes .* left", "How many more"),

@@ -35,8 +35,8 @@ def batches(draw: st.DrawFn, roots: int = 3) -> tuple[Batch, torch.Tensor, int]:
     """A batch of up to `roots` trees with few different tokens, some entries in any order, and a budget for them."""
     tokens = st.lists(st.integers(0, 2), max_size=4)
     context = st.builds(lambda root, rest: [root, *rest], st.integers(0, roots - 1), tokens)
-    played = draw(st.lists(st.builds(trajectory, context, tokens, tokens, tokens), max_size=7))
-    batch = build_batch(played)
+    trajectories = draw(st.lists(st.builds(trajectory, context, tokens, tokens, tokens), max_size=7))
+    batch = build_batch(trajectories)
     chosen = draw(st.lists(st.sampled_from(range(len(batch))), unique=True)) if len(batch) else []
     longest = max((len(context_of(batch, entry)) for entry in chosen), default=1)
     return batch, torch.tensor(chosen, dtype=torch.long), longest + draw(st.integers(0, 20))

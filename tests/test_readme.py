@@ -103,6 +103,20 @@ def test_the_names_beside_those_of_verl_exist() -> None:
     assert names <= set(known), names - set(known)
 
 
+def test_the_options_in_the_readme_exist() -> None:
+    chosen = {"environment": "tool_use", "condenser": "keep_last", "reward": "exact_match", "algorithm": "grpo"}
+    known: set[str] = set()
+    for task in ("jsonl", "parquet", "reasoning_gym"):
+        options = {**chosen, "task": task, "advantage": "trajectory", "engine": "local"}
+        known |= set(schema({group: chosen_class(group, option) for group, option in options.items()}))
+    groups = {name.partition(".")[0] for name in known}
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S))
+    words = [word.partition("=")[0] for span in spans for word in span.split()]
+    names = {word for word in words if "." in word and word.partition(".")[0] in groups and not word.endswith(".py")}
+    assert len(names) > 12
+    assert names <= known, names - known
+
+
 def test_what_a_user_of_verl_types_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet, table = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow").table
     monkeypatch.chdir(tmp_path)

@@ -87,7 +87,7 @@ def tokenizer(kind: str) -> Any:
 
 
 @lru_cache
-def wire_of(kind: str) -> SafeTokenizer:
+def safe_of(kind: str) -> SafeTokenizer:
     return SafeTokenizer(tokenizer(kind))
 
 
@@ -107,7 +107,7 @@ nasty = st.lists(st.sampled_from(SPECIAL + MARKUP) | odd | broken, max_size=6).m
 @settings(max_examples=100)
 @given(text=nasty)
 def test_no_foreign_text_becomes_a_special_token_or_gains_a_space(kind: str, text: str) -> None:
-    safe = wire_of(kind)
+    safe = safe_of(kind)
     escaped = safe.escape(text)
     going_on = safe.encode_after("", escaped)
     assert special(kind, going_on) == []
@@ -121,11 +121,11 @@ def test_no_foreign_text_becomes_a_special_token_or_gains_a_space(kind: str, tex
 @pytest.mark.parametrize("kind", READ_AS)
 @settings(max_examples=100)
 @given(text=nasty)
-def test_what_a_model_said_keeps_its_own_markup_alone(kind: str, text: str) -> None:
-    safe = wire_of(kind)
+def test_sampled_text_keeps_its_own_markup_alone(kind: str, text: str) -> None:
+    safe = safe_of(kind)
     tokens = safe.encode_after("", safe.escape(text, sampled=True))
     assert set(special(kind, tokens)) <= {"<tool_call>", "</tool_call>"}
-    decoded, expected = (said.lower().replace(" ", "") for said in (safe.decode(tokens), READ_AS[kind](text)))
+    decoded, expected = (each.lower().replace(" ", "") for each in (safe.decode(tokens), READ_AS[kind](text)))
     assert decoded == expected  # some tokenizers put a space behind every special token
 
 
@@ -141,11 +141,11 @@ def test_special_tokens_that_begin_alike() -> None:
 
 @pytest.mark.parametrize("kind", [*SPACED, "rstrip"])
 @settings(max_examples=30)
-@given(said=st.text("ai<.\n ", max_size=8).map(lambda text: f"a{text}s"), answer=st.text("ai<.\n ", max_size=8))
-def test_replayed_conversations_gain_no_spaces(kind: str, said: str, answer: str) -> None:
+@given(content=st.text("ai<.\n ", max_size=8).map(lambda text: f"a{text}s"), answer=st.text("ai<.\n ", max_size=8))
+def test_joined_conversations_gain_no_spaces(kind: str, content: str, answer: str) -> None:
     chat, base = chat_of(kind)
-    call = ToolCall("calculator", {"a": said})
-    messages = [Message("user", answer), Message("assistant", said, "", (call,)), Message("tool", answer)]
+    call = ToolCall("calculator", {"a": content})
+    messages = [Message("user", answer), Message("assistant", content, "", (call,)), Message("tool", answer)]
     whole = chat.open(messages, [CALCULATOR])
     extension = chat.extend(messages[:2], messages[2:], [CALCULATOR])
     assert extension is not None

@@ -246,7 +246,7 @@ def test_worked_examples_that_are_none_are_refused(tmp_path: Path, examples: Any
 
 
 def test_demonstrations_are_shown_as_worked_examples() -> None:
-    """As many as are asked for, with their tool calls and without what is said to a condenser, before every task."""
+    """As many as requested, with their tool calls and without answers to a condenser, before every task."""
     source = Ledger(examples=3, min_pages=2, max_pages=2, system_prompt="Be exact.")
     first, second = itertools.islice(source.open(Split.eval, 0), 2)
     system, *worked, problem = first.messages

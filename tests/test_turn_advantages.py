@@ -37,7 +37,7 @@ def paths(turns: int, begun: Path = ()) -> Iterator[Path]:
 class Problem:
     """A tree of conversations, what each pays, and the policy's logits [states, ACTIONS]."""
 
-    def __init__(self, turns: int, seed: int, last_turn_paid: bool) -> None:
+    def __init__(self, turns: int, seed: int, last_turn_rewarded: bool) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.paths = list(paths(turns))
         before = [[path[:k] for k in range(len(path))] for path in self.paths]
@@ -46,9 +46,9 @@ class Problem:
         self.actions = [torch.tensor(path) for path in self.paths]
         self.logits = torch.randn(len(number), ACTIONS, generator=generator, dtype=torch.float64)
         table = torch.rand(len(number), ACTIONS, generator=generator, dtype=torch.float64)
-        self.paid = [table[states, actions] for states, actions in zip(self.states, self.actions, strict=True)]
-        for paid in self.paid:
-            paid[-1] *= last_turn_paid
+        self.reward = [table[states, actions] for states, actions in zip(self.states, self.actions, strict=True)]
+        for reward in self.reward:
+            reward[-1] *= last_turn_rewarded
         self.outcome = torch.rand(len(self.paths), generator=generator, dtype=torch.float64)
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -57,14 +57,14 @@ class Problem:
         each = [logp[states, actions].sum() for states, actions in zip(self.states, self.actions, strict=True)]
         return torch.stack(each).exp()
 
-    def gradient(self, paid: Tensor) -> Tensor:
-        """Of the expectation of `paid` [conversations]."""
+    def gradient(self, reward: Tensor) -> Tensor:
+        """Of the expectation of `reward` [conversations]."""
         logits = self.logits.clone().requires_grad_()
-        return torch.autograd.grad((self.probabilities(logits) * paid).sum(), logits)[0]
+        return torch.autograd.grad((self.probabilities(logits) * reward).sum(), logits)[0]
 
     def total(self) -> Tensor:
         """Outcome and rewards of turns of each conversation."""
-        return self.outcome + torch.stack([paid.sum() for paid in self.paid])
+        return self.outcome + torch.stack([reward.sum() for reward in self.reward])
 
     def estimate(
         self,
@@ -77,15 +77,15 @@ class Problem:
         logits = self.logits if logits is None else logits
         groups = torch.tensor(list(itertools.product(range(len(self.paths)), repeat=siblings)))
         weight = self.probabilities(logits)[groups].prod(1)
-        played = groups.flatten().tolist()
-        counts = torch.tensor([len(self.paths[i]) for i in played])
+        sampled = groups.flatten().tolist()
+        counts = torch.tensor([len(self.paths[i]) for i in sampled])
         turns = torch.arange(int(counts.sum()))
-        trajectory = torch.arange(len(played)).repeat_interleave(counts)
+        trajectory = torch.arange(len(sampled)).repeat_interleave(counts)
         rewards = Rewards(
             outcome=self.outcome[groups.flatten()],
             group=torch.arange(len(groups)).repeat_interleave(siblings),
-            trained=torch.ones(len(played), dtype=torch.bool),
-            per_turn=torch.cat([self.paid[i] for i in played]),
+            trained=torch.ones(len(sampled), dtype=torch.bool),
+            per_turn=torch.cat([self.reward[i] for i in sampled]),
             trajectory=trajectory,
             position=turns - (counts.cumsum(0) - counts)[trajectory],
             anchor=turns,
@@ -93,7 +93,7 @@ class Problem:
             turn=turns,
         )
         advantage = estimator.assign(estimator.weighted(rewards), algorithm).advantage
-        states, actions = (torch.cat([table[i] for i in played]) for table in (self.states, self.actions))
+        states, actions = (torch.cat([table[i] for i in sampled]) for table in (self.states, self.actions))
         score = torch.nn.functional.one_hot(actions, ACTIONS) - logits.softmax(-1)[states]
         share = advantage * weight[rewards.group[trajectory]] / siblings
         return torch.zeros_like(logits).index_add(0, states, share[:, None] * score)
@@ -107,7 +107,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-PROBLEMS = [Problem(turns, seed, paid) for turns in (2, 3) for seed in range(4) for paid in (False, True)]
+PROBLEMS = [Problem(turns, seed, last) for turns in (2, 3) for seed in range(4) for last in (False, True)]
 PAPER = ByTurn(unbiased=False)
 
 
@@ -126,7 +126,7 @@ def test_the_gradient_is_unbiased_whenever_conversations_stop(problem: Problem) 
 def test_the_form_of_the_paper_is_biased_where_conversations_differ_in_length() -> None:
     """Cosine and relative error of its gradient on average against the exact one."""
     found: dict[int, list[tuple[float, float]]] = {2: [], 3: []}
-    for problem in PROBLEMS[::2]:  # those whose last turn is not paid, as the paper has it
+    for problem in PROBLEMS[::2]:  # those whose last turn is not rewarded, as the paper has it
         estimate, exact = problem.estimate(PAPER, RLOO()), problem.gradient(problem.total())
         found[max(map(len, problem.paths))].append((cosine(estimate, exact), error(estimate, exact)))
     assert found[2] == [
@@ -139,9 +139,9 @@ def test_the_form_of_the_paper_is_biased_where_conversations_differ_in_length() 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_bias_of_the_paper_over_two_turns_is_a_bonus_for_stopping(seed: int) -> None:
-    """Of the mean reward of the first turn: it is taken off where the conversation goes on, and only there."""
-    problem = Problem(2, seed, last_turn_paid=False)
-    first = torch.stack([paid[0] for paid in problem.paid])
+    """Of the mean reward of the first turn: it is subtracted where the conversation goes on, and only there."""
+    problem = Problem(2, seed, last_turn_rewarded=False)
+    first = torch.stack([reward[0] for reward in problem.reward])
     stops = torch.tensor([len(path) == 1 for path in problem.paths]).double()
     bonus = (problem.probabilities(problem.logits) * first).sum() * problem.gradient(stops)
     bias = problem.estimate(PAPER, RLOO()) - problem.gradient(problem.total())
@@ -151,7 +151,7 @@ def test_the_bias_of_the_paper_over_two_turns_is_a_bonus_for_stopping(seed: int)
 
 def test_what_following_each_form_leads_to() -> None:
     """With the default algorithm, on a problem whose best conversation pays 1.648."""
-    problem, reached = Problem(3, 1, last_turn_paid=False), {}
+    problem, reached = Problem(3, 1, last_turn_rewarded=False), {}
     for name, estimator in (("unbiased", ByTurn()), ("paper", PAPER)):
         logits = problem.logits.clone()
         for _ in range(40):

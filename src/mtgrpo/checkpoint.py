@@ -3,7 +3,7 @@
 checkpoints/step_000070/    model.safetensors, config.json, tokenizer files    a folder that `model.name=` takes
                             (LoRA: adapter_model.safetensors, adapter_config.json)
                             optimizer.safetensors                              the tensors of the training state
-                            state.json                                         the rest, and what every file must be
+                            state.json                                         the rest; size and checksum of each file
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mtgrpo.model.load import save_model
 
 _STATE = "state.json"
 _TENSORS = "optimizer.safetensors"
-_TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"  # what JSON cannot say, in `flatten`
+_TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"  # values that JSON has no type for, in `flatten`
 
 
 @dataclass
@@ -83,8 +83,8 @@ def save(
 
 def latest(folder: Path) -> Path | None:
     """The checkpoint of the highest step in the run's `folder`, or None where there is none."""
-    found = _by_step(folder / "checkpoints")
-    return found[max(found)] if found else None
+    by_step = _by_step(folder / "checkpoints")
+    return by_step[max(by_step)] if by_step else None
 
 
 def load_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -150,7 +150,7 @@ def flatten(state_dict: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def unflatten(tensors: Mapping[str, Tensor], rest: Any) -> Any:
-    """What `flatten` was given, exactly: also after `rest` went through JSON and the tensors through a file."""
+    """The inverse of `flatten`, exact also after `rest` went through JSON and the tensors through a file."""
     if isinstance(rest, list):
         return [unflatten(tensors, inner) for inner in cast("list[Any]", rest)]
     if not isinstance(rest, dict):
@@ -166,31 +166,31 @@ def unflatten(tensors: Mapping[str, Tensor], rest: Any) -> Any:
 
 
 def _put(partial: Path, target: Path) -> None:
-    """Rename into place. No folder can be renamed onto another, so one of the same step is first put aside."""
-    aside = target.with_name(f"{target.name}.replaced")  # `_by_step` finds it while there is no other
+    """Rename into place. No folder can be renamed onto another, so one of the same step is renamed first."""
+    replaced = target.with_name(f"{target.name}.replaced")  # `_by_step` returns it while there is no other
     if target.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(target, aside)
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(target, replaced)
     os.replace(partial, target)
     _sync_folder(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _by_step(checkpoints: Path) -> dict[int, Path]:
-    found: dict[int, Path] = {}
+    by_step: dict[int, Path] = {}
     for path in sorted(checkpoints.glob("step_*"), reverse=True):  # step_N comes after step_N.replaced, and so wins
         match = re.fullmatch(r"step_(\d+)(\.replaced)?", path.name)
         if match and path.is_dir():
-            found[int(match[1])] = path
-    return found
+            by_step[int(match[1])] = path
+    return by_step
 
 
 def _prune(checkpoints: Path, keep_last: int, newest: Path) -> None:
-    found = _by_step(checkpoints)
-    for step in sorted(found)[:-keep_last] if keep_last else []:
-        if found[step] != newest:  # a lower step than others there, after resuming from an earlier one
-            hidden = checkpoints / f".{found[step].name}.removed"
-            os.replace(found[step], hidden)  # gone at once: a half-removed checkpoint is never seen
+    by_step = _by_step(checkpoints)
+    for step in sorted(by_step)[:-keep_last] if keep_last else []:
+        if by_step[step] != newest:  # a lower step than others there, after resuming from an earlier one
+            hidden = checkpoints / f".{by_step[step].name}.removed"
+            os.replace(by_step[step], hidden)  # gone at once: a half-removed checkpoint is never seen
             shutil.rmtree(hidden)
 
 

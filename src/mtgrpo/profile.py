@@ -25,7 +25,7 @@ class Profile:
     condensation: bool = True  # also seconds of condensing, and tokens before and after
     trace_steps: list[int] = field(
         default_factory=list[int]
-    )  # of whose updates traces/step_000003.json is written (Chrome's format)
+    )  # the steps whose updates are traced, in traces/step_000003.json (Chrome's format)
 
     def __post_init__(self) -> None:
         if self.trace_steps and not self.enabled:
@@ -35,7 +35,7 @@ class Profile:
 
 
 class Profiler:
-    """Takes the measurements; where they are not enabled it takes none and waits for no device."""
+    """Takes the measurements. Disabled, it takes none and waits for no device."""
 
     def __init__(self, settings: Profile | None = None, sync_s: float = 0.0) -> None:
         self._settings = settings or Profile()
@@ -45,7 +45,7 @@ class Profiler:
 
     @contextmanager
     def measure(self, phase: str) -> Generator[None]:
-        """Counts what happens inside as `phase`, one of PHASES."""
+        """Count the time inside as `phase`, one of PHASES."""
         if not self._settings.enabled:
             yield
             return
@@ -56,7 +56,7 @@ class Profiler:
             self._seconds[phase] += self._now() - began
 
     def trace(self, step: int, folder: Path) -> AbstractContextManager[object]:
-        """Around the update of step number `step`: writes its trace into the run's `folder`, if asked to."""
+        """Around the update of step number `step`: writes its trace into the run's `folder` where that is set."""
         if step not in self._settings.trace_steps:
             return nullcontext()
         return _traced(folder / "traces" / f"step_{step:06d}.json")
@@ -64,7 +64,7 @@ class Profiler:
     def step(self, conversations: Mapping[str, float], sync_s: float) -> dict[str, float]:
         """The measurements of a step: what is known of its conversations, and seconds of the phases of its update.
 
-        sync_s: what the engine has spent on taking over weights since the run began.
+        sync_s: seconds that the engine has spent on taking over weights since the run began.
         """
         if not self._settings.enabled:
             return {}
@@ -76,7 +76,7 @@ class Profiler:
         return {f"profile/{name}": value for name, value in found.items()}
 
     def summary(self) -> str:
-        """The means over all steps, a line each, for people; "" where there is nothing."""
+        """The means over all steps as lines of text; "" without steps."""
         if not self._steps:
             return ""
         rows = [f"  {name.replace('_', ' '):<34}{mean(s[name] for s in self._steps):12,.3f}" for name in self._steps[0]]
@@ -84,7 +84,7 @@ class Profiler:
 
     def _now(self) -> float:
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what was launched belongs to the phase that launched it
+            torch.cuda.synchronize()  # kernels count for the phase that launched them
         return time.perf_counter()
 
 

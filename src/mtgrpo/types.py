@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol
 
-SUMMARY = "summary"  # the name of an assistant's message in a demonstration that is said to a condenser, where one asks
+SUMMARY = "summary"  # in a demonstration, the name of an assistant's message that answers a condenser
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -26,7 +26,7 @@ class Finish(Enum):
 
 
 class Status(Enum):
-    """How a trajectory ended. A model's mistake is COMPLETED (with a low reward); FAILED is the world's fault."""
+    """How a trajectory ended. With a mistake of the model it is COMPLETED, with a low reward, never FAILED."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"  # a limit on turns or tokens was reached
@@ -35,7 +35,7 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call the model asked for. Example: `ToolCall("calculator", {"expression": "17 * 23"})`."""
+    """One tool call of the model. Example: `ToolCall("calculator", {"expression": "17 * 23"})`."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Message:
 
     role: Role
     content: str = ""
-    reasoning: str = ""  # what an assistant wrote between <think> and </think>
+    reasoning: str = ""  # the text of an assistant between <think> and </think>
     tool_calls: tuple[ToolCall, ...] = ()
     name: str = ""  # role tool: the tool that answers
     error: str = ""  # role assistant: why its tool calls could not be read; "" = they could
@@ -64,7 +64,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do. Example: `Task("gsm8k/train/7", (Message("user", "..."),), answer="42")`."""
+    """One problem to solve. Example: `Task("gsm8k/train/7", (Message("user", "..."),), answer="42")`."""
 
     id: str
     messages: tuple[Message, ...]
@@ -79,12 +79,12 @@ class Sampling:
     temperature: float = 1.0  # 0 = greedy (log-probabilities are then those of temperature 1)
     top_p: float = 1.0  # keep the most likely tokens that hold this share of the probability
     top_k: int = 0  # keep that many; 0 = off
-    min_p: float = 0.0  # keep what is at least this share of the most likely token's probability
+    min_p: float = 0.0  # keep tokens of at least this share of the most likely token's probability
     max_new_tokens: int = 512  # per turn
     stop_ids: list[int] = field(
         default_factory=list[int]
     )  # end a turn too; the template's own end then follows, untrained
-    timeout_s: float = 0.0  # of one turn, training meanwhile too, 0 = none; a conversation that exceeds it fails
+    timeout_s: float = 0.0  # of one turn, training in between counted; a conversation that exceeds it fails; 0 = none
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -119,7 +119,7 @@ class Sample(Protocol):
 
 
 class Attend(Protocol):
-    """How much attention stretches [start, end) of a context get from its end; engines that run the model offer it."""
+    """The share of attention that spans [start, end) of a context get from its end; of engines that run the model."""
 
     async def __call__(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]: ...
 
@@ -139,9 +139,9 @@ class Turn:
     finish: Finish
     message: Message
     extends: bool = False
-    observations: tuple[Message, ...] = ()  # what the environment answered
+    observations: tuple[Message, ...] = ()  # the environment's answer
     kept: list[array[int]] = field(default_factory=list["array[int]"])  # as in the completion
-    auxiliary: bool = False  # said to a condenser, not to the environment
+    auxiliary: bool = False  # answers a condenser, and the environment never sees it
 
 
 @dataclass(slots=True)
@@ -149,29 +149,29 @@ class Trajectory:
     """One conversation about one task, from its first turn to its end."""
 
     task: Task
-    sample_index: int = 0  # its number within the group
+    sample_index: int = 0  # its index in the group
     turns: list[Turn] = field(default_factory=list[Turn])
     status: Status = Status.COMPLETED
     reason: str = ""  # why it was truncated or failed
     reward: float = 0.0  # of the whole trajectory
-    turn_rewards: list[float] = field(default_factory=list[float])  # of each turn; [] = there are none
-    attempts: int = 1  # how often it was run; above 1 after a failure
+    turn_rewards: list[float] = field(default_factory=list[float])  # of each turn; [] = no turn has one
+    attempts: int = 1  # how often it was run: above 1 after failures
     tool_calls: int = 0
     tool_errors: int = 0
     tool_timeouts: int = 0
     tool_retries: int = 0
     outages: list[str] = field(default_factory=list[str])  # why calls were answered without their tool
-    queued_s: float = 0.0  # waiting for one of the `rollout.max_concurrent` places
+    queued_s: float = 0.0  # waiting for one of the `rollout.max_concurrent` slots
     sample_s: float = 0.0  # waiting for the engine
     tool_s: float = 0.0  # waiting for the environment
-    condense_s: float = 0.0  # condensing, without what was sampled for it
-    condensed: int = 0  # how often its context was
-    tokens_before: int = 0  # of the contexts that were condensed, in all
-    tokens_after: int = 0  # of what was left of them
+    condense_s: float = 0.0  # condensing, sampling for it not counted
+    condensed: int = 0  # how often its context was condensed
+    tokens_before: int = 0  # of all contexts before they were condensed
+    tokens_after: int = 0  # of the same contexts after
 
     @property
     def final(self) -> str:
-        """The text of the last thing the model said to the environment, without its reasoning; "" for nothing."""
+        """The text of the model's last message to the environment, without its reasoning; "" if there is none."""
         return next((turn.message.content for turn in reversed(self.turns) if not turn.auxiliary), "")
 
     @property
@@ -203,8 +203,8 @@ class Trajectory:
 
 @dataclass(slots=True)
 class Group:
-    """The trajectories of one task, scored together. Group statistics are over trajectories, never over segments."""
+    """The trajectories of one task (siblings), scored together. Statistics are over trajectories, never segments."""
 
     task: Task
     trajectories: list[Trajectory]
-    score_s: float = 0.0  # that scoring took
+    score_s: float = 0.0  # spent on rewards

@@ -1,6 +1,6 @@
-"""Which turn deserves what: from the rewards of a batch to the advantage of every sampled token. One file = one way.
+"""From the rewards of a batch to the advantage of every sampled token. One advantage estimator = one file.
 
-A way of assigning credit is independent of the algorithm, which says what returns are compared with.
+An estimator is independent of the algorithm, which sets the baseline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mtgrpo.errors import ConfigError
 
 
 class Level(Enum):
-    """What a step of a return is."""
+    """The time step of a return."""
 
     turn = "turn"
     token = "token"
@@ -26,9 +26,9 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Assigned:
-    """The advantage of each sampled token [tokens] fp64, and what its value should have been.
+    """The advantage of each sampled token [tokens] fp64, and the target of the critic.
 
-    target [tokens] fp64: NaN where the token's state has no value to be learnt; None without a critic.
+    target [tokens] fp64: NaN where the critic learns nothing; None without a critic.
     """
 
     advantage: Tensor
@@ -37,24 +37,24 @@ class Assigned:
 
 @dataclass
 class AdvantageEstimator(ABC):
-    """Base of all ways to assign credit."""
+    """Base of all advantage estimators."""
 
-    outcome_weight: float = 1.0  # of the reward of the whole trajectory
-    turn_weight: float = 1.0  # of the rewards of single turns
+    outcome_weight: float = 1.0  # weight of the reward of the whole trajectory
+    turn_weight: float = 1.0  # weight of the rewards of single turns
 
     def check(self, algorithm: Algorithm) -> None:
-        """Raise ConfigError where this way has no meaning for `algorithm`."""
+        """Raise ConfigError where this estimator cannot be used with `algorithm`."""
         if algorithm.has_critic:
             raise ConfigError(
-                f"algorithm {type(algorithm).__name__} learns values, which only advantage=gae uses: set advantage=gae"
+                f"algorithm {type(algorithm).__name__} has a critic, which only advantage=gae uses: set advantage=gae"
             )
 
     def note(self, algorithm: Algorithm) -> str:
-        """What the user should know before training begins; "" = nothing."""
+        """A note that is printed before training; "" = none."""
         return ""
 
     def weighted(self, rewards: Rewards) -> Rewards:
-        """The rewards, as outcome and turns are to be weighed."""
+        """`rewards` times `outcome_weight` and `turn_weight`."""
         return replace(
             rewards, outcome=rewards.outcome * self.outcome_weight, per_turn=rewards.per_turn * self.turn_weight
         )
@@ -63,16 +63,16 @@ class AdvantageEstimator(ABC):
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
         """The advantages before `Algorithm.normalise`.
 
-        rewards: already weighted. values [tokens] fp64: what the critic expects before each sampled token.
+        rewards: already weighted. values [tokens] fp64: of the critic, at the state before each sampled token.
         """
 
 
 def advantages(
     estimator: AdvantageEstimator, algorithm: Algorithm, rewards: Rewards, values: Tensor | None = None
 ) -> Assigned:
-    """What every sampled token of a rollout batch is worth to the loss: 0 where its trajectory is not trained.
+    """The advantage of every sampled token of a rollout batch in the loss: 0 where its trajectory is not trained.
 
-    rewards: weighted by `advantage`. values [tokens] fp64: as in `AdvantageEstimator.assign`.
+    rewards: weighted by `estimator`. values [tokens] fp64: as in `AdvantageEstimator.assign`.
     """
     assigned = estimator.assign(rewards, algorithm, values)
     trained = rewards.of_tokens(rewards.trained)
@@ -91,7 +91,7 @@ def refuse_constant(algorithm: Algorithm, name: str) -> None:
 
 
 def refuse_no_siblings(algorithm: Algorithm, name: str) -> None:
-    """Raise ConfigError where `algorithm` compares with no siblings."""
+    """Raise ConfigError where `algorithm` has no baseline of the group."""
     if not algorithm.compares_siblings:
         raise ConfigError(
             f"advantage={name} compares the turns of siblings, and algorithm {type(algorithm).__name__} has no "
@@ -100,9 +100,9 @@ def refuse_no_siblings(algorithm: Algorithm, name: str) -> None:
 
 
 def discounted(amounts: Tensor, sequence: Tensor, discount: float) -> Tensor:
-    """The sum of each amount and of those that follow in its sequence, discounted by the distance; [n] fp64.
+    """The discounted return at each of `amounts` [n]: the sum from there to the end of its sequence; [n] fp64.
 
-    amounts [n]; sequence [n] int64, ascending: what follows one another has the same number.
+    sequence [n] int64, ascending: equal for amounts of the same sequence.
     """
     if len(amounts) == 0:
         return amounts.clone()

@@ -19,30 +19,30 @@ class GAE(AdvantageEstimator):
 
     delta_k = r_k + gamma V_k+1 - V_k, A_k = sum over l >= k of (gamma lam)^(l - k) delta_l, target_k = A_k + V_k
 
-    The outcome is part of the last r. A turn's state is the one before its first token (arXiv:2512.17008); what tools
-    say is no step, at either level. Without a critic (every algorithm but ppo) V = 0 and the group's baseline of the
+    The outcome is part of the last r. A turn's state is the one before its first token (arXiv:2512.17008); a tool's
+    reply is no step, at either level. Without a critic (every algorithm but ppo) V = 0 and the group's baseline of the
     whole reward is subtracted at the end: without rewards for turns A_k = (gamma lam)^(K - k) (R - mean), that is, the
-    earlier of K turns deserve less. The scale, where the algorithm has one, is the deviation of all A_k of the group.
+    earlier of K turns get less. The scale, where the algorithm has one, is the deviation of all A_k of the group.
     When: with ppo; without a critic, to prefer what is near the end of long conversations.
     """
 
-    level: Level = Level.turn  # what a step is
+    level: Level = Level.turn  # the time step
     gamma: float | None = None  # null: 0.99 over turns, 1 over tokens
     lam: float | None = None  # null: 0.95 over turns, 1 over tokens
 
     def __post_init__(self) -> None:
         for name, value in (("gamma", self.gamma), ("lam", self.lam)):
             if value is not None and not 0 <= value <= 1:
-                raise ConfigError(f"credit.{name} must be in [0, 1], got {value}")
+                raise ConfigError(f"advantage.{name} must be in [0, 1], got {value}")
 
     @property
     def discounts(self) -> tuple[float, float]:
-        """gamma and lambda, as they are used."""
+        """gamma and lambda, with the defaults of the level."""
         gamma, lam = (0.99, 0.95) if self.level is Level.turn else (1.0, 1.0)
         return gamma if self.gamma is None else self.gamma, lam if self.lam is None else self.lam
 
     def check(self, algorithm: Algorithm) -> None:
-        """Tokens need a critic: without one, what is discounted over them is only the distance to the end."""
+        """level=token needs a critic: without one it would discount nothing but the distance to the end."""
         refuse_constant(algorithm, "gae")
         if self.level is Level.token and not algorithm.has_critic:
             raise ConfigError(
@@ -57,7 +57,7 @@ class GAE(AdvantageEstimator):
         gamma, lam = self.discounts
         return (
             f"advantage=gae without a critic: of K turns, turn k gets {gamma * lam:.4g}^(K - k) (R - mean), "
-            "and what its own and later rewards add"
+            "plus its own and later rewards, discounted"
         )
 
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
@@ -66,8 +66,8 @@ class GAE(AdvantageEstimator):
             return Assigned(self._without_critic(rewards, algorithm)[rewards.turn])
         if self.level is Level.token:
             sequence = rewards.trajectory[rewards.turn]
-            paid = rewards.per_token + rewards.per_turn[rewards.turn] * last_of(rewards.turn)
-            advantage = self._estimate(paid, rewards.outcome, sequence, values)
+            per_step = rewards.per_token + rewards.per_turn[rewards.turn] * last_of(rewards.turn)
+            advantage = self._estimate(per_step, rewards.outcome, sequence, values)
             return Assigned(advantage, advantage + values)
         first = last_of(rewards.turn.flip(0)).flip(0)
         of_turn = torch.zeros_like(rewards.per_turn)
@@ -76,11 +76,11 @@ class GAE(AdvantageEstimator):
         target = (advantage + of_turn)[rewards.turn].masked_fill(~first, torch.nan)
         return Assigned(advantage[rewards.turn], target)
 
-    def _estimate(self, paid: Tensor, outcome: Tensor, sequence: Tensor, values: Tensor) -> Tensor:
+    def _estimate(self, per_step: Tensor, outcome: Tensor, sequence: Tensor, values: Tensor) -> Tensor:
         gamma, lam = self.discounts
         end = last_of(sequence)
         following = values.roll(-1).masked_fill(end, 0.0)
-        delta = paid + outcome[sequence] * end + gamma * following - values
+        delta = per_step + outcome[sequence] * end + gamma * following - values
         return discounted(delta, sequence, gamma * lam)
 
     def _without_critic(self, rewards: Rewards, algorithm: Algorithm) -> Tensor:

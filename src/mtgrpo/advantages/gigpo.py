@@ -1,4 +1,4 @@
-"""Turns are compared with the turns of siblings that answered the same observation."""
+"""Compares turns of a group that answer the same observation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GiGPO(AdvantageEstimator):
     A_k = A(whole rewards, within the group) + turn_coef A(G_k, among the group's turns with the same anchor state)
     G_k = sum over l >= k of gamma^(l - k) r_l, the outcome is part of the last r
 
-    The anchor state of a turn is what the environment said before it; that of the first turn is the task.
+    The anchor state of a turn is the observation before it; that of the first turn is the task.
     When: siblings meet the same states again, as in games and on web pages.
     """
 
@@ -42,7 +42,7 @@ class GiGPO(AdvantageEstimator):
         """The two comparisons, added."""
         totals = rewards.totals()
         of_trajectory = algorithm.baseline(totals, rewards.group).advantage(totals)
-        paid = rewards.turn_sums() + rewards.outcome[rewards.trajectory] * last_of(rewards.trajectory)
-        returns = discounted(paid, rewards.trajectory, self.gamma)
+        per_step = rewards.turn_sums() + rewards.outcome[rewards.trajectory] * last_of(rewards.trajectory)
+        returns = discounted(per_step, rewards.trajectory, self.gamma)
         of_turn = algorithm.baseline(returns, rewards.anchor).advantage(returns)
         return Assigned((of_trajectory[rewards.trajectory] + self.turn_coef * of_turn)[rewards.turn])

@@ -1,4 +1,4 @@
-"""A turn deserves what came after it."""
+"""The return of a turn is the sum of the rewards from that turn on."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class ReturnToGo(AdvantageEstimator):
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
         """Returns from each step on, less the baseline of the trajectory."""
         if self.level is Level.turn:
-            sequence, paid = rewards.trajectory, rewards.turn_sums()
+            sequence, per_step = rewards.trajectory, rewards.turn_sums()
         else:
             sequence = rewards.trajectory[rewards.turn]
-            paid = rewards.per_token + rewards.per_turn[rewards.turn] * last_of(rewards.turn)
-        paid = paid + rewards.outcome[sequence] * last_of(sequence)
-        returns = discounted(paid, sequence, self.gamma)
+            per_step = rewards.per_token + rewards.per_turn[rewards.turn] * last_of(rewards.turn)
+        per_step = per_step + rewards.outcome[sequence] * last_of(sequence)
+        returns = discounted(per_step, sequence, self.gamma)
         first = last_of(sequence.flip(0)).flip(0)
         whole = rewards.outcome.clone()  # also of trajectories without a step
         whole[sequence[first]] = returns[first]

@@ -1,4 +1,4 @@
-"""From groups to the rewards of their turns and tokens: failed and truncated trajectories treated as asked."""
+"""From groups to the rewards of their trajectories, turns and tokens."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ AUXILIARY = 2**20  # more turns than any conversation has
 
 
 def comparable(groups: Sequence[Group], algorithm: Algorithm) -> list[Group]:
-    """The groups without failed trajectories. One that is left alone, where siblings are compared, goes too."""
-    found: list[Group] = []
+    """The groups without their failed trajectories; those too small to compare are left out."""
+    kept: list[Group] = []
     for group in groups:
         valid = [t for t in group.trajectories if t.status is not Status.FAILED]
         least = min(2, len(group.trajectories)) if algorithm.compares_siblings else 1
         if len(valid) >= max(1, least):
-            found.append(Group(group.task, valid))
-    return found
+            kept.append(Group(group.task, valid))
+    return kept
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """What a rollout batch was paid, and for what. A turn is numbered over the whole batch, in order of trajectory."""
+    """The rewards of a rollout batch. Turns are numbered over the whole batch, in the order of trajectories."""
 
     outcome: Tensor  # [trajectories] fp64
     group: Tensor  # [trajectories] int64
@@ -36,7 +36,7 @@ class Rewards:
     trajectory: Tensor  # [turns] int64
     position: Tensor  # [turns] int64, from 0 within the trajectory; auxiliary turns are counted apart, from AUXILIARY
     anchor: Tensor  # [turns] int64, equal where siblings answered the same observation
-    per_token: Tensor  # [tokens] fp64, what each sampled token was paid or charged by itself
+    per_token: Tensor  # [tokens] fp64, of single sampled tokens, such as a KL penalty
     turn: Tensor  # [tokens] int64, the turn of each sampled token
 
     def of_tokens(self, per_trajectory: Tensor) -> Tensor:
@@ -44,11 +44,11 @@ class Rewards:
         return per_trajectory[self.trajectory[self.turn]]
 
     def turn_sums(self) -> Tensor:
-        """What each turn was paid, its tokens included, without the outcome; [turns]."""
+        """The reward of each turn, its tokens included, without the outcome; [turns]."""
         return self.per_turn.index_add(0, self.turn, self.per_token)
 
     def totals(self) -> Tensor:
-        """What each trajectory was paid in all; [trajectories]."""
+        """The sum of all rewards of each trajectory; [trajectories]."""
         return self.outcome.index_add(0, self.trajectory, self.turn_sums())
 
 
@@ -65,11 +65,11 @@ def rewards_of(groups: Sequence[Group], algorithm: Algorithm, trajectory: Tensor
         outcome=torch.tensor([algorithm.shaped_reward(t) for _, t in numbered], dtype=torch.float64),
         group=torch.tensor([number for number, _ in numbered], dtype=torch.long),
         trained=torch.tensor([not (masked and t.status is Status.TRUNCATED) for _, t in numbered], dtype=torch.bool),
-        per_turn=torch.tensor([paid for _, t in numbered for paid in _turn_rewards(t, algorithm)], dtype=torch.float64),
+        per_turn=torch.tensor([r for _, t in numbered for r in _turn_rewards(t, algorithm)], dtype=torch.float64),
         trajectory=torch.arange(len(numbered)).repeat_interleave(counts),
         position=torch.tensor([place for _, t in numbered for place in _places(t)], dtype=torch.long),
         anchor=torch.tensor(
-            [anchors.setdefault((number, seen), len(anchors)) for number, t in numbered for seen in _observed(t)],
+            [anchors.setdefault((number, state), len(anchors)) for number, t in numbered for state in _anchors(t)],
             dtype=torch.long,
         ),
         per_token=torch.zeros(len(turn), dtype=torch.float64),
@@ -77,22 +77,22 @@ def rewards_of(groups: Sequence[Group], algorithm: Algorithm, trajectory: Tensor
     )
 
 
-def _observed(trajectory: Trajectory) -> Iterator[object]:
-    """What each turn answers: what the environment said last, by who said it and what; the first answers the task."""
-    seen: object = "task"
+def _anchors(trajectory: Trajectory) -> Iterator[object]:
+    """The observation that each turn answers, as roles and contents; the first turn answers the task."""
+    state: object = "task"
     for turn in trajectory.turns:
-        yield ("auxiliary", seen) if turn.auxiliary else seen
+        yield ("auxiliary", state) if turn.auxiliary else state
         if turn.observations:
-            seen = tuple((message.role, message.content) for message in turn.observations)
+            state = tuple((message.role, message.content) for message in turn.observations)
 
 
 def _places(trajectory: Trajectory) -> Iterator[int]:
-    said = {False: 0, True: AUXILIARY}
+    following = {False: 0, True: AUXILIARY}
     for turn in trajectory.turns:
-        yield said[turn.auxiliary]
-        said[turn.auxiliary] += 1
+        yield following[turn.auxiliary]
+        following[turn.auxiliary] += 1
 
 
 def _turn_rewards(trajectory: Trajectory, algorithm: Algorithm) -> list[float]:
     rewards = trajectory.turn_rewards or [0.0] * len(trajectory.turns)
-    return [min(0.0, paid) for paid in rewards] if algorithm.penalises(trajectory) else rewards
+    return [min(0.0, reward) for reward in rewards] if algorithm.penalises(trajectory) else rewards

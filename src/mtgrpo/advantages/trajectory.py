@@ -1,4 +1,4 @@
-"""Every token of a trajectory deserves the same."""
+"""One advantage for all tokens of a trajectory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns are compared with the turns of siblings at the same place."""
+"""Compares turns of a group that have the same number."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class ByTurn(AdvantageEstimator):
     A_k = (R + turn_coef G_k - centre_k) / scale,    G_k = the sum of r from turn k to the last
 
     R is the outcome. centre_k is that of all siblings: one that ended before turn k counts with G_k = 0. The scale,
-    where the algorithm has one, is the standard deviation of all R + turn_coef G_k of the group. What is followed on
-    average is the gradient of R + turn_coef * (the sum of all r): exactly so with algorithm=rloo.
+    where the algorithm has one, is the standard deviation of all R + turn_coef G_k of the group. The
+    expected gradient is that of R + turn_coef * (the sum of all r): exactly so with algorithm=rloo.
 
     unbiased=false is the form of the paper, whose lambda is 1 / turn_coef, up to the scale of the whole:
 
     A_k = A_outcome + turn_coef A(r_k, among the siblings that reached turn k)    for all turns but the last
     A_K = A_outcome                                                               for the last
 
-    There the policy chooses, by when it stops, what it is compared with, and turns are not credited for what they lead
+    There the policy chooses, by when it stops, what it is compared with, and a turn gets nothing for what it leads
     to: where rewards of turns are positive, stopping is favoured. On random problems of three turns its cosine with the
     exact gradient was 0.18 to 0.95.
     When: every turn has a reward of its own, and siblings can be compared turn by turn.
@@ -48,7 +48,7 @@ class ByTurn(AdvantageEstimator):
         refuse_no_siblings(algorithm, "turn")
 
     def note(self, algorithm: Algorithm) -> str:
-        """What the paper's form does where conversations differ in length."""
+        """The bias of the paper's form where conversations differ in length."""
         if self.unbiased:
             return ""
         return (
@@ -59,13 +59,11 @@ class ByTurn(AdvantageEstimator):
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
         """Outcomes and rewards of turns, compared within groups, turn by turn."""
         outcome = rewards.outcome.index_add(0, rewards.trajectory[rewards.turn], rewards.per_token)
-        advantage = (self._among_all if self.unbiased else self._among_those_that_reached_it)(
-            outcome, rewards, algorithm
-        )
+        advantage = (self._unbiased if self.unbiased else self._as_in_the_paper)(outcome, rewards, algorithm)
         return Assigned(advantage[rewards.turn])
 
-    def _among_all(self, outcome: Tensor, rewards: Rewards, algorithm: Algorithm) -> Tensor:
-        """Of each turn [turns]; beside it stands what its siblings had still to get after as many turns."""
+    def _unbiased(self, outcome: Tensor, rewards: Rewards, algorithm: Algorithm) -> Tensor:
+        """The advantage of each turn [turns], against what its siblings still got after as many turns."""
         trajectory = rewards.trajectory
         returns = outcome[trajectory] + self.turn_coef * discounted(rewards.per_turn, trajectory, 1.0)
         counts = trajectory.bincount(minlength=len(outcome))
@@ -77,8 +75,8 @@ class ByTurn(AdvantageEstimator):
         centre = algorithm.baseline(table.flatten(), place.flatten()).centre.view(table.shape)[trajectory, number]
         return (returns - centre) / algorithm.baseline(returns, rewards.group[trajectory]).scale
 
-    def _among_those_that_reached_it(self, outcome: Tensor, rewards: Rewards, algorithm: Algorithm) -> Tensor:
-        """Of each turn [turns], by the paper."""
+    def _as_in_the_paper(self, outcome: Tensor, rewards: Rewards, algorithm: Algorithm) -> Tensor:
+        """The advantage of each turn [turns], among the siblings that reached it."""
         of_outcome = algorithm.baseline(outcome, rewards.group).advantage(outcome)
         pairs = torch.stack([rewards.group[rewards.trajectory], rewards.position], dim=1)
         _, place = torch.unique(pairs, dim=0, return_inverse=True)

@@ -1,7 +1,7 @@
-"""Numbers into signal. One algorithm = one file = its baseline and its per-token loss, with formula and paper.
+"""From returns to a loss. One algorithm = one file = its baseline and its per-token loss, with formula and paper.
 
 All tensors of a loss are flat: one entry for each sampled token, in any order. A loss returns one value per token and
-never divides; `average.py` alone does. How a trajectory's return is spread over its turns is `mtgrpo.advantages`.
+never divides; `average.py` alone does. `mtgrpo.advantages` computes the return of each turn.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mtgrpo.types import Status, Trajectory
 
 
 class Truncated(Enum):
-    """What a trajectory that reached a limit is worth."""
+    """How a trajectory that reached a limit is rewarded and trained."""
 
-    penalise = "penalise"  # its reward becomes the smaller of 0 and what it got
+    penalise = "penalise"  # its reward is at most 0: min(0, reward)
     mask = "mask"  # it counts in its group's statistics, its tokens are not trained
-    keep = "keep"  # as scored
+    keep = "keep"  # its reward stays as scored
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a loss is computed from; tensors [tokens], and only `logp` carries gradient."""
+    """The inputs of a loss; tensors [tokens], and only `logp` carries gradient."""
 
     logp: Tensor  # of the policy, nats
-    old_logp: Tensor  # of the policy that the ratio compares with
+    old_logp: Tensor  # of the old policy: the denominator of the ratio
     advantage: Tensor
     sequence: Tensor | None = None  # mean of `Algorithm.sequence_term` over all sampled tokens of the same trajectory
 
@@ -55,7 +55,7 @@ class PerToken:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What returns are compared with: advantage = (return - centre) / scale; tensors [n]."""
+    """A baseline: advantage = (return - centre) / scale; tensors [n]."""
 
     centre: Tensor
     scale: Tensor
@@ -70,12 +70,12 @@ class Algorithm(ABC):
     """Base of all algorithms."""
 
     constant_advantage: ClassVar[bool] = False  # whether all tokens of a trajectory must have the same advantage
-    uses_behaviour_policy: ClassVar[bool] = False  # whether its ratio compares with the policy that sampled, always
+    uses_behaviour_policy: ClassVar[bool] = False  # whether its old policy is always the behaviour policy
 
     average: Average = Average.token_mean  # how tokens are weighed
-    average_length: int = 0  # what average=constant divides by; 0 = rollout.max_trajectory_tokens
-    truncated: Truncated = Truncated.penalise  # what a trajectory that reached a limit is worth
-    entropy_coef: float = 0.0  # weight of the mean entropy that is added to what is maximised
+    average_length: int = 0  # tokens by which average=constant divides; 0 = rollout.max_trajectory_tokens
+    truncated: Truncated = Truncated.penalise  # how a trajectory that reached a limit is rewarded and trained
+    entropy_coef: float = 0.0  # entropy bonus: weight of the mean entropy, which is maximised
     top_entropy: float = 1.0  # the share of tokens, those of highest entropy, that are trained (arXiv:2506.01939)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Algorithm(ABC):
             raise ConfigError(f"algorithm.top_entropy must be in (0, 1], got {self.top_entropy}")
         if self.average_length < 0 or (self.average_length and self.average is not Average.constant):
             raise ConfigError(
-                f"algorithm.average_length={self.average_length} is what algorithm.average=constant divides by and "
+                f"algorithm.average_length={self.average_length} is the divisor of algorithm.average=constant and "
                 f"must be >= 0; algorithm.average is {self.average.value}"
             )
         if self.entropy_coef < 0:
@@ -91,17 +91,17 @@ class Algorithm(ABC):
 
     @property
     def compares_siblings(self) -> bool:
-        """Whether it has a baseline of the group; else a group may have one member, and comparing turns no meaning."""
+        """Whether its baseline comes from the group. If not, a group may be of one, and turns cannot be compared."""
         return True
 
     @property
     def always_has_gradient(self) -> bool:
-        """Whether a token has one even where its advantage is 0."""
+        """Whether a token has a gradient even where its advantage is 0."""
         return self.entropy_coef != 0 or self.has_critic
 
     @property
     def has_critic(self) -> bool:
-        """Whether it learns values, with the model's value head."""
+        """Whether it trains a critic: the model's value head."""
         return type(self).value_loss is not Algorithm.value_loss
 
     @property
@@ -122,19 +122,19 @@ class Algorithm(ABC):
         return min(0.0, trajectory.reward) if self.penalises(trajectory) else trajectory.reward
 
     def penalises(self, trajectory: Trajectory) -> bool:
-        """Whether what it got counts only where that is negative; so for its turns."""
+        """Whether only the negative rewards of `trajectory` and of its turns count."""
         return self.truncated is Truncated.penalise and trajectory.status is Status.TRUNCATED
 
     @abstractmethod
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
-        """What each of `returns` [n] fp64 is compared with, among those of the same `group` [n] int64."""
+        """The baseline of each of `returns` [n] fp64, from those of the same `group` [n] int64."""
 
     def normalise(self, advantage: Tensor) -> Tensor:
-        """Advantages of all trained tokens of a rollout batch [tokens] -> those that the loss gets."""
+        """Normalise the advantages of all trained tokens of a rollout batch; [tokens] -> [tokens]."""
         return advantage
 
     def sequence_term(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """For losses of whole trajectories: what each token [tokens] adds to the mean that `Tokens.sequence` is.
+        """For sequence-level losses: the term of each token [tokens], of which `Tokens.sequence` is the mean.
 
         The mean is over every sampled token of the trajectory, whatever segment or micro-batch it is stored in.
         """

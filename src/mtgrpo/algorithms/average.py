@@ -24,7 +24,7 @@ class Average(Enum):
 
 @dataclass(frozen=True)
 class Membership:
-    """What each sampled token [tokens] int64 belongs to, by number."""
+    """The trajectory, group and segment of each sampled token, by number; [tokens] int64."""
 
     trajectory: Tensor
     group: Tensor

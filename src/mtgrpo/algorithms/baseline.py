@@ -1,4 +1,4 @@
-"""What returns are compared with: statistics of a group, or of everything."""
+"""Baselines: statistics of the returns of a group, or of a whole batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtgrpo.errors import ConfigError
 
 @dataclass
 class GroupRelative(Algorithm):
-    """Compares with the siblings: advantage_i = (R_i - mean(R)) / (std(R) + epsilon).
+    """The baseline of a group: advantage_i = (R_i - mean(R)) / (std(R) + epsilon).
 
     std is the unbiased one (n - 1). A group of one has advantage 0, and so has one of equal returns, exactly.
     """
@@ -46,14 +46,14 @@ def group_mean(values: Tensor, group: Tensor) -> Tensor:
 
 
 def group_std(centred: Tensor, group: Tensor) -> Tensor:
-    """The unbiased standard deviation of each one's group; `centred` [n] have mean 0 in it. 0 for a group of one."""
+    """The unbiased standard deviation of each group; `centred` [n] has mean 0 in it. 0 for a group of one. [n]."""
     _, index, counts = torch.unique(group, return_inverse=True, return_counts=True)
     squares = centred.new_zeros(len(counts)).index_add(0, index, centred.square())
     return (squares / (counts - 1).clamp(min=1)).sqrt()[index]
 
 
 def leave_one_out(values: Tensor, group: Tensor) -> Tensor:
-    """The mean of `values` [n] over the others of the same group; of one that is alone, itself. [n]."""
+    """The mean of the other `values` [n] of the same group; in a group of one the value itself. [n]."""
     _, index, counts = torch.unique(group, return_inverse=True, return_counts=True)
     mean, n = group_mean(values, group), counts[index]
     return torch.where(n > 1, values - (values - mean) * n / (n - 1).clamp(min=1), values)

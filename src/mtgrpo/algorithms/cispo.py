@@ -16,7 +16,7 @@ class CISPO(GroupRelative):
 
     L_t = -sg(clip(rho_t, 1 - clip_low, 1 + clip_high)) A log pi(token)
 
-    When: rollouts run ahead of the trainer, and rare tokens that a clip would silence matter.
+    When: rollouts run ahead of the trainer, and rare tokens that a clip would leave without gradient matter.
     """
 
     clip_low: float = 1.0  # 1 = no lower bound, as in the paper
@@ -31,7 +31,7 @@ class CISPO(GroupRelative):
             )
 
     def loss(self, tokens: Tokens) -> PerToken:
-        """REINFORCE with clipped weights; `clipped` says where the weight was, the gradient is there all the same."""
+        """REINFORCE with clipped weights; tokens marked as `clipped` keep their gradient."""
         ratio = ratio_of(tokens.log_ratio.detach())
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return PerToken(-weight * tokens.advantage * tokens.logp, weight != ratio)

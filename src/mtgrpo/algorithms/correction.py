@@ -1,7 +1,8 @@
-"""What to do where the policy that sampled is not the one that is trained: other kernels, or older weights.
+"""Off-policy corrections: the behaviour policy may have other kernels or older weights than the trained one.
 
-Three policies: mu sampled (its log-probabilities come from the engine), pi_old is what the ratio of the loss compares
-with, pi is trained. rho = pi_old / mu. Weights and masks carry no gradient, and never change what is divided by.
+Three policies: the behaviour policy mu sampled (its log-probabilities come from the engine), the old policy pi_old is
+the denominator of the ratio, pi is trained. rho = pi_old / mu is the importance weight. Weights and masks carry no
+gradient, and never change the count that the loss is divided by.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from mtgrpo.errors import ConfigError
 
 
 class OldPolicy(Enum):
-    """Which policy the ratio of the loss compares with."""
+    """The old policy: the denominator of the ratio."""
 
-    trainer = "trainer"  # this one as it was when the batch arrived, computed again: with a weight, decoupled PPO
-    engine = "engine"  # the one that sampled: ratio and clip then hold against stale data too
-    interpolated = "interpolated"  # between the two by age, without a forward pass (A-3PO, arXiv:2512.06547)
+    trainer = "trainer"  # the policy before the first update of the batch; with a weight: decoupled PPO
+    engine = "engine"  # the behaviour policy: ratio and clip then correct for staleness too
+    interpolated = "interpolated"  # between the two by staleness, without a forward pass (A-3PO, arXiv:2512.06547)
 
 
 class Weight(Enum):
-    """By what the loss of a token is multiplied: the truncated importance weight min(rho, cap)."""
+    """The factor of a token's loss: the truncated importance weight min(rho, cap)."""
 
     none = "none"  # 1
     token = "token"  # of the token
@@ -33,29 +34,29 @@ class Weight(Enum):
 
 
 class Reject(Enum):
-    """Which tokens are left out, when rho is not in [low, high]."""
+    """Which tokens are masked where rho is not in [low, high]."""
 
     none = "none"  # none
-    token = "token"  # those themselves (IcePop)
-    sequence = "sequence"  # a trajectory, by the product over its sampled tokens: rejects long ones
-    geometric = "geometric"  # a trajectory, by the geometric mean over its sampled tokens
+    token = "token"  # the token itself (IcePop)
+    sequence = "sequence"  # the trajectory, by the product over its sampled tokens: rejects long ones
+    geometric = "geometric"  # the trajectory, by the geometric mean over its sampled tokens
 
 
 @dataclass
 class Correction:
-    """Corrections for a policy that sampled with other numbers: weights, masks, and what the ratio compares with.
+    """Off-policy corrections: importance weights, masks, and which policy is the old one.
 
     Decoupled PPO (arXiv:2110.00641, arXiv:2505.24298) is old_policy=trainer with weight=token.
     """
 
     # null: engine if rollout.max_staleness > 0 and nothing below is on, else trainer
     old_policy: OldPolicy | None = None
-    weight: Weight = Weight.none  # by what the loss of a token is multiplied
-    cap: float = 2.0  # of the weight
-    reject: Reject = Reject.none  # what is left out
+    weight: Weight = Weight.none  # the factor of a token's loss
+    cap: float = 2.0  # the largest importance weight
+    reject: Reject = Reject.none  # which tokens are masked
     low: float = 0.5  # rho below is rejected
     high: float = 2.0  # rho above is rejected
-    veto: float = 0.0  # a trajectory with a token whose rho is below this, or above 1 / this, is left out; 0 = none
+    veto: float = 0.0  # mask a trajectory with a token whose rho is below this or above 1 / this; 0 = off
 
     def __post_init__(self) -> None:
         if self.cap <= 0:
@@ -76,18 +77,18 @@ class Correction:
         whole = self.weight is Weight.sequence or self.reject in (Reject.sequence, Reject.geometric) or self.veto
         if self.old_policy is OldPolicy.interpolated and whole:
             raise ConfigError(
-                "correction.old_policy=interpolated knows one micro-batch at a time: whole trajectories cannot be "
-                "weighed or left out; set correction.weight=token, correction.reject=token, or "
+                "correction.old_policy=interpolated is computed one micro-batch at a time: whole trajectories cannot "
+                "be weighted or masked; set correction.weight=token, correction.reject=token, or "
                 "correction.old_policy=trainer"
             )
 
     @property
     def active(self) -> bool:
-        """Whether anything is weighted or left out."""
+        """Whether any token is weighted or masked."""
         return self.weight is not Weight.none or self.reject is not Reject.none or self.veto > 0
 
     def resolved(self, stale: bool, uses_behaviour_policy: bool) -> OldPolicy:
-        """Which policy the ratio compares with, where the batch may be `stale`."""
+        """The old policy, where the batch may be `stale`."""
         if uses_behaviour_policy:
             return OldPolicy.engine
         return self.old_policy or (OldPolicy.engine if stale and not self.active else OldPolicy.trainer)
@@ -116,23 +117,23 @@ class Correction:
 
 
 def interpolated(behaviour_logp: Tensor, logp: Tensor, sampled_at: Tensor, version: int) -> Tensor:
-    """A stand-in for the log-probabilities of the policy before the newest one (A-3PO, arXiv:2512.06547), [tokens].
+    """A stand-in for the log-probabilities of the policy before the last update (A-3PO, arXiv:2512.06547), [tokens].
 
     behaviour_logp + a (logp - behaviour_logp), a = (version - 1 - sampled_at) / (version - sampled_at), and 0 for
-    tokens that this very version sampled. sampled_at [tokens] int64: the version of each token.
+    tokens that this version itself sampled. sampled_at [tokens] int64: the version that sampled each token.
     """
-    age = (version - sampled_at).clamp(min=0)
-    share = (age - 1).clamp(min=0) / age.clamp(min=1)
+    staleness = (version - sampled_at).clamp(min=0)
+    share = (staleness - 1).clamp(min=0) / staleness.clamp(min=1)
     return behaviour_logp + share * (logp - behaviour_logp)
 
 
 def diagnostics(log_rho: Tensor) -> dict[str, float]:
-    """How far the policy that sampled is from the one that trains; `log_rho` [tokens] = log(pi_old / mu).
+    """How far the behaviour policy is from the old one; `log_rho` [tokens] = log(pi_old / mu).
 
     pi_old is the policy before the first update of the batch; where its log-probabilities were not needed, the policy
-    as it first scored each token, which in later mini-batches has been updated already.
+    that scored each token first, which in later mini-batches has been updated already.
 
-    kl: of mu from pi_old, by k3; chi2: E[rho^2] - 1; ess: the effective share of the sample, (E rho)^2 / E[rho^2].
+    kl: of mu from pi_old, by k3; chi2: E[rho^2] - 1; ess: the effective sample size as a share, (E rho)^2 / E[rho^2].
     """
     if len(log_rho) == 0:
         return {}

@@ -12,7 +12,7 @@ from mtgrpo.types import Trajectory
 
 @dataclass
 class DAPO(ClippedSurrogate, GroupRelative):
-    """DAPO (arXiv:2503.14476): GRPO with a higher upper clip, averaged over tokens, long trajectories paid less.
+    """DAPO (arXiv:2503.14476): GRPO with a higher upper clip, averaged over tokens, and a penalty on length.
 
     A_i and L_t as in GRPO with clip_high 0.28. Where overlong_tokens is set, a trajectory of n sampled tokens loses
     0 up to overlong_tokens - overlong_buffer, then linearly more, 1 from overlong_tokens on.
@@ -21,8 +21,8 @@ class DAPO(ClippedSurrogate, GroupRelative):
     """
 
     clip_high: float = 0.28
-    overlong_tokens: int = 0  # sampled tokens from which the whole penalty of 1 is due; 0 = no penalty
-    overlong_buffer: int = 0  # over how many tokens before that it grows from 0
+    overlong_tokens: int = 0  # sampled tokens from which the full penalty of 1 applies; 0 = no penalty
+    overlong_buffer: int = 0  # tokens before that over which the penalty grows from 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

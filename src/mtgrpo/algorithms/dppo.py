@@ -1,4 +1,4 @@
-"""Divergence proximal policy optimisation: a token is left out where its probability has moved too far."""
+"""Divergence proximal policy optimisation: a token is masked where its probability has moved too far."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mtgrpo.errors import ConfigError
 class DPPO(GroupRelative):
     """DPPO with binary total variation (arXiv:2602.04879).
 
-    d_t = pi(token) - mu(token)                        mu is the policy that sampled, by the engine's own numbers
+    d_t = pi(token) - mu(token)                        mu is the behaviour policy, as the engine reported it
     keep_t = not (A > 0 and d_t > clip_high or A <= 0 and d_t < -clip_low)
     L_t = -keep_t A rho_t + kl_coef (log rho_t)^2,     rho_t = pi(token) / mu(token)
 
     The last term is that of Kimi K2.5 (arXiv:2602.02276).
-    When: rollouts run ahead of the trainer, or the engine computes with other numbers.
+    When: rollouts run ahead of the trainer, or the engine's log-probabilities differ from the trainer's.
     """
 
     uses_behaviour_policy: ClassVar[bool] = True
@@ -46,9 +46,9 @@ class DPPO(GroupRelative):
         return super().always_has_gradient or self.kl_coef > 0
 
     def loss(self, tokens: Tokens) -> PerToken:
-        """The masked loss and the term that holds the policy near."""
+        """The masked loss plus the squared log-ratio."""
         moved = tokens.logp.detach().exp() - tokens.old_logp.exp()
         positive = tokens.advantage > 0
-        left_out = (positive & (moved > self.clip_high)) | (~positive & (moved < -self.clip_low))
-        gain = ratio_of(tokens.log_ratio) * tokens.advantage * ~left_out
-        return PerToken(self.kl_coef * tokens.log_ratio.square() - gain, left_out)
+        masked = (positive & (moved > self.clip_high)) | (~positive & (moved < -self.clip_low))
+        gain = ratio_of(tokens.log_ratio) * tokens.advantage * ~masked
+        return PerToken(self.kl_coef * tokens.log_ratio.square() - gain, masked)

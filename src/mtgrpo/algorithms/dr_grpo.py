@@ -1,4 +1,4 @@
-"""GRPO done right: neither the length nor the spread of a group is divided by."""
+"""GRPO done right: no division by the length, none by the standard deviation of the group."""
 
 from __future__ import annotations
 

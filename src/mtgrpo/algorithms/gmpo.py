@@ -45,7 +45,7 @@ class GMPO(GroupRelative):
 
     def loss(self, tokens: Tokens) -> PerToken:
         """The trajectory's loss, with the token's share of its gradient."""
-        assert tokens.sequence is not None, "sequence_term asks for it"
+        assert tokens.sequence is not None, "it has a sequence_term"
         term = self.sequence_term(tokens.log_ratio, tokens.advantage)
         loss = -tokens.advantage * ratio_of(tokens.sequence + (term - term.detach()))
         clipped = (term.detach() != tokens.log_ratio.detach()) & (tokens.advantage != 0)

@@ -16,6 +16,7 @@ class GRPO(ClippedSurrogate, GroupRelative):
     L_t = -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A)         one number per sampled token
     rho_t = pi(token) / pi_old(token)
 
-    The paper averages over each trajectory first (average=trajectory_mean); token_mean is the default here.
+    `GroupRelative` computes A, `ClippedSurrogate` L. The paper averages over each trajectory first
+    (average=trajectory_mean); token_mean is the default here.
     When: to begin with. Where rewards differ much in spread between tasks, divide_by_std=false is safer.
     """

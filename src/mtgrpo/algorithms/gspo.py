@@ -15,7 +15,7 @@ from mtgrpo.algorithms.surrogate import ClippedSurrogate
 
 @dataclass
 class GSPO(ClippedSurrogate, GroupRelative):
-    """GSPO (arXiv:2507.18071), in its form for tokens.
+    """GSPO-token (arXiv:2507.18071).
 
     s = exp(mean over the trajectory of log rho_t)            the length is that of all its turns together
     s_t = sg(s) rho_t / sg(rho_t)                             the value of s, with the gradient of the token
@@ -34,5 +34,5 @@ class GSPO(ClippedSurrogate, GroupRelative):
 
     def loss(self, tokens: Tokens) -> PerToken:
         """The clipped surrogate with the trajectory's ratio."""
-        assert tokens.sequence is not None, "sequence_term asks for it"
+        assert tokens.sequence is not None, "it has a sequence_term"
         return self.surrogate(ratio_of(tokens.sequence + (tokens.logp - tokens.logp.detach())), tokens)

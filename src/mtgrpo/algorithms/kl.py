@@ -1,4 +1,4 @@
-"""How far the policy has moved from a reference, per sampled token, and what that costs."""
+"""The KL penalty against a reference policy, per sampled token."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Estimator(Enum):
 
 
 class Place(Enum):
-    """Where the penalty is."""
+    """Where the penalty is applied."""
 
     loss = "loss"  # a term of the loss, with a gradient of its own
-    reward = "reward"  # taken off the rewards, token by token, before advantages are computed
+    reward = "reward"  # subtracted from the rewards, token by token, before advantages are computed
 
 
 @dataclass
@@ -34,13 +34,13 @@ class KL:
 
     On-policy, k1 in the reward and k2 in the loss have the gradient of the reverse KL; k3 in the loss has it to first
     order, k1 in the loss has none in expectation (arXiv:2510.01555). `unbiased` multiplies the estimate in the loss by
-    the ratio to the policy that sampled, with its gradient: k1 and k3 are then right off-policy too (arXiv:2512.02556).
+    the ratio to the behaviour policy, with its gradient: k1 and k3 are then right off-policy too (arXiv:2512.02556).
     """
 
     coef: float = 0.0  # weight of the penalty
     estimator: Estimator = Estimator.k3  # of the KL, token by token
-    place: Place = Place.loss  # where the penalty is
-    unbiased: bool = False  # in the loss: times the ratio
+    place: Place = Place.loss  # where the penalty is applied
+    unbiased: bool = False  # in the loss: times the ratio to the behaviour policy
     target: float = 0.0  # nats per token at which the KL is held by adapting `coef`, once it is met; 0 = off
     adaptation: float = 0.5  # how quickly: per step `coef` changes by at most a fifth of this share
 
@@ -69,14 +69,14 @@ class KL:
             )
 
     def penalty(self, logp: Tensor, behaviour_logp: Tensor, ref_logp: Tensor) -> Tensor:
-        """What a term of the loss is for each token [tokens], before it is weighted; `behaviour_logp` sampled."""
-        found = estimate(self.estimator, logp, ref_logp)
-        return ratio_of(logp - behaviour_logp) * found if self.unbiased else found
+        """The penalty of each token in the loss [tokens], before `coef`; behaviour_logp: of the behaviour policy."""
+        kl = estimate(self.estimator, logp, ref_logp)
+        return ratio_of(logp - behaviour_logp) * kl if self.unbiased else kl
 
     def clamped(self, logp: Tensor, behaviour_logp: Tensor, ref_logp: Tensor) -> Tensor:
         """Where a log-ratio of the penalty is clamped; [tokens] bool."""
-        found = is_clamped((ref_logp - logp).clamp(min=0)) & (self.estimator is Estimator.k3)
-        return found | is_clamped(logp - behaviour_logp) if self.unbiased else found
+        clamped = is_clamped((ref_logp - logp).clamp(min=0)) & (self.estimator is Estimator.k3)
+        return clamped | is_clamped(logp - behaviour_logp) if self.unbiased else clamped
 
     def adapted(self, coef: float, measured: float) -> float:
         """The coefficient after a step in which the KL was `measured`, in nats per token (arXiv:1909.08593)."""

@@ -26,7 +26,7 @@ class PPO(ClippedSurrogate, Algorithm):
     """
 
     value_coef: float = 0.5  # weight of the value loss
-    value_clip: float = 0.2  # how far a value may move before its loss stops to fall; 0 = as far as it wants
+    value_clip: float = 0.2  # clip range of a value around its old one; 0 = no clip
     whiten: bool = True  # advantages to mean 0 and variance 1 over the trained tokens of the batch
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class PPO(ClippedSurrogate, Algorithm):
         return Baseline(torch.zeros_like(returns), torch.ones_like(returns))
 
     def normalise(self, advantage: Tensor) -> Tensor:
-        """Whitened over the trained tokens, if asked."""
+        """Whitened over the trained tokens where `whiten` is set."""
         return whitened(advantage) if self.whiten else advantage
 
     def value_loss(self, value: Tensor, old_value: Tensor, target: Tensor) -> Tensor:

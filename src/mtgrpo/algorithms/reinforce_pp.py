@@ -28,7 +28,7 @@ class ReinforcePP(ClippedSurrogate, Algorithm):
 
     @property
     def compares_siblings(self) -> bool:
-        """In the baseline form alone."""
+        """Only in the baseline form."""
         return self.group_baseline
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:

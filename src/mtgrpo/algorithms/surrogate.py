@@ -20,7 +20,7 @@ class ClippedSurrogate:
 
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2
-    dual_clip: float = 0.0  # where the advantage is negative the ratio counts at most that much; 0 = off
+    dual_clip: float = 0.0  # upper bound of the ratio where the advantage is negative; 0 = off
 
     def __post_init__(self) -> None:
         super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]  (an algorithm follows in the order of bases)

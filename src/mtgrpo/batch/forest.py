@@ -1,7 +1,7 @@
-"""Turns -> token forest: what several rows have in common at their start is stored, and computed, once.
+"""Turns -> token forest: a prefix that several rows share is stored, and computed, once.
 
-The nodes stand in depth-first order, each tree from its root: a node comes before what follows it, and all that
-follows it is the range of nodes up to its `subtree_end`. A batch is a forest plus one entry per sampled token.
+The nodes stand in depth-first order, each tree from its root: a node comes before its descendants, which are the
+range of nodes up to its `subtree_end`. A batch is a forest plus one entry per sampled token.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from mtgrpo.types import Trajectory, Turn
 class Forest:
     """Token rows that share their prefixes. All tensors are [nodes] int64, in depth-first order.
 
-    A node is a token after a certain context: the path from its root. Token q sees token k exactly when
-    k <= q < subtree_end[k], that is when k is q itself or above it.
+    A node is a token after a certain context: the path from its root. Token q attends to token k exactly when
+    k <= q < subtree_end[k], that is when k is q itself or an ancestor.
     """
 
     token: Tensor
     parent: Tensor  # -1 = a root
     depth: Tensor  # 0 = a root; also the position in its rows
-    subtree_end: Tensor  # one past the last node below this one
+    subtree_end: Tensor  # one past the last descendant
 
     def __len__(self) -> int:
         return len(self.token)
 
     def paths(self) -> list[list[int]]:
-        """The token rows from root to leaf, depth-first. Duplicates and rows that begin another are gone."""
+        """The token rows from root to leaf, depth-first. Duplicates and rows that are a prefix of another are gone."""
         return [self.token[path].tolist() for path in self.leaf_paths()]
 
     def leaf_paths(self) -> Iterator[Tensor]:
@@ -54,14 +54,14 @@ class Forest:
         return after[self.subtree_end == after]
 
     def with_ancestors(self, nodes: Tensor) -> Tensor:
-        """`nodes` [n] and all that is above them, each once, in order; [m] int64."""
+        """`nodes` [n] and their ancestors, each once, in order; [m] int64."""
         marked = torch.zeros(len(self) + 1, dtype=torch.long)
         marked[nodes + 1] = 1
         before = marked.cumsum(0)  # [k] = how many marked nodes come before node k
         return (before[self.subtree_end] > before[:-1]).nonzero()[:, 0]
 
     def subset(self, nodes: Tensor) -> Forest:
-        """The forest of `nodes` [n] int64 alone: in order, and with each node all that is above it."""
+        """The forest of `nodes` [n] int64 alone: in order, and with each node its ancestors."""
         parent = self.parent[nodes]
         return Forest(
             token=self.token[nodes],
@@ -104,13 +104,13 @@ class Batch:
     """
 
     forest: Forest
-    node: Tensor  # int64, never a root: what predicts the token is the hidden state of the node's parent
+    node: Tensor  # int64, never a root: the hidden state of the node's parent predicts the token
     behaviour_logp: Tensor  # fp64, what the engine reported
     trajectory: Tensor  # int64, index into the trajectories the batch was made of
     turn: Tensor  # int64, index of the turn within its trajectory
     segment: Tensor  # int64, numbers the runs of turns that extend one another, over the whole batch
-    version: Tensor  # int64, of the policy that sampled the token: how many updates it had seen
-    kept: Kept | None = None  # None = all was sampled from the whole vocabulary
+    version: Tensor  # int64, of the policy that sampled the token: its number of weight updates
+    kept: Kept | None = None  # None = all tokens were sampled from the whole vocabulary
 
     def __len__(self) -> int:
         return len(self.node)
@@ -138,10 +138,10 @@ def build_forest(rows: Sequence[Sequence[int]]) -> tuple[Forest, list[Tensor]]:
     # The rows of a node are neighbours; its subtree ends with the last of them, whose value is assigned last.
     forest["subtree_end"][node] = np.bincount(row[new], minlength=len(rows)).cumsum()[row]
 
-    found: list[Tensor] = [torch.empty(0, dtype=torch.long)] * len(rows)
-    for i, nodes in zip(order, torch.from_numpy(node).split(lengths.tolist()), strict=True):
-        found[i] = nodes
-    return Forest(**{name: torch.from_numpy(values) for name, values in forest.items()}), found
+    nodes: list[Tensor] = [torch.empty(0, dtype=torch.long)] * len(rows)
+    for i, of_row in zip(order, torch.from_numpy(node).split(lengths.tolist()), strict=True):
+        nodes[i] = of_row
+    return Forest(**{name: torch.from_numpy(values) for name, values in forest.items()}), nodes
 
 
 def _sort(rows: Sequence[Sequence[int]]) -> tuple[list[int], NDArray[np.int64]]:
@@ -182,7 +182,7 @@ def _number(new: NDArray[np.bool_], column: NDArray[np.int64]) -> NDArray[np.int
 def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
     """Lay the turns out as a forest: one row per segment, where a turn that extends the one before continues its row.
 
-    Raises ValueError for turns that cannot be trained on; says which, and what is wrong.
+    Raises ValueError for turns that cannot be trained on, naming the turn and what is wrong.
     """
     rows: list[list[int]] = []
     places: list[tuple[int, int, int]] = []  # of each turn's output: row, start, stop
@@ -258,6 +258,6 @@ def _problem(turn: Turn, first: bool, context_length: int) -> str:
         if not math.isfinite(logprob):
             return (
                 f"output position {position}, token {turn.output[position]}, has log-probability {logprob}; sampled "
-                "tokens have finite ones: look for overflow in the engine's model, or drop the trajectory"
+                "tokens have finite ones: check the engine's model for overflow, or drop the trajectory"
             )
     return ""

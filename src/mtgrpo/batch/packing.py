@@ -1,7 +1,7 @@
 """Forest -> micro-batches under a token budget, spread over ranks.
 
-Only what is needed is computed: the parents of the entries' nodes (their hidden states predict the entries) and what is
-above them. A tree is computed whole where the budget allows; a larger one is cut into pieces that repeat ancestors.
+Only what is needed is computed: the parents of the entries' nodes (their hidden states predict the entries) and their
+ancestors. A tree is computed whole where the budget allows; a larger one is cut into pieces that repeat ancestors.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class Cost:
-    """What computing costs, in FLOPs up to a common factor."""
+    """The cost of computing, in FLOPs up to a common factor."""
 
     token: float  # per computed token
-    pair: float  # per token and token it sees, itself included
+    pair: float  # per pair of a token and one it attends to, itself included
     read: float  # per hidden state that the head runs at
 
 
@@ -48,13 +48,13 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass computes, and what is read from its hidden states. Possibly nothing."""
+    """The inputs of one forward pass, and what is read from its hidden states. May be empty."""
 
     ids: Tensor  # [rows, width] int64; layout forest: one row, the nodes; padded: 0 beyond the end of a row
     position: Tensor  # [rows, width] int64
     forest: Forest | None  # the nodes; None = padded rows, causal
     parent: Tensor  # [targets] int64, row * width + column of the hidden state that predicts each target
-    token: Tensor  # [targets] int64, what it predicts
+    token: Tensor  # [targets] int64, the token that is predicted
     entries: Tensor  # [n] int64, the entries of the batch that are read here
     target: Tensor  # [n] int64, the target of each entry; entries of the same node that kept the same set share one
     cost: float
@@ -109,7 +109,7 @@ def pack(
 
 @dataclass(frozen=True)
 class _LaidOut:
-    """What is computed where."""
+    """The inputs of the micro-batches, and where each node is in them."""
 
     inputs: list[tuple[Tensor, Tensor, Forest | None]]  # ids, position and forest of each micro-batch
     home: Tensor  # [nodes], the micro-batch where the hidden state of each node is read
@@ -118,9 +118,9 @@ class _LaidOut:
 
 @dataclass(frozen=True)
 class _Needed:
-    """What has to be computed, and what is read from it.
+    """The nodes that have to be computed, and what is read from them.
 
-    A target is a sampled node that some entries ask for, together with the set of tokens that they kept.
+    A target is a sampled node with the set of tokens that was kept there; entries that agree in both share it.
     """
 
     forest: Forest
@@ -154,10 +154,10 @@ class _Needed:
         home = laid_out.home[self.parent]
         targets = _by_label(home, len(laid_out.inputs))
         places = _by_label(home[self.target], len(laid_out.inputs))
-        found: list[MicroBatch] = []
+        micro_batches: list[MicroBatch] = []
         for (ids, position, forest), mine, place in zip(laid_out.inputs, targets, places, strict=True):
             pairs, reads = int((position + 1).sum()), len(self.parent[mine].unique())
-            found.append(
+            micro_batches.append(
                 MicroBatch(
                     ids=ids,
                     position=position,
@@ -170,7 +170,7 @@ class _Needed:
                     kept=None if self.kept is None else replace(self.kept, number=self.kept.number[mine]),
                 )
             )
-        return found
+        return micro_batches
 
 
 def _as_forests(needed: _Needed, token_budget: int, cost: Cost, ranks: int) -> _LaidOut:
@@ -226,7 +226,7 @@ def _as_padded_rows(needed: _Needed, token_budget: int, ranks: int) -> _LaidOut:
 class _Piece:
     """A tree, or the paths to some neighbouring leaves of one.
 
-    Every node is in the range of exactly one piece; what is above the range in the tree is computed once more.
+    Every node is in the range of exactly one piece; the ancestors of the range are computed once more.
     """
 
     root: int
@@ -236,7 +236,7 @@ class _Piece:
     cost: float
 
     def nodes(self, forest: Forest) -> Tensor:
-        """The range and what is above it: the nodes before its stop whose subtrees reach beyond its start."""
+        """The range and its ancestors: the nodes before its stop whose subtrees reach beyond its start."""
         return self.root + (forest.subtree_end[self.root : self.stop] > self.start).nonzero()[:, 0]
 
 
@@ -258,11 +258,11 @@ class _Cutter:
 
     def pieces(self) -> list[_Piece]:
         """All trees, depth-first; those beyond the budget in as few pieces as possible, of similar cost."""
-        found: list[_Piece] = []
+        pieces: list[_Piece] = []
         for root, stop in zip(self._roots, [*self._roots[1:], len(self._depth)], strict=True):
             tree = self._piece(root, root, stop)
-            found += [tree] if tree.size <= self._budget else self._balanced(tree)
-        return found
+            pieces += [tree] if tree.size <= self._budget else self._balanced(tree)
+        return pieces
 
     def _balanced(self, tree: _Piece) -> list[_Piece]:
         """Bisection on the cost of the costliest piece, to 1 %; the number of pieces is what the budget forces."""
@@ -279,7 +279,7 @@ class _Cutter:
 
     def _cut(self, tree: _Piece, cap: float) -> list[_Piece]:
         """Each piece takes as many leaves as budget and cap allow, but at least one."""
-        found: list[_Piece] = []
+        pieces: list[_Piece] = []
         start = tree.start
         while start < tree.stop:
             above = self._depth[start]
@@ -287,16 +287,16 @@ class _Cutter:
             cheap = bisect_right(self._before_ends, self._before[start] + cap - self._cost_above(start))
             least = bisect_right(self._ends, start) + 1
             stop = min(self._ends[max(least, min(fits, cheap)) - 1], tree.stop)
-            found.append(self._piece(tree.root, start, stop))
+            pieces.append(self._piece(tree.root, start, stop))
             start = stop
-        return found
+        return pieces
 
     def _piece(self, root: int, start: int, stop: int) -> _Piece:
         cost = self._before[stop] - self._before[start] + self._cost_above(start)
         return _Piece(root, start, stop, size=self._depth[start] + stop - start, cost=cost)
 
     def _cost_above(self, node: int) -> float:
-        """Of computing once more what is above a node; the head does not run there again."""
+        """The cost of computing the ancestors of a node once more; the head does not run there again."""
         above = self._depth[node]
         return self._cost.token * above + self._cost.pair * above * (above + 1) / 2
 
@@ -306,20 +306,20 @@ def _costliest(pieces: list[_Piece]) -> float:
 
 
 def _spread(costs: Sequence[float], sizes: Sequence[int], bins: int, capacity: int) -> list[list[int]] | None:
-    """Longest processing time first: from the costliest on, each goes where the cost is least and `sizes` leave room.
+    """Longest processing time first: from the costliest on, each goes to the cheapest bin that has room for its size.
 
-    Returns the members of each bin; None when there is one for which no bin has room.
+    Returns the members of each bin; None when no bin has room for one of them.
     """
     load, room = np.zeros(bins), np.full(bins, capacity)
-    found: list[list[int]] = [[] for _ in range(bins)]
-    for member in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        best = int(np.where(room >= sizes[member], load, np.inf).argmin())
-        if room[best] < sizes[member]:
+    members: list[list[int]] = [[] for _ in range(bins)]
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        best = int(np.where(room >= sizes[i], load, np.inf).argmin())
+        if room[best] < sizes[i]:
             return None
-        found[best].append(member)
-        load[best] += costs[member]
-        room[best] -= sizes[member]
-    return found
+        members[best].append(i)
+        load[best] += costs[i]
+        room[best] -= sizes[i]
+    return members
 
 
 def _by_label(label: Tensor, count: int) -> list[Tensor]:

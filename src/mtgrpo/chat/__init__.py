@@ -1,7 +1,7 @@
 """Messages <-> tokens: the only code that knows chat templates and tool-call formats.
 
-What the policy sampled is never decoded and encoded again: `extend` returns only the tokens of what is new, to be put
-after the context and the sampled output. Text that the policy did not sample cannot become a special token.
+What the policy sampled is never decoded and encoded again: `extend` returns only the new tokens, which follow the
+context and the sampled output. Text that the policy did not sample cannot become a special token.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["Chat", "ChatSettings", "Thinking", "Tools", "open_chat"]
 def open_chat(tokenizer: Any, settings: ChatSettings) -> Chat:
     """The chat of `tokenizer` (a transformers fast tokenizer).
 
-    With `template: auto` a model that the library `renderers` knows by its name is left to that library, any other
-    tokenizer brings a template of its own. Raises ConfigError when there is no usable template.
+    With `chat.template=auto` the library `renderers` renders the models that it knows by name; for all others the
+    tokenizer's own template is used. Raises ConfigError when there is no usable template.
     """
     from mtgrpo.chat.template import TemplateChat, template_source  # noqa: PLC0415  settings alone import no library
     from mtgrpo.model.load import end_tokens  # noqa: PLC0415

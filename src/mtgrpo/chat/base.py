@@ -1,4 +1,4 @@
-"""What a chat is: messages in, tokens out, and back."""
+"""The interface of a chat: messages in, tokens out, and back."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mtgrpo.types import Message, ToolSpec
 
 
 class Thinking(Enum):
-    """What becomes of the reasoning of earlier turns."""
+    """Whether the reasoning of earlier turns stays in the context."""
 
     keep = "keep"  # it stays in the context: every turn extends the one before, token for token
-    strip = "strip"  # where the template drops it, the context is written anew and a new segment begins
+    strip = "strip"  # where the template drops it, the context is rendered again and a new segment begins
 
 
 class Tools(Enum):
-    """How the model is told of tools, and calls and replies are written."""
+    """How tools are described to the model, and how calls and replies are written."""
 
-    auto = "auto"  # as the template has it; in the prompt where it knows no tools
-    template = "template"  # as the template has it
-    prompt = "prompt"  # in the system prompt and in contents, as Hermes does; the template sees no tools
+    auto = "auto"  # by the template; in the prompt where the template has no place for them
+    template = "template"  # by the template
+    prompt = "prompt"  # in the system prompt and in contents, as Hermes does; the template gets no tools
 
 
 @dataclass
@@ -30,20 +30,20 @@ class ChatSettings:
     """How messages become tokens."""
 
     template: str = "auto"  # auto = the tokenizer's own; "chatml", for base models too; or the path of a .jinja file
-    tools: Tools = Tools.auto  # as the template has it, or in the prompt; auto = there where it knows no tools
-    thinking: Thinking = Thinking.keep  # keep: the policy sees its earlier thoughts; strip: as the template has it
+    tools: Tools = Tools.auto  # by the template, or in the prompt; auto = the prompt where the template has no place
+    thinking: Thinking = Thinking.keep  # keep: the policy sees its earlier reasoning; strip: as the template has it
 
 
 class Chat(ABC):
     """Turns messages into tokens and back, for one model."""
 
     stop_ids: tuple[int, ...]  # the tokens that end a turn
-    notes: list[str]  # what is in force, to be printed at start
-    template: str | None = None  # the jinja source in force; None = the tokenizer's own
+    notes: list[str]  # the settings in force, for the start of a run; `open` may add one
+    template: str | None = None  # the jinja source in use; None = the tokenizer's own
 
     @abstractmethod
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """The tokens of a whole conversation so far, ready for the model's next turn.
+        """The tokens of a whole conversation so far, with the generation prompt of the model's next turn.
 
         Raises ConfigError when the template refuses the conversation, or has no place for tools.
         """
@@ -54,15 +54,15 @@ class Chat(ABC):
     ) -> list[int] | None:
         """The tokens between a sampled output and the model's next turn.
 
-        `history` ends with the sampled message, `new` is what the environment answered. `ended` is the token that
-        ended the output, None for the template's own end of turn, which follows if it is none of `stop_ids`. None when
-        the next context cannot be proven to begin with the present one: then `open` writes it anew.
+        `history` ends with the sampled message, `new` is the environment's answer. `ended` is the token that ended the
+        output, None for the template's own end of turn; if it is none of `stop_ids`, the template's end of turn
+        follows. Returns None when the next context cannot be proven to begin with the present one: then call `open`.
         """
 
     @abstractmethod
     def parse(self, output: Sequence[int]) -> Message:
-        """The message that sampled tokens say, with or without their stop token. Never raises on what they say."""
+        """The message in sampled tokens, with or without their stop token. Mistakes in it are `Message.error`."""
 
     @abstractmethod
     def encode(self, message: Message) -> list[int]:
-        """The output tokens, stop token included, with which the model would have said `message`."""
+        """The output tokens, stop token included, with which the model would have generated `message`."""

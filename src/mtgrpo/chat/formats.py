@@ -1,6 +1,6 @@
 """How models write tool calls: one small class per format, text <-> calls. Nothing here knows tokens or templates.
 
-A model's mistake never raises: `parse` says in `Parsed.error`, in a few words, what is wrong with the text.
+A model's mistake never raises: `parse` puts into `Parsed.error`, in a few words, what is wrong with the text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Schemas = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its arg
 
 MARKUP = frozenset(
     {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}
-)  # what a model itself writes
+)  # added tokens that a model generates
 
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
@@ -30,7 +30,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?")
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a text says. With an error there are no calls and `content` is the whole text."""
+    """Content and calls of a text. With an error there are no calls and `content` is the whole text."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
@@ -38,7 +38,7 @@ class Parsed:
 
 
 class Malformed(ValueError):
-    """A tool call that cannot be read; the text is what the model is told."""
+    """A tool call that cannot be read; the text of the error becomes the tool's reply to the model."""
 
 
 class ToolFormat(ABC):
@@ -47,7 +47,7 @@ class ToolFormat(ABC):
     name: str
 
     def parse(self, text: str, schemas: Schemas) -> Parsed:
-        """Split what the model said into content and calls. `schemas` gives types where the format itself has none."""
+        """Split generated text into content and calls. `schemas` gives types where the format itself has none."""
         try:
             return self._read(text, schemas)
         except Malformed as problem:
@@ -55,7 +55,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """The text with which a model makes these calls."""
+        """The text of these calls, as the model generates them."""
 
     @abstractmethod
     def _read(self, text: str, schemas: Schemas) -> Parsed:
@@ -160,7 +160,7 @@ FORMATS: tuple[ToolFormat, ...] = (Hermes(), XmlTags(), LlamaJson())
 
 
 def split_thinking(text: str, inside: bool) -> tuple[str, str, str]:
-    """(reasoning, the rest, error) of what a model said; `inside`: its prompt had already opened `<think>`."""
+    """(reasoning, the rest, error) of generated text; `inside`: the prompt had already opened `<think>`."""
     before, opened, thoughts = text.partition("<think>")
     if not opened or (inside and "</think>" in before):
         if not inside and "</think>" not in text:

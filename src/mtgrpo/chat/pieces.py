@@ -1,7 +1,9 @@
-"""What a chat template does, learned once and replayed as string joining: no template runs per turn.
+"""A chat template, cut once into fixed text and slots, so that a turn joins strings and no template runs.
 
-`Template` renders messages. `learn` finds the fixed text (the glue) that a template puts around contents, and proves it
-on odd contents.
+A chat template writes fixed text around the contents of messages: headers of roles, line breaks, ends of turns.
+`TemplatePieces` holds what it writes for one shape of messages: `literals` are the fixed text, `slots` name the content
+between two of them, `trims` how the template strips or escapes it. `learn` finds the pieces by rendering marked
+contents, and checks them on odd ones. `Template` renders messages, whose contents are escaped (`safe_tokenizer.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ ANCHOR = "anchorx7q"
 
 
 class Template:
-    """A chat template over our messages. Contents are escaped on the way in, so `render` returns escaped text."""
+    """A jinja chat template. It gets escaped contents, so `render` returns escaped text."""
 
     def __init__(self, tokenizer: Any, source: str, safe: SafeTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -49,14 +51,14 @@ class Template:
     def try_render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False
     ) -> str | None:
-        """As `render`, None where the template refuses or breaks."""
+        """As `render`, but None where the template raises."""
         try:
             return self.render(messages, tools, prompt=prompt)
         except (TemplateError, TypeError, ValueError, KeyError):
             return None
 
     def render_or_refuse(self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, prompt: bool) -> str:
-        """As `render`, raising ConfigError where the template refuses."""
+        """As `render`, but raises ConfigError where the template refuses."""
         try:
             return self.render(messages, tools, prompt=prompt)
         except TemplateError as problem:
@@ -100,16 +102,16 @@ PROBE_TOOL = ToolSpec("probe", "A probe.", {"type": "object", "properties": {"a"
 PROBE_CALL = ToolCall("probe", {"a": ANCHOR})
 
 
-def say_calls(count: int) -> Message:
-    """An assistant's message that makes `count` calls."""
+def calling(count: int) -> Message:
+    """An assistant's message with `count` calls."""
     return Message("assistant", tool_calls=(PROBE_CALL,) * count)
 
 
 def lacks_for_tools(template: Template) -> str:
-    """What a template would need to take tools; "" for nothing."""
+    """What a template lacks to be used with tools; "" = nothing."""
     if "A probe." not in (template.try_render([USER], [PROBE_TOOL], prompt=True) or ""):
         return "place for tools"
-    reply = template.try_render([USER, say_calls(1), Message("tool", "replyx7q", name="probe")]) or ""
+    reply = template.try_render([USER, calling(1), Message("tool", "replyx7q", name="probe")]) or ""
     if "replyx7q" not in reply:
         return "place for the replies of tools"
     return "" if ANCHOR in reply else "place for tool calls"
@@ -121,7 +123,7 @@ def packaged(name: str) -> str:
 
 
 def with_tools_in_prompt(template: Template) -> str:
-    """The source of `template` that takes tools, whatever it did before: they are described in the prompt."""
+    """The source of `template`, changed to describe tools in the prompt whatever it did with them."""
     prelude = packaged("tools_in_prompt.jinja")
     if prelude in template.source:
         return template.source
@@ -132,10 +134,10 @@ def with_tools_in_prompt(template: Template) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TemplatePieces:
-    """Fixed text around slots: `literals[0] slot literals[1] slot ... literals[-1]`."""
+    """Fixed text around slots: `literals[0] slots[0] literals[1] slots[1] ... literals[-1]`."""
 
     literals: tuple[str, ...]
-    slots: tuple[int, ...]  # which value stands at each place
+    slots: tuple[int, ...]  # the index of the value at each place
     trims: tuple[Callable[[str], str], ...]  # what the template does to each value
 
     def fill(self, values: Sequence[str]) -> str:
@@ -161,7 +163,7 @@ _PROBES = ("\n \n odd \n \n", " \t\"'{}\\ 1 < 2 &amp; \u00e9\u4e2d\U0001f600 {{ 
 
 
 def learn(write: Callable[[Sequence[str]], str | None], count: int) -> TemplatePieces | None:
-    """The glue that `write` puts around `count` values; None when its text depends on the values in any other way."""
+    """The pieces that `write` joins with `count` values; None when its text depends on the values in another way."""
     names = [f"slot{index}q7x" for index in range(count)]
     text = write(names)
     if text is None:
@@ -171,12 +173,12 @@ def learn(write: Callable[[Sequence[str]], str | None], count: int) -> TemplateP
     trims: list[Callable[[str], str]] = []
     for index in range(count):
         values = [*names[:index], _PROBES[0], *names[index + 1 :]]
-        seen = write(values)
-        glues = (TemplatePieces(literals, slots, (*trims, trim, *[str] * (count - index - 1))) for trim in _TRIMS)
-        trims.append(next((glue.trims[index] for glue in glues if glue.fill(values) == seen), str))
-    glue = TemplatePieces(literals, slots, tuple(trims))
+        written = write(values)
+        tried = (TemplatePieces(literals, slots, (*trims, trim, *[str] * (count - index - 1))) for trim in _TRIMS)
+        trims.append(next((pieces.trims[index] for pieces in tried if pieces.fill(values) == written), str))
+    pieces = TemplatePieces(literals, slots, tuple(trims))
     for shift in range(len(_PROBES)):
         values = [_PROBES[(index + shift) % len(_PROBES)] for index in range(count)]
-        if glue.fill(values) != write(values):
+        if pieces.fill(values) != write(values):
             return None
-    return glue
+    return pieces

@@ -24,10 +24,10 @@ def known_config(model: str) -> renderers.BaseRendererConfig | None:
 
 
 class RendererChat(Chat):
-    """A chat that asks a renderer of the library.
+    """A chat whose template is a renderer of the library.
 
-    The renderer sees escaped contents and tokenises through `SafeTokenizer`, which its own way of encoding would not
-    be safe without: it reads special tokens out of the replies of tools.
+    The renderer gets escaped contents and tokenises through `SafeTokenizer`: its own encoding would make special
+    tokens of what a tool replies.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class RendererChat(Chat):
     def extend(
         self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec], ended: int | None = None
     ) -> list[int] | None:
-        # What follows a turn depends on how it ended, not on what was said before: a short conversation stands for it.
-        before, said = self._prompt, self._endings[bool(history[-1].tool_calls)]
-        if ended in self.stop_ids and ended != said[-1]:
+        # The text after a turn depends on how the turn ended alone: a short conversation stands for the whole.
+        before, output = self._prompt, self._endings[bool(history[-1].tool_calls)]
+        if ended in self.stop_ids and ended != output[-1]:
             return None  # the template writes its own end of turn in its place
-        if ended is not None and ended != said[-1]:
-            said = said[:-1]  # the library closes the turn
+        if ended is not None and ended != output[-1]:
+            output = output[:-1]  # the library closes the turn
         added = self._messages(new)
         specs = [self._tool(tool) for tool in tools] or None
         renderer = self._renderer
         if self._stripping is not None and any(message.reasoning for message in history):
             renderer = self._stripping
-        bridged = renderer.bridge_to_next_turn(before, said, added, tools=specs)
-        present = [*before, *said]
+        bridged = renderer.bridge_to_next_turn(before, output, added, tools=specs)
+        present = [*before, *output]
         if bridged is None or bridged.token_ids[: len(present)] != present:
             return None
         return bridged.token_ids[len(present) :]
@@ -79,18 +79,17 @@ class RendererChat(Chat):
         if output and output[-1] in self._other_ends:
             output = output[:-1]
         try:
-            said = self._renderer.parse_response(
+            parsed = self._renderer.parse_response(
                 list(output), tools=list(self._tools.values()) or None, prompt_ids=self._prompt
             )
-            if said.reasoning_complete is False:
-                return Message(
-                    "assistant", said.content, said.reasoning_content or "", error="the reasoning is not closed"
-                )
-            calls = tuple(_read_call(call) for call in said.tool_calls)
-            return Message("assistant", said.content, said.reasoning_content or "", calls)
+            reasoning = parsed.reasoning_content or ""
+            if parsed.reasoning_complete is False:
+                return Message("assistant", parsed.content, reasoning, error="the reasoning is not closed")
+            calls = tuple(_read_call(call) for call in parsed.tool_calls)
+            return Message("assistant", parsed.content, reasoning, calls)
         except Malformed as problem:
             error = str(problem)
-        except Exception:  # the library's parsers raise on some output (deep nesting, say): the model's mistake
+        except Exception:  # the library's parsers raise on some output, such as deep nesting: the model's mistake
             error = "the tool call cannot be read"
         end = len(output) - 1 if output and output[-1] in self.stop_ids else len(output)
         reasoning, rest, _ = split_thinking(self._safe.decode(output[:end]), inside=False)
@@ -98,20 +97,20 @@ class RendererChat(Chat):
 
     def encode(self, message: Message) -> list[int]:
         rendered = self._renderer.render(self._messages([USER, message]))
-        said = self._after_prompt(rendered.token_ids)
-        if said is None:  # the message is written in another way than it is asked for
-            said = _sampled(rendered)
-        ends = [index for index, token in enumerate(said) if token in self.stop_ids]
+        output = self._after_prompt(rendered.token_ids)
+        if output is None:  # the renderer does not continue its own generation prompt
+            output = _sampled(rendered)
+        ends = [index for index, token in enumerate(output) if token in self.stop_ids]
         if ends:
-            return said[: ends[-1] + 1]
-        # In some formats a turn ends with the token that opens the next one: ask with an answer.
+            return output[: ends[-1] + 1]
+        # In some formats a turn ends with the token that opens the next one: render it with an answer.
         answer = Message("tool", "ok", name=message.tool_calls[0].name) if message.tool_calls else USER
         answered = _sampled(self._renderer.render(self._messages([USER, message, answer])))
         closing = [token for token in answered if token in self.stop_ids]
-        return [*said, closing[-1] if closing else self.stop_ids[0]]
+        return [*output, closing[-1] if closing else self.stop_ids[0]]
 
     def _after_prompt(self, tokens: list[int]) -> list[int] | None:
-        """What follows the generation prompt in `tokens`, where a token may run across its end."""
+        """The tokens after the generation prompt in `tokens`, where one may run across its end."""
         shared = shared_length(self._prompt, tokens)
         rest = self._safe.decode(self._prompt[shared:])
         for end in range(shared, len(tokens) + 1):
@@ -153,7 +152,7 @@ class RendererChat(Chat):
 
 
 class _RendererTokenizer:
-    """What the library needs of a tokenizer, encoding escaped text."""
+    """The part of a tokenizer that the library uses, for escaped text."""
 
     def __init__(self, tokenizer: Any, safe: SafeTokenizer) -> None:
         self._safe = safe
@@ -185,7 +184,7 @@ def _sample(calls: bool) -> Message:
 
 
 def _read_call(call: renderers.ParsedToolCall) -> ToolCall:
-    """The call that the library read. Raises Malformed with what is wrong with it."""
+    """The call that the library parsed. Raises Malformed, saying what is wrong with it."""
     if call.status is not renderers.ToolCallParseStatus.OK or not call.name:
         status = (
             renderers.ToolCallParseStatus.MISSING_NAME

@@ -1,4 +1,10 @@
-"""Text <-> tokens such that text which nobody sampled can never become a special token, nor gain or lose a space."""
+"""Text <-> tokens such that text that was not sampled never becomes a special token, nor gains or loses a space.
+
+An added token is a string that a tokenizer reads as one token wherever it stands: `<|im_end|>`, `<tool_call>`. `escape`
+replaces every such string in a content by a marker: its number between two Unicode noncharacters, which chat templates
+leave as they are. The result is escaped text. `encode` makes added tokens of what the template itself wrote, and spells
+the string of a marker with ordinary tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +17,12 @@ from tokenizers import Tokenizer
 
 from mtgrpo.chat.formats import MARKUP
 
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters: they mark, in a text, the place of an escaped string
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters
 _MARKER = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
 class SafeTokenizer:
-    """Text to tokens and back.
-
-    `escape` replaces every string that the tokenizer would read as an added token by a marker; the markers pass through
-    templates unharmed, and `encode` spells the strings they stand for with ordinary tokens.
-    """
+    """`escape` contents, render them, `encode` the escaped text; `decode` sampled tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         layout = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -30,22 +32,22 @@ class SafeTokenizer:
         self._inner = self._full if inner == layout else Tokenizer.from_str(json.dumps(inner))
         self._plain = Tokenizer.from_str(json.dumps({**inner, "added_tokens": []}))
         self.added: dict[str, int] = {token["content"]: token["id"] for token in layout["added_tokens"]}
-        prepends = inner["normalizer"] != layout["normalizer"]  # hardly any token is then found amid normalised text
+        prepends = inner["normalizer"] != layout["normalizer"]  # then a normalised token is hardly ever read amid text
         tokens = layout["added_tokens"]
-        self._found = _any_of(token["content"] for token in tokens if not (prepends and token["normalized"]))
+        self._read = _any_of(token["content"] for token in tokens if not (prepends and token["normalized"]))
         self._names = {token: string for string, token in self.added.items()}
         self._strings = [_OPEN, _CLOSE, *(string for string in self.added if string.strip())]
         self._numbers = {string: number for number, string in enumerate(self._strings)}
-        self._foreign = _any_of(self._strings)
-        self._sampled = _any_of(string for string in self._strings if string not in MARKUP)
+        self._escaped = _any_of(self._strings)
+        self._escaped_if_sampled = _any_of(string for string in self._strings if string not in MARKUP)
         self._normalizer = self._inner.normalizer
         normal = [self._normalizer.normalize_str(string) for string in self._strings] if self._normalizer else []
         self._normalized = _any_of(string for string in (*self._strings, *normal) if string.strip())
         self._spelled: dict[int, list[int]] = {}
 
     def escape(self, text: str, *, sampled: bool = False) -> str:
-        """`text` with markers for added tokens; in `sampled` text the markup that models write is left as it is."""
-        pattern = self._sampled if sampled else self._foreign
+        """`text` with markers for added tokens; in `sampled` text the markup that models generate stays."""
+        pattern = self._escaped_if_sampled if sampled else self._escaped
         if not text.isascii():
             text = text.encode(errors="replace").decode()  # halves of surrogate pairs, which have no tokens
         text = pattern.sub(lambda match: self._marker(match.group()), text)
@@ -79,19 +81,19 @@ class SafeTokenizer:
             return self.encode(before + text)[1:]
         if self._inner is self._full and _OPEN not in text:
             return self._full.encode(text, add_special_tokens=False).ids
-        return self.encode_with_spans(text, goes_on=True)[0]
+        return self.encode_with_spans(text, continues=True)[0]
 
-    def encode_with_spans(self, text: str, goes_on: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_spans(self, text: str, continues: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens of an escaped text, and for each the characters (from, to) of the escaped text it stands for.
 
-        goes_on: the text follows ordinary text, so that no space is put before it.
+        continues: the text follows ordinary text, so that no space is put before it.
         """
         tokens: list[int] = []
         spans: list[tuple[int, int]] = []
         position = 0
         for marker in (*_MARKER.finditer(text), None):
             end = marker.start() if marker else len(text)
-            for piece, tokenizer in self._pieces(text[position:end], goes_on or position > 0):
+            for piece, tokenizer in self._pieces(text[position:end], continues or position > 0):
                 encoding = tokenizer.encode(piece, add_special_tokens=False)
                 tokens += encoding.ids
                 spans += [(position + first, position + last) for first, last in encoding.offsets]
@@ -111,26 +113,26 @@ class SafeTokenizer:
         """The last of `tokens` where it is an added one, else ""."""
         return self._names.get(tokens[-1], "") if tokens else ""
 
-    def _pieces(self, text: str, goes_on: bool) -> list[tuple[str, Tokenizer]]:
+    def _pieces(self, text: str, continues: bool) -> list[tuple[str, Tokenizer]]:
         """`text` cut where tokenizers begin to put spaces before words, each piece with the tokenizer for it."""
-        if not goes_on or self._inner is self._full:
+        if not continues or self._inner is self._full:
             return [(text, self._full)] if text else []
-        found = self._found.search(text)
-        cut = found.start() if found else len(text)
+        match = self._read.search(text)
+        cut = match.start() if match else len(text)
         return [
             (piece, tokenizer) for piece, tokenizer in ((text[:cut], self._inner), (text[cut:], self._full)) if piece
         ]
 
     def _escape_normalized(self, text: str, sampled: bool) -> str:
-        """`text` with markers for what only the normaliser makes an added token."""
+        """`text` with markers for strings that the normaliser turns into an added token."""
         if not self._normalized.search(self._normalizer.normalize_str(text)):
             return text
         encoding = self._inner.encode(text, add_special_tokens=False)
         escaped, position = "", 0
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            name, found = self._names.get(token, ""), text[start:end]
-            if name in self._numbers and found.strip() and not (sampled and name in MARKUP):
-                escaped += text[position:start] + found.replace(found.strip(), self._marker(name))
+            name, string = self._names.get(token, ""), text[start:end]
+            if name in self._numbers and string.strip() and not (sampled and name in MARKUP):
+                escaped += text[position:start] + string.replace(string.strip(), self._marker(name))
                 position = end
         return escaped + text[position:]
 
@@ -160,13 +162,13 @@ _Trie = dict[str, "_Trie"]
 
 
 def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Finds the longest of `strings`, of which there may be thousands: what they begin with in common is read once."""
+    """Matches the longest of `strings`, of which there may be thousands: a common prefix is compared once."""
     trie: _Trie = {}
     for string in strings:
         node = trie
         for letter in string:
             node = node.setdefault(letter, {})
-        node[""] = {}  # here one ends
+        node[""] = {}  # one of the strings ends here
 
     def pattern(node: _Trie) -> str:
         branches = [re.escape(letter) + pattern(rest) for letter, rest in node.items() if letter]
@@ -178,7 +180,7 @@ def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
 
 
 def _without_prefix_space(layout: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a tokenizer that would put a space before a text or take one off it, without that."""
+    """The parts of a tokenizer that put a space before a text or strip one from it, changed to do neither."""
 
     def change(part: Any, pre: bool = False) -> Any:
         if not isinstance(part, dict):

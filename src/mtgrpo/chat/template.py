@@ -17,10 +17,10 @@ from mtgrpo.chat.pieces import (
     USER,
     Template,
     TemplatePieces,
+    calling,
     lacks_for_tools,
     learn,
     packaged,
-    say_calls,
     with_tools_in_prompt,
 )
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length
@@ -34,8 +34,8 @@ def chatml() -> str:
 
 
 def template_source(tokenizer: Any, template: str) -> str:
-    """The jinja source that `chat.template` means. Raises ConfigError where there is none."""
-    if template == "chatml":  # what begins a turn may be ordinary text, as it is for base models, but not what ends it
+    """The jinja source that `chat.template` names. Raises ConfigError where there is none."""
+    if template == "chatml":  # a base model may spell <|im_start|> as text; the end of a turn must be a token
         end = "<|im_end|>" if "<|im_end|>" in tokenizer.get_added_vocab() else tokenizer.eos_token
         if not end:
             raise ConfigError(
@@ -68,8 +68,8 @@ _EMPTY_THINKING = re.compile(r"^(<think>)?\s*</think>\s*")
 class TemplateChat(Chat):
     """Any tokenizer with a jinja chat template.
 
-    The template is rendered for whole conversations only. For single turns its glue is learned once per shape (roles,
-    and which fields are empty) and replayed; where contents change the glue, the template is rendered after all.
+    The template is rendered for whole conversations only. For single turns its pieces are learned once per shape
+    (roles, and which fields are empty) and joined; where the fixed text depends on contents, the template is rendered.
     """
 
     def __init__(self, tokenizer: Any, source: str, settings: ChatSettings, ends: Sequence[int] = ()) -> None:
@@ -77,43 +77,46 @@ class TemplateChat(Chat):
         self._template = Template(tokenizer, source, self._safe)
         lacking = lacks_for_tools(self._template)
         in_prompt = bool(lacking) if settings.tools is Tools.auto else settings.tools is Tools.prompt
+        self._lacking = lacking if in_prompt else ""
         if in_prompt:
             self._template = Template(tokenizer, with_tools_in_prompt(self._template), self._safe)
         self.template = self._template.source
         self._thinking = settings.thinking
         self._schemas: dict[str, Mapping[str, Any]] = {}
         self._extensions: dict[tuple[Any, ...], TemplatePieces | None] = {}
-        self._sayings: dict[tuple[bool, bool, int], TemplatePieces | None] = {}
+        self._outputs: dict[tuple[bool, bool, int], TemplatePieces | None] = {}
         self._visible: dict[tuple[Any, ...], frozenset[int]] = {}
 
         self._prompt = self._template.render_or_refuse([USER], (), prompt=True)
         self._opener = self._safe.last_added(self._safe.encode(self._prompt))
         spaced = self._safe.encode_after(self._opener, "x") != self._safe.encode_after("", "x")
-        self._space = " " if spaced else ""  # that the tokenizer puts before what the model says
+        self._space = " " if spaced else ""  # which the tokenizer puts before an output
         self._inside_thinking = bool(re.search(r"<think>\s*$", self._prompt))
         self._turn_end = self._find_turn_end()
-        said = self._template.try_render([USER, Message("assistant", ANCHOR)]) or ""
-        self._ends_at_once = said.partition(ANCHOR)[2].startswith(self._turn_end)
+        answered = self._template.try_render([USER, Message("assistant", ANCHOR)]) or ""
+        self._ends_at_once = answered.partition(ANCHOR)[2].startswith(self._turn_end)
         self._end = self._turn_end or tokenizer.eos_token
         if not self._end:
             raise ConfigError("the chat template ends a turn with no special token and the tokenizer has no eos token")
         stops: list[int | None] = [self._safe.added.get(self._end), tokenizer.eos_token_id, *ends]
         self.stop_ids = tuple(dict.fromkeys(token for token in stops if token is not None))
         self._format, self._no_tools = self._find_format()
-        self._one_call = self._template.try_render([USER, say_calls(2)]) is None
+        self._one_call = self._template.try_render([USER, calling(2)]) is None
         self._separator = self._find_separator()
         form = self._no_tools or f"tool calls {self._format.name}{' in the prompt' if in_prompt else ''}"
         turns = "" if self._turn_end else "; the template has none, so every turn starts a new segment"
         thinking = f"thinking {settings.thinking.value}"
         self.notes = [f"chat: template {settings.template}, {form}, {thinking}, end of turn {self._end}{turns}"]
-        if in_prompt and lacking:
-            self.notes.append("chat: the template knows no tools: they are described in the prompt (chat.tools=prompt)")
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         if tools and self._no_tools:
             raise ConfigError(
                 f"the chat template has {self._no_tools}; use chat.tools=prompt, chat.template=chatml or "
                 "chat.template=PATH"
+            )
+        if tools and not self._schemas and self._lacking:
+            self.notes.append(
+                f"chat: the template has no {self._lacking}: they are described in the prompt (chat.tools=prompt)"
             )
         self._schemas.update((tool.name, tool.parameters) for tool in tools)
         return self._safe.encode(self._template.render_or_refuse(messages, tools, prompt=True))
@@ -123,16 +126,16 @@ class TemplateChat(Chat):
     ) -> list[int] | None:
         open_turn = ended is not None and ended not in self.stop_ids  # sampling.stop_ids ended it
         if ended not in (None, self.stop_ids[0]) and not (open_turn and self._ends_at_once):
-            return None  # in the place of another end of turn the template writes its own
+            return None  # the template writes its own end of turn in place of another one
         if self._thinking is Thinking.strip and self._strips(history, new):
             return None
         calls = bool(history[-1].tool_calls)
         shape = (calls, bool(tools), *((message.role, bool(message.content), bool(message.name)) for message in new))
         if shape not in self._extensions:
             self._extensions[shape] = self._learn_extension(calls, bool(tools), new)
-        glue = self._extensions[shape]
-        if glue is not None:
-            text = glue.fill([self._safe.escape(text) for text in _texts(new)])
+        pieces = self._extensions[shape]
+        if pieces is not None:
+            text = pieces.fill([self._safe.escape(text) for text in _texts(new)])
         else:
             text = self._extension(calls, bool(tools), new)
         if text is None:
@@ -145,52 +148,52 @@ class TemplateChat(Chat):
         reasoning, rest, error = split_thinking(text, self._inside_thinking)
         if error:
             return Message("assistant", rest, reasoning, error=error)
-        said = self._format.parse(rest, self._schemas)
-        if self._one_call and len(said.calls) > 1:
+        parsed = self._format.parse(rest, self._schemas)
+        if self._one_call and len(parsed.calls) > 1:
             return Message("assistant", rest, reasoning, error="only one tool call per message is possible")
-        content = said.content.removesuffix(self._separator) if said.calls else said.content
-        return Message("assistant", content, reasoning, said.calls, error=said.error)
+        content = parsed.content.removesuffix(self._separator) if parsed.calls else parsed.content
+        return Message("assistant", content, reasoning, parsed.calls, error=parsed.error)
 
     def encode(self, message: Message) -> list[int]:
         shape = (bool(message.reasoning), bool(message.content), len(message.tool_calls))
-        if shape not in self._sayings:
-            self._sayings[shape] = self._learn_saying(*shape)
-        glue = self._sayings[shape]
-        if glue is None:
-            return self._safe.encode_after(self._opener, self._say(message))
+        if shape not in self._outputs:
+            self._outputs[shape] = self._learn_output(*shape)
+        pieces = self._outputs[shape]
+        if pieces is None:
+            return self._safe.encode_after(self._opener, self._output(message))
         values = [self._safe.escape(text, sampled=True) for text in (message.reasoning, message.content)]
         values.append(self._format.write(self._template.escaped_calls(message.tool_calls)))
-        return self._safe.encode_after(self._opener, glue.fill(values))
+        return self._safe.encode_after(self._opener, pieces.fill(values))
 
     def _find_turn_end(self) -> str:
         """The added token with which the template ends an assistant's turn whatever follows; "" if there is none."""
         tokens = "|".join(re.escape(token) for token in sorted(self._safe.added, key=len, reverse=True))
-        found: set[str] = set()
-        said = Message("assistant", ANCHOR)
-        for messages, prompt in (([USER, said], False), ([USER, said, USER], True)):
+        ends: set[str] = set()
+        answer = Message("assistant", ANCHOR)
+        for messages, prompt in (([USER, answer], False), ([USER, answer, USER], True)):
             text = self._template.try_render(messages, prompt=prompt) or ""
             end = re.match(rf"\s*({tokens})", text.partition(ANCHOR)[2])
-            found.add(end.group(1) if end else "")
-        return found.pop() if len(found) == 1 else ""
+            ends.add(end.group(1) if end else "")
+        return ends.pop() if len(ends) == 1 else ""
 
     def _find_format(self) -> tuple[ToolFormat, str]:
         """(the format in which the template writes tool calls, why tools cannot be used with it or "")."""
         lacking = lacks_for_tools(self._template)
         if lacking:
             return Hermes(), f"no {lacking}"
-        shown = self._template.try_render([USER], [PROBE_TOOL], prompt=True) or ""
-        said = self._template.try_render([USER, say_calls(1)], [PROBE_TOOL]) or ""
-        said = said[shared_length(said, _OPEN_THINKING.sub("", shown)) :]
-        said = said[: said.rfind(self._turn_end)] if self._turn_end else said
+        prompt = self._template.try_render([USER], [PROBE_TOOL], prompt=True) or ""
+        output = self._template.try_render([USER, calling(1)], [PROBE_TOOL]) or ""
+        output = output[shared_length(output, _OPEN_THINKING.sub("", prompt)) :]
+        output = output[: output.rfind(self._turn_end)] if self._turn_end else output
         for form in FORMATS:
-            if form.parse(split_thinking(said, inside=False)[1], {}).calls == (PROBE_CALL,):
+            if form.parse(split_thinking(output, inside=False)[1], {}).calls == (PROBE_CALL,):
                 return form, ""
-        return Hermes(), f"an unknown format of tool calls ({said.strip()[:60]!r})"
+        return Hermes(), f"an unknown format of tool calls ({output.strip()[:60]!r})"
 
     def _find_separator(self) -> str:
-        """What the template writes between content and tool calls."""
-        glue = self._learn_saying(reasoning=False, content=True, calls=1)
-        return glue.literals[1] if glue is not None and glue.slots == (1, 2) else "\n"
+        """The text that the template writes between content and tool calls."""
+        pieces = self._learn_output(reasoning=False, content=True, calls=1)
+        return pieces.literals[1] if pieces is not None and pieces.slots == (1, 2) else "\n"
 
     def _learn_extension(self, calls: bool, tools: bool, new: Sequence[Message]) -> TemplatePieces | None:
         texts = _texts(new)
@@ -203,17 +206,17 @@ class TemplateChat(Chat):
         return learn(write, len(texts))
 
     def _extension(self, calls: bool, tools: bool, new: Sequence[Message]) -> str | None:
-        """What the template writes between an assistant's end of turn and the next turn.
+        """The text that the template writes between an assistant's end of turn and the next turn.
 
-        None unless the rest of the conversation is written as before, in a short and in a longer conversation.
+        None unless it writes the rest of the conversation as before, in a short and in a longer conversation.
         """
         specs = [PROBE_TOOL] if tools else []
-        said = say_calls(1) if calls else Message("assistant", ANCHOR)
-        found: set[str] = set()
+        answer = calling(1) if calls else Message("assistant", ANCHOR)
+        extensions: set[str] = set()
         for stub in _STUBS if self._turn_end else ():
             before = self._template.try_render(stub, specs, prompt=True)
-            alone = self._template.try_render([*stub, said], specs)
-            after = self._template.try_render([*stub, said, *new], specs, prompt=True)
+            alone = self._template.try_render([*stub, answer], specs)
+            after = self._template.try_render([*stub, answer, *new], specs, prompt=True)
             if before is None or alone is None or after is None:
                 return None
             rest = after.partition(ANCHOR)[2]
@@ -222,46 +225,47 @@ class TemplateChat(Chat):
                 return None
             if not end or not after.startswith(_OPEN_THINKING.sub("", before)):
                 return None
-            found.add(extension)
-        return found.pop() if len(found) == 1 else None
+            extensions.add(extension)
+        return extensions.pop() if len(extensions) == 1 else None
 
-    def _learn_saying(self, reasoning: bool, content: bool, calls: int) -> TemplatePieces | None:
+    def _learn_output(self, reasoning: bool, content: bool, calls: int) -> TemplatePieces | None:
         probes = (PROBE_CALL,) * calls
         written = self._format.write(probes)
 
         def write(values: Sequence[str]) -> str | None:
-            text = self._say(Message("assistant", values[1] if content else "", values[0] if reasoning else "", probes))
+            thoughts, text = values[0] if reasoning else "", values[1] if content else ""
+            text = self._output(Message("assistant", text, thoughts, probes))
             if not calls:
                 return text
             return text.replace(written, values[2]) if text.count(written) == 1 else None
 
         return learn(write, 3)
 
-    def _say(self, message: Message) -> str:
-        """What the model would have said, by rendering the template; in the format alone where that does not work."""
+    def _output(self, message: Message) -> str:
+        """The text of the model's output, by rendering the template; in the format alone where that does not work."""
         if message.reasoning and not self._template.shows_reasoning:
             opening = "" if self._inside_thinking else "<think>\n"
             thoughts = opening + self._safe.escape(message.reasoning, sampled=True) + "\n</think>\n\n"
-            return thoughts + _EMPTY_THINKING.sub("", self._say(dataclasses.replace(message, reasoning="")))
+            return thoughts + _EMPTY_THINKING.sub("", self._output(dataclasses.replace(message, reasoning="")))
         full = self._template.try_render([USER, message]) or ""
         prompt = _OPEN_THINKING.sub("", self._prompt)
         if not full.startswith(prompt):
-            return self._say_plainly(message)
-        said = full.removeprefix(self._prompt).removeprefix(prompt)
+            return self._plain_output(message)
+        output = full.removeprefix(self._prompt).removeprefix(prompt)
         if self._inside_thinking and not full.startswith(self._prompt):  # the template writes no or other thoughts
-            said = said.removeprefix("<think>") if said.startswith("<think>") else "\n</think>\n\n" + said
-        said, end, _ = said.rpartition(self._end)
-        return said + end if end else self._say_plainly(message)
+            output = output.removeprefix("<think>") if output.startswith("<think>") else "\n</think>\n\n" + output
+        output, end, _ = output.rpartition(self._end)
+        return output + end if end else self._plain_output(message)
 
-    def _say_plainly(self, message: Message) -> str:
-        said = self._safe.escape(message.content, sampled=True)
+    def _plain_output(self, message: Message) -> str:
+        output = self._safe.escape(message.content, sampled=True)
         if message.reasoning or self._inside_thinking:
             opening = "" if self._inside_thinking else "<think>\n"
-            said = f"{opening}{self._safe.escape(message.reasoning, sampled=True)}\n</think>\n\n{said}"
+            output = f"{opening}{self._safe.escape(message.reasoning, sampled=True)}\n</think>\n\n{output}"
         if message.tool_calls:
             calls = self._format.write(self._template.escaped_calls(message.tool_calls))
-            said += "\n" + calls if message.content else calls
-        return said + self._end
+            output += "\n" + calls if message.content else calls
+        return output + self._end
 
     def _strips(self, history: Sequence[Message], new: Sequence[Message]) -> bool:
         """Whether the template shows less of the model's reasoning after `new` than the present context does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -13,5 +13,5 @@ T = TypeVar("T")
 def eagerly(function: Callable[..., T], *arguments: object) -> T:
     """The result of `function`, which runs as it is written also where the caller is being compiled."""
     if torch.compiler.is_compiling():
-        function = torch.compiler.disable(function)  # only here: it imports the compiler
+        function = cast(Callable[..., T], torch.compiler.disable(function))  # only here: it imports the compiler
     return function(*arguments)

@@ -115,7 +115,7 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def _labels(ticks: Sequence[float]) -> list[str]:
-    """With as few decimals as tell them exactly."""
+    """The ticks as text, with as few decimals as are exact."""
     exact = 1e-6 * (ticks[1] - ticks[0])
     for digits in range(7):
         if all(abs(round(tick, digits) - tick) < exact for tick in ticks) and max(map(abs, ticks)) < 1e6:

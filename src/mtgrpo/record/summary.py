@@ -11,7 +11,7 @@ from mtgrpo.strict_json import strict_json
 
 
 def write_summary(folder: Path, values: Mapping[str, Any]) -> None:
-    """Write `summary.json` in `folder`: the run's results at a glance. Readers see the old file or the new, whole."""
+    """Write `summary.json` in `folder`: the run's results at a glance. The file is replaced as a whole."""
     partial = folder / ".summary.json.partial"
     partial.write_bytes(strict_json(values, indent=2) + b"\n")
     os.replace(partial, folder / "summary.json")

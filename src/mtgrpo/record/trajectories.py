@@ -37,7 +37,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """Without the fields that are empty, which most are."""
+    """A message without its empty fields."""
     record: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
         record["reasoning"] = message.reasoning

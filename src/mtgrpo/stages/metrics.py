@@ -140,3 +140,14 @@ def describe_conversations(groups: Sequence[Group], settings: Profile) -> Metric
             "tokens_after_condensation": sum(t.tokens_after for t in trajectories) / times,
         }
     return found
+
+
+def describe_failures(groups: Sequence[Group]) -> list[str]:
+    """What people should know of conversations that failed and of calls that no tool answered; [] for nothing."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    found: list[str] = []
+    if failed := [t.reason for t in trajectories if t.status is Status.FAILED]:
+        found.append(f"{len(failed)} conversations failed, the first because of {failed[0]}")
+    if outages := [why for t in trajectories for why in t.outages]:
+        found.append(f"{len(outages)} calls were answered by no tool, the first because {outages[0]}")
+    return found

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from mtgrpo.advantages.rewards import comparable
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.updater import PolicyUpdater
@@ -18,11 +16,10 @@ from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.budget import Budget
 from mtgrpo.stages.evaluate import AllFailedError, evaluate, evaluate_fully
-from mtgrpo.stages.metrics import describe_conversations, describe_step
+from mtgrpo.stages.metrics import describe_conversations, describe_failures, describe_step
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.stages.sft import warm_start
-from mtgrpo.stages.update import make_updater, save, update
-from mtgrpo.types import Group, Status
+from mtgrpo.stages.update import make_stream, make_updater, save, update
 
 MISMATCH = "in a conversation the engine's log-probabilities differ from the trainer's"
 
@@ -57,7 +54,7 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
 
 async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
     """Roll out, update, repeat, until the first limit; returns steps and seconds, evaluation and saving not counted."""
-    updater, stream, budget = make_updater(run), _stream(run), Budget(run.experiment.trainer)
+    updater, stream, budget = make_updater(run), make_stream(run), Budget(run.experiment.trainer)
     run.sinks.stage("reinforcement learning", run.experiment.trainer.steps)
     for note in run.experiment.notes:
         run.sinks.note(note)
@@ -77,19 +74,6 @@ async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
     if summary := updater.policy.profiler.summary():
         run.sinks.note(summary)
     return budget.steps, budget.seconds
-
-
-def _stream(run: Run) -> Stream:
-    """The groups of a run, those that its filter leaves out replaced if asked."""
-    experiment = run.experiment
-    chosen, algorithm = experiment.filter, experiment.algorithm
-
-    def keeps(group: Group) -> bool:
-        left = comparable([group], algorithm)
-        return bool(left) and chosen.keeps(left[0], experiment.reward.success_at, algorithm.shaped_reward)
-
-    batches = chosen.max_batches if chosen.refill else 1
-    return Stream(run.runner, run.tasks, experiment.rollout, keeps, batches)
 
 
 async def _step(run: Run, updater: PolicyUpdater, stream: Stream, budget: Budget, curve: Curve) -> None:
@@ -114,7 +98,10 @@ async def _step(run: Run, updater: PolicyUpdater, stream: Stream, budget: Budget
     except AllFailedError as error:  # an outage, which may be over at the next step
         run.sinks.note(str(error))
     finally:  # also when Ctrl-C ends the evaluation
-        _record(run, step, batch.groups, metrics)
+        for text in describe_failures(batch.groups):
+            run.sinks.note(f"step {step}: {text}")
+        trajectories.write(run.folder, f"step_{step:06d}", batch.groups)
+        run.sinks.log(metrics, step)
         curve.reward.append(metrics["reward/mean"])
     if interrupted:
         raise asyncio.CancelledError
@@ -124,14 +111,3 @@ async def _step(run: Run, updater: PolicyUpdater, stream: Stream, budget: Budget
 
 def _due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
-
-
-def _record(run: Run, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
-    """What a step leaves in the run's folder."""
-    failed = [t for group in groups for t in group.trajectories if t.status is Status.FAILED]
-    if failed:
-        run.sinks.note(f"step {step}: {len(failed)} conversations failed, the first because of {failed[0].reason}")
-    if outages := [why for group in groups for t in group.trajectories for why in t.outages]:
-        run.sinks.note(f"step {step}: {len(outages)} calls were answered by no tool, the first because {outages[0]}")
-    trajectories.write(run.folder, f"step_{step:06d}", groups)
-    run.sinks.log(metrics, step)

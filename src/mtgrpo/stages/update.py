@@ -16,9 +16,23 @@ from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy, at_once
 from mtgrpo.policy.updater import PolicyUpdater, UpdateConfig
 from mtgrpo.profile import Profiler
+from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.controls import control
 from mtgrpo.stages.run import Run
 from mtgrpo.types import Group
+
+
+def make_stream(run: Run) -> Stream:
+    """The groups of a run, those that its filter leaves out replaced if asked."""
+    experiment = run.experiment
+    chosen, algorithm = experiment.filter, experiment.algorithm
+
+    def keeps(group: Group) -> bool:
+        left = comparable([group], algorithm)
+        return bool(left) and chosen.keeps(left[0], experiment.reward.success_at, algorithm.shaped_reward)
+
+    batches = chosen.max_batches if chosen.refill else 1
+    return Stream(run.runner, run.tasks, experiment.rollout, keeps, batches)
 
 
 def make_updater(run: Run) -> PolicyUpdater:

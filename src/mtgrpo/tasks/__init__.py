@@ -1,6 +1,6 @@
-"""Where work comes from. One file = one data set: a dataclass whose `open` gives a stream of tasks.
+"""Sources of tasks. One file = one data set: a dataclass whose `open` gives a stream of tasks.
 
-A stream never loads all of its data, and continues exactly where it was from `state_dict`.
+A stream never loads all of its data, and resumes exactly from its `state_dict`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mtgrpo.types import SUMMARY, Message, Role, Task, ToolCall
 
 MATHS_SYSTEM_PROMPT = "Solve the problem. End with #### and the answer as a plain number."
 
-EXAMPLES_SEED = 2_000_000  # worked examples are other generated tasks than the rollouts and the warm start
+EXAMPLES_SEED = 2_000_000  # few-shot examples are other generated tasks than the rollouts and the warm start
 
 
 class Split(Enum):
@@ -50,28 +50,28 @@ class TaskSource(ABC):
     """Base of all task sources."""
 
     system_prompt: str = ""  # put before every task's messages unless they begin with a system message
-    examples: Any = 0  # worked ones after it: how many demonstrations of training tasks, or messages of your own
+    examples: Any = 0  # few-shot, after it: a number of demonstrations of training tasks, or messages of your own
 
     @abstractmethod
     def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """A stream over `split`, shuffled by `seed`; endless when `repeat`, else one pass in the file's order."""
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
-        """What a demonstrator says to `task`: assistant messages and the tools' replies, for the warm start.
+        """A demonstration of `task`: assistant messages and the tools' replies, for the warm start.
 
         A pure function of (task, seed). None when this source has no demonstration for the task.
         """
         return None
 
     def with_prompt(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """`messages` after the system prompt, unless they bring one, and the worked examples. Raises ConfigError."""
+        """`messages` after the system prompt, unless they bring one, and the few-shot examples. Raises ConfigError."""
         own = 1 if messages[0].role == "system" else 0
         system = messages[:own] or ((Message("system", self.system_prompt),) if self.system_prompt else ())
         return (*system, *self.worked, *messages[own:])
 
     @functools.cached_property
     def worked(self) -> tuple[Message, ...]:
-        """The worked examples that stand before every task. Raises ConfigError."""
+        """The few-shot examples before every task. Raises ConfigError."""
         if not isinstance(self.examples, int):
             return _worked(self.examples)
         bare = replace(self, system_prompt="", examples=0)
@@ -128,7 +128,7 @@ class IndexedStream:
         return task
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is; JSON-serialisable."""
+        """The position of the stream; JSON-serialisable."""
         return {"epoch": self.epoch, "position": self._position, "rows": self._length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -161,7 +161,7 @@ class IndexedStream:
 
 
 def permuted(index: int, length: int, key: int) -> int:
-    """Where the permutation of range(length) that `key` draws sends `index`, in constant time and memory.
+    """The image of `index` under the permutation of range(length) that `key` draws, in constant time and memory.
 
     A Feistel network over the next power of four, walked until it lands inside the range (Black and Rogaway, "Ciphers
     with Arbitrary Finite Domains", 2002). Good for shuffling, not for secrecy.
@@ -220,11 +220,11 @@ class Rows(ABC):
 
     @abstractmethod
     def where(self, index: int) -> str:
-        """The row's file and number, for messages to people."""
+        """The row's file and number, for error messages."""
 
     @abstractmethod
     def default_id(self, index: int) -> str:
-        """The id of a row that brings none."""
+        """The id of a row that has none."""
 
     @abstractmethod
     def ids(self, column: str) -> Iterator[str]:
@@ -235,16 +235,16 @@ class Rows(ABC):
         return _scalar(row, "id", column, self.where(index)) or self.default_id(index)
 
     def divided(self, split: Split, id_column: str, eval_fraction: float) -> Sequence[int]:
-        """The rows of `split`, ascending, where the ids alone say which rows are held out."""
+        """The rows of `split`, ascending, where rows are held out by their ids alone."""
         wanted = split is Split.eval
         ids = enumerate(self.ids(id_column))
         return array("q", (row for row, task_id in ids if held_out(task_id, eval_fraction) is wanted))
 
 
 def task_from_row(row: Mapping[str, Any], columns: Columns, where: str, default_id: str) -> Task:
-    """The task that a row of a table describes; columns that are not asked for become the task's metadata.
+    """The task in a row of a table; columns that are not in `columns` become the task's metadata.
 
-    Where the user named no column of answers and the row has none, verl's reward_model.ground_truth (or its `target`)
+    Where the user names no column of answers and the row has none, verl's reward_model.ground_truth (or its `target`)
     is taken. Of several accepted answers the first is the task's, and metadata["answers"] holds all.
 
     Raises ConfigError, beginning with `where`, naming the column that is missing or of a wrong type.

@@ -76,7 +76,7 @@ class Gsm8k(TaskSource):
 def solve_with_calculator(calculations: list[tuple[str, str]], answer: str) -> tuple[Message, ...] | None:
     """A conversation that makes each (expression, result) as one calculator call, then states the answer.
 
-    None when there is nothing to calculate, a result is not what the calculator says, or the last is not the answer.
+    None when there is nothing to calculate, the calculator gives another result, or the last one is not the answer.
     """
     calculator = Calculator()
     messages: list[Message] = []

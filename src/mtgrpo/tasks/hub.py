@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, and where those that are here already lie."""
+"""Data sets of the Hugging Face hub, and the folder of local ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CURE = (
 class Hub(TaskSource):
     """Any data set that the package `datasets` can stream: a name on the hub, or a folder in the same layout.
 
-    Rows are shuffled in a buffer, so only that is held in memory; resuming reads past the rows that were delivered in
+    Rows are shuffled in a buffer, so only that is held in memory; resuming skips the rows that were delivered in
     this epoch. A row without an id is named by a hash of its prompt.
     Example: `task=hub task.path=openai/gsm8k task.subset=main task.columns.prompt=question`.
     """
@@ -90,7 +90,7 @@ class HubStream:
         return task
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is; JSON-serialisable."""
+        """The position of the stream; JSON-serialisable."""
         return {"epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,12 +127,12 @@ def data_folder() -> Path | None:
 class HubRows(Rows):
     """The rows of one split of a data set, downloaded once and mapped from disk.
 
-    Raises ConfigError, ending in `cure`, when it cannot be had.
+    Raises ConfigError, ending in `cure`, when it cannot be loaded.
     """
 
     def __init__(self, path: str, subset: str, split: str, cure: str) -> None:
         self._data = _load(path, subset, split, streaming=False, cure=cure)
-        self.blocks = [len(self)]  # any row is as cheap to read as any other
+        self.blocks = [len(self)]  # one run: any row is as cheap to read as any other
         self._name = f"{path} ({split})"
         self._split = split
 

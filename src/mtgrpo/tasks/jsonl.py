@@ -28,11 +28,11 @@ class FileSource(TaskSource):
     eval_fraction: float = 0.1  # without `val_files`, the share of rows, by a hash of the id, that is never trained on
     columns: Columns = field(default_factory=Columns)
 
-    suffix: ClassVar[str]  # of the files looked for in a folder
+    suffix: ClassVar[str]  # of the files that are read from a folder
 
     @abstractmethod
     def rows(self, files: Mapping[Path, str]) -> Rows:
-        """Random access to the rows of `files`, which have a name each, for ids. Raises ConfigError for bad files."""
+        """Random access to the rows of `files`, each with its name in ids. Raises ConfigError for bad files."""
 
     def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """A stream over `split`. Raises ConfigError for missing files, an empty split and a bad first row."""
@@ -72,12 +72,12 @@ class FileSource(TaskSource):
             )
         if self.path and self.train_files:
             raise ConfigError(
-                f"task.path={self.path} and task.train_files={_spelled(self.train_files)} both say what to train on; "
+                f"task.path={self.path} and task.train_files={_spelled(self.train_files)} both name the training data; "
                 "leave one of them out"
             )
         entries = [self.path] if self.path else self.train_files
-        training = self._found(entries, self._given())
-        held_out = self._found(self.val_files, f"task.val_files={_spelled(self.val_files)}")
+        training = self._resolved(entries, self._given())
+        held_out = self._resolved(self.val_files, f"task.val_files={_spelled(self.val_files)}")
         for entry in entries:
             if Path(entry).expanduser().resolve() in held_out:
                 raise ConfigError(
@@ -89,14 +89,14 @@ class FileSource(TaskSource):
             raise ConfigError(f"{self._given()} holds only the files of task.val_files={_spelled(self.val_files)}")
         return remaining, list(held_out.values())
 
-    def _found(self, entries: Sequence[str], given: str) -> dict[Path, Path]:
-        """The files that are named, by where they really are: a link to a file is that file."""
-        found: dict[Path, Path] = {}
+    def _resolved(self, entries: Sequence[str], given: str) -> dict[Path, Path]:
+        """The files of `entries`, by their resolved paths: a link to a file is that file."""
+        files: dict[Path, Path] = {}
         for file in (file for entry in entries for file in self._files_at(entry, given)):
-            if file.resolve() in found:
+            if file.resolve() in files:
                 raise ConfigError(f"{given} names the file {file} twice; name it once, or its folder alone")
-            found[file.resolve()] = file
-        return found
+            files[file.resolve()] = file
+        return files
 
     def _files_at(self, name: str, given: str) -> list[Path]:
         if not name:
@@ -105,14 +105,14 @@ class FileSource(TaskSource):
         if path.is_file():
             return [path]
         if not path.is_dir():
-            raise ConfigError(f"{given}: there is no such file or folder as {name} (looked for {path})")
+            raise ConfigError(f"{given}: there is no such file or folder as {name} ({path})")
         files = sorted(path.glob(f"*{self.suffix}"))
         if not files:
             raise ConfigError(f"{given}: the folder {name} holds no {self.suffix} file")
         return files
 
     def _given(self) -> str:
-        """What says which files to train on, as the user types it."""
+        """The option that names the training files, as the user types it."""
         return f"task.path={self.path}" if self.path else f"task.train_files={_spelled(self.train_files)}"
 
 
@@ -168,7 +168,7 @@ class JsonlRows(Rows):
                         self._offset_of.append(offset)
                         self._line_of.append(line_number)
                     offset += len(line)
-        self.blocks = [len(self)]  # any line is as cheap to read as any other
+        self.blocks = [len(self)]  # one run: any line is as cheap to read as any other
 
     def __len__(self) -> int:
         return len(self._offset_of)

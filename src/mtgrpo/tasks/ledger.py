@@ -18,7 +18,7 @@ PROMPT = "Add up the amounts on all pages."
 class Ledger(TaskSource):
     """Pages with one amount each, read one by one (tool next_page); a running total is kept with the calculator.
 
-    The answer is the total after `####`. What is needed at any time is the total so far and the page last read, so that
+    The answer is the total after `####`. At any time only the total so far and the page last read are needed, so that
     an agent that keeps the end of the conversation, or writes the total down, can finish whatever the number of pages.
     A fifth of all amounts is held out: it appears in `eval` tasks only. It needs
     environment.tools=[calculator,next_page] and environment.max_turns of twice the pages and one more.
@@ -55,19 +55,19 @@ class Ledger(TaskSource):
         )
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
-        """Pages, sums and an answer, with a summary after each step for condensers that ask for one."""
+        """Pages, sums and an answer, with a summary after each step for condensers that need one."""
         rng = random.Random(f"demonstration/{seed}/{task.id}")
         pages = list(task.metadata["pages"])
         if rng.random() < self.right:
-            return tuple(_told(pages, finished=True))
-        return tuple(_told(pages[: rng.randrange(1, len(pages))], finished=False))
+            return tuple(_conversation(pages, finished=True))
+        return tuple(_conversation(pages[: rng.randrange(1, len(pages))], finished=False))
 
 
 _AMOUNTS = {held_out: numbers(100, 999, held_out) for held_out in (False, True)}
 
 
-def _told(pages: list[int], finished: bool) -> Iterator[Message]:
-    """The conversation after the task; the end is looked for if `finished`."""
+def _conversation(pages: list[int], finished: bool) -> Iterator[Message]:
+    """The conversation after the task; if `finished`, up to the reply that there are no more pages."""
     yield from _called("next_page", {}, str(pages[0]))
     yield Message("assistant", f"total {pages[0]}", name=SUMMARY)
     total = pages[0]

@@ -38,13 +38,13 @@ _EVAL_FRACTION = 0.2
 
 @dataclass
 class OneStep(TaskSource):
-    """Short stories that ask for one sum, difference, product or quotient; the answer is one integer after `####`.
+    """Short stories about one sum, difference, product or quotient; the answer is one integer after `####`.
 
     Held out by construction: a fifth of all pairs of numbers that are calculated with (quotient and divisor in a
     division) appears in `eval` tasks only, in either order and with any operator.
     """
 
-    operators: str = "+-*/"  # those that occur, equally often
+    operators: str = "+-*/"  # equally often
     largest: int = 59  # number of a sum or a difference; the smallest is 2
     largest_factor: int = 12  # number of a product, divisor and quotient of a division; the smallest is 2
 

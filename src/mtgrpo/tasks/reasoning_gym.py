@@ -12,14 +12,14 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream, held_out
 from mtgrpo.types import Message, Task
 
-# Their scoring runs what the model said as Python code, by eval or sympy's parse_expr.
+# Their scoring runs the model's answer as Python code, by eval or sympy's parse_expr.
 RUNS_ANSWERS = {
     *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24"),
     *("simple_integration", "spiral_matrix", "string_insertion"),
 }
 _EVAL_FRACTION = 0.2
-_SIZE = 1000  # questions that are made from one seed
-_TRIES = 100  # questions that are looked at for one of the wanted split
+_SIZE = 1000  # questions per seed of the library
+_TRIES = 100  # questions that are tried to get one of the wanted split
 
 
 @dataclass
@@ -28,7 +28,7 @@ class ReasoningGym(TaskSource):
 
     Held out is a fifth of all questions, by a hash of their text: no question is both trained on and evaluated.
     Example: `task=reasoning_gym task.dataset=chain_sum task.config='{max_terms: 3}' reward=reasoning_gym`. The answer
-    is expected after `####`, or as the library asks for it in <answer></answer>: say so in task.system_prompt.
+    is expected after `####`, or in <answer></answer>, as in the library: name the form in task.system_prompt.
     """
 
     dataset: str = ""  # its name in the library
@@ -47,7 +47,7 @@ class ReasoningGym(TaskSource):
         return IndexedStream(None, lambda index: self._task(config, split, seed, index), seed, repeat)
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
-        """The library's answer; None for tasks of which any of several answers is right and it gives none."""
+        """The library's answer; None for tasks with several right answers, of which it names none."""
         return (Message("assistant", f"#### {task.answer}"),) if task.answer else None
 
     def _task(self, config: str, split: Split, seed: int, index: int) -> Task:

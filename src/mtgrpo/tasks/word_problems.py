@@ -102,7 +102,7 @@ class WordProblems(TaskSource):
 def vary(task: Task, rng: random.Random) -> Task:
     """The same story and equation with other numbers of as many digits, whose answer is a positive integer again.
 
-    The task as it is where a number of the equation is not in the text, or no numbers that fit are found.
+    The unchanged task where a number of the equation is not in the text, or no numbers fit.
     """
     text, equation = task.messages[-1].content, _plain(task.metadata["equation"])
     olds = sorted(set(_NUMBER.findall(text)) - {"0", "1"})
@@ -113,7 +113,7 @@ def vary(task: Task, rng: random.Random) -> Task:
         new = {old: str(rng.randrange(max(2, 10 ** (len(old) - 1)), 10 ** len(old))) for old in olds}
 
         def renewed(part: str, new: dict[str, str] = new) -> str:
-            return _NUMBER.sub(lambda found: new.get(found[0], found[0]), part)
+            return _NUMBER.sub(lambda number: new.get(number[0], number[0]), part)
 
         try:
             answer = calculator(renewed(equation))
