@@ -73,9 +73,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if name in tiny.SHAPES:
         return tiny.load_tokenizer()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(_place(name))
+        tokenizer = AutoTokenizer.from_pretrained(place(name))
     except (OSError, ValueError) as error:
-        raise ConfigError(_not_found(name, error)) from error
+        raise ConfigError(not_found(name, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(f"model.name={name}: its tokenizer is {type(tokenizer).__name__}, a fast one is needed")
     return tokenizer
@@ -166,20 +166,20 @@ def computes_in(model: PreTrainedModel) -> torch.dtype:
 
 def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -> PreTrainedModel:
     """The model that `settings.name` says, with its own adapter, a new one or none."""
-    name = _place(settings.name)
+    name = place(settings.name)
     try:
         adapter = find_adapter(name)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(_not_found(name, error)) from error
+        raise ConfigError(not_found(name, error)) from error
     base = str(adapter.base_model_name_or_path) if adapter else name
     if Path(base).is_dir():
         base = str(Path(base).resolve())  # an adapter's folder will name it, and may be read from anywhere
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype=weights)
     except (OSError, ValueError) as error:
-        raise ConfigError(_not_found(name, error, base if adapter else "")) from error
+        raise ConfigError(not_found(name, error, base if adapter else "")) from error
     if adapter:
         load_adapter(model, adapter, name, settings.lora)
     elif settings.lora.rank:
@@ -187,7 +187,7 @@ def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -
     return model
 
 
-def _place(name: str) -> str:
+def place(name: str) -> str:
     """Where the model of this name lies: itself, but for one that the command `mtgrpo data` puts on this machine."""
     if name != smollm2.NAME:
         return name
@@ -197,7 +197,8 @@ def _place(name: str) -> str:
     return str(folder)
 
 
-def _not_found(name: str, error: Exception, base: str = "") -> str:
+def not_found(name: str, error: Exception, base: str = "") -> str:
+    """What to say when model `name`, or the `base` of the adapter that it is, cannot be loaded."""
     reason = str(error).partition("\n")[0]
     if base:
         return (
