@@ -121,7 +121,7 @@ def planned() -> dict[str, Plan]:
 
 
 def trajectories(vocabulary: int, tokens: int) -> list[Trajectory]:
-    """Conversations of one turn each, together a little more than one micro-batch of `tokens`; nearly all is sampled."""
+    """Conversations of one turn each that fill two micro-batches of `tokens`; nearly all is sampled."""
     rng = random.Random(0)
     task = Task("benchmark", (Message("user", "?"),))
     found: list[Trajectory] = []
@@ -129,7 +129,7 @@ def trajectories(vocabulary: int, tokens: int) -> list[Trajectory]:
         output = [rng.randrange(vocabulary) for _ in range(511)]
         prompt = [rng.randrange(vocabulary)]
         turn = Turn(prompt, output, [-1.0] * 511, [0] * 511, Finish.STOP, Message("assistant"), False)
-        found.append(Trajectory(task, [turn]))
+        found.append(Trajectory(task, turns=[turn]))
     return found
 
 
@@ -149,7 +149,7 @@ def update_twice(run: Experiment) -> None:
     """Two steps of the optimiser, of two micro-batches each, beside an engine; the second has everything in place."""
     model = load_model(run.model, 0)
     engine = run.engine.start(model, True, 512)
-    policy = Policy(model, Optimizer(model, run.optimizer, 0), run.batch.token_budget, 1.0)
+    policy = Policy(model, Optimizer(model, run.optimizer, 2), run.batch.token_budget, 1.0)
     batch = build_batch(trajectories(int(model.config.vocab_size), run.batch.token_budget))
     weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
     nothing_clipped = torch.zeros(len(batch), dtype=torch.bool)

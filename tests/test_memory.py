@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from mtgrpo.config.compose import preset
 from mtgrpo.config.experiment import Experiment
@@ -125,6 +125,13 @@ def test_other_families(tmp_path: Path) -> None:
         max_window_layers=2, architectures=["Qwen3ForCausalLM"],
     )  # fmt: skip
     assert Skeleton(ModelSettings(named(tmp_path, windowed)), "cuda").training_bytes(512) > 0
+
+
+def test_of_layers_that_look_at_contents_nothing_is_known(tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
+    config = Qwen3MoeConfig(**SIZES, **sizes, num_key_value_heads=2, architectures=["Qwen3MoeForCausalLM"])
+    words = (f"model.name={named(tmp_path, config)}", "model.dtype=float64")
+    assert row(estimate(preset("calculator", *words), 80 * GB, "cuda"), "activations are not known").bytes == 0
 
 
 # --- the plan ---

@@ -26,6 +26,7 @@ The parts, in the order of the data:
     checkpoint    save, verify, find
     profile       where the time goes
     config        the command line -> one dataclass; the help; the recipes
+    memory        what a run needs of its device, before anything is loaded
     stages        warm start, evaluation, training, and what is open meanwhile
     cli           the command `mtgrpo`
 
@@ -33,6 +34,7 @@ A part imports only from parts below it, and parts on one line never meet:
 
     cli
     stages
+    memory
     config
     rollout | policy | engines | log | record | checkpoint
     advantages | profile | chat

@@ -116,6 +116,7 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Pla
     learning = (Phase.training, Phase.update)
     activations = skeleton.training_bytes(tokens)
     head = skeleton.head_bytes(tokens)
+    counted = f"activations, {tokens:,} tokens" if activations else "activations are not known"
     rows = [
         Row("libraries and context", LIBRARIES[device_type]),
         Row("weights", sum(weight.nbytes for weight in skeleton.model.parameters())),
@@ -123,11 +124,13 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Pla
         Row("reference", reference),
         *_engine_rows(skeleton, experiment, device_bytes, device_type),
         Row("gradients", trained, learning),
-        Row(f"activations, {tokens:,} tokens", activations - head, (Phase.training,)),
+        Row(counted, max(activations - head, 0), (Phase.training,)),
         Row("head, in tiles", head, (Phase.training,)),
         Row("optimiser step", scratch, (Phase.update,)),
     ]
-    return Plan([row for row in rows if row.bytes], device_bytes, bool(experiment.model.checkpointing))
+    return Plan(
+        [row for row in rows if row.bytes or row.name == counted], device_bytes, bool(experiment.model.checkpointing)
+    )
 
 
 def _optimizer_bytes(skeleton: Skeleton, experiment: Experiment) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -72,13 +72,17 @@ class Skeleton:
         """The most that is held at once while a micro-batch of `tokens` goes forward and backward, all of them read.
 
         Weights and their gradients are not counted, but what the backward pass makes of these before it adds them up.
+        0 for a model whose layers look at the contents of tensors, as some mixtures of experts do: nothing is known.
         """
         with self._mode, self._attending():
             for weight in self.trained:
                 weight.grad = torch.empty_like(weight)
             gradients = [weight.grad for weight in self.trained if weight.grad is not None]
             with _Counting([*self.model.parameters(), *gradients]) as counting:
-                self._score(tokens).sum().backward()
+                try:
+                    self._score(tokens).sum().backward()
+                except (DataDependentOutputException, DynamicOutputShapeException):
+                    return 0
         return counting.most
 
     def head_bytes(self, tokens: int) -> int:
