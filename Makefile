@@ -65,7 +65,7 @@ bench-trl: trl-env ## whole training steps, those of a real model too, and learn
 	$(BIN)/python benchmarks/versus_trl_135m.py
 	$(BIN)/python benchmarks/versus_trl_learning.py
 
-bench-async: trl-env ## slow tools: do conversations overlap, what does playing ahead of the trainer gain
+bench-async: trl-env ## slow tools: do conversations overlap, what do rollouts ahead of the trainer gain
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/async.py
 

@@ -49,7 +49,7 @@ async def main() -> None:
     """Imitate for `imitate_s`, measure, write."""
     settings = Settings(**json.loads(sys.argv[1]))
     folder = Path(settings.folder)
-    with open_run(compose(parse([*settings.words, "log=[]"])).experiment, folder) as run:
+    async with open_run(compose(parse([*settings.words, "log=[]"])).experiment, folder) as run:
         steps = {"steps": await imitate(run, settings.imitate_s)} if settings.imitate_s else {}
         write_summary(folder, await measure(run) | steps)
 

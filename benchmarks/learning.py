@@ -112,7 +112,7 @@ async def own_successes(experiment: Experiment, seconds: float, folder: Path) ->
     """The arm `own`; evaluation is not counted."""
     if (folder / "summary.json").exists():
         return json.loads((folder / "summary.json").read_text())
-    with open_run(experiment, folder) as run:
+    async with open_run(experiment, folder) as run:
         await imitate(run, seconds)
         write_summary(folder, {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()})
     return json.loads((folder / "summary.json").read_text())

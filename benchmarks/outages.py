@@ -25,8 +25,8 @@ import argparse
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,40 +68,41 @@ def policy() -> Path:
     return next((folder / "checkpoints").iterdir())
 
 
-@contextmanager
-def opened(checkpoint: Path, rate: float, arm: str, *words: str) -> Generator[tuple[Run, Any]]:
+@asynccontextmanager
+async def opened(checkpoint: Path, rate: float, arm: str, *words: str) -> AsyncGenerator[tuple[Run, Any]]:
     """A run whose calculator fails, and the module of that calculator."""
     tool = load_file(TOOL)
     tool.rate = rate
     tool.random_numbers.seed(1)
     words = (f"model.name={checkpoint}", f"environment.tools=['{TOOL}:calculator']", *ARMS[arm], *words)
     settings = compose(parse([*words, "environment.backoff_s=0", "sft.steps=0", "log=[]"])).experiment
-    with open_run(settings, FOLDER / "play") as run:
+    async with open_run(settings, FOLDER / "play") as run:
         yield run, tool
 
 
 def play(checkpoint: Path, tasks: int, samples: int, rate: float, arm: str) -> list[Group]:
     """The groups of one arm."""
-    with opened(checkpoint, rate, arm, f"eval.tasks={tasks}") as (run, _):
 
-        async def groups() -> list[Group]:
+    async def groups() -> list[Group]:
+        async with opened(checkpoint, rate, arm, f"eval.tasks={tasks}") as (run, _):
             runner = run.runner.at("outages")
             return list(await asyncio.gather(*(runner.run_group(task, samples) for task in run.held_out)))
 
-        return asyncio.run(groups())
+    return asyncio.run(groups())
 
 
 def learn(checkpoint: Path, steps: int, rate: float, arm: str, seed: int) -> float:
     """Success after training with a calculator that fails, measured with one that does not."""
     words = (f"seed={seed}", f"trainer.steps={steps}", "rollout.prompts_per_step=16", "eval.tasks=100")
-    with opened(checkpoint, rate, arm, *words, "optimizer.schedule=constant", "eval.every_steps=0") as (run, tool):
+    words = (*words, "optimizer.schedule=constant", "eval.every_steps=0")
 
-        async def success() -> float:
+    async def success() -> float:
+        async with opened(checkpoint, rate, arm, *words) as (run, tool):
             await reinforce(run, Curve())
             tool.rate = 0.0
             return (await evaluate(run.runner, run.held_out, 4))["eval/success"]
 
-        return asyncio.run(success())
+    return asyncio.run(success())
 
 
 def interval(sums: np.ndarray, counts: np.ndarray) -> list[float]:

@@ -24,17 +24,18 @@ from datasets import Dataset
 from gate import wait
 from record import resident
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mtgrpo.algorithms.grpo import GRPO
+from mtgrpo.chat import Chat
 from mtgrpo.chat.template import chatml
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Opening
 from mtgrpo.policy.optimizer import factor
 from mtgrpo.rewards import Reward
-from mtgrpo.stages.run import Inputs, check
+from mtgrpo.stages.run import open_tasks, open_tokenizer
 from mtgrpo.tasks import Split
 from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator
@@ -108,9 +109,10 @@ def scorer(reward: Reward, siblings: int, gate: Gate) -> Callable[..., list[floa
     return score
 
 
-def prompts(experiment: Experiment, inputs: Inputs) -> Dataset:
+def prompts(experiment: Experiment) -> Dataset:
     """The tasks of the whole run, in the order in which ours come."""
-    tasks = list(islice(inputs.tasks, experiment.trainer.steps * experiment.rollout.prompts_per_step))
+    stream, _ = open_tasks(experiment)
+    tasks = list(islice(stream, experiment.trainer.steps * experiment.rollout.prompts_per_step))
     found = [messages(opening(experiment, task)) for task in tasks]
     return Dataset.from_dict({"prompt": found, "answer": [task.answer for task in tasks]})
 
@@ -125,14 +127,16 @@ def messages(opening: Opening) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in opening.messages]
 
 
-def same_prompts(experiment: Experiment, inputs: Inputs) -> tuple[Any, list[Callable[..., str]]]:
+def same_prompts(
+    experiment: Experiment, own: PreTrainedTokenizerFast, chat: Chat
+) -> tuple[Any, list[Callable[..., str]]]:
     """A tokenizer whose chat template shows the tool, if there is one, in our words, and the tools.
 
     TRL's schema has more words. The prompts of the first step are compared token by token.
     """
-    tasks = islice(experiment.task.open(Split.train, experiment.seed), experiment.rollout.prompts_per_step)
+    tasks = islice(experiment.task.stream(Split.train, experiment.seed), experiment.rollout.prompts_per_step)
     ours = [opening(experiment, task) for task in tasks]
-    tokenizer = copy.deepcopy(inputs.tokenizer)
+    tokenizer = copy.deepcopy(own)
     tools: list[Callable[..., str]] = []
     if ours[0].tools:
         shown = json.dumps(asdict(ours[0].tools[0]))
@@ -143,7 +147,7 @@ def same_prompts(experiment: Experiment, inputs: Inputs) -> tuple[Any, list[Call
         ids = tokenizer.apply_chat_template(
             messages(one), tools=tools or None, add_generation_prompt=True, return_dict=False
         )
-        assert ids == inputs.chat.open(one.messages, one.tools), "the two sides see different prompts"
+        assert ids == chat.open(one.messages, one.tools), "the two sides see different prompts"
     return tokenizer, tools
 
 
@@ -195,20 +199,20 @@ def optimizer(experiment: Experiment, model: PreTrainedModel) -> tuple[torch.opt
 
 def build(experiment: Experiment, settings: Settings, folder: str, gate: Gate) -> GRPOTrainer:
     """The trainer, which writes to `folder` what it must."""
-    inputs = check(experiment)
-    tokenizer, tools = same_prompts(experiment, inputs)
+    own, chat = open_tokenizer(experiment)
+    tokenizer, tools = same_prompts(experiment, own, chat)
     model = AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path, dtype=torch.float32)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=scorer(experiment.reward, experiment.rollout.group_size, gate),
         args=configuration(experiment, settings, folder),
-        train_dataset=prompts(experiment, inputs),
+        train_dataset=prompts(experiment),
         processing_class=tokenizer,
         tools=tools,
         callbacks=[gate],
         optimizers=optimizer(experiment, model),
     )
-    assert set(trainer.eos_token_ids) == set(inputs.chat.stop_ids), "the two sides end a turn at different tokens"
+    assert set(trainer.eos_token_ids) == set(chat.stop_ids), "the two sides end a turn at different tokens"
     return trainer
 
 

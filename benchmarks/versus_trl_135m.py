@@ -33,7 +33,7 @@ from smollm2 import MODEL
 from versus_trl import HERE, THREADS, Side, Step, ours, report, summary, trl
 
 from mtgrpo.config.compose import compose, parse
-from mtgrpo.stages.run import check
+from mtgrpo.stages.run import open_tasks, open_tokenizer
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.one_step import OneStep
 from mtgrpo.types import Message
@@ -80,7 +80,7 @@ def worked(count: int) -> str:
     """The messages of `count` examples that no task repeats, as the command line takes them."""
     source = OneStep(operators="+*", largest=29, largest_factor=10)
     messages: list[Message] = []
-    for task in islice(source.open(Split.train, seed=2**31), count):
+    for task in islice(source.stream(Split.train, seed=2**31), count):
         messages += [*task.messages, *source.demonstration(task, 0)]
     listed = [f'{{role: {message.role}, content: "{message.content}"}}' for message in messages]
     return f"[{', '.join(listed)}]"
@@ -89,9 +89,9 @@ def worked(count: int) -> str:
 def prompt_tokens(words: Sequence[str]) -> float:
     """How long the prompts of the first step are, on average."""
     experiment = compose(parse(words)).experiment
-    inputs = check(experiment)
-    tasks = islice(inputs.tasks, experiment.rollout.prompts_per_step)
-    return statistics.mean(len(inputs.chat.open(task.messages, ())) for task in tasks)
+    (tasks, _), (_, chat) = open_tasks(experiment), open_tokenizer(experiment)
+    first = islice(tasks, experiment.rollout.prompts_per_step)
+    return statistics.mean(len(chat.open(task.messages, ())) for task in first)
 
 
 def sweep(scale: Scale, threads: int, folder: Path) -> dict[int, float]:

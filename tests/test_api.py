@@ -229,7 +229,7 @@ def test_nothing_is_measured_unless_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"trace_steps": [1]}, "needs profile.enabled=true"),
+        ({"trace_steps": [1]}, "`trace_steps=\\[1\\]` has no effect: set `enabled=true`"),
         ({"enabled": True, "trace_steps": [0]}, "steps count from 1, got 0"),
     ],
 )

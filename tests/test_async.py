@@ -437,7 +437,8 @@ def test_the_engine_has_its_turn_between_micro_batches(
     monkeypatch.setattr(LocalEngine, "_step", sampled)
     monkeypatch.setattr(Policy, "score", scored)
     monkeypatch.setattr(Optimizer, "step", updated)
-    several = ["rollout.prompts_per_step=6", "rollout.group_size=3", "batch.token_budget=128"]  # micro-batches
+    several = ["rollout.prompts_per_step=12", "rollout.group_size=3", "batch.token_budget=128"]  # micro-batches
+    several.append("rollout.ahead=2")  # some groups have just begun when others are trained
     run_small(tmp_path / "run", "rollout.max_staleness=2", "trainer.steps=6", *several, *words)
     assert ["micro-batch", "engine", "micro-batch"] in [events[i : i + 3] for i in range(len(events))]
     assert {version for version, _ in seen} >= {0, 1, 2, 3}

@@ -422,7 +422,7 @@ def test_flash_attention_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_flash_attention_needs_sixteen_bits() -> None:
-    with pytest.raises(ConfigError, match=r"set model\.dtype=bfloat16"):
+    with pytest.raises(ConfigError, match=r"set `dtype=bfloat16`"):
         ModelSettings("tiny", attention=Attention.flash_attention_2)
 
 

@@ -168,7 +168,7 @@ def test_every_row_of_the_benchmark_against_trl_has_a_case(monkeypatch: pytest.M
     versus, report = load_file(RECORD.parent / "versus_trl.py"), load_file(RECORD.parent / "report.py")
     assert list(versus.CASES) == list(report.CASES)
     for case in versus.CASES.values():
-        task = next(compose(parse(case.words())).experiment.task.open(Split.train, 0))
+        task = next(compose(parse(case.words())).experiment.task.stream(Split.train, 0))
         system, _ = task.messages
         assert 0 <= len(versus.load_tokenizer().encode(system.content)) - case.system_prompt < 40
 
@@ -255,7 +255,7 @@ def test_what_is_imitated_is_what_an_evaluation_counts(monkeypatch: pytest.Monke
 def test_siblings_that_say_the_same_are_rewarded_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     spread = load_file(RECORD.parent / "spread.py").Spread()
     turn = Turn([], [], [], [], Finish.STOP, Message("assistant", "#### 7"))
-    rewards = spread.rewards([Trajectory(Task("", ()), sample_index, [turn]) for sample_index in range(8)])
+    rewards = [spread.reward(Trajectory(Task("", ()), sample_index, [turn])) for sample_index in range(8)]
     assert len(set(rewards)) == 8 and all(0 <= reward < 1 for reward in rewards)
 
 

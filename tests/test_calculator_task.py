@@ -22,7 +22,7 @@ WRONG = ("wrong_number", "wrong_operator", "swapped", "early", "guess")
 
 
 def tasks(count: int, split: Split = Split.train, seed: int = 0, source: Calculator | None = None) -> list[Task]:
-    return list(itertools.islice((source or Calculator()).open(split, seed), count))
+    return list(itertools.islice((source or Calculator()).stream(split, seed), count))
 
 
 def numbers_of(task: Task) -> set[int]:
@@ -92,11 +92,11 @@ def test_an_impossible_difficulty_is_refused(least: int, most: int) -> None:
 
 def test_a_stream_continues_where_it_was() -> None:
     source = Calculator()
-    stream = source.open(Split.train, 3)
+    stream = source.stream(Split.train, 3)
     list(itertools.islice(stream, 17))
     state = json.loads(json.dumps(stream.state_dict()))
     rest = list(itertools.islice(stream, 10))
-    resumed = source.open(Split.train, 3)
+    resumed = source.stream(Split.train, 3)
     resumed.load_state_dict(state)
     assert list(itertools.islice(resumed, 10)) == rest
     assert rest == tasks(27, seed=3)[17:]

@@ -23,7 +23,8 @@ from transformers.utils import logging
 from mtgrpo import checkpoint, preset
 from mtgrpo.chat import ChatSettings, Tools, open_chat
 from mtgrpo.chat.template import chatml
-from mtgrpo.checkpoint import CheckpointSettings, flatten, latest, load_state, save, unflatten, verify
+from mtgrpo.checkpoint import flatten, latest, load_state, save, unflatten, verify
+from mtgrpo.config.experiment import CheckpointSettings
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.stages.run import open_run
@@ -85,7 +86,7 @@ def test_a_checkpoint_is_a_model_folder(saved: Save, model: PreTrainedModel) -> 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
 @pytest.mark.parametrize("template", ["chatml", "PATH", "auto"])
-def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: int, tmp_path: Path) -> None:
+async def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: int, tmp_path: Path) -> None:
     base, own = tmp_path / "base", tmp_path / "own.jinja"
     load_model(ModelSettings("tiny"), seed=0).save_pretrained(base)
     plain = load_tokenizer("tiny")
@@ -95,7 +96,7 @@ def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: int, tm
     own.write_text(chatml().replace("You may call these tools", "Tools"))
     chosen = str(own) if template == "PATH" else template
     words = [f"model.name={base}", f"model.lora.rank={rank}", f"chat.template={chosen}", "log=[jsonl]"]
-    with open_run(preset("calculator", *words), tmp_path / "run") as run:
+    async with open_run(preset("calculator", *words), tmp_path / "run") as run:
         path = save(tmp_path, 1, run.model, run.tokenizer, {}, {})
     call = ToolCall("calculator", {"expression": "1 + 2"})
     messages = [Message("user", "What?"), Message("assistant", "I add.", "", (call, call))]
@@ -273,7 +274,7 @@ def test_a_strange_state_file(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("setting", ["every_steps", "keep_last"])
 def test_negative_settings(setting: str) -> None:
-    with pytest.raises(ConfigError, match=rf"checkpoint\.{setting}.*-1"):
+    with pytest.raises(ConfigError, match=f"`{setting}`.*-1"):
         CheckpointSettings(**{setting: -1})
 
 

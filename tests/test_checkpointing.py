@@ -24,11 +24,11 @@ from transformers import (
 
 from mtgrpo.batch.packing import Layout, MicroBatch
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.attention import Attention, choose_attention
+from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
-from mtgrpo.model.load import DType, ModelSettings, load_model
-from mtgrpo.model.lora import LoRA
+from mtgrpo.model.load import load_model
 from mtgrpo.model.scorer import Scorer, Scores
+from mtgrpo.model.settings import Attention, DType, LoRA, ModelSettings
 from test_policy import PLAYED, TEMPERATURE, largest_difference, make_model
 from test_scorer import gradient, micro_batch, rows_of
 

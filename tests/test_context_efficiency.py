@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import math
@@ -18,15 +19,14 @@ from hypothesis import strategies as st
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import ConfigError
-from mtgrpo.rewards import Reward
-from mtgrpo.rewards.context_efficiency import ContextEfficiency, Domain, Form, FormatRules
+from mtgrpo.rewards import Reward, Score, scores
+from mtgrpo.rewards.context_efficiency import ContextEfficiency, Form
 from mtgrpo.rewards.exact_match import ExactMatch
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.types import Finish, Message, Status, Task, Trajectory, Turn
 
-MATH = ContextEfficiency(domain=Domain.math)
-PLAIN = ContextEfficiency(domain=Domain.math, form=Form.plain)
-CODING = ContextEfficiency(domain=Domain.coding)
+MATH = ContextEfficiency(of=["numeric"])
+PLAIN = ContextEfficiency(of=["numeric"], form=Form.plain)
 RIGHT, WRONG = "#### 72", "#### 71"
 
 
@@ -46,8 +46,19 @@ def ended(right: bool, tokens: int) -> Trajectory:
     return told(RIGHT if right else WRONG, tokens)
 
 
+def worths(reward: Reward, siblings: Sequence[Trajectory]) -> list[float]:
+    """What the siblings are worth; what cannot be scored is an error here."""
+    found = asyncio.run(scores(reward, siblings))
+    assert all(isinstance(one, Score) for one in found), found
+    return [one.total for one in found if isinstance(one, Score)]
+
+
+def worth_of(reward: Reward, alone: Trajectory) -> float:
+    return worths(reward, [alone])[0]
+
+
 def advantages(reward: Reward, siblings: Sequence[Trajectory], divide_by_std: bool = False) -> list[float]:
-    returns = torch.tensor(reward.rewards(siblings), dtype=torch.float64)
+    returns = torch.tensor(worths(reward, siblings), dtype=torch.float64)
     baseline = GRPO(divide_by_std=divide_by_std).baseline(returns, torch.zeros(len(returns), dtype=torch.int64))
     return ((returns - baseline.centre) / baseline.scale).tolist()
 
@@ -58,31 +69,31 @@ BONUSES = st.floats(0.001, 0.499)
 
 def test_bounded_by_hand() -> None:
     siblings = [ended(True, 100), ended(True, 200), ended(False, 10), ended(True, 400)]
-    assert MATH.rewards(siblings) == pytest.approx([0.95, 0.875, 0.0, 0.8375])
+    assert worths(MATH, siblings) == pytest.approx([0.95, 0.875, 0.0, 0.8375])
     all_right = [ended(True, 100), ended(True, 200)]
-    assert ContextEfficiency(domain=Domain.math, bonus=0.4).rewards(all_right) == pytest.approx([1.0, 0.8])
+    assert worths(ContextEfficiency(of=["numeric"], bonus=0.4), all_right) == pytest.approx([1.0, 0.8])
 
 
 def test_plain_by_hand() -> None:
     siblings = [ended(True, 100), ended(True, 200), ended(False, 10), ended(True, 400)]
-    assert PLAIN.rewards(siblings) == pytest.approx([0.01, 0.005, 0.0, 0.0025])
+    assert worths(PLAIN, siblings) == pytest.approx([0.01, 0.005, 0.0, 0.0025])
 
 
 def test_a_single_right_answer_has_its_share_of_the_bonus_whatever_its_length() -> None:
     for tokens in (10, 1000):
-        rewards = MATH.rewards([ended(False, 5), ended(True, tokens), ended(False, 500), ended(False, 50)])
+        rewards = worths(MATH, [ended(False, 5), ended(True, tokens), ended(False, 500), ended(False, 50)])
         assert rewards == pytest.approx([0.0, 0.85, 0.0, 0.0])
-    assert MATH.reward(ended(True, 50)) == MATH.rewards([ended(True, 50)])[0] == 1.0
+    assert worth_of(MATH, ended(True, 50)) == worths(MATH, [ended(True, 50)])[0] == 1.0
 
 
 def test_the_longest_turn_counts_and_condensing_pays() -> None:
     task = Task("task/1", (), "72")
     whole = Trajectory(task, turns=[turn(40, 10), turn(40, 10, RIGHT, extends=True)])
     condensed = Trajectory(task, turns=[turn(40, 10), turn(30, 10, RIGHT)])
-    assert PLAIN.rewards([whole, condensed]) == [1 / 100, 1 / 50]
-    assert MATH.rewards([whole, condensed]) == pytest.approx([0.9, 1.0])
+    assert worths(PLAIN, [whole, condensed]) == [1 / 100, 1 / 50]
+    assert worths(MATH, [whole, condensed]) == pytest.approx([0.9, 1.0])
     condensed.turns.insert(1, turn(40, 10, "what matters", extends=True, auxiliary=True))
-    assert PLAIN.reward(condensed) == 1 / 100
+    assert worth_of(PLAIN, condensed) == 1 / 100
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans()), max_size=8))
@@ -95,8 +106,8 @@ def test_longest_context_tokens_is_that_of_the_contexts_themselves(drawn: list[t
 
 @given(st.lists(ENDS, min_size=1, max_size=8), st.sampled_from(Form))
 def test_wrong_answers_are_worth_nothing_and_right_ones_are_successes(ends: list[tuple[bool, int]], form: Form) -> None:
-    reward = ContextEfficiency(domain=Domain.math, form=form)
-    for (right, _), worth in zip(ends, reward.rewards([ended(*end) for end in ends]), strict=True):
+    reward = ContextEfficiency(of=["numeric"], form=form)
+    for (right, _), worth in zip(ends, worths(reward, [ended(*end) for end in ends]), strict=True):
         assert (worth >= reward.success_at) == right
         assert right or worth == 0
 
@@ -105,26 +116,26 @@ def test_wrong_answers_are_worth_nothing_and_right_ones_are_successes(ends: list
 def test_right_answers_lie_in_a_range_narrower_than_what_being_right_is_worth(
     ends: list[tuple[bool, int]], bonus: float
 ) -> None:
-    reward = ContextEfficiency(domain=Domain.math, bonus=bonus)
-    rewards = reward.rewards([ended(*end) for end in ends])
-    worths = [worth for (right, _), worth in zip(ends, rewards, strict=True) if right]
-    pass_rate = len(worths) / len(ends)
-    assert all(1 - bonus < worth <= 1 - bonus + bonus * pass_rate + 1e-12 for worth in worths)
-    assert not worths or max(worths) == pytest.approx(1 - bonus + bonus * pass_rate)
-    assert not worths or max(worths) - min(worths) < bonus < 1 - bonus
+    reward = ContextEfficiency(of=["numeric"], bonus=bonus)
+    rewards = worths(reward, [ended(*end) for end in ends])
+    of_right = [worth for (right, _), worth in zip(ends, rewards, strict=True) if right]
+    pass_rate = len(of_right) / len(ends)
+    assert all(1 - bonus < worth <= 1 - bonus + bonus * pass_rate + 1e-12 for worth in of_right)
+    assert not of_right or max(of_right) == pytest.approx(1 - bonus + bonus * pass_rate)
+    assert not of_right or max(of_right) - min(of_right) < bonus < 1 - bonus
 
 
 @given(st.lists(ENDS, min_size=2, max_size=8), st.sampled_from(Form), st.randoms(use_true_random=False))
 def test_shorter_right_answers_are_never_worth_less_and_order_does_not_matter(
     ends: list[tuple[bool, int]], form: Form, rng: random.Random
 ) -> None:
-    reward = ContextEfficiency(domain=Domain.math, form=form)
-    rewards = reward.rewards([ended(*end) for end in ends])
+    reward = ContextEfficiency(of=["numeric"], form=form)
+    rewards = worths(reward, [ended(*end) for end in ends])
     right = sorted((tokens, worth) for (right, tokens), worth in zip(ends, rewards, strict=True) if right)
     for (shorter, better), (longer, worse) in itertools.pairwise(right):
         assert better > worse if shorter < longer else better == worse
     order = rng.sample(range(len(ends)), len(ends))
-    assert reward.rewards([ended(*ends[i]) for i in order]) == [rewards[i] for i in order]
+    assert worths(reward, [ended(*ends[i]) for i in order]) == [rewards[i] for i in order]
 
 
 @given(st.lists(ENDS, min_size=1, max_size=7), BONUSES, st.integers(2, 300), st.integers(2, 300), st.integers(2, 300))
@@ -132,7 +143,7 @@ def test_what_length_and_being_right_move_an_advantage_by(
     others: list[tuple[bool, int]], bonus: float, long: int, short: int, early: int
 ) -> None:
     """The bounds of the docstring, with all that a trajectory changes of its siblings' rewards."""
-    reward = ContextEfficiency(domain=Domain.math, bonus=bonus)
+    reward = ContextEfficiency(of=["numeric"], bonus=bonus)
     n = len(others) + 1
 
     def advantage(right: bool, tokens: int) -> float:
@@ -230,174 +241,46 @@ def test_the_bonus_has_bounds(bonus: float) -> None:
 @pytest.mark.parametrize("answer", ["72", "Paris"])
 def test_domains_grade_as_the_rewards_that_they_name(text: str, answer: str) -> None:
     trajectory = told(text, answer=answer)
-    assert ContextEfficiency().reward(trajectory) == ExactMatch().reward(trajectory)
+    assert worth_of(ContextEfficiency(), trajectory) == ExactMatch().reward(trajectory)
     if answer == "72":
-        assert MATH.reward(trajectory) == Numeric().reward(trajectory)
+        assert worth_of(MATH, trajectory) == Numeric().reward(trajectory)
     else:
         with pytest.raises(ConfigError, match="'Paris' is not a number"):
-            MATH.reward(trajectory)
+            worth_of(MATH, trajectory)
 
 
 def test_general_accepts_any_of_the_answers() -> None:
     trajectory = told("Roma", answer="", metadata={"answers": ["Rome", "Roma"]})
-    assert ContextEfficiency().reward(trajectory) == 1.0
+    assert worth_of(ContextEfficiency(), trajectory) == 1.0
 
 
 def test_a_truncated_trajectory_is_graded_by_its_final_message() -> None:
     truncated = dataclasses.replace(ended(True, 10), status=Status.TRUNCATED, reason="max_turns")
-    assert MATH.reward(truncated) == Numeric().reward(truncated) == 1.0
-
-
-SAME_CODE = [
-    ("```python\ndef f(x):\n    return x + 1\n```", "def f(x): return x+1"),
-    ("```\nx = 1  # one\n```", "x = (1)\n"),
-    ("```\nx = 2\n```\nno, rather\n```py\nx = 1\n```\nDone.", "x = 1"),
-    ("~~~~\nx = 1\n~~~~", "```\nx = 1\n```"),
-    ("1. so:\n   ```python\n   x = 1\n   ```", "x = 1"),
-    ("````\n```\nx = 1\n```\n````", "````\n```\nx = 1\n```\n````"),
-    ("```c\nint x;  \nint y;\n\n```", "int x;\nint y;"),
-    ("```python\r\nx = 1\r\n```\r\n", "x = 1"),
-    ("```\n'\\d'\n```", r"'\d'"),
-    ('```\nx = """\n```py\n"""\n```', 'x = """\n```py\n"""'),
-]
-OTHER_CODE = [
-    ("```\nx = 2\n```", "x = 1"),
-    ("```\ny = 1\n```", "x = 1"),
-    ("x = 1", "x = 1"),
-    ("```\nx = 1", "x = 1"),
-    ("```x = 1```", "x = 1"),
-    ("```\nx = 1\n```\n```\nx = 2\n```", "x = 1"),
-    ("```\nint x;\n```", "int  x;"),
-    ("```\nint x;\n```", "x = 1"),
-    ("```\nraise SystemExit\n```", "x = 1"),
-    ("", "x = 1"),
-    ("```\n```", "x = 1"),
-    ("```\nx = 1\n~~~", "x = 1"),
-    ("````\nx = 1\n```", "x = 1"),
-]
-
-
-@pytest.mark.parametrize("text, answer, worth", [(*c, 1.0) for c in SAME_CODE] + [(*c, 0.0) for c in OTHER_CODE])
-def test_code_is_compared_as_a_syntax_tree(text: str, answer: str, worth: float) -> None:
-    assert CODING.reward(told(text, answer=answer)) == worth
-
-
-@pytest.mark.parametrize("unit", ["(", "-", "1+", "a.", "[", "f(", "not ", "lambda:", "\x00", "\ud800", "```x\n"])
-@pytest.mark.parametrize("count", [1, 100, 20_000])
-def test_no_code_is_too_odd(unit: str, count: int) -> None:
-    assert CODING.reward(told(f"```\n{unit * count}1\n```", answer="x = 1")) == 0.0
-
-
-def test_code_is_never_run(tmp_path: Path) -> None:
-    code = f"open({str(tmp_path / 'ran')!r}, 'w').close()"
-    assert CODING.reward(told(f"```\n{code}\n```", answer=code)) == 1.0
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    "rules, text, kept",
-    [
-        ({}, "", True),
-        ({"min_chars": 8}, "#### 72", False),
-        ({"min_chars": 7}, "#### 72", True),
-        ({"required_patterns": ["####", r"\d$"]}, "#### 72", True),
-        ({"required_patterns": ["####", r"\d$"]}, "#### 72.", False),
-        ({"forbidden_patterns": ["(?i)sorry"]}, "Sorry", False),
-        ({"forbidden_patterns": ["(?i)sorry"]}, "Gladly", True),
-        ({"code_block": True}, "```\nx\n```", True),
-        ({"code_block": True}, "```\nx", False),
-    ],
-)
-def test_format_rules(rules: dict[str, Any], text: str, kept: bool) -> None:
-    assert FormatRules(**rules).followed(text) is kept
+    assert worth_of(MATH, truncated) == Numeric().reward(truncated) == 1.0
 
 
 def test_a_right_answer_in_a_wrong_form_is_worth_nothing_and_sets_no_measure() -> None:
-    reward = dataclasses.replace(MATH, format_rules=FormatRules(forbidden_patterns=["#### 72,"]))
+    reward = ContextEfficiency(of={"numeric": {}, "format": {"forbidden_patterns": ["#### 72,"]}})
     siblings = [told("#### 72, sir", 5), ended(True, 100), ended(True, 200), ended(False, 100)]
-    assert reward.rewards(siblings) == pytest.approx([0.0, 0.9, 0.85, 0.0])
+    assert worths(reward, siblings) == pytest.approx([0.0, 0.9, 0.85, 0.0])
 
 
-def test_format_rules_are_checked_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"min_chars must be >= 0, got -1"):
-        FormatRules(min_chars=-1)
-    for name in ("required_patterns", "forbidden_patterns"):
-        with pytest.raises(ConfigError, match=rf"reward\.format_rules\.{name}: '\[' is not a regular expression"):
-            dataclasses.replace(FormatRules(), **{name: ["ok", "["]})
-
-
-def answers(folder: Path, *lines: str) -> str:
-    path = folder / "answers.jsonl"
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return str(path)
-
-
-def test_answers_of_a_file_take_precedence(tmp_path: Path) -> None:
-    name = answers(tmp_path, '{"id": "task/1", "answer": "Rome"}', "", '{"id": 2, "answer": 0.5}', "")
-    reward = ContextEfficiency(ground_truth_file=name)
-    assert reward.reward(told("Rome", answer="Paris", metadata={"answers": ["Paris", "Lutetia"]})) == 1.0
-    assert reward.reward(told("Lutetia", answer="Paris", metadata={"answers": ["Paris", "Lutetia"]})) == 0.0
-    second = told("#### 1/2", answer="")
-    second.task = dataclasses.replace(second.task, id="2")
-    assert ContextEfficiency(domain=Domain.math, ground_truth_file=name).reward(second) == 1.0
-    other = told("Paris", answer="Paris")
-    other.task = dataclasses.replace(other.task, id="task/3")
-    assert reward.reward(other) == 1.0
-
-
-@pytest.mark.parametrize(
-    "line, said",
-    [
-        ("{", r"line 2: not valid JSON"),
-        ("[1]", r"line 2: a line must be"),
-        ('{"id": "b"}', r"line 2: a line must be"),
-        ('{"id": "b", "answer": null}', r"line 2: a line must be"),
-        ('{"id": "b", "answer": " "}', r"line 2: a line must be"),
-        ('{"id": true, "answer": "1"}', r"line 2: a line must be"),
-        ('{"id": "a", "answer": "2"}', r"line 2: there is a line for id 'a' already"),
-    ],
-)
-def test_a_bad_line_is_named_before_anything_is_played(line: str, said: str, tmp_path: Path) -> None:
-    name = answers(tmp_path, '{"id": "a", "answer": "1"}', line)
-    with pytest.raises(ConfigError, match=rf"answers\.jsonl, {said}"):
-        ContextEfficiency(ground_truth_file=name)
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reward\.ground_truth_file=.*missing\.jsonl cannot be read"):
-        ContextEfficiency(ground_truth_file=str(tmp_path / "missing.jsonl"))
-    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"binary\.jsonl cannot be read"):
-        ContextEfficiency(ground_truth_file=str(tmp_path / "binary.jsonl"))
-
-
-def test_a_task_without_an_answer_is_refused(tmp_path: Path) -> None:
-    name = answers(tmp_path, '{"id": "a", "answer": "1"}')
-    with pytest.raises(ConfigError, match=r"task task/1 has no answer and reward\.ground_truth_file=.*answers\.jsonl"):
-        ContextEfficiency(ground_truth_file=name).reward(told("x", answer=""))
-    for domain in Domain:
-        with pytest.raises(ConfigError, match=r"task task/1 has no answer; choose"):
-            ContextEfficiency(domain=domain).reward(told("x", answer=""))
-
-
-@pytest.mark.parametrize(
-    "domain, text, worth",
-    [
-        (Domain.general, "#### anything", 1.0),
-        (Domain.general, r"\boxed{x}", 1.0),
-        (Domain.general, "anything", 0.0),
-        (Domain.math, "#### 3", 1.0),
-        (Domain.math, r"\boxed{3}", 1.0),
-        (Domain.math, "#### anything", 0.0),
-        (Domain.math, "3", 0.0),
-        (Domain.coding, "```\nx = 1\n```", 1.0),
-        (Domain.coding, "x = 1", 0.0),
-    ],
-)
-def test_the_heuristic_grades_only_what_has_no_answer(domain: Domain, text: str, worth: float) -> None:
-    reward = ContextEfficiency(domain=domain, heuristic=True)
-    assert reward.reward(told(text, answer="")) == worth
-    assert reward.reward(told(text, answer="72")) == 0.0
+def test_a_sibling_that_cannot_be_graded_fails_alone(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from mtgrpo.rewards import Reward\n"
+        "class Picky(Reward):\n"
+        "    def reward(self, trajectory):\n"
+        "        if not trajectory.final: raise OSError('nothing said')\n"
+        "        return float(trajectory.final == '#### 72')\n"
+    )
+    reward = ContextEfficiency(of=[f"{path}:Picky"])
+    right, wrong, failed, longer = asyncio.run(
+        scores(reward, [ended(True, 100), ended(False, 10), told("", 5), ended(True, 200)])
+    )
+    assert isinstance(failed, OSError)
+    expected = worths(MATH, [ended(True, 100), ended(False, 10), ended(True, 200)])
+    assert [right, wrong, longer] == [Score(worth) for worth in expected]
 
 
 def test_notices() -> None:
@@ -405,20 +288,21 @@ def test_notices() -> None:
     assert "set algorithm.divide_by_std=false" in MATH.note(divide_by_std=True)
     assert "drown" in PLAIN.note(divide_by_std=False)
     assert "unit variance" in PLAIN.note(divide_by_std=True)
-    assert "reward.heuristic=true" in ContextEfficiency(heuristic=True).note(divide_by_std=False)
+    guessing = ContextEfficiency(of={"ground_truth": {"heuristic": True}})
+    assert "heuristic=true" in guessing.note(divide_by_std=False)
     assert Numeric().note(divide_by_std=True) == ""
 
 
-def test_it_is_an_option_of_the_command_line(tmp_path: Path) -> None:
-    words = ["reward=context_efficiency", "reward.domain=math", "reward.form=plain", "reward.format_rules.min_chars=3"]
-    reward = compose(parse([*words, r"reward.format_rules.required_patterns=['\d+']"])).experiment.reward
-    rules = FormatRules(min_chars=3, required_patterns=[r"\d+"])
-    assert reward == dataclasses.replace(PLAIN, format_rules=rules)
+def test_it_is_an_option_of_the_command_line() -> None:
+    words = ["reward=context_efficiency", "reward.form=plain", r"reward.of={numeric: {}, format: {min_chars: 9}}"]
+    reward = compose(parse(words)).experiment.reward
+    assert reward == dataclasses.replace(PLAIN, of={"numeric": {}, "format": {"min_chars": 9}})
+    assert worths(reward, [ended(True, 100), told("so: #### 72", 100)]) == [0.0, 0.01]
     for word, said in {
         "reward.bonus=0.7": r"reward\.bonus must be",
-        "reward.format_rules.forbidden_patterns=['(']": r"forbidden_patterns: '\(' is not",
-        "reward.domain=poetry": r"expected one of general, math, coding",
-        f"reward.ground_truth_file={tmp_path}/none.jsonl": r"none\.jsonl cannot be read",
+        "reward.of={format: {forbidden_patterns: ['(']}}": r"forbidden_patterns: '\(' is not",
+        "reward.of=[poetry]": r"there is no rewards named 'poetry'",
+        "reward.of=[]": r"reward\.of is empty",
     }.items():
         with pytest.raises(ConfigError, match=said):
             compose(parse([*words, word]))

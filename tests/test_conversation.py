@@ -392,6 +392,16 @@ def test_a_wrong_configuration_is_not_a_failure() -> None:
         asyncio.run(runner.run_group(TASK, 2))
 
 
+def test_what_the_environment_pays_must_be_a_number() -> None:
+    @dataclass
+    class Generous(Talk):
+        async def step(self, message: Message) -> Reply:
+            return Reply(done=True, reward=float("nan"))
+
+    with pytest.raises(ConfigError, match="environment Generous paid nan for task task/1; it must be finite"):
+        asyncio.run(make_runner(ScriptedEngine(chatter), Generous()).run_group(TASK, 2))
+
+
 def test_no_more_conversations_are_open_than_allowed() -> None:
     now, most = 0, 0
 
@@ -512,7 +522,7 @@ def test_a_demonstration_is_laid_out_as_the_policy_would_have_played_it(system_p
     environment = calculator(max_turns=9)
     with_chat = Forgetful() if forgetful else chat()
     lengths: set[int] = set()
-    for task in itertools.islice(source.open(Split.train, 1), 40):
+    for task in itertools.islice(source.stream(Split.train, 1), 40):
         messages = source.demonstration(task, 7)
         engine = ScriptedEngine(
             lambda _, turn, spoken=[m for m in messages if m.role == "assistant"]: chat().encode(spoken[turn])

@@ -15,6 +15,7 @@ from mtgrpo.environments import Environment, Reply
 from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import OnOutage, OutageError, ToolUse
 from mtgrpo.errors import ConfigError
+from mtgrpo.part import RunContext
 from mtgrpo.types import Message, Task, ToolCall
 
 TASK = Task("task/1", (Message("system", "Use tools."), Message("user", "What is 2 + 2?")), answer="4")
@@ -257,3 +258,63 @@ async def test_a_single_turn_ends_with_the_first_message() -> None:
     assert (opening.messages, opening.tools) == (TASK.messages, ())
     for message in (Message("assistant", "4"), Message("assistant", error="unreadable"), calls(("x", {}))):
         assert await environment.step(message) == Reply(done=True)
+
+
+# --- one option, several tools
+
+SERVER = '''
+import copy
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from mtgrpo.tools import Tool, ToolError
+from mtgrpo.types import ToolSpec
+
+@dataclass
+class Server(Tool):
+    """What a server offers is known while it is open."""
+    greeting: str = "hello"
+    offered = ()
+
+    @asynccontextmanager
+    async def open(self, context):
+        running = copy.copy(self)
+        running.offered = ("greet", "part")
+        running.key = context.secrets["KEY"]
+        yield running
+        running.key = ""
+
+    def specs(self):
+        schema = {"type": "object", "properties": {"who": {"type": ["string", "null"]}}}
+        return [ToolSpec(name, f"Say {name}.", schema) for name in self.offered]
+
+    async def call(self, name, arguments):
+        if name == "part":
+            raise ToolError("stay")
+        return f"{self.greeting} {arguments.get('who')} {self.key}"
+
+def greet(who: str) -> str:
+    """Greet."""
+    return who
+'''
+
+
+async def test_one_option_gives_the_tools_that_a_server_offers_while_it_is_open(tmp_path: Path) -> None:
+    path = tmp_path / "server.py"
+    path.write_text(SERVER)
+    settings = ToolUse(tools={"calculator": {}, f"{path}:Server": {"greeting": "hi"}})
+    assert [spec.name for spec in settings.tool_specs] == ["calculator"]
+    context = RunContext(tmp_path, print, {"KEY": "secret"})
+    async with settings.open(context) as running, running.conversation(TASK) as (environment, opening):
+        assert [spec.name for spec in opening.tools] == ["calculator", "greet", "part"]
+        reply = await environment.step(
+            calls(("greet", {"who": None}), ("greet", {"who": 3}), ("part", {}), ("calculator", {"expression": "1+1"}))
+        )
+        assert observed(reply) == [
+            ("greet", "hi None secret"),
+            ("greet", "error: argument 'who' must be of type string or null, got 3"),
+            ("part", "error: stay"),
+            ("calculator", "2"),
+        ]
+    with pytest.raises(ConfigError, match="two tools are named 'greet'"):
+        async with ToolUse(tools=[f"{path}:Server", f"{path}:greet"]).open(context):
+            pass

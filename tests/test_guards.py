@@ -233,7 +233,7 @@ FAULTS: dict[str, Plant] = {
 
 WORDS = {
     "positions depend on the whole forward pass": ("environment.max_context_length=512",),
-    "the cache outlives an update": ("rollout.max_staleness=1", "rollout.ahead=2", "trainer.steps=4"),
+    "the cache outlives an update": ("rollout.max_staleness=2", "rollout.ahead=3", "trainer.steps=8"),
 }
 
 

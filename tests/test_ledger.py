@@ -22,7 +22,7 @@ from test_conversation import chat
 
 
 def tasks(split: Split = Split.train, count: int = 30, **settings: float) -> list[Task]:
-    return list(itertools.islice(Ledger(**settings).open(split, 0), count))
+    return list(itertools.islice(Ledger(**settings).stream(split, 0), count))
 
 
 def environment() -> ToolUse:

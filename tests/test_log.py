@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, open_sinks
 from mtgrpo.log import console as console_module
+from mtgrpo.part import RunContext
 from mtgrpo.record import trajectories
 from mtgrpo.record.curve import save_curve, terminal_curve
 from mtgrpo.record.summary import write_summary
@@ -50,60 +53,69 @@ def loads(line: bytes | str) -> Any:
 # ---------------------------------------------------------------- sinks
 
 
+@contextmanager
+def opened(names: Sequence[str], folder: Path) -> Iterator[Sinks]:
+    """The sinks while they are open."""
+    opening = open_sinks(names, RunContext(folder, print, {}))
+    with asyncio.Runner() as loop:
+        sinks = loop.run(opening.__aenter__())
+        try:
+            yield sinks
+        finally:
+            loop.run(opening.__aexit__(None, None, None))
+
+
 def test_an_unknown_sink_lists_the_known(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"log=wandb.*known: console, jsonl;"):
-        open_sinks(["jsonl", "wandb"], tmp_path)
-    with pytest.raises(ConfigError, match="log=curve"):
-        open_sinks(["curve"], tmp_path)  # a file of the folder, but no sink
+    with pytest.raises(ConfigError, match=r"log=wandb.*known: console, jsonl;"), opened(["jsonl", "wandb"], tmp_path):
+        pass
+    with pytest.raises(ConfigError, match="log=curve"), opened(["curve"], tmp_path):
+        pass  # a file of the folder, but no sink
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sink_of_your_own(tmp_path: Path) -> None:
+MINE = """
+from contextlib import asynccontextmanager
+from mtgrpo.log import Sink
+
+class Mine(Sink):
+    @asynccontextmanager
+    async def open(self, context):
+        with (context.folder / f"{type(self).__name__}.txt").open("w") as self.file:
+            try:
+                yield self
+            finally:
+                print("end", file=self.file, flush=True)
+                raise OSError("disk full")
+    def stage(self, name, total): pass
+    def log(self, metrics, step): print(step, metrics, file=self.file)
+    def note(self, text): pass
+
+class Second(Mine): pass
+class Other: pass
+"""
+
+
+def test_sinks_of_your_own_are_all_closed_though_one_fails(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
-    mine.write_text(
-        "from mtgrpo.log import Sink\n"
-        "class Mine(Sink):\n"
-        "    def __init__(self, folder): self.file = folder / 'mine.txt'\n"
-        "    def stage(self, name, total): pass\n"
-        "    def log(self, metrics, step): self.file.write_text(f'{step} {metrics}')\n"
-        "    def note(self, text): pass\n"
-        "    def close(self): pass\n"
-        "class Other: pass\n"
-    )
-    sinks = open_sinks([f"{mine}:Mine"], tmp_path)
-    sinks.log({"a": 1.5}, 3)
-    assert (tmp_path / "mine.txt").read_text() == "3 {'a': 1.5}"
-    with pytest.raises(ConfigError, match="Other"):
-        open_sinks([f"{mine}:Other"], tmp_path)
-
-
-class Failing:
-    def __init__(self, closed: list[str]) -> None:
-        self.closed = closed
-
-    def close(self) -> None:
-        self.closed.append("closed")
-        raise OSError("disk full")
-
-
-def test_every_sink_is_closed_though_one_fails() -> None:
-    closed: list[str] = []
-    with pytest.raises(OSError, match="disk full"):
-        Sinks([Failing(closed), Failing(closed)]).close()  # type: ignore[list-item]
-    assert closed == ["closed", "closed"]
+    mine.write_text(MINE)
+    with pytest.raises(OSError, match="disk full"), opened([f"{mine}:Mine", f"{mine}:Second"], tmp_path) as sinks:
+        sinks.log({"a": 1.5}, 3)
+    for name in ("Mine", "Second"):
+        assert (tmp_path / f"{name}.txt").read_text() == "3 {'a': 1.5}\nend\n"
+    with pytest.raises(ConfigError, match="Other"), opened([f"{mine}:Other"], tmp_path):
+        pass
 
 
 # ---------------------------------------------------------------- jsonl
 
 
 def test_metrics_are_on_disk_after_every_line_at_full_precision(tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "run"
-    sinks = open_sinks(["jsonl", "jsonl"], folder)
-    sinks.stage("warm start", 2)
-    sinks.log({"sft/loss": 1 / 3}, 1)
-    sinks.stage("reinforcement learning", 5)
-    sinks.log({"reward/mean": 0.1 + 0.2, "policy/kl": math.nan, "perf/tokens_per_s": -math.inf, "n": 3}, 1)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()  # before it is closed
+    with opened(["jsonl", "jsonl"], tmp_path) as sinks:
+        sinks.stage("warm start", 2)
+        sinks.log({"sft/loss": 1 / 3}, 1)
+        sinks.stage("reinforcement learning", 5)
+        sinks.log({"reward/mean": 0.1 + 0.2, "policy/kl": math.nan, "perf/tokens_per_s": -math.inf, "n": 3}, 1)
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before it is closed
     assert [loads(line) for line in lines] == [
         {"stage": "warm start", "step": 1, "sft/loss": 0.3333333333333333},
         {
@@ -115,15 +127,13 @@ def test_metrics_are_on_disk_after_every_line_at_full_precision(tmp_path: Path) 
             "n": 3,
         },
     ]
-    sinks.close()
 
 
 def test_notes_are_kept_and_a_second_run_appends(tmp_path: Path) -> None:
     for text in ("saved \ud800", "[bold]é[/bold]"):
-        sinks = open_sinks(["jsonl"], tmp_path)
-        sinks.note(text)
-        sinks.log({}, 1)
-        sinks.close()
+        with opened(["jsonl"], tmp_path) as sinks:
+            sinks.note(text)
+            sinks.log({}, 1)
     assert (tmp_path / "notes.txt").read_text("utf-8") == "saved \\ud800\n[bold]é[/bold]\n"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
@@ -186,16 +196,16 @@ class Terminal(io.StringIO):
         return True
 
 
-def run_stage(total: int, steps: int, sinks: Sinks, metrics: Mapping[str, float] = TRAINING) -> None:
-    sinks.stage("reinforcement learning", total)
-    for step in range(1, steps + 1):
-        sinks.log(metrics, step)
-    sinks.close()
+def run_stage(total: int, steps: int, folder: Path, metrics: Mapping[str, float] = TRAINING) -> None:
+    with opened(["console"], folder) as sinks:
+        sinks.stage("reinforcement learning", total)
+        for step in range(1, steps + 1):
+            sinks.log(metrics, step)
 
 
 @pytest.mark.parametrize("total", [10, 21, 41, 60, 101, 250, 1000, 99_999])
 def test_plain_output_is_ten_to_twenty_lines(total: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_stage(total, total, open_sinks(["console"], tmp_path))
+    run_stage(total, total, tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"reinforcement learning ({total} steps)"
     assert 10 <= len(lines) - 1 <= 21
@@ -205,12 +215,12 @@ def test_plain_output_is_ten_to_twenty_lines(total: int, tmp_path: Path, capsys:
 
 
 def test_plain_output_of_a_stage_of_unknown_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_stage(0, 2000, open_sinks(["console"], tmp_path))
+    run_stage(0, 2000, tmp_path)
     assert 10 <= len(capsys.readouterr().out.splitlines()) <= 40
 
 
 def test_a_plain_line_names_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_stage(1, 1, open_sinks(["console"], tmp_path))
+    run_stage(1, 1, tmp_path)
     line = capsys.readouterr().out.splitlines()[1]
     assert line.split("  ") == [
         *("", "step 1/1", "reward 0.712", "success 68.4%", "KL 0.0123", "entropy 0.310"),
@@ -219,7 +229,7 @@ def test_a_plain_line_names_its_values(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_warm_start_shows_its_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_stage(1, 1, open_sinks(["console"], tmp_path), {"sft/loss": 1.25})
+    run_stage(1, 1, tmp_path, {"sft/loss": 1.25})
     assert "  loss 1.2500  " in capsys.readouterr().out
 
 
@@ -227,17 +237,17 @@ def test_the_warm_start_shows_its_loss(tmp_path: Path, capsys: pytest.CaptureFix
 def test_pass_at_any_number_of_samples_is_shown(
     samples: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_stage(1, 1, open_sinks(["console"], tmp_path), {f"eval/pass@{samples}": 0.75, "eval/success": 0.5})
+    run_stage(1, 1, tmp_path, {f"eval/pass@{samples}": 0.75, "eval/success": 0.5})
     assert f"  held-out 50.0%  pass@{samples} 75.0%  " in capsys.readouterr().out
 
 
 def test_evaluations_between_plain_lines_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sinks = open_sinks(["console"], tmp_path)
-    sinks.stage("reinforcement learning", 1000)
-    for step in range(1, 141):
-        sinks.log(TRAINING, step)
-        if step % 70 == 0:
-            sinks.log({"eval/success": step / 200, "eval/pass@8": math.nan}, step)
+    with opened(["console"], tmp_path) as sinks:
+        sinks.stage("reinforcement learning", 1000)
+        for step in range(1, 141):
+            sinks.log(TRAINING, step)
+            if step % 70 == 0:
+                sinks.log({"eval/success": step / 200, "eval/pass@8": math.nan}, step)
     held_out = [line.split() for line in capsys.readouterr().out.splitlines() if "held-out" in line]
     assert [words[:6] for words in held_out] == [
         ["step", "70/1000", "held-out", "35.0%", "pass@8", "nan%"],
@@ -254,11 +264,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("first", [1, 41])  # 41: resumed
 def test_the_time_left(first: int, clock: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sinks = open_sinks(["console"], tmp_path)
-    sinks.stage("reinforcement learning", 100)
-    for step in range(first, 51):
-        clock[0] += 90.0
-        sinks.log(TRAINING, step)
+    with opened(["console"], tmp_path) as sinks:
+        sinks.stage("reinforcement learning", 100)
+        for step in range(first, 51):
+            clock[0] += 90.0
+            sinks.log(TRAINING, step)
     assert capsys.readouterr().out.splitlines()[-1].endswith("ETA 1:15:00")  # 50 steps of 90 s
 
 
@@ -266,10 +276,10 @@ def test_the_time_left(first: int, clock: list[float], tmp_path: Path, capsys: p
 def test_notes_are_data(encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
-    sinks = open_sinks(["console"], tmp_path)
-    sinks.note("[red]x[/red] [/nothing] :smile: \x1b[31m\x07\rover\u202e \ud83d")
-    sinks.note("a long word " + "w" * 300)
-    sinks.note("naïve ⣿\nsecond line")
+    with opened(["console"], tmp_path) as sinks:
+        sinks.note("[red]x[/red] [/nothing] :smile: \x1b[31m\x07\rover\u202e \ud83d")
+        sinks.note("a long word " + "w" * 300)
+        sinks.note("naïve ⣿\nsecond line")
     lines = raw.getvalue().decode(encoding).split("\n")
     assert lines[0] == "[red]x[/red] [/nothing] :smile: \\x1b[31m\\x07\\rover\\u202e \\ud83d"
     assert lines[1] == "a long word " + "w" * 300  # a path stays in one piece
@@ -283,15 +293,14 @@ def test_the_bar_fits_the_terminal(width: int, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sys, "stdout", screen)
     for name, value in {"TERM": "xterm", "COLUMNS": str(width), "LINES": "30"}.items():
         monkeypatch.setenv(name, value)
-    sinks = open_sinks(["console"], tmp_path)
-    sinks.note("before [b]")
-    sinks.log({}, 0)
-    sinks.stage("warm start", 0)
-    sinks.log({"sft/loss": 1.5}, 1)
-    sinks.stage("reinforcement learning", 1000)
-    sinks.log({**TRAINING, "eval/success": 0.5, "eval/greedy": 0.5, "eval/pass@8": 1.0}, 999)
-    sinks.note("during")
-    sinks.close()
+    with opened(["console"], tmp_path) as sinks:
+        sinks.note("before [b]")
+        sinks.log({}, 0)
+        sinks.stage("warm start", 0)
+        sinks.log({"sft/loss": 1.5}, 1)
+        sinks.stage("reinforcement learning", 1000)
+        sinks.log({**TRAINING, "eval/success": 0.5, "eval/greedy": 0.5, "eval/pass@8": 1.0}, 999)
+        sinks.note("during")
     output = screen.getvalue()
     assert output.endswith("\x1b[?25h")  # the cursor is back
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", output)]

@@ -212,7 +212,7 @@ def test_impossible_settings_are_refused(wrong: dict[str, int], seen: str) -> No
 
 
 def test_a_model_from_scratch_has_nothing_to_adapt() -> None:
-    with pytest.raises(ConfigError, match=r"rank=8: model\.name=tiny is a model from scratch.*model\.name=FOLDER"):
+    with pytest.raises(ConfigError, match=r"rank=8`: `name=tiny` is a model from scratch.*`name=FOLDER`"):
         ModelSettings("tiny", lora=LoRA(rank=8))
 
 

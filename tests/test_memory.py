@@ -15,8 +15,9 @@ from mtgrpo.config.compose import preset
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError
 from mtgrpo.memory import Phase, Plan, Row, estimate, plan
-from mtgrpo.model.load import DType, ModelSettings, load_model
-from mtgrpo.model.lora import LoRA, add_adapter, save_adapter
+from mtgrpo.model.load import load_model
+from mtgrpo.model.lora import add_adapter, save_adapter
+from mtgrpo.model.settings import DType, LoRA, ModelSettings
 from mtgrpo.model.skeleton import Skeleton
 
 GB = 10**9
@@ -131,7 +132,9 @@ def test_of_layers_that_look_at_contents_nothing_is_known(tmp_path: Path) -> Non
     sizes = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
     config = Qwen3MoeConfig(**SIZES, **sizes, num_key_value_heads=2, architectures=["Qwen3MoeForCausalLM"])
     words = (f"model.name={named(tmp_path, config)}", "model.dtype=float64")
-    assert row(estimate(preset("calculator", *words), 80 * GB, "cuda"), "activations are not known").bytes == 0
+    found = estimate(preset("calculator", *words), 80 * GB, "cuda")
+    assert row(found, "activations are not known").bytes == 0
+    assert row(found, "KV cache").name == f"KV cache, {24 * GB // (2 * 4 * 2 * 64 * 8):,} tokens"
 
 
 # --- the plan ---

@@ -26,7 +26,7 @@ CUES = {
 
 
 def tasks(count: int, split: Split = Split.train, seed: int = 0, **settings: str | int) -> list[Task]:
-    return list(itertools.islice(OneStep(**settings).open(split, seed), count))  # type: ignore[arg-type]
+    return list(itertools.islice(OneStep(**settings).stream(split, seed), count))  # type: ignore[arg-type]
 
 
 def operator_of(story: str) -> str:
@@ -73,9 +73,9 @@ def test_a_task_is_a_function_of_seed_split_and_number() -> None:
     variants = [tasks(20), tasks(20, seed=1), tasks(20, Split.eval)]
     assert len({task.id for variant in variants for task in variant}) == 60
     source = OneStep()
-    stream = source.open(Split.train, 3)
+    stream = source.stream(Split.train, 3)
     list(itertools.islice(stream, 17))
-    resumed = source.open(Split.train, 3)
+    resumed = source.stream(Split.train, 3)
     resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
     assert list(itertools.islice(resumed, 5)) == tasks(22, seed=3)[17:]
 
@@ -105,11 +105,11 @@ def test_impossible_settings_are_refused(settings: dict[str, str | int], said: s
 def test_the_worked_examples_are_right_and_not_held_out(recipe: str) -> None:
     """Every example is a task of the source with other numbers than held-out ones, and ends with its right answer."""
     source = preset(recipe, "model.name=tiny").task
-    (task,) = itertools.islice(source.open(Split.train, 0), 1)
+    (task,) = itertools.islice(source.stream(Split.train, 0), 1)
     shown = task.messages[:-1]
     assert task.messages[-1].role == "user" and len(shown) >= 4
     asked = [number for number, message in enumerate(shown) if message.role == "user"]
-    held_out = itertools.islice(source.open(Split.eval, 0), 3000)
+    held_out = itertools.islice(source.stream(Split.eval, 0), 3000)
     kept = {calculated_with(task.messages[-1].content) for task in held_out}
     for start, end in itertools.pairwise([*asked, len(shown)]):
         story, last = shown[start].content, shown[end - 1]

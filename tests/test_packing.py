@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mtgrpo.batch.forest import Batch, build_batch, build_forest
-from mtgrpo.batch.packing import BatchSettings, Cost, Layout, MicroBatch, Packing, pack
+from mtgrpo.batch.packing import Cost, Layout, MicroBatch, Packing, pack
+from mtgrpo.batch.settings import BatchSettings
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
@@ -293,5 +294,5 @@ def test_a_path_longer_than_the_budget_is_refused(layout: Layout) -> None:
 
 
 def test_a_budget_is_positive() -> None:
-    with pytest.raises(ConfigError, match=r"batch\.token_budget must be >= 1, got 0"):
+    with pytest.raises(ConfigError, match=r"`token_budget` must be >= 1, got 0"):
         BatchSettings(token_budget=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtgrpo import cli
-from mtgrpo.config.options import chosen_class, schema
+from mtgrpo.config.options import schema
 from mtgrpo.extension import load_file
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -93,7 +93,7 @@ VERL = (Path(__file__).parents[1] / "docs" / "coming_from_verl.md").read_text()
 def test_the_names_beside_those_of_verl_exist() -> None:
     chosen = {"task": "parquet", "environment": "tool_use", "condenser": "keep_last", "reward": "context_efficiency"}
     chosen |= {"algorithm": "grpo", "advantage": "trajectory", "engine": "local"}
-    known = schema({group: chosen_class(group, option) for group, option in chosen.items()})
+    known = schema(chosen)
     rows = [line.split("|") for line in VERL.splitlines() if line.startswith("| `")]
     ours = [
         word for row in rows for cell in row[2:4] for name in re.findall(r"`([^`]+)`", cell) for word in name.split()
@@ -108,7 +108,7 @@ def test_the_options_in_the_readme_exist() -> None:
     known: set[str] = set()
     for task in ("jsonl", "parquet", "reasoning_gym"):
         options = {**chosen, "task": task, "advantage": "trajectory", "engine": "local"}
-        known |= set(schema({group: chosen_class(group, option) for group, option in options.items()}))
+        known |= set(schema(options))
     groups = {name.partition(".")[0] for name in known}
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S))
     words = [word.partition("=")[0] for span in spans for word in span.split()]

@@ -28,7 +28,7 @@ def library() -> Any:
 
 
 def tasks(name: str, count: int = 20, split: Split = Split.train, seed: int = 0, **config: Any) -> list[Task]:
-    return list(itertools.islice(ReasoningGym(dataset=name, config=config).open(split, seed), count))
+    return list(itertools.islice(ReasoningGym(dataset=name, config=config).stream(split, seed), count))
 
 
 def graded(task: Task, said: str, **settings: bool) -> float:
@@ -41,9 +41,9 @@ def test_tasks_are_a_function_of_seed_split_and_number(name: str) -> None:
     assert tasks(name) == tasks(name)
     assert tasks(name, seed=1) != tasks(name)
     source = ReasoningGym(dataset=name)
-    stream = source.open(Split.train, 3)
+    stream = source.stream(Split.train, 3)
     list(itertools.islice(stream, 12))
-    resumed = source.open(Split.train, 3)
+    resumed = source.stream(Split.train, 3)
     resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
     assert list(itertools.islice(resumed, 3)) == tasks(name, 15, seed=3)[12:]
 
@@ -86,7 +86,7 @@ def test_every_data_set_makes_tasks_and_grades_them(library: Any) -> None:
     assert len(names) > 100
     for name in names:
         source = ReasoningGym(dataset=name, run_answers=True)
-        (task,) = itertools.islice(source.open(Split.train, 0), 1)
+        (task,) = itertools.islice(source.stream(Split.train, 0), 1)
         assert task.messages[-1].content and 0 <= graded(task, "#### nonsense") <= 1, name
         if task.answer:
             assert graded(task, f"#### {task.answer}") >= 0.99, name
@@ -107,7 +107,7 @@ def test_the_data_sets_that_run_answers_are_known(library: Any) -> None:
     found = {name for name, (cls, _) in DATASETS.items() if running.search(inspect.getsource(cls.score_answer))}
     assert found == RUNS_ANSWERS
     with pytest.raises(ConfigError, match=r"countdown is graded by running .* task\.run_answers=true"):
-        ReasoningGym(dataset="countdown").open(Split.train, 0)
+        ReasoningGym(dataset="countdown").stream(Split.train, 0)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_the_data_sets_that_run_answers_are_known(library: Any) -> None:
 )
 def test_what_cannot_be_made_is_refused(name: str, config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        ReasoningGym(dataset=name, config=config).open(Split.train, 0)
+        ReasoningGym(dataset=name, config=config).stream(Split.train, 0)
 
 
 def test_too_few_questions_are_refused() -> None:
@@ -140,12 +140,12 @@ def test_tasks_of_others_are_refused() -> None:
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"pip install 'mtgrpo\[reasoning-gym\]'"):
-        ReasoningGym(dataset="leg_counting").open(Split.train, 0)
+        ReasoningGym(dataset="leg_counting").stream(Split.train, 0)
 
 
 def test_a_config_can_be_given_on_the_command_line() -> None:
     words = ["task=reasoning_gym", "reward=reasoning_gym", "task.dataset=chain_sum", "task.config={max_terms: 2}"]
     experiment = compose(parse([*words, "sft.steps=0"])).experiment
-    (task,) = itertools.islice(experiment.task.open(Split.train, 0), 1)
+    (task,) = itertools.islice(experiment.task.stream(Split.train, 0), 1)
     assert task.metadata["config"] == {"max_terms": 2}
     assert experiment.reward.reward(Trajectory(task)) == 0

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtgrpo.advantages.rewards import rewards_of
+from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.errors import ConfigError
 from mtgrpo.extension import find, names
-from mtgrpo.rewards import Reward
+from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rewards.calculation import Calculation
+from mtgrpo.rewards.composed import Composed
+from mtgrpo.rewards.environment import Environment
 from mtgrpo.rewards.exact_match import ExactMatch
 from mtgrpo.rewards.numeric import Numeric
-from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+from mtgrpo.rollout.group import set_score
+from mtgrpo.types import Finish, Group, Message, Task, Trajectory, Turn
+
+TASK = Task("task/1", (Message("user", "?"),))
 
 
 def said(text: str, answer: str, metadata: dict[str, Any] | None = None) -> Trajectory:
@@ -199,6 +209,80 @@ def test_exact_match_always_accepts_the_answer_itself(text: str) -> None:
         assert ExactMatch().reward(said(text, text)) == 1.0
 
 
+# --- several rewards, and what the environment pays ---
+
+
+def paid(*amounts: float, text: str = "#### 72") -> Trajectory:
+    """A turn for each payment; the last says `text`."""
+    trajectory = said(text, "72")
+    (last,) = trajectory.turns
+    trajectory.turns = [replace(last, paid=amount) for amount in amounts]
+    return trajectory
+
+
+def score(reward: Reward, trajectory: Trajectory) -> Score:
+    (found,) = asyncio.run(scores(reward, [trajectory]))
+    assert isinstance(found, Score), found
+    return found
+
+
+def test_rewards_are_added_up_by_their_weights() -> None:
+    reward = Composed(of={"numeric": {}, "format": {"weight": 0.2, "min_chars": 9}})
+    found = score(reward, said("#### 72", "72"))
+    assert (found.total, dict(found.components)) == (1.0, {"numeric": 1.0, "format": 0.0})
+    assert score(reward, said("so: #### 72", "72")).total == pytest.approx(1.2)
+    assert score(Composed(of=["numeric"]), said("#### 71", "72")) == Score(0.0, {"numeric": 0.0}, turns=[])
+
+
+def test_rewards_of_turns_are_weighed_too() -> None:
+    reward = Composed(of={"calculation": {"weight": 2}, "numeric": {"weight": 0.5}})
+    assert reward.judges_turns and not Composed(of=["numeric"]).judges_turns
+    found = score(reward, calculated([3, 9], "3", "4"))
+    assert (found.total, list(found.turns)) == (2.5, [2.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    "of, message",
+    [
+        (None, "reward.of is empty"),
+        ("numeric", "must be a list of names"),
+        (["poetry"], "there is no rewards named 'poetry'"),
+        ({"numeric": {"weight": "much"}}, "weight must be a number, got 'much'"),
+        ({"numeric": {"wait": 1}}, "the reward numeric has no setting 'wait'; its settings: success_at"),
+        ({"environment": {"weight": 2}}, "what the environment pays counts as it is"),
+    ],
+)
+def test_what_cannot_be_composed_is_refused(of: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Composed(of=of)
+
+
+def test_what_the_environment_pays_is_counted_once() -> None:
+    """In the turns that it was paid for; the reward of the whole shows the sum."""
+    group = Group(TASK, [paid(1.0, 0.0, 2.0), paid(0.0, 0.0, 0.5)])
+    for trajectory in group.trajectories:
+        set_score(trajectory, score(Environment(), trajectory))
+    assert [t.reward for t in group.trajectories] == [3.0, 0.5]
+    assert [t.turn_rewards for t in group.trajectories] == [[1.0, 0.0, 2.0], [0.0, 0.0, 0.5]]
+    algorithm = GRPO()
+    tokens = torch.arange(2).repeat_interleave(3), torch.arange(3).repeat(2)
+    found = rewards_of([group], algorithm, *tokens)
+    assert found.outcome.tolist() == [0.0, 0.0]
+    assert found.totals().tolist() == [3.0, 0.5]
+    both = score(Composed(of=["environment", "numeric"]), paid(1.0, 2.0))
+    assert (both.total, both.paid) == (4.0, 3.0)
+
+
+def test_what_the_environment_pays_adds_to_the_rewards_of_turns_whatever_the_reward() -> None:
+    trajectory = calculated([3, 9], "3", "9")
+    trajectory.turns[1].paid = -0.5
+    set_score(trajectory, score(Calculation(), trajectory))
+    assert (trajectory.reward, trajectory.turn_rewards) == (1.0, [1.0, 0.5, 0.0])
+    unpaid = said("#### 72", "72")
+    set_score(unpaid, score(Numeric(), unpaid))
+    assert unpaid.turn_rewards == []
+
+
 # --- rewards of turns ---
 
 
@@ -224,14 +308,13 @@ def calculated(values: list[int], *observed: str, final: str = "#### 9") -> Traj
 )
 def test_turns_that_bring_the_next_result_are_paid(observed: list[str], expected: list[float]) -> None:
     trajectory = calculated([3, 9], *observed)
-    assert Calculation().turn_rewards(trajectory) == expected
-    assert Calculation().reward(trajectory) == 1
+    assert Calculation().reward(trajectory) == Score(1.0, turns=expected)
 
 
 def test_the_same_result_twice_is_looked_for_twice() -> None:
-    assert Calculation().turn_rewards(calculated([3, 3], "3", "3")) == [1, 1, 0]
+    assert Calculation().reward(calculated([3, 3], "3", "3")).turns == [1, 1, 0]
 
 
 def test_a_task_without_intermediate_results_is_refused() -> None:
     with pytest.raises(ConfigError, match="reward=numeric"):
-        Calculation().turn_rewards(said("#### 1", "1"))
+        Calculation().reward(said("#### 1", "1"))

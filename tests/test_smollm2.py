@@ -246,7 +246,7 @@ def test_every_trained_token_was_sampled_over_200_conversations_with_a_tool(
     monkeypatch.setattr(LocalEngine, "_ask", watched)
 
     async def play() -> list[Trajectory]:
-        with open_run(experiment, tmp_path) as run:
+        async with open_run(experiment, tmp_path) as run:
             groups = await asyncio.gather(*(run.runner.run_group(task, 8) for task in islice(run.tasks, 25)))
         return [trajectory for group in groups for trajectory in group.trajectories]
 

@@ -156,7 +156,7 @@ def test_jsonl_maps_columns_and_keeps_the_rest_as_metadata(tmp_path: Path) -> No
     path = write_jsonl(tmp_path / "a.jsonl", [row])
     columns = Columns(prompt="question", answer="solution.value", id="uid")
     source = Jsonl(path=str(path), columns=columns, eval_fraction=0, system_prompt="Be brief.")
-    task = next(source.open(Split.train, 0))
+    task = next(source.stream(Split.train, 0))
     assert (task.id, task.answer) == ("17", "4")
     assert task.messages == (Message("system", "Be brief."), Message("user", "2+2?"))
     assert task.metadata == {"solution": {"value": 4.0}, "answers": ["four"]}
@@ -178,7 +178,7 @@ def test_jsonl_maps_columns_and_keeps_the_rest_as_metadata(tmp_path: Path) -> No
 )
 def test_answers_are_found(tmp_path: Path, row: dict[str, Any], answer: str, answers: list[str] | None) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", **row}])
-    task = next(Jsonl(path=str(path), eval_fraction=0).open(Split.train, 0))
+    task = next(Jsonl(path=str(path), eval_fraction=0).stream(Split.train, 0))
     assert (task.answer, task.metadata.get("answers")) == (answer, answers)
     assert task.metadata.get("reward_model") == row.get("reward_model")
 
@@ -194,7 +194,7 @@ def test_jsonl_reads_conversations_with_tool_calls(tmp_path: Path) -> None:
     ]
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
     source = Jsonl(path=str(path), eval_fraction=0, system_prompt="not used: the row has its own")
-    assert next(source.open(Split.train, 0)).messages == (
+    assert next(source.stream(Split.train, 0)).messages == (
         Message("system", "You calculate."),
         Message("user", "1+1?"),
         Message("assistant", tool_calls=(ToolCall("calculator", {"expression": "1+1"}),)),
@@ -218,7 +218,7 @@ def test_worked_examples_stand_between_the_system_prompt_and_the_problem(tmp_pat
     ]
     path = write_jsonl(tmp_path / "own.jsonl", rows)
     source = Jsonl(path=str(path), eval_fraction=0, system_prompt="Be exact.", examples=WORKED)
-    first, second = source.open(Split.train, 0, repeat=False)
+    first, second = source.stream(Split.train, 0, repeat=False)
     worked = (
         Message("user", "2 * 3?"),
         Message("assistant", tool_calls=(ToolCall("calculator", {"expression": "2 * 3"}),)),
@@ -242,13 +242,13 @@ def test_worked_examples_stand_between_the_system_prompt_and_the_problem(tmp_pat
 def test_worked_examples_that_are_none_are_refused(tmp_path: Path, examples: Any, said: str) -> None:
     path = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "4 * 5?"}])
     with pytest.raises(ConfigError, match=said):
-        Jsonl(path=str(path), eval_fraction=0, examples=examples).open(Split.train, 0)
+        Jsonl(path=str(path), eval_fraction=0, examples=examples).stream(Split.train, 0)
 
 
 def test_demonstrations_are_shown_as_worked_examples() -> None:
     """As many as requested, with their tool calls and without answers to a condenser, before every task."""
     source = Ledger(examples=3, min_pages=2, max_pages=2, system_prompt="Be exact.")
-    first, second = itertools.islice(source.open(Split.eval, 0), 2)
+    first, second = itertools.islice(source.stream(Split.eval, 0), 2)
     system, *worked, problem = first.messages
     assert (system.content, problem) == ("Be exact.", Message("user", PROMPT))
     assert second.messages[:-1] == first.messages[:-1]
@@ -256,7 +256,7 @@ def test_demonstrations_are_shown_as_worked_examples() -> None:
     assert not any(message.name == SUMMARY for message in worked)
     shown = {message.content for message in worked if message.role == "tool"}
     for seed in (0, 1, 2):
-        for task in itertools.islice(source.open(Split.train, seed), 20):
+        for task in itertools.islice(source.stream(Split.train, seed), 20):
             assert not shown >= {str(page) for page in task.metadata["pages"]}
 
 
@@ -264,7 +264,7 @@ def test_tasks_without_a_demonstration_are_passed_over(tmp_path: Path, monkeypat
     rows = [{"question": f"{n} + 1?", "answer": f"So <<{n}+1={n + n % 2}>>\n#### {n + n % 2}"} for n in range(1, 9)]
     for split in ("train", "test"):
         write_jsonl(tmp_path / f"{split}.jsonl", rows)
-    (task, *_) = Gsm8k(path=str(tmp_path), system_prompt="", examples=2).open(Split.eval, 0, repeat=False)
+    (task, *_) = Gsm8k(path=str(tmp_path), system_prompt="", examples=2).stream(Split.eval, 0, repeat=False)
     asked = [message.content for message in task.messages if message.role == "user"]
     assert len(asked) == 3 and {text[0] for text in asked[:2]} <= set("1357")
 
@@ -272,32 +272,32 @@ def test_tasks_without_a_demonstration_are_passed_over(tmp_path: Path, monkeypat
 def test_jsonl_names_rows_without_an_id_by_their_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "x"}\n\n{"prompt": "é", "id": "mine"}\n  \n{"prompt": "z"}', encoding="utf-8")
-    tasks_read = list(Jsonl(path=str(path), eval_fraction=0).open(Split.train, 0, repeat=False))
+    tasks_read = list(Jsonl(path=str(path), eval_fraction=0).stream(Split.train, 0, repeat=False))
     assert [(task.id, task.messages[0].content) for task in tasks_read] == [("a/1", "x"), ("mine", "é"), ("a/5", "z")]
 
 
 def test_jsonl_splits_are_disjoint_complete_and_stable(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{number}", "id": f"id{number}"} for number in range(2000)]
     source = Jsonl(path=str(write_jsonl(tmp_path / "a.jsonl", rows)))
-    train, held = (take(source.open(split, 0, repeat=False), 9999) for split in (Split.train, Split.eval))
+    train, held = (take(source.stream(split, 0, repeat=False), 9999) for split in (Split.train, Split.eval))
     assert not set(train) & set(held)
     assert set(train) | set(held) == {row["id"] for row in rows}
     assert 0.08 < len(held) / len(rows) < 0.12
     # More rows in another order leave every row where it was.
     more = [{"prompt": "new", "id": f"new{number}"} for number in range(500)]
     bigger = Jsonl(path=str(write_jsonl(tmp_path / "b.jsonl", more + rows[::-1])))
-    assert set(take(bigger.open(Split.eval, 5, repeat=False), 9999)) >= set(held)
-    assert not set(take(bigger.open(Split.train, 5, repeat=False), 9999)) & set(held)
+    assert set(take(bigger.stream(Split.eval, 5, repeat=False), 9999)) >= set(held)
+    assert not set(take(bigger.stream(Split.train, 5, repeat=False), 9999)) & set(held)
 
 
 def test_jsonl_folder_never_trains_on_the_files_held_out(tmp_path: Path) -> None:
     for name in ("a", "b", "test"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}] * 3)
     source = Jsonl(path=str(tmp_path), val_files=[str(tmp_path / "test.jsonl")])
-    assert take(source.open(Split.train, 0, repeat=False), 99) == ["a/1", "a/2", "a/3", "b/1", "b/2", "b/3"]
-    assert take(source.open(Split.eval, 0, repeat=False), 99) == ["test/1", "test/2", "test/3"]
+    assert take(source.stream(Split.train, 0, repeat=False), 99) == ["a/1", "a/2", "a/3", "b/1", "b/2", "b/3"]
+    assert take(source.stream(Split.eval, 0, repeat=False), 99) == ["test/1", "test/2", "test/3"]
     source.val_files = [str(tmp_path)]
-    assert "holds only the files of task.val_files=" in error_of(lambda: source.open(Split.train, 0))
+    assert "holds only the files of task.val_files=" in error_of(lambda: source.stream(Split.train, 0))
 
 
 def test_a_file_behind_a_link_is_the_same_file(tmp_path: Path) -> None:
@@ -306,10 +306,10 @@ def test_a_file_behind_a_link_is_the_same_file(tmp_path: Path) -> None:
     write_jsonl(folder / "a.jsonl", [{"prompt": "a"}])
     (folder / "test.jsonl").symlink_to(write_jsonl(tmp_path / "blob", [{"prompt": "test"}]))
     source = Jsonl(path=str(folder), val_files=[str(tmp_path / "blob")])
-    assert take(source.open(Split.train, 0, repeat=False), 99) == ["a/1"]
+    assert take(source.stream(Split.train, 0, repeat=False), 99) == ["a/1"]
     source = Jsonl(path=str(folder), val_files=[str(folder / "test.jsonl")])
-    assert take(source.open(Split.train, 0, repeat=False), 99) == ["a/1"]
-    assert take(source.open(Split.eval, 0, repeat=False), 99) == ["test/1"]
+    assert take(source.stream(Split.train, 0, repeat=False), 99) == ["a/1"]
+    assert take(source.stream(Split.eval, 0, repeat=False), 99) == ["test/1"]
 
 
 def test_rows_of_all_files_have_ids_of_their_own(tmp_path: Path) -> None:
@@ -319,12 +319,12 @@ def test_rows_of_all_files_have_ids_of_their_own(tmp_path: Path) -> None:
         write_jsonl(path, [{"prompt": str(path)}] * 2)
     *training, other = map(str, paths)
     source = Jsonl(train_files=training, val_files=[other])
-    train, held = (list(source.open(split, 0, repeat=False)) for split in (Split.train, Split.eval))
+    train, held = (list(source.stream(split, 0, repeat=False)) for split in (Split.train, Split.eval))
     names = ["x/train.jsonl", "y/train.jsonl", "y/train.json", "y/z.jsonl", "v/z.jsonl"]
     assert [task.id for task in train + held] == [f"{name}/{line}" for name in names for line in (1, 2)]
     # Without held-out files the split is by these ids.
     source = Jsonl(train_files=training, eval_fraction=0.5)
-    split = {s: [task.id for task in source.open(s, 0, repeat=False)] for s in Split}
+    split = {s: [task.id for task in source.stream(s, 0, repeat=False)] for s in Split}
     assert sorted(split[Split.train] + split[Split.eval]) == sorted(
         f"{name}/{line}" for name in ("x/train.jsonl", "y/train.jsonl", "y/train.json", "z") for line in (1, 2)
     )
@@ -348,7 +348,7 @@ def test_lists_of_files_are_checked(tmp_path: Path) -> None:
         (Jsonl(train_files=[""]), ["task.train_files=[]", "a name is empty"]),
     ):
         for split in Split:
-            message = error_of(lambda source=source, split=split: source.open(split, 0))
+            message = error_of(lambda source=source, split=split: source.stream(split, 0))
             assert [part for part in parts if part not in message] == [], message
 
 
@@ -359,7 +359,7 @@ def test_jsonl_of_200k_rows_is_streamed(tmp_path: Path) -> None:
         file.writelines(f'{{"prompt": "{number} {filler}", "answer": {number}}}\n' for number in range(200_000))
     assert path.stat().st_size > 20e6
     tracemalloc.start()
-    stream = Jsonl(path=str(path), eval_fraction=0).open(Split.train, 0)
+    stream = Jsonl(path=str(path), eval_fraction=0).stream(Split.train, 0)
     for task in (next(stream) for _ in range(2000)):
         assert task.messages[0].content.startswith(task.answer + " ")
     _, peak = tracemalloc.get_traced_memory()
@@ -387,9 +387,9 @@ BAD_ROWS = {
 @pytest.mark.parametrize("row, parts", BAD_ROWS.values(), ids=list(BAD_ROWS))
 def test_bad_rows_are_named(tmp_path: Path, row: Any, parts: list[str]) -> None:
     path = write_jsonl(tmp_path / "bad.jsonl", [row, {"prompt": "good"}])
-    first = error_of(lambda: Jsonl(path=str(path), eval_fraction=0).open(Split.train, 0))
+    first = error_of(lambda: Jsonl(path=str(path), eval_fraction=0).stream(Split.train, 0))
     path = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "good"}, row])
-    later = error_of(lambda: list(Jsonl(path=str(path), eval_fraction=0).open(Split.train, 0, repeat=False)))
+    later = error_of(lambda: list(Jsonl(path=str(path), eval_fraction=0).stream(Split.train, 0, repeat=False)))
     assert f"{path}, line 1" in first
     assert f"{path}, line 2" in later
     for part in parts:
@@ -400,27 +400,27 @@ def test_bad_rows_are_named(tmp_path: Path, row: Any, parts: list[str]) -> None:
 def test_broken_json_is_found_before_anything_is_computed(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"prompt": "good"}\n' * 3 + line + b"\n")
-    message = error_of(lambda: Jsonl(path=str(path)).open(Split.train, 0))
+    message = error_of(lambda: Jsonl(path=str(path)).stream(Split.train, 0))
     assert f"{path}, line 4" in message and "not valid JSON" in message
 
 
 def test_a_column_the_user_named_must_exist(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "solution": "4"}])
     source = Jsonl(path=str(path), columns=Columns(answer="solutoin"), eval_fraction=0)
-    message = error_of(lambda: source.open(Split.train, 0))
+    message = error_of(lambda: source.stream(Split.train, 0))
     assert "'solutoin'" in message and "prompt, solution" in message and "task.columns.answer=solutoin" in message
 
 
 def test_missing_files_are_named_with_their_option(tmp_path: Path) -> None:
-    assert "task.path is not set" in error_of(lambda: Jsonl().open(Split.train, 0))
-    message = error_of(lambda: Jsonl(path=str(tmp_path / "none.jsonl")).open(Split.train, 0))
+    assert "task.path is not set" in error_of(lambda: Jsonl().stream(Split.train, 0))
+    message = error_of(lambda: Jsonl(path=str(tmp_path / "none.jsonl")).stream(Split.train, 0))
     assert "task.path=" in message and "none.jsonl" in message
-    assert "holds no .jsonl file" in error_of(lambda: Jsonl(path=str(tmp_path)).open(Split.train, 0))
+    assert "holds no .jsonl file" in error_of(lambda: Jsonl(path=str(tmp_path)).stream(Split.train, 0))
     path = str(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}]))
     source = Jsonl(path=path, val_files=[str(tmp_path / "b.jsonl")])
-    assert "task.val_files=" in error_of(lambda: source.open(Split.eval, 0))
-    assert "no rows for split eval" in error_of(lambda: Jsonl(path=path, eval_fraction=0).open(Split.eval, 0))
-    assert "task.eval_fraction" in error_of(lambda: Jsonl(path=path, eval_fraction=1).open(Split.eval, 0))
+    assert "task.val_files=" in error_of(lambda: source.stream(Split.eval, 0))
+    assert "no rows for split eval" in error_of(lambda: Jsonl(path=path, eval_fraction=0).stream(Split.eval, 0))
+    assert "task.eval_fraction" in error_of(lambda: Jsonl(path=path, eval_fraction=1).stream(Split.eval, 0))
 
 
 # Parquet
@@ -446,7 +446,7 @@ def test_parquet_reads_verl_files_as_they_are(tmp_path: Path) -> None:
     third = write_parquet(tmp_path / "test.parquet", verl_rows(range(30, 35), "test"))
     words = ["task=parquet", f"task.train_files=[{first},{second}]", f"task.val_files=[{third}]"]
     source = compose(parse(words)).experiment.task
-    train, held = (list(source.open(split, 0, repeat=False)) for split in (Split.train, Split.eval))
+    train, held = (list(source.stream(split, 0, repeat=False)) for split in (Split.train, Split.eval))
     assert [task.answer for task in train] == [str(number + 1) for number in range(30)]
     assert [task.answer for task in held] == [str(number + 1) for number in range(30, 35)]
     ids = [f"train.parquet/{row}" for row in range(1, 21)] + [f"more/train.parquet/{row}" for row in range(1, 11)]
@@ -463,7 +463,7 @@ def test_parquet_reads_verl_files_through_columns(tmp_path: Path) -> None:
     read = [
         task
         for split in Split
-        for task in Parquet(path=str(path), columns=columns, eval_fraction=0.3).open(split, 0, repeat=False)
+        for task in Parquet(path=str(path), columns=columns, eval_fraction=0.3).stream(split, 0, repeat=False)
     ]
     assert sorted(task.id for task in read) == sorted(str(number) for number in range(20))
     for task in read:
@@ -477,7 +477,7 @@ def test_parquet_reads_each_row_group_once_an_epoch(tmp_path: Path, monkeypatch:
     for name in ("a", "b"):
         write_parquet(tmp_path / f"{name}.parquet", [{"prompt": f"{name}{row}"} for row in range(50)], 20)
     source = Parquet(path=str(tmp_path))
-    stream = source.open(Split.train, 4)
+    stream = source.stream(Split.train, 4)
     expected = {f"{name}/{row}" for name in "ab" for row in range(1, 51) if not held_out(f"{name}/{row}", 0.1)}
     reads: list[int] = []
     read_row_group = parquet.ParquetFile.read_row_group
@@ -490,27 +490,27 @@ def test_parquet_reads_each_row_group_once_an_epoch(tmp_path: Path, monkeypatch:
     order = take(stream, len(expected))
     assert set(order) == expected and order != sorted(order)
     assert len(reads) <= 6
-    assert order == take(source.open(Split.train, 4), len(expected))
-    assert order != take(source.open(Split.train, 5), len(expected))
+    assert order == take(source.stream(Split.train, 4), len(expected))
+    assert order != take(source.stream(Split.train, 5), len(expected))
 
 
 def test_parquet_resumes_exactly(tmp_path: Path) -> None:
     source = Parquet(path=str(write_parquet(tmp_path / "a.parquet", [{"prompt": str(row)} for row in range(40)], 7)))
     for position in (0, 1, 17, 36, 50):
-        stream = source.open(Split.train, 1)
+        stream = source.stream(Split.train, 1)
         take(stream, position)
-        resumed = source.open(Split.train, 1)
+        resumed = source.stream(Split.train, 1)
         resumed.load_state_dict(stream.state_dict())
         assert take(resumed, 60) == take(stream, 60)
 
 
 def test_parquet_errors_name_file_and_row(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", [{"prompt": text} for text in ["x", "y", None]], 2)
-    message = error_of(lambda: list(Parquet(path=str(path), eval_fraction=0).open(Split.train, 0, repeat=False)))
+    message = error_of(lambda: list(Parquet(path=str(path), eval_fraction=0).stream(Split.train, 0, repeat=False)))
     assert f"{path}, row 3" in message and "task.columns.prompt=" in message
     bad = tmp_path / "b.parquet"
     bad.write_text("not a table")
-    assert f"{bad}: not a Parquet file" in error_of(lambda: Parquet(path=str(bad)).open(Split.train, 0))
+    assert f"{bad}: not a Parquet file" in error_of(lambda: Parquet(path=str(bad)).stream(Split.train, 0))
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,7 +518,7 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_text("")
     for source in (Parquet(path=str(tmp_path)), Hub(path=str(tmp_path))):
-        assert "pip install 'mtgrpo[data]'" in error_of(lambda source=source: source.open(Split.train, 0))
+        assert "pip install 'mtgrpo[data]'" in error_of(lambda source=source: source.stream(Split.train, 0))
 
 
 # The hub
@@ -543,43 +543,43 @@ def prompts(stream: Iterable[Task], count: int) -> list[str]:
 
 def test_hub_streams_shuffles_and_resumes(hub_folder: Path) -> None:
     source = Hub(path=str(hub_folder), shuffle_buffer=8)
-    stream = source.open(Split.train, 3)
+    stream = source.stream(Split.train, 3)
     first, second = prompts(stream, 50), prompts(stream, 50)
     assert stream.epoch == 2
     everything = {f"a{row}" for row in range(30)} | {f"b{row}" for row in range(20)}
     assert len(first) == len(second) == 50 and set(first) == set(second) == everything
-    other = prompts(source.open(Split.train, 4), 50)
+    other = prompts(source.stream(Split.train, 4), 50)
     assert len({tuple(first), tuple(second), tuple(other)}) == 3
     for position in (0, 1, 49, 50, 63):
-        stream = source.open(Split.train, 3)
+        stream = source.stream(Split.train, 3)
         prompts(stream, position)
-        resumed = source.open(Split.train, 3)
+        resumed = source.stream(Split.train, 3)
         resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
         assert prompts(resumed, 37) == (first + second)[position : position + 37]
 
 
 def test_hub_evaluates_in_order_once(hub_folder: Path) -> None:
     source = Hub(path=str(hub_folder))
-    stream = source.open(Split.eval, 0, repeat=False)
+    stream = source.stream(Split.eval, 0, repeat=False)
     read = list(stream)
     assert [task.answer for task in read] == ["0", "1", "2", "3", "4"]
     assert stream.epoch == 1 and next(stream, None) is None
-    resumed = source.open(Split.eval, 0, repeat=False)
+    resumed = source.stream(Split.eval, 0, repeat=False)
     resumed.load_state_dict(stream.state_dict())
     assert next(resumed, None) is None
     assert len({task.id for task in read}) == 5
-    assert [task.id for task in read] == take(source.open(Split.eval, 9, repeat=False), 5)
+    assert [task.id for task in read] == take(source.stream(Split.eval, 9, repeat=False), 5)
 
 
 def test_hub_errors_name_the_option(hub_folder: Path) -> None:
-    assert "task.path is not set" in error_of(lambda: Hub().open(Split.train, 0))
-    message = error_of(lambda: Hub(path=str(hub_folder), eval_split="validation").open(Split.eval, 0))
+    assert "task.path is not set" in error_of(lambda: Hub().stream(Split.train, 0))
+    message = error_of(lambda: Hub(path=str(hub_folder), eval_split="validation").stream(Split.eval, 0))
     assert "split validation" in message and "['train', 'test']" in message and "task.eval_split" in message
-    assert "task.path" in error_of(lambda: Hub(path=str(hub_folder / "none")).open(Split.train, 0))
+    assert "task.path" in error_of(lambda: Hub(path=str(hub_folder / "none")).stream(Split.train, 0))
     columns = Columns(prompt="question")
-    message = error_of(lambda: Hub(path=str(hub_folder), columns=columns).open(Split.train, 0))
+    message = error_of(lambda: Hub(path=str(hub_folder), columns=columns).stream(Split.train, 0))
     assert "prompt, answer" in message and "task.columns.prompt=" in message
-    assert "shuffle_buffer" in error_of(lambda: Hub(path=str(hub_folder), shuffle_buffer=0).open(Split.train, 0))
+    assert "shuffle_buffer" in error_of(lambda: Hub(path=str(hub_folder), shuffle_buffer=0).stream(Split.train, 0))
 
 
 # GSM8K and SVAMP
@@ -628,7 +628,7 @@ def test_real_problems_and_their_demonstrations(
     demonstrated: int,
 ) -> None:
     monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
-    read = list(source.open(split, 0, repeat=False))
+    read = list(source.stream(split, 0, repeat=False))
     assert len(read) == rows == len({task.id for task in read})
     count = 0
     for task in read:
@@ -644,7 +644,7 @@ def test_real_problems_and_their_demonstrations(
 
 def test_svamp_splits_are_disjoint(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
-    train, held = (take(WordProblems().open(split, 0), 293) for split in (Split.train, Split.eval))
+    train, held = (take(WordProblems().stream(split, 0), 293) for split in (Split.train, Split.eval))
     assert not set(train) & set(held)
 
 
@@ -652,7 +652,7 @@ def test_gsm8k_demonstration_is_the_gold_solution(tmp_path: Path) -> None:
     answer = "48/2 = <<48/2=24>>24 clips in May.\nShe sold <<48+24=72>>72 in all.\n#### 72"
     write_jsonl(tmp_path / "train.jsonl", [{"question": "How many clips?", "answer": answer}])
     source = Gsm8k(path=str(tmp_path), system_prompt="")
-    task = next(source.open(Split.train, 0))
+    task = next(source.stream(Split.train, 0))
     assert (task.id, task.answer, task.messages) == ("gsm8k/train/0", "72", (Message("user", "How many clips?"),))
     assert source.demonstration(task, 0) == (
         Message("assistant", tool_calls=(ToolCall("calculator", {"expression": "48/2"}),)),
@@ -684,7 +684,7 @@ def test_word_problems_compose_text_and_equation(tmp_path: Path) -> None:
     row = {"ID": "chal-1", "Body": "Tom has 3 bags of 4", "Question": "How many?", "Equation": "( 3.0 * 4.0 )"}
     rows = [{**row, "ID": f"chal-{number}", "Answer": 12.0} for number in range(20)]
     source = WordProblems(path=str(write_jsonl(tmp_path / "svamp.jsonl", rows)), system_prompt="")
-    task = next(source.open(Split.train, 0))
+    task = next(source.stream(Split.train, 0))
     assert task.messages == (Message("user", "Tom has 3 bags of 4. How many?"),)
     demonstration = source.demonstration(task, 0)
     assert demonstration is not None
@@ -697,10 +697,10 @@ def test_another_layout_is_refused_with_its_columns(source: TaskSource, file: st
     path = write_jsonl(tmp_path / file, [{"problem": "x", "solution": "y", "ID": row} for row in range(9)])
     path = path.parent if isinstance(source, Gsm8k) else path
     opened = type(source)(path=str(path))  # pyright: ignore[reportCallIssue]
-    message = error_of(lambda: opened.open(Split.train, 0))
+    message = error_of(lambda: opened.stream(Split.train, 0))
     assert f"{file}, line " in message and "problem, solution, ID" in message and "task=jsonl" in message
     missing = type(source)(path=str(tmp_path / "none"))  # pyright: ignore[reportCallIssue]
-    assert "task.path=" in error_of(lambda: missing.open(Split.train, 0))
+    assert "task.path=" in error_of(lambda: missing.stream(Split.train, 0))
 
 
 @pytest.mark.usefixtures("no_local_data")
@@ -714,7 +714,7 @@ def test_without_files_and_network_the_error_says_what_to_set(
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    message = error_of(lambda: source.open(Split.train, 0))
+    message = error_of(lambda: source.stream(Split.train, 0))
     assert "no network" in message and "task.path" in message and "MTGRPO_DATA" in message
 
 
@@ -727,7 +727,7 @@ def test_without_files_the_hub_is_read(hub_folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         "mtgrpo.tasks.gsm8k.HubRows", lambda name, subset, split, cure: HubRows(str(hub_folder), "", split, cure)
     )
-    read = list(Gsm8k().open(Split.train, 0, repeat=False))
+    read = list(Gsm8k().stream(Split.train, 0, repeat=False))
     assert [task.answer for task in read] == [f"{row}000" for row in range(10)]
 
 
@@ -745,9 +745,9 @@ def test_the_data_folder_is_found_or_refused(tmp_path: Path, monkeypatch: pytest
 def test_varied_word_problems_keep_wording_and_equation(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
     plain, varied = WordProblems(), WordProblems(vary_numbers=True)
-    originals = {task.id: task for task, _ in zip(plain.open(Split.train, 0), range(1000), strict=False)}
-    first = [task for task, _ in zip(varied.open(Split.train, 5), range(800), strict=False)]
-    again = [task for task, _ in zip(varied.open(Split.train, 5), range(800), strict=False)]
+    originals = {task.id: task for task, _ in zip(plain.stream(Split.train, 0), range(1000), strict=False)}
+    first = [task for task, _ in zip(varied.stream(Split.train, 5), range(800), strict=False)]
+    again = [task for task, _ in zip(varied.stream(Split.train, 5), range(800), strict=False)]
     assert first == again
     other = 0
     for task in first:
@@ -760,7 +760,7 @@ def test_varied_word_problems_keep_wording_and_equation(data_folder: Path, monke
             assert int(task.answer) >= 0
         other += text != new_text
     assert other > 600
-    held_out = [list(source.open(Split.eval, 0, repeat=False)) for source in (plain, varied)]
+    held_out = [list(source.stream(Split.eval, 0, repeat=False)) for source in (plain, varied)]
     assert held_out[0] == held_out[1]
 
 
@@ -768,6 +768,6 @@ def test_varied_word_problems_keep_wording_and_equation(data_folder: Path, monke
 def test_a_ground_truth_that_is_no_answer_is_left_to_rewards(tmp_path: Path, truth: Any) -> None:
     """verl's sets for code have test cases there."""
     path = write_jsonl(tmp_path / "code.jsonl", [{"prompt": "x", "reward_model": {"ground_truth": truth}}])
-    task = next(Jsonl(path=str(path), eval_fraction=0).open(Split.train, 0))
+    task = next(Jsonl(path=str(path), eval_fraction=0).stream(Split.train, 0))
     assert task.answer == ""
     assert task.metadata["reward_model"] == {"ground_truth": truth}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Optional
+from typing import Any, Literal, Optional
 
 import pytest
 from hypothesis import given
@@ -22,6 +22,8 @@ from mtgrpo import tools
 from mtgrpo.errors import ConfigError
 from mtgrpo.tools import CallTimeoutError, Tool, ToolError
 from mtgrpo.tools.calculator import Calculator
+from mtgrpo.tools.schema import ArgumentCheck, signature_spec
+from mtgrpo.types import ToolSpec
 
 
 class Order(Enum):
@@ -77,7 +79,7 @@ class Lookup(Tool):
 
 
 def test_schema_of_the_calculator_is_short() -> None:
-    spec = tools.spec("calculator", Calculator())
+    spec = signature_spec("calculator", Calculator())
     assert (spec.name, spec.description) == ("calculator", "Evaluate an arithmetic expression.")
     assert spec.parameters == {
         "type": "object",
@@ -87,7 +89,7 @@ def test_schema_of_the_calculator_is_short() -> None:
 
 
 def test_schema_of_every_kind_of_parameter() -> None:
-    spec = tools.spec("search", search)
+    spec = signature_spec("search", search)
     assert spec.description == "Search the library."
     assert spec.parameters == {
         "type": "object",
@@ -96,9 +98,9 @@ def test_schema_of_every_kind_of_parameter() -> None:
             "limit": {"type": "integer", "description": "how many hits, at most"},
             "order": {"type": "string", "enum": ["rising", "falling"]},
             "kind": {"type": "string", "enum": ["page", "image"]},
-            "since": {"type": "number", "nullable": True, "description": "the first year: 0 = all"},
-            "tags": {"type": "array", "items": {"type": "string"}, "nullable": True},
-            "weights": {"type": "object", "additionalProperties": {"type": "number"}, "nullable": True},
+            "since": {"type": ["number", "null"], "description": "the first year: 0 = all"},
+            "tags": {"type": ["array", "null"], "items": {"type": "string"}},
+            "weights": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
             "exact": {"type": "boolean"},
             "extra": {},
         },
@@ -108,7 +110,7 @@ def test_schema_of_every_kind_of_parameter() -> None:
 
 
 def test_a_tool_without_a_call_docstring_is_described_by_its_class() -> None:
-    assert tools.spec("lookup", Lookup()).description == "Looks things up."
+    assert signature_spec("lookup", Lookup()).description == "Looks things up."
 
 
 def test_a_tool_nobody_described_is_refused() -> None:
@@ -120,7 +122,7 @@ def test_a_tool_nobody_described_is_refused() -> None:
             return ""
 
     with pytest.raises(ConfigError, match="the tool silent needs a docstring"):
-        tools.spec("silent", Silent())
+        signature_spec("silent", Silent())
 
 
 def _unannotated(query) -> str:
@@ -166,10 +168,12 @@ def _unresolvable(value: Nowhere) -> str:  # type: ignore  # noqa: F821
 )
 def test_a_signature_that_no_schema_can_describe_is_refused(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        tools.spec("tool", function)
+        signature_spec("tool", function)
 
 
 # ---- what the model may say ----
+
+CHECK = ArgumentCheck(signature_spec("search", search), closed=True)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ def test_a_signature_that_no_schema_can_describe_is_refused(function: Callable[.
     ],
 )
 def test_good_arguments_are_accepted(arguments: dict[str, Any]) -> None:
-    tools.check_arguments(tools.spec("search", search), arguments)
+    CHECK(arguments)
 
 
 @pytest.mark.parametrize(
@@ -196,22 +200,22 @@ def test_good_arguments_are_accepted(arguments: dict[str, Any]) -> None:
         ({"query": "a", "limit": True}, "argument 'limit' must be of type integer, got True"),
         ({"query": "a", "limit": 1.5}, "argument 'limit' must be of type integer, got 1.5"),
         ({"query": "a", "exact": 1}, "argument 'exact' must be of type boolean, got 1"),
-        ({"query": "a", "since": "now"}, "argument 'since' must be of type number, got 'now'"),
+        ({"query": "a", "since": "now"}, "argument 'since' must be of type number or null, got 'now'"),
         ({"query": "a", "order": "up"}, "argument 'order' must be one of 'rising', 'falling'"),
         ({"query": "a", "kind": "video"}, "argument 'kind' must be one of 'page', 'image'"),
-        ({"query": "a", "tags": "b"}, "argument 'tags' must be of type array, got 'b'"),
+        ({"query": "a", "tags": "b"}, "argument 'tags' must be of type array or null, got 'b'"),
         ({"query": "a", "tags": ["b", 2]}, "argument 'tags'[1] must be of type string, got 2"),
         ({"query": "a", "weights": {"b": "c"}}, "argument 'weights'['b'] must be of type number, got 'c'"),
     ],
 )
 def test_bad_arguments_are_explained(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ToolError, match=re.escape(message)):
-        tools.check_arguments(tools.spec("search", search), arguments)
+        CHECK(arguments)
 
 
 def test_an_explanation_is_short_however_long_the_argument() -> None:
     with pytest.raises(ToolError) as refused:
-        tools.check_arguments(tools.spec("search", search), {"query": "a", "limit": "9" * 10_000})
+        CHECK({"query": "a", "limit": "9" * 10_000})
     assert len(str(refused.value)) < 120
 
 
@@ -241,6 +245,7 @@ def calculator(expression: str) -> str:
     """Search."""
     return expression
 
+class Mute(Tool): ...
 class Unrelated: ...
 number = 3
 '''
@@ -248,19 +253,24 @@ number = 3
     return str(path)
 
 
-def test_tools_are_loaded_by_name_and_by_path(own_file: str) -> None:
+CALLS: dict[str, dict[str, Any]] = {"search": {"query": "a"}, "Lookup": {"key": "a"}}
+
+
+async def test_tools_are_loaded_by_name_and_by_path(own_file: str) -> None:
     loaded = tools.load(["calculator", f"{own_file}:search", f"{own_file}:Lookup"])
     assert list(loaded) == ["calculator", "search", "Lookup"]
     assert loaded["calculator"] == Calculator()
-    assert (loaded["search"]("a"), loaded["Lookup"]("a")) == ("a", 6)
+    assert [await tools.call(loaded[name], name, arguments, 5) for name, arguments in CALLS.items()] == ["a", "6"]
 
 
-def test_tools_are_loaded_with_settings(own_file: str) -> None:
+async def test_tools_are_loaded_with_settings(own_file: str) -> None:
     loaded = tools.load(
         {"calculator": {"max_digits": 20}, f"{own_file}:Lookup": {"rows": "7"}, f"{own_file}:search": None}
     )
     assert loaded["calculator"] == Calculator(max_digits=20)
-    assert loaded["Lookup"]("a") == 8, "settings are converted to the types of the fields"
+    assert await tools.call(loaded["Lookup"], "Lookup", {"key": "a"}, 5) == "8", (
+        "settings are converted to the types of the fields"
+    )
 
 
 def test_no_tools_is_no_error() -> None:
@@ -270,10 +280,10 @@ def test_no_tools_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("calculator", "tools must be a list such as [calculator]"),
-        ([{"calculator": {}}], "not the name of a tool: {'calculator': {}}"),
+        ("calculator", "tools must be a list of names"),
+        ([{"calculator": {}}], "tools: {'calculator': {}} is no name"),
         (["abacus"], "there is no tools named 'abacus'; known: calculator"),
-        (["calculator", "calculator"], "two tools are named 'calculator'"),
+        (["calculator", "calculator"], "two are named 'calculator'"),
         (["calculator", "OWN:calculator"], "two tools are named 'calculator'"),
         (["OWN:Unrelated"], "must be a function or a subclass of Tool"),
         (["OWN:number"], "must be a function or a subclass of Tool"),
@@ -285,8 +295,10 @@ def test_no_tools_is_no_error() -> None:
         ({"calculator": {"max_digits": "many"}}, "Value 'many' of type 'str' could not be converted to Integer"),
         ({"calculator": {"max_digits": 0}}, "max_digits must be from 1 to 1000, got 0"),
         ({"calculator": {"max_length": 0}}, "max_length must be at least 1 character, got 0"),
-        ({"calculator": 20}, "settings of the tool calculator must be a mapping"),
-        ({"OWN:search": {"rows": 3}}, "the tool search is a function, which has no settings"),
+        ({"calculator": 20}, "settings of calculator must be a mapping"),
+        ({"OWN:search": {"rows": 3}}, "the tool search has no setting 'rows'; its settings: query"),
+        ({"OWN:search": {"query": 3}}, "argument 'query' must be of type string, got 3"),
+        (["OWN:Mute"], "the tool Mute has no __call__"),
     ],
 )
 def test_wrong_configuration_is_explained(given: Any, message: str, own_file: str) -> None:
@@ -301,6 +313,12 @@ def test_wrong_configuration_is_explained(given: Any, message: str, own_file: st
 # ---- calls ----
 
 
+async def answer(tool: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> str:
+    """What a tool, or a function as one, answers."""
+    made = tool if isinstance(tool, Tool) else tools._FunctionTool(tool, {})
+    return await tools.call(made, "tool", arguments, timeout_s)
+
+
 async def test_every_kind_of_tool_answers_with_a_string() -> None:
     async def coroutine(value: int) -> int:
         return value + 1
@@ -308,17 +326,17 @@ async def test_every_kind_of_tool_answers_with_a_string() -> None:
     def hidden_coroutine(value: int) -> Any:
         return coroutine(value)
 
-    assert await tools.call(coroutine, {"value": 1}, 5) == "2"
-    assert await tools.call(hidden_coroutine, {"value": 1}, 5) == "2"
-    assert await tools.call(Lookup(), {"key": "abc"}, 5) == "8"
-    assert await tools.call(Calculator(), {"expression": "1 + 1"}, 5) == "2"
+    assert await answer(coroutine, {"value": 1}, 5) == "2"
+    assert await answer(hidden_coroutine, {"value": 1}, 5) == "2"
+    assert await answer(Lookup(), {"key": "abc"}, 5) == "8"
+    assert await answer(Calculator(), {"expression": "1 + 1"}, 5) == "2"
 
 
 async def test_the_values_of_an_enum_reach_the_tool_as_members() -> None:
-    assert "Order.FALLING" in await tools.call(search, {"query": "a", "order": "falling"}, 5)
+    assert "Order.FALLING" in await answer(search, {"query": "a", "order": "falling"}, 5)
     nested = {"orders": ["rising", "falling"], "by_name": {"x": "rising"}}
-    assert await tools.call(order_names, nested, 5) == "RISING FALLING RISING"
-    assert "None ['b'] {'c': 1}" in await tools.call(search, {"query": "a", "tags": ["b"], "weights": {"c": 1}}, 5)
+    assert await answer(order_names, nested, 5) == "RISING FALLING RISING"
+    assert "None ['b'] {'c': 1}" in await answer(search, {"query": "a", "tags": ["b"], "weights": {"c": 1}}, 5)
 
 
 async def test_a_blocking_tool_runs_beside_the_event_loop_and_others_on_it() -> None:
@@ -327,14 +345,14 @@ async def test_a_blocking_tool_runs_beside_the_event_loop_and_others_on_it() -> 
 
     @dataclass
     class Inline(Tool):
-        blocking: ClassVar[bool] = False
+        blocking = False
 
         def __call__(self) -> int:
             return threading.get_ident()
 
     here = str(threading.get_ident())
-    assert await tools.call(thread, {}, 5) != here
-    assert await tools.call(Inline(), {}, 5) == here
+    assert await answer(thread, {}, 5) != here
+    assert await answer(Inline(), {}, 5) == here
 
 
 async def test_errors_of_the_tool_come_through() -> None:
@@ -345,9 +363,9 @@ async def test_errors_of_the_tool_come_through() -> None:
         raise OSError("disk")
 
     with pytest.raises(ToolError, match=r"^no$"):
-        await tools.call(refuses, {}, 5)
+        await answer(refuses, {}, 5)
     with pytest.raises(OSError, match=r"^disk$"):
-        await tools.call(breaks, {}, 5)
+        await answer(breaks, {}, 5)
 
 
 class Stop(BaseException):
@@ -367,7 +385,7 @@ async def test_no_tool_can_end_the_program(error: BaseException, blocking: bool)
     raises.blocking = blocking  # type: ignore[attr-defined]
     for tool in (raises, raises_later):
         with pytest.raises(RuntimeError, match=type(error).__name__) as failure:
-            await tools.call(tool, {}, 60)
+            await answer(tool, {}, 60)
         assert failure.value.__cause__ is error
 
 
@@ -378,14 +396,14 @@ async def test_a_tool_in_a_thread_cannot_interrupt_or_cancel() -> None:
             raise error
 
         with pytest.raises(RuntimeError, match=type(error).__name__):
-            await tools.call(raises, {}, 60)
+            await answer(raises, {}, 60)
 
 
 async def test_a_call_can_be_given_up() -> None:
     async def hangs() -> None:
         await asyncio.Event().wait()
 
-    calling = asyncio.ensure_future(tools.call(hangs, {}, 60))
+    calling = asyncio.ensure_future(answer(hangs, {}, 60))
     await asyncio.sleep(0)
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -407,11 +425,11 @@ async def test_a_tool_that_takes_too_long_is_a_timeout() -> None:
     try:
         for tool in (blocking, coroutine):
             with pytest.raises(CallTimeoutError, match=r"^no answer within 0\.01 s$"):
-                await tools.call(tool, {}, 0.01)
+                await answer(tool, {}, 0.01)
     finally:
         release.set()
     with pytest.raises(TimeoutError, match=r"^the server$"):
-        await tools.call(times_out_itself, {}, 60)
+        await answer(times_out_itself, {}, 60)
 
 
 async def test_a_hanging_blocking_tool_delays_no_other_and_does_not_keep_the_program_alive() -> None:
@@ -422,9 +440,9 @@ async def test_a_hanging_blocking_tool_delays_no_other_and_does_not_keep_the_pro
         threads.append(threading.current_thread())
         release.wait(60)
 
-    hanging = [asyncio.ensure_future(tools.call(hangs, {}, 60)) for _ in range(100)]
+    hanging = [asyncio.ensure_future(answer(hangs, {}, 60)) for _ in range(100)]
     try:
-        assert await tools.call(Lookup(), {"key": "a"}, 60) == "6"
+        assert await answer(Lookup(), {"key": "a"}, 60) == "6"
         assert threads and all(thread.daemon for thread in threads)
     finally:
         release.set()
@@ -598,7 +616,7 @@ async def test_an_answer_that_came_in_time_counts_though_nobody_could_listen() -
         return "here"
 
     asyncio.get_running_loop().call_later(0.01, time.sleep, 0.3)
-    assert await tools.call(quick, {}, 0.1) == "here"
+    assert await answer(quick, {}, 0.1) == "here"
 
 
 async def test_a_tool_that_is_cancelled_from_within_fails_like_others() -> None:
@@ -606,4 +624,62 @@ async def test_a_tool_that_is_cancelled_from_within_fails_like_others() -> None:
         raise asyncio.CancelledError
 
     with pytest.raises(RuntimeError, match="CancelledError"):
-        await tools.call(gives_up, {}, 1)
+        await answer(gives_up, {}, 1)
+
+
+# ---- any JSON schema ----
+
+LEGAL: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"type": "object"}, {"a": 1}, ""),
+    ({"type": "object", "properties": {"a": {"type": ["string", "null"]}}}, {"a": None}, ""),
+    ({"type": "object", "properties": {"a": {"type": ["string", "null"]}}}, {"a": 1}, "type string or null, got 1"),
+    ({"type": "object", "properties": {}, "additionalProperties": False}, {"a": 1}, "no argument 'a'; its arguments"),
+    ({"properties": {"a": {"type": "integer", "maximum": 3}}}, {"a": 4}, "argument 'a' does not fit maximum 3, got 4"),
+    ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"b": 4}, "missing argument 'a'"),
+    (
+        {"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}},
+        {"a": "x"},
+        "argument 'a' does not fit anyOf",
+    ),
+    (
+        {"properties": {"a": {"type": "object", "properties": {"b": {}}, "required": ["b"]}}},
+        {"a": {}},
+        "missing argument 'b' in argument 'a'",
+    ),
+    (
+        {"properties": {"a": {"$ref": "#/$defs/small"}}, "$defs": {"small": {"enum": ["x", "y"]}}},
+        {"a": "z"},
+        "argument 'a' must be one of 'x', 'y'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("parameters", "arguments", "message"), LEGAL)
+def test_a_tool_may_have_any_schema(parameters: dict[str, Any], arguments: dict[str, Any], message: str) -> None:
+    check = ArgumentCheck(ToolSpec("any", "Any.", parameters), closed=False)
+    if not message:
+        check(arguments)
+        return
+    with pytest.raises(ToolError, match=re.escape(message)):
+        check(arguments)
+
+
+def test_what_is_no_schema_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the tool odd has no valid JSON schema: 'text' is not valid"):
+        ArgumentCheck(ToolSpec("odd", "Odd.", {"type": "text"}), closed=False)
+
+
+async def test_settings_of_a_function_are_no_longer_the_models(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from enum import Enum\n"
+        'class Order(Enum):\n    UP = "up"\n    DOWN = "down"\n'
+        "def search(query: str, order: Order = Order.UP, limit: int = 3) -> str:\n"
+        '    """Search."""\n    return f"{query} {order.name} {limit}"\n'
+    )
+    (tool,) = tools.load({f"{path}:search": {"order": "down"}}).values()
+    (spec,) = tool.specs()
+    assert list(spec.parameters["properties"]) == ["query", "limit"]
+    assert await tools.call(tool, "search", {"query": "a", "limit": 5.0}, 5) == "a DOWN 5"
+    with pytest.raises(ToolError, match="search has no argument 'order'"):
+        ArgumentCheck(spec, closed=True)({"query": "a", "order": "up"})

@@ -254,16 +254,16 @@ def test_controls_reach_the_update(kind: str, tmp_path: Path, own: Path, monkeyp
     assert all(moved) == (kind != "normal")
 
 
-def test_demonstrations_do_not_touch_the_environment_that_is_played(own: Path, tmp_path: Path) -> None:
+async def test_demonstrations_do_not_touch_the_environment_that_is_played(own: Path, tmp_path: Path) -> None:
     made = experiment(*busy(own))
     before = dict(vars(made.environment))
 
     async def one(run: Run) -> int:
-        examples = demonstrations(made.task, made.task.open(Split.train, 0), run.runner, 0)
+        examples = demonstrations(made.task, made.task.stream(Split.train, 0), run.runner, 0)
         return len((await anext(examples)).turns)
 
-    with open_run(made, tmp_path / "run") as run:
-        assert asyncio.run(one(run)) >= 1
+    async with open_run(made, tmp_path / "run") as run:
+        assert await one(run) >= 1
     assert vars(made.environment) == before
 
 
@@ -449,10 +449,11 @@ def test_a_task_without_demonstrations_cannot_be_warm_started(tmp_path: Path) ->
         ran(tmp_path / "run", "task=jsonl", *files)
 
 
-def test_an_opened_run_is_closed_when_its_stage_breaks(tmp_path: Path) -> None:
+async def test_an_opened_run_is_closed_when_its_stage_breaks(tmp_path: Path) -> None:
     made = experiment()
-    with pytest.raises(ZeroDivisionError), open_run(made, tmp_path / "run") as run:
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        async with open_run(made, tmp_path / "run") as run:
+            raise ZeroDivisionError
     with pytest.raises(ValueError, match="closed"):
         run.sinks.note("after the end")
 
@@ -462,7 +463,7 @@ async def five_batches(run: Run) -> list[list[Group]]:
     return [(await stream.batch(version)).groups for version in range(5)]
 
 
-def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) -> None:
+async def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) -> None:
     """Five updates on the same recorded conversations: one loss, one gradient norm, whatever the layout."""
     words = [f"environment={own}:Busy", f"environment.tools=[{own}:dawdle]", f"reward={own}:Length", ENDING, CONSTANT]
     words += ["rollout.group_size=4", "optimizer.lr=1e-3", "trainer.updates_per_batch=2", "kl.coef=0.01"]
@@ -470,8 +471,8 @@ def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) -> None:
     found: dict[str, list[dict[str, float]]] = {}
     recorded: list[list[Group]] = []
     for attention in ("forest", "sdpa"):
-        with open_run(experiment(*words, f"model.attention={attention}"), tmp_path / attention) as run:
-            recorded = recorded or asyncio.run(five_batches(run))
+        async with open_run(experiment(*words, f"model.attention={attention}"), tmp_path / attention) as run:
+            recorded = recorded or await five_batches(run)
             updater = make_updater(run)
             found[attention] = [at_once(learn(run, updater, groups, step)) for step, groups in enumerate(recorded, 1)]
     for forest, padded in zip(found["forest"], found["sdpa"], strict=True):
@@ -481,10 +482,11 @@ def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) -> None:
     assert len({metrics["policy/loss"] for metrics in found["forest"]}) == 5
 
 
-def test_the_layout_is_told_and_a_context_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+async def test_the_layout_is_told_and_a_context_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+    long = experiment("environment.max_context_length=600", "batch.token_budget=512")
     with pytest.raises(ConfigError, match=r"max_context_length=600.*batch\.token_budget=512.*to at least 600"):
-        ran(tmp_path / "long", "environment.max_context_length=600", "batch.token_budget=512")
-    with open_run(experiment("batch.token_budget=512"), tmp_path / "short") as run:
+        await train(long, tmp_path / "long", Curve())
+    async with open_run(experiment("batch.token_budget=512"), tmp_path / "short") as run:
         assert run.runner.limits.context_tokens == 512
 
 

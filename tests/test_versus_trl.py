@@ -19,7 +19,7 @@ from mtgrpo.model.load import load_model
 from mtgrpo.model.smollm2 import fetch
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
-from mtgrpo.stages.run import check
+from mtgrpo.stages.run import open_tasks
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 pytestmark = pytest.mark.real
@@ -146,8 +146,8 @@ def test_one_batch_has_one_loss(
 
 def test_the_tasks_come_in_the_same_order(trl_side: ModuleType) -> None:
     experiment = compose(parse(["trainer.steps=2", "rollout.prompts_per_step=3", "seed=5"])).experiment
-    rows = trl_side.prompts(experiment, check(experiment))
-    tasks = check(experiment).tasks
+    rows = trl_side.prompts(experiment)
+    tasks, _ = open_tasks(experiment)
     assert rows["answer"] == [next(tasks).answer for _ in range(6)]
 
 

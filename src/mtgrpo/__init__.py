@@ -8,8 +8,10 @@ The parts, in the order of the data:
     errors        what ends a run, or is said before one
     extension     how a name on the command line becomes a class
     strict_json   JSON that every reader accepts
-    tools         what a model may call; one file = one tool
-    environments  what the agent meets: start(task), step(message); one file = one environment
+    part          settings, and what is open while a run lasts: what all parts have in common
+    workers       processes for what takes the processor for long
+    tools         what a model may call; one file = one tool, or one family of tools
+    environments  what the agent meets: start(task), step(message), stop(); one file = one environment
     condensers    what the model still sees of a long conversation; one file = one way
     tasks         where work comes from; one file = one data set
     rewards       what a trajectory is worth; one file = one reward
@@ -40,6 +42,7 @@ A part imports only from parts below it, and parts on one line never meet:
     advantages | profile | chat
     environments | condensers | rewards | tasks | algorithms | model
     tools | batch
+    part | workers
     extension | strict_json
     errors
     types

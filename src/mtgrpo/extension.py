@@ -5,8 +5,8 @@ The file name is the option's name, the dataclass in it holds the settings, its 
 
 from __future__ import annotations
 
-import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import pkgutil
@@ -61,24 +61,33 @@ def find(package: str, name: str, base: type) -> Any:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a Python file by its path, once per process. Raises ConfigError when it is missing or breaks."""
+    """Import a Python file by its path, once per process. Raises ConfigError when it is missing or breaks.
+
+    The module's name says where the file is, so that what it defines can be unpickled in another process.
+    """
     path = path.expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    name = f"mtgrpo_file_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None, path
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[name]
-            raise ConfigError(
-                f"{path} cannot be imported: {_where(error, path)}{type(error).__name__}: {error}"
-            ) from error
-    return sys.modules[name]
+    try:
+        return importlib.import_module(f"{__name__}.{str(path).encode().hex()}")
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be imported: {_where(error, path)}{type(error).__name__}: {error}") from error
+
+
+class _FileFinder:
+    """Finds the modules below this one: each name is the path of a file, in hexadecimal."""
+
+    @staticmethod
+    def find_spec(name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        """The module `name`; None where it is not one of these. Called by Python's import."""
+        parent, _, place = name.rpartition(".")
+        return (
+            importlib.util.spec_from_file_location(name, bytes.fromhex(place).decode()) if parent == __name__ else None
+        )
+
+
+__path__: list[str] = []  # modules may lie below this one
+sys.meta_path.append(_FileFinder)
 
 
 def _where(error: Exception, path: Path) -> str:

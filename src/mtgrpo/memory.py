@@ -16,7 +16,7 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import copy_bytes
 from mtgrpo.errors import ConfigError
-from mtgrpo.model import tiny
+from mtgrpo.model.settings import FROM_SCRATCH
 from mtgrpo.model.skeleton import Skeleton
 from mtgrpo.policy.optimizer import make_optimizers
 
@@ -199,7 +199,7 @@ def _cheaper(experiment: Experiment) -> Iterator[tuple[str, tuple[Phase, ...], E
     while (half := experiment.batch.token_budget // 2) >= max(experiment.environment.max_context_length, LEAST_BUDGET):
         experiment = replace(experiment, batch=replace(experiment.batch, token_budget=half))
         yield f"batch.token_budget={half}", (Phase.training,), experiment
-    if not model.lora.rank and model.name not in tiny.SHAPES:
+    if not model.lora.rank and model.name not in FROM_SCRATCH:
         adapted = replace(experiment.model, lora=replace(model.lora, rank=ADAPTER_RANK))
         experiment = replace(experiment, model=adapted)
         yield f"model.lora.rank={ADAPTER_RANK}", tuple(Phase), experiment

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
-import torch
-
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_effect
 
 PHASES: tuple[str, ...] = ("packing", "forward", "backward", "update")  # of a training step
 
@@ -28,10 +26,10 @@ class Profile:
     )  # the steps whose updates are traced, in traces/step_000003.json (Chrome's format)
 
     def __post_init__(self) -> None:
-        if self.trace_steps and not self.enabled:
-            raise ConfigError(f"profile.trace_steps={self.trace_steps} needs profile.enabled=true")
+        if not self.enabled:
+            refuse_without_effect(self, ("reward", "condensation", "trace_steps"), "set `enabled=true`")
         if wrong := [step for step in self.trace_steps if step < 1]:
-            raise ConfigError(f"profile.trace_steps: steps count from 1, got {wrong[0]}")
+            raise ConfigError(f"`trace_steps`: steps count from 1, got {wrong[0]}")
 
 
 class Profiler:
@@ -83,6 +81,8 @@ class Profiler:
         return "\n".join([f"profile, means over {len(self._steps)} steps:", *rows])
 
     def _now(self) -> float:
+        import torch  # noqa: PLC0415  settings alone import no library
+
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # kernels count for the phase that launched them
         return time.perf_counter()
@@ -90,6 +90,8 @@ class Profiler:
 
 @contextmanager
 def _traced(path: Path) -> Generator[None]:
+    import torch  # noqa: PLC0415  settings alone import no library
+
     with torch.profiler.profile() as profiler:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -142,6 +142,7 @@ class Turn:
     observations: tuple[Message, ...] = ()  # the environment's answer
     kept: list[array[int]] = field(default_factory=list["array[int]"])  # as in the completion
     auxiliary: bool = False  # answers a condenser, and the environment never sees it
+    paid: float = 0.0  # what the environment paid for it
 
 
 @dataclass(slots=True)
@@ -154,7 +155,9 @@ class Trajectory:
     status: Status = Status.COMPLETED
     reason: str = ""  # why it was truncated or failed
     reward: float = 0.0  # of the whole trajectory
+    components: dict[str, float] = field(default_factory=dict[str, float])  # what the reward is made of, by name
     turn_rewards: list[float] = field(default_factory=list[float])  # of each turn; [] = no turn has one
+    paid: float = 0.0  # the part of `reward` that `turn_rewards` hold too, and that training must not count twice
     attempts: int = 1  # how often it was run: above 1 after failures
     tool_calls: int = 0
     tool_errors: int = 0

@@ -8,13 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from enum import Enum
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Level(Enum):
@@ -76,7 +77,7 @@ def advantages(
     """
     assigned = estimator.assign(rewards, algorithm, values)
     trained = rewards.of_tokens(rewards.trained)
-    advantage = torch.zeros_like(assigned.advantage)
+    advantage = assigned.advantage.new_zeros(len(assigned.advantage))
     advantage[trained] = algorithm.normalise(assigned.advantage[trained])
     return replace(assigned, advantage=advantage)
 
@@ -104,9 +105,11 @@ def discounted(amounts: Tensor, sequence: Tensor, discount: float) -> Tensor:
 
     sequence [n] int64, ascending: equal for amounts of the same sequence.
     """
+    import torch  # noqa: PLC0415  settings alone import no library
+
     if len(amounts) == 0:
         return amounts.clone()
-    _, row, counts = torch.unique_consecutive(sequence, return_inverse=True, return_counts=True)
+    _, row, counts = sequence.unique_consecutive(return_inverse=True, return_counts=True)
     column = torch.arange(len(amounts)) - (counts.cumsum(0) - counts)[row]
     table = amounts.new_zeros(len(counts), int(counts.max()) + 1)
     table[row, column] = amounts
@@ -117,4 +120,6 @@ def discounted(amounts: Tensor, sequence: Tensor, discount: float) -> Tensor:
 
 def last_of(sequence: Tensor) -> Tensor:
     """Where each sequence ends: [n] bool for `sequence` [n] int64, ascending."""
+    import torch  # noqa: PLC0415  settings alone import no library
+
     return torch.cat([sequence[1:] != sequence[:-1], torch.ones(min(1, len(sequence)), dtype=torch.bool)])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.advantages import AdvantageEstimator, Assigned, Level, discounted, last_of, refuse_constant
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -70,10 +72,10 @@ class GAE(AdvantageEstimator):
             advantage = self._estimate(per_step, rewards.outcome, sequence, values)
             return Assigned(advantage, advantage + values)
         first = last_of(rewards.turn.flip(0)).flip(0)
-        of_turn = torch.zeros_like(rewards.per_turn)
+        of_turn = rewards.per_turn.new_zeros(len(rewards.per_turn))
         of_turn[rewards.turn[first]] = values[first]
         advantage = self._estimate(rewards.turn_sums(), rewards.outcome, rewards.trajectory, of_turn)
-        target = (advantage + of_turn)[rewards.turn].masked_fill(~first, torch.nan)
+        target = (advantage + of_turn)[rewards.turn].masked_fill(~first, math.nan)
         return Assigned(advantage[rewards.turn], target)
 
     def _estimate(self, per_step: Tensor, outcome: Tensor, sequence: Tensor, values: Tensor) -> Tensor:

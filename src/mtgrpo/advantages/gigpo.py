@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.advantages import AdvantageEstimator, Assigned, discounted, last_of, refuse_constant, refuse_no_siblings
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -28,9 +30,7 @@ class GiGPO(AdvantageEstimator):
 
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= 1 or self.turn_coef < 0:
-            raise ConfigError(
-                f"advantage.gamma must be in [0, 1] and advantage.turn_coef >= 0, got {self.gamma} and {self.turn_coef}"
-            )
+            raise ConfigError(f"`gamma` must be in [0, 1] and `turn_coef` >= 0, got {self.gamma} and {self.turn_coef}")
 
     def check(self, algorithm: Algorithm) -> None:
         """For algorithms that compare siblings, turn by turn."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.advantages import AdvantageEstimator, Assigned, Level, discounted, last_of, refuse_constant
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -29,7 +31,7 @@ class ReturnToGo(AdvantageEstimator):
 
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= 1:
-            raise ConfigError(f"advantage.gamma must be in [0, 1], got {self.gamma}")
+            raise ConfigError(f"`gamma` must be in [0, 1], got {self.gamma}")
 
     def check(self, algorithm: Algorithm) -> None:
         """Not for algorithms that need one advantage per trajectory."""

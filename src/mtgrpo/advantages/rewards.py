@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms import Algorithm, Truncated
 from mtgrpo.types import Group, Status, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AUXILIARY = 2**20  # more turns than any conversation has
 
@@ -57,6 +58,8 @@ def rewards_of(groups: Sequence[Group], algorithm: Algorithm, trajectory: Tensor
 
     trajectory, turn [tokens] int64: of each sampled token, by number of trajectory, and of turn within it.
     """
+    import torch  # noqa: PLC0415  settings alone import no library
+
     numbered = [(number, t) for number, group in enumerate(groups) for t in group.trajectories]
     counts = torch.tensor([len(t.turns) for _, t in numbered], dtype=torch.long)
     anchors: dict[object, int] = {}

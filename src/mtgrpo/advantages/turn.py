@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.advantages import AdvantageEstimator, Assigned, discounted, last_of, refuse_constant, refuse_no_siblings
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -39,7 +40,7 @@ class ByTurn(AdvantageEstimator):
 
     def __post_init__(self) -> None:
         if self.turn_coef < 0:
-            raise ConfigError(f"advantage.turn_coef must be >= 0, got {self.turn_coef}")
+            raise ConfigError(f"`turn_coef` must be >= 0, got {self.turn_coef}")
 
     def check(self, algorithm: Algorithm) -> None:
         """For algorithms that compare siblings, turn by turn."""
@@ -64,6 +65,8 @@ class ByTurn(AdvantageEstimator):
 
     def _unbiased(self, outcome: Tensor, rewards: Rewards, algorithm: Algorithm) -> Tensor:
         """The advantage of each turn [turns], against what its siblings still got after as many turns."""
+        import torch  # noqa: PLC0415  settings alone import no library
+
         trajectory = rewards.trajectory
         returns = outcome[trajectory] + self.turn_coef * discounted(rewards.per_turn, trajectory, 1.0)
         counts = trajectory.bincount(minlength=len(outcome))
@@ -77,6 +80,8 @@ class ByTurn(AdvantageEstimator):
 
     def _as_in_the_paper(self, outcome: Tensor, rewards: Rewards, algorithm: Algorithm) -> Tensor:
         """The advantage of each turn [turns], among the siblings that reached it."""
+        import torch  # noqa: PLC0415  settings alone import no library
+
         of_outcome = algorithm.baseline(outcome, rewards.group).advantage(outcome)
         pairs = torch.stack([rewards.group[rewards.trajectory], rewards.position], dim=1)
         _, place = torch.unique(pairs, dim=0, return_inverse=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from mtgrpo.algorithms.average import Average
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import Status, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Truncated(Enum):
@@ -50,7 +51,7 @@ class PerToken:
 
     loss: Tensor
     clipped: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,14 @@ class Algorithm(ABC):
 
     def __post_init__(self) -> None:
         if not 0 < self.top_entropy <= 1:
-            raise ConfigError(f"algorithm.top_entropy must be in (0, 1], got {self.top_entropy}")
+            raise ConfigError(f"`top_entropy` must be in (0, 1], got {self.top_entropy}")
         if self.average_length < 0 or (self.average_length and self.average is not Average.constant):
             raise ConfigError(
-                f"algorithm.average_length={self.average_length} is the divisor of algorithm.average=constant and "
-                f"must be >= 0; algorithm.average is {self.average.value}"
+                f"`average_length={self.average_length}` is the divisor of `average=constant` and "
+                f"must be >= 0; `average` is {self.average.value}"
             )
         if self.entropy_coef < 0:
-            raise ConfigError(f"algorithm.entropy_coef must be >= 0, got {self.entropy_coef}")
+            raise ConfigError(f"`entropy_coef` must be >= 0, got {self.entropy_coef}")
 
     @property
     def compares_siblings(self) -> bool:
@@ -118,8 +119,12 @@ class Algorithm(ABC):
             )
 
     def shaped_reward(self, trajectory: Trajectory) -> float:
-        """The outcome reward that training sees: as scored, or at most 0 where a truncated one is penalised."""
-        return min(0.0, trajectory.reward) if self.penalises(trajectory) else trajectory.reward
+        """The outcome reward that training sees: as scored, or at most 0 where a truncated one is penalised.
+
+        What the environment paid turn by turn is in the rewards of the turns, and not here too.
+        """
+        outcome = trajectory.reward - trajectory.paid
+        return min(0.0, outcome) if self.penalises(trajectory) else outcome
 
     def penalises(self, trajectory: Trajectory) -> bool:
         """Whether only the negative rewards of `trajectory` and of its turns count."""

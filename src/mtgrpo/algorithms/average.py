@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Average(Enum):
@@ -40,6 +41,8 @@ def token_weights(average: Average, members: Membership, length: int = 0) -> Ten
     `members` are those of all sampled tokens of the step; `length` is the constant of average=constant, in tokens.
     Computed before any mask, so that leaving tokens out never rescales the rest.
     """
+    import torch  # noqa: PLC0415  settings alone import no library
+
     count = len(members.trajectory)
     if average is Average.token_mean:
         return torch.full((count,), 1.0 / count, dtype=torch.float64)
@@ -51,5 +54,5 @@ def token_weights(average: Average, members: Membership, length: int = 0) -> Ten
         Average.prompt_mean: members.group,
         Average.sequence_mean: members.segment,
     }
-    _, index, counts = torch.unique(parts[average], return_inverse=True, return_counts=True)
+    _, index, counts = parts[average].unique(return_inverse=True, return_counts=True)
     return 1.0 / (counts[index] * len(counts)).double()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms import Algorithm, Baseline
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -24,13 +25,13 @@ class GroupRelative(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.epsilon <= 0:
-            raise ConfigError(f"algorithm.epsilon must be above 0, got {self.epsilon}")
+            raise ConfigError(f"`epsilon` must be above 0, got {self.epsilon}")
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
         """The mean of the group, and its standard deviation where it divides."""
         centre = group_mean(returns, group)
         if not self.divide_by_std:
-            return Baseline(centre, torch.ones_like(returns))
+            return Baseline(centre, returns.new_ones(len(returns)))
         return Baseline(centre, group_std(returns - centre, group) + self.epsilon)
 
 
@@ -39,7 +40,7 @@ def group_mean(values: Tensor, group: Tensor) -> Tensor:
 
     Exactly the value itself where all of a group are equal.
     """
-    _, index, counts = torch.unique(group, return_inverse=True, return_counts=True)
+    _, index, counts = group.unique(return_inverse=True, return_counts=True)
     least = values.new_zeros(len(counts)).scatter_reduce(0, index, values, "amin", include_self=False)
     above = values - least[index]
     return (least + values.new_zeros(len(counts)).index_add(0, index, above) / counts)[index]
@@ -47,20 +48,20 @@ def group_mean(values: Tensor, group: Tensor) -> Tensor:
 
 def group_std(centred: Tensor, group: Tensor) -> Tensor:
     """The unbiased standard deviation of each group; `centred` [n] has mean 0 in it. 0 for a group of one. [n]."""
-    _, index, counts = torch.unique(group, return_inverse=True, return_counts=True)
+    _, index, counts = group.unique(return_inverse=True, return_counts=True)
     squares = centred.new_zeros(len(counts)).index_add(0, index, centred.square())
     return (squares / (counts - 1).clamp(min=1)).sqrt()[index]
 
 
 def leave_one_out(values: Tensor, group: Tensor) -> Tensor:
     """The mean of the other `values` [n] of the same group; in a group of one the value itself. [n]."""
-    _, index, counts = torch.unique(group, return_inverse=True, return_counts=True)
+    _, index, counts = group.unique(return_inverse=True, return_counts=True)
     mean, n = group_mean(values, group), counts[index]
-    return torch.where(n > 1, values - (values - mean) * n / (n - 1).clamp(min=1), values)
+    return (values - (values - mean) * n / (n - 1).clamp(min=1)).where(n > 1, values)
 
 
 def whitened(values: Tensor, epsilon: float = 1e-8) -> Tensor:
     """`values` [n] shifted and scaled to mean 0 and (unbiased) variance 1; all 0 where there are fewer than two."""
     if len(values) < 2:
-        return torch.zeros_like(values)
-    return (values - values.mean()) * torch.rsqrt(values.var() + epsilon)
+        return values.new_zeros(len(values))
+    return (values - values.mean()) * (values.var() + epsilon).rsqrt()

@@ -26,8 +26,7 @@ class CISPO(GroupRelative):
         super().__post_init__()
         if not (0 < self.clip_low <= 1 and self.clip_high > 0):
             raise ConfigError(
-                "algorithm.clip_low must be in (0, 1] and algorithm.clip_high above 0, "
-                f"got {self.clip_low} and {self.clip_high}"
+                f"`clip_low` must be in (0, 1] and `clip_high` above 0, got {self.clip_low} and {self.clip_high}"
             )
 
     def loss(self, tokens: Tokens) -> PerToken:

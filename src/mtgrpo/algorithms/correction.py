@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_effect
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class OldPolicy(Enum):
@@ -60,26 +61,28 @@ class Correction:
 
     def __post_init__(self) -> None:
         if self.cap <= 0:
-            raise ConfigError(f"correction.cap must be above 0, got {self.cap}")
+            raise ConfigError(f"`cap` must be above 0, got {self.cap}")
         if not 0 <= self.low < 1 < self.high:
             raise ConfigError(
-                "correction.low and correction.high must lie on either side of 1, at least 0, "
-                f"got {self.low} and {self.high}"
+                f"`low` and `high` must lie on either side of 1, at least 0, got {self.low} and {self.high}"
             )
+        if self.weight is Weight.none:
+            refuse_without_effect(self, ("cap",), "set `weight=token`")
+        if self.reject is Reject.none:
+            refuse_without_effect(self, ("low", "high"), "set `reject=token`")
         if not 0 <= self.veto < 1:
-            raise ConfigError(f"correction.veto must be in [0, 1), got {self.veto}")
+            raise ConfigError(f"`veto` must be in [0, 1), got {self.veto}")
         if self.old_policy is OldPolicy.engine and self.active:
             raise ConfigError(
-                "correction.old_policy=engine has the importance weight in its ratio already; with correction.weight, "
-                "reject or veto set correction.old_policy=trainer"
+                "`old_policy=engine` has the importance weight in its ratio already; with `weight`, "
+                "`reject` or `veto` set `old_policy=trainer`"
             )
 
         whole = self.weight is Weight.sequence or self.reject in (Reject.sequence, Reject.geometric) or self.veto
         if self.old_policy is OldPolicy.interpolated and whole:
             raise ConfigError(
-                "correction.old_policy=interpolated is computed one micro-batch at a time: whole trajectories cannot "
-                "be weighted or masked; set correction.weight=token, correction.reject=token, or "
-                "correction.old_policy=trainer"
+                "`old_policy=interpolated` is computed one micro-batch at a time: whole trajectories cannot "
+                "be weighted or masked; set `weight=token`, `reject=token`, or `old_policy=trainer`"
             )
 
     @property
@@ -99,11 +102,11 @@ class Correction:
         old_logp, behaviour_logp [tokens]: nats, of all sampled tokens of the trajectories, which `trajectory` numbers.
         """
         log_rho = old_logp - behaviour_logp
-        _, index, counts = torch.unique(trajectory, return_inverse=True, return_counts=True)
+        _, index, counts = trajectory.unique(return_inverse=True, return_counts=True)
         total = log_rho.new_zeros(len(counts)).index_add(0, index, log_rho)
         product, mean, rho = ratio_of(total)[index], ratio_of(total / counts)[index], ratio_of(log_rho)
         weight = {
-            Weight.none: torch.ones_like(rho),
+            Weight.none: rho.new_ones(len(rho)),
             Weight.token: rho.clamp(max=self.cap),
             Weight.sequence: product.clamp(max=self.cap),
         }[self.weight]

@@ -28,7 +28,7 @@ class DAPO(ClippedSurrogate, GroupRelative):
         super().__post_init__()
         if not 0 <= self.overlong_buffer <= self.overlong_tokens:
             raise ConfigError(
-                "algorithm.overlong_buffer must be between 0 and algorithm.overlong_tokens, "
+                "`overlong_buffer` must be between 0 and `overlong_tokens`, "
                 f"got {self.overlong_buffer} and {self.overlong_tokens}"
             )
 

@@ -34,11 +34,11 @@ class DPPO(GroupRelative):
         super().__post_init__()
         if not (0 < self.clip_low <= 1 and 0 < self.clip_high <= 1):
             raise ConfigError(
-                "algorithm.clip_low and algorithm.clip_high are differences of probabilities, in (0, 1]; "
+                "`clip_low` and `clip_high` are differences of probabilities, in (0, 1]; "
                 f"got {self.clip_low} and {self.clip_high}"
             )
         if self.kl_coef < 0:
-            raise ConfigError(f"algorithm.kl_coef must be >= 0, got {self.kl_coef}")
+            raise ConfigError(f"`kl_coef` must be >= 0, got {self.kl_coef}")
 
     @property
     def always_has_gradient(self) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -34,14 +34,12 @@ class GMPO(GroupRelative):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.clip_low <= 0 or self.clip_high <= 0:
-            raise ConfigError(
-                f"algorithm.clip_low and algorithm.clip_high must be above 0, got {self.clip_low} and {self.clip_high}"
-            )
+            raise ConfigError(f"`clip_low` and `clip_high` must be above 0, got {self.clip_low} and {self.clip_high}")
 
     def sequence_term(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         """c_t."""
         sign = advantage.sign()
-        return sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-self.clip_low, self.clip_high))
+        return sign * (sign * log_ratio).minimum(sign * log_ratio.clamp(-self.clip_low, self.clip_high))
 
     def loss(self, tokens: Tokens) -> PerToken:
         """The trajectory's loss, with the token's share of its gradient."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms.ratio import LARGEST, is_clamped, ratio_of
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_effect
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STEPS_AT_MOST = 0.2  # by how much of its value the coefficient changes at once, times kl.adaptation (arXiv:1909.08593)
 
@@ -46,26 +48,28 @@ class KL:
 
     def __post_init__(self) -> None:
         if self.coef < 0:
-            raise ConfigError(f"kl.coef must be >= 0 (0 = no penalty and no reference), got {self.coef}")
+            raise ConfigError(f"`coef` must be >= 0 (0 = no penalty and no reference), got {self.coef}")
         if self.target < 0 or not 0 < self.adaptation <= 1:
             raise ConfigError(
-                f"kl.target must be >= 0 and kl.adaptation in (0, 1], got {self.target} and {self.adaptation}"
+                f"`target` must be >= 0 and `adaptation` in (0, 1], got {self.target} and {self.adaptation}"
             )
         if self.unbiased and self.estimator is Estimator.k2:
-            raise ConfigError("kl.unbiased=true corrects k1 and k3, whose mean is the KL: set kl.estimator=k3")
+            raise ConfigError("`unbiased=true` corrects k1 and k3, whose mean is the KL: set `estimator=k3`")
+        if not self.target:
+            refuse_without_effect(self, ("adaptation",), "set `target`")
         if self.target and not self.coef:
-            raise ConfigError(f"kl.target={self.target} adapts kl.coef, which is 0: set kl.coef to where it starts")
+            raise ConfigError(f"`target={self.target}` adapts `coef`, which is 0: set `coef` to where it starts")
         if self.unbiased and self.place is Place.reward:
-            raise ConfigError("kl.unbiased=true corrects the loss, and with kl.place=reward there is no term in it")
+            raise ConfigError("`unbiased=true` corrects the loss, and with `place=reward` there is no term in it")
         if self.coef and self.place is Place.reward and self.estimator is not Estimator.k1:
             raise ConfigError(
-                f"kl.place=reward with kl.estimator={self.estimator.value} is biased (arXiv:2512.21852): "
-                "set kl.estimator=k1, whose expectation and gradient are those of the KL"
+                f"`place=reward` with `estimator={self.estimator.value}` is biased (arXiv:2512.21852): "
+                "set `estimator=k1`, whose expectation and gradient are those of the KL"
             )
         if self.coef and self.place is Place.loss and self.estimator is Estimator.k1 and not self.unbiased:
             raise ConfigError(
-                "kl.estimator=k1 in the loss has no gradient in expectation: set kl.place=reward, kl.unbiased=true, "
-                "or kl.estimator=k2"
+                "`estimator=k1` in the loss has no gradient in expectation: set `place=reward`, `unbiased=true`, "
+                "or `estimator=k2`"
             )
 
     def penalty(self, logp: Tensor, behaviour_logp: Tensor, ref_logp: Tensor) -> Tensor:

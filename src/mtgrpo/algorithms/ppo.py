@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms import Algorithm, Baseline
 from mtgrpo.algorithms.baseline import whitened
 from mtgrpo.algorithms.surrogate import ClippedSurrogate
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -33,8 +34,7 @@ class PPO(ClippedSurrogate, Algorithm):
         super().__post_init__()
         if self.value_coef <= 0 or self.value_clip < 0:
             raise ConfigError(
-                "algorithm.value_coef must be above 0 and algorithm.value_clip >= 0, "
-                f"got {self.value_coef} and {self.value_clip}"
+                f"`value_coef` must be above 0 and `value_clip` >= 0, got {self.value_coef} and {self.value_clip}"
             )
 
     @property
@@ -44,7 +44,7 @@ class PPO(ClippedSurrogate, Algorithm):
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
         """None: the critic is the baseline."""
-        return Baseline(torch.zeros_like(returns), torch.ones_like(returns))
+        return Baseline(returns.new_zeros(len(returns)), returns.new_ones(len(returns)))
 
     def normalise(self, advantage: Tensor) -> Tensor:
         """Whitened over the trained tokens where `whiten` is set."""
@@ -55,5 +55,5 @@ class PPO(ClippedSurrogate, Algorithm):
         error = (value - target).square()
         if self.value_clip:
             near = old_value + (value - old_value).clamp(-self.value_clip, self.value_clip)
-            error = torch.maximum(error, (near - target).square())
+            error = error.maximum((near - target).square())
         return self.value_coef / 2 * error

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms import Algorithm, Baseline
 from mtgrpo.algorithms.baseline import group_mean, whitened
 from mtgrpo.algorithms.surrogate import ClippedSurrogate
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -33,8 +34,8 @@ class ReinforcePP(ClippedSurrogate, Algorithm):
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
         """Nothing, or the mean of the group."""
-        centre = group_mean(returns, group) if self.group_baseline else torch.zeros_like(returns)
-        return Baseline(centre, torch.ones_like(returns))
+        centre = group_mean(returns, group) if self.group_baseline else returns.new_zeros(len(returns))
+        return Baseline(centre, returns.new_ones(len(returns)))
 
     def normalise(self, advantage: Tensor) -> Tensor:
         """Whitened over the trained tokens."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms import Algorithm, Baseline
 from mtgrpo.algorithms.baseline import leave_one_out
 from mtgrpo.algorithms.surrogate import ClippedSurrogate
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -24,4 +25,4 @@ class RLOO(ClippedSurrogate, Algorithm):
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
         """The mean of the others."""
-        return Baseline(leave_one_out(returns, group), torch.ones_like(returns))
+        return Baseline(leave_one_out(returns, group), returns.new_ones(len(returns)))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.baseline import GroupRelative
@@ -30,13 +28,14 @@ class SAPO(GroupRelative):
         super().__post_init__()
         if self.tau_positive <= 0 or self.tau_negative <= 0:
             raise ConfigError(
-                "algorithm.tau_positive and algorithm.tau_negative must be above 0, "
-                f"got {self.tau_positive} and {self.tau_negative}"
+                f"`tau_positive` and `tau_negative` must be above 0, got {self.tau_positive} and {self.tau_negative}"
             )
 
     def loss(self, tokens: Tokens) -> PerToken:
         """The gated loss; nothing is ever clipped."""
+        import torch  # noqa: PLC0415  settings alone import no library
+
         positive = tokens.advantage > 0
         tau = torch.where(positive, self.tau_positive, self.tau_negative).to(tokens.advantage)
-        gate = torch.sigmoid(tau * (ratio_of(tokens.log_ratio) - 1)) * (4 / tau)
-        return PerToken(-gate * tokens.advantage, torch.zeros_like(positive))
+        gate = (tau * (ratio_of(tokens.log_ratio) - 1)).sigmoid() * (4 / tau)
+        return PerToken(-gate * tokens.advantage, positive.new_zeros(len(positive)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -26,25 +28,22 @@ class ClippedSurrogate:
         super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]  (an algorithm follows in the order of bases)
         if not (0 < self.clip_low <= 1 and self.clip_high > 0):
             raise ConfigError(
-                "algorithm.clip_low must be in (0, 1] and algorithm.clip_high above 0, "
-                f"got {self.clip_low} and {self.clip_high}"
+                f"`clip_low` must be in (0, 1] and `clip_high` above 0, got {self.clip_low} and {self.clip_high}"
             )
         if self.dual_clip and self.dual_clip <= 1 + self.clip_high:
-            raise ConfigError(
-                f"algorithm.dual_clip must be 0 (off) or above 1 + algorithm.clip_high, got {self.dual_clip}"
-            )
+            raise ConfigError(f"`dual_clip` must be 0 (off) or above 1 + `clip_high`, got {self.dual_clip}")
 
     def loss(self, tokens: Tokens) -> PerToken:
         """The surrogate, per token."""
         return self.surrogate(ratio_of(tokens.log_ratio), tokens)
 
-    def surrogate(self, ratio: torch.Tensor, tokens: Tokens) -> PerToken:
+    def surrogate(self, ratio: Tensor, tokens: Tokens) -> PerToken:
         """The surrogate for `ratio` [tokens], which may be that of the token or of its trajectory."""
         gain = ratio * tokens.advantage
         bound = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens.advantage
-        loss, clipped = -torch.minimum(gain, bound), bound < gain
+        loss, clipped = -gain.minimum(bound), bound < gain
         if self.dual_clip:
             worst = -self.dual_clip * tokens.advantage
             too_much = (tokens.advantage < 0) & (loss > worst)
-            loss, clipped = torch.where(too_much, worst, loss), clipped | too_much
+            loss, clipped = worst.where(too_much, loss), clipped | too_much
         return PerToken(loss, clipped)

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import ClassVar
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.part import Part
 from mtgrpo.types import Message
 
 Step = tuple[Message, ...]  # what the model said, and what was answered
@@ -39,7 +40,7 @@ class Conversation:
 
 
 @dataclass
-class Condenser(ABC):
+class Condenser(Part, ABC):
     """Base of all condensers."""
 
     when: When = When.over_budget

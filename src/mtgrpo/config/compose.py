@@ -1,39 +1,40 @@
 """From the words of the command line to an Experiment: Hydra's grammar and groups, typed by the dataclasses themselves.
 
-A recipe is the options it chooses and values for them and for the rest; what a finished run used is a recipe too.
+Hydra composes. Its loader is given, in place of recipes and files of the user's own, what these come to; every key is
+checked, and what Hydra or a dataclass refuses is said in the user's terms.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import hydra
-import yaml
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra._internal.defaults_list import DefaultsList
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.config.options import Setting, chosen_class, groups, schema, spell, store_name, unknown
+from mtgrpo.config.options import Setting, chosen_class, entries, groups, options, schema, spell, store_name, unknown
+from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_option, read_primary, read_recipe, read_run
 from mtgrpo.errors import ConfigError
 
-RECIPES = Path(__file__).parent / "recipes"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Options of groups, and values of settings; those of a group belong to the option chosen for it."""
-
-    source: str  # for messages
-    choices: dict[str, str]
-    values: dict[str, Any]
+OWN_NAME = re.compile(r"`([a-z_0-9]+)")  # how a part's message names a setting of its own
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,22 @@ class Composed:
 
     experiment: Experiment
     values: str  # all of it as YAML
-    choices: dict[str, str]  # group -> option; a class of the user's own as /absolute/path.py:Name
+    choices: dict[str, Any]  # group -> option; a class of the user's own as /absolute/path.py:Name
 
 
-def parse(arguments: Sequence[str]) -> list[Override]:
-    """Read `key=value` words. Raises ConfigError for anything else."""
+@dataclass(frozen=True)
+class _Plan:
+    """What Hydra is asked for, and what is needed to explain what it refuses."""
+
+    lines: list[str]  # overrides
+    choices: dict[str, Any]
+    known: dict[str, Setting]
+    sources: dict[str, str]  # of what recipes set, by key
+    settings: list[Override]
+
+
+def parse(arguments: Sequence[str], loader: ConfigLoaderImpl | None = None) -> list[Override]:
+    """Read `key=value` words. Raises ConfigError for anything else. loader: knows what glob(*) stands for."""
     parser = OverridesParser.create()
     overrides: list[Override] = []
     for argument in arguments:
@@ -57,50 +69,21 @@ def parse(arguments: Sequence[str]) -> list[Override]:
                 f"cannot read {argument!r}: options are key=value, such as seed=1; "
                 "quote a value with special characters twice: key=\"'a, b'\""
             ) from error
-        if override.type is not OverrideType.CHANGE or override.package is not None:
-            raise ConfigError(f"cannot use {argument!r}: options are plain key=value, without +, ~ and @")
+        if override.package is not None:
+            raise ConfigError(f"cannot use {argument!r}: an option has one place, leave @ out")
+        override.config_loader = loader
         overrides.append(override)
     return overrides
 
 
-def compose(overrides: Sequence[Override], run: Path | None = None) -> Composed:
+def compose(overrides: Sequence[Override], run: Path | None = None, folders: Sequence[Path] = ()) -> Composed:
     """The experiment that `overrides` describe, on top of a recipe or, where given, of what the run in `run` used.
 
-    Raises ConfigError for whatever is wrong with it.
+    folders: the user's own configurations. Raises ConfigError for whatever is wrong with it.
     """
-    base = _choices(_read_yaml(RECIPES / "base.yaml"))
-    own = {o.key_or_group: _option(o) for o in overrides if o.key_or_group in base}
-    recipe = read_run(run) if run else read_recipe(own.get("recipe", base["recipe"]))
-    expected = base | recipe.choices
-    choices = expected | own
-    classes = {group: chosen_class(group, choices[group]) for group in groups()}
-    known = schema(classes)
-    # A recipe's settings of a group belong to the option it chose: another option keeps its own defaults.
-    values = {name: value for name, value in recipe.values.items() if choices.get(name) == expected.get(name)}
-    for key in _keys(values, known):
-        if key not in known:
-            raise ConfigError(f"{recipe.source}: {unknown(key, known)}")
-    settings = [o for o in overrides if o.key_or_group not in base]
-    for override in settings:
-        _check_key(override, known)
-    # Hydra merges containers, but of a setting that may be a list or a mapping the user means to replace the whole.
-    replaced = [o for o in settings if o.key_or_group in known and known[o.key_or_group].type is Any]
-    for override in replaced:
-        values = _with(values, override.key_or_group.split("."), override.value())
-    merged = [override for override in settings if override not in replaced]
-    try:
-        config = _merge(classes, values, merged)
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            raise ConfigError(f"{missing[0]} is not set and has no default; give {missing[0]}=VALUE")
-        OmegaConf.resolve(config)
-        return Composed(cast(Experiment, OmegaConf.to_object(config)), OmegaConf.to_yaml(config), choices)
-    except ConfigError:
-        raise
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error, settings, known, recipe)) from error
-    except ValueError as error:  # a check in the __post_init__ of a class that knows nothing of ConfigError
-        raise ConfigError(str(error)) from error
+    loader = ExperimentLoader(folders, run=run)
+    config = loader.load_configuration("base", [str(o.input_line) for o in overrides], RunMode.RUN)
+    return composed_from(config)
 
 
 def preset(recipe: str, *words: str) -> Experiment:
@@ -111,124 +94,295 @@ def preset(recipe: str, *words: str) -> Experiment:
     return compose(parse([f"recipe={recipe}", *words])).experiment
 
 
-def recipes() -> dict[str, Path]:
-    """The recipes that come with the package."""
-    return {path.stem: path for path in sorted((RECIPES / "recipe").glob("*.yaml"))}
+def composed_from(config: DictConfig) -> Composed:
+    """What Hydra composed, as an Experiment. Raises ConfigError where a part refuses its settings."""
+    own = copy.deepcopy(config)
+    with flag_override(own, ["struct", "readonly"], [False, False]):
+        chosen = own.pop("hydra").runtime.choices if "hydra" in own else {}
+    missing = sorted(OmegaConf.missing_keys(own))
+    if missing:
+        raise ConfigError(f"{missing[0]} is not set and has no default; give {missing[0]}=VALUE")
+    OmegaConf.resolve(own)
+    choices = {key: chosen[key] for key in (*groups(), "recipe") if key in chosen}
+    return Composed(_built(own, ""), OmegaConf.to_yaml(own), choices)
 
 
-def read_recipe(option: str) -> Recipe:
-    """A recipe by its name, or a .yaml file of the user's own in the same layout. Raises ConfigError."""
-    path = recipes().get(option, Path(option))
-    if path.suffix != ".yaml":
-        raise ConfigError(f"there is no recipe={option}; known: {', '.join(recipes())}; or path/to/file.yaml")
-    values = _read_yaml(path)
-    choices = {key.removeprefix("override /"): _absolute(choice) for key, choice in _choices(values).items()}
-    for group in choices:
-        if group not in groups():
-            raise ConfigError(f"recipe={option} chooses {group!r}; the groups are {', '.join(groups())}")
-    values.pop("defaults", None)
-    return Recipe(f"recipe={option}", choices, values)
+class ExperimentLoader(ConfigLoaderImpl):
+    """Hydra's loader for experiments: recipes, classes of the user's own, checks and messages."""
+
+    def __init__(
+        self, folders: Sequence[Path] = (), primary: str = "base", evaluates: bool = False, run: Path | None = None
+    ) -> None:
+        """folders: the user's own configurations. primary: the one of them to begin with.
+
+        evaluates: `checkpoint=PATH` is an option, whose run is the recipe. run: the folder of a run that is the recipe.
+        """
+        version.setbase("1.3")
+        setup_globals()
+        path = create_config_search_path(str(RECIPES))
+        for folder in folders:
+            path.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
+        super().__init__(path)
+        ConfigStore.instance().store("experiment", Experiment)
+        self.flags = [word for folder in folders for word in ("--config-dir", str(folder.resolve()))]
+        self.flags += [] if primary == "base" else ["--config-name", primary]
+        self._folders, self._evaluates, self._run = list(folders), evaluates, run
+        self._primary = None if primary == "base" else read_primary(primary, folders)
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        """Called by Hydra for every configuration it needs; that of a sweep is the first of its runs.
+
+        Raises ConfigError for whatever is wrong with it.
+        """
+        given = parse(overrides, self)
+        plan = self._plan([_first(o) if o.is_sweep_override() else o for o in given])
+        for override in given:
+            if override.is_sweep_override() and override.is_hydra_override():
+                raise ConfigError(f"{override.input_line} gives several values: what belongs to Hydra takes one")
+            if override.is_sweep_override() and run_mode is RunMode.RUN:
+                raise ConfigError(
+                    f"{override.input_line} gives several values: add --multirun for one run each; "
+                    "a list is written [1,2]"
+                )
+        try:
+            config = super().load_configuration(config_name, plan.lines, run_mode, from_shell)
+            composed_from(config)
+        except ConfigError:
+            raise
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(_explain(error, plan)) from error
+        except ValueError as error:  # a check in the __post_init__ of a class that knows nothing of ConfigError
+            raise ConfigError(str(error)) from error
+        own = [override for override in given if not override.is_hydra_override()]
+        hydra = config.hydra
+        hydra.overrides.task = [override.input_line for override in own]
+        hydra.runtime.choices.update(plan.choices)
+        names = hydra.job.config.override_dirname
+        hydra.job.override_dirname = get_overrides_dirname(own, names.exclude_keys, names.item_sep, names.kv_sep)
+        return config
+
+    def compute_defaults_list(self, config_name: str | None, overrides: list[str], run_mode: RunMode) -> DefaultsList:
+        """Called by Hydra for --info."""
+        return super().compute_defaults_list(config_name, self._plan(parse(overrides)).lines, run_mode)
+
+    def get_group_options(
+        self,
+        group_name: str,
+        results_filter: ObjectType | None = ObjectType.CONFIG,
+        config_name: str | None = None,
+        overrides: list[str] | None = None,
+    ) -> list[str]:
+        """Called by Hydra for shell completion and glob(*)."""
+        for group in groups():
+            options(group)
+        return super().get_group_options(group_name, results_filter)
+
+    def _plan(self, given: Sequence[Override]) -> _Plan:
+        start = base()
+        taken = {"recipe", "checkpoint"} if self._evaluates else {"recipe"}
+        own = [o for o in given if not o.is_hydra_override() and o.key_or_group not in taken]
+        recipe, layers = self._recipes(start, given)
+        chosen: list[tuple[Recipe, dict[str, Any]]] = []
+        running: dict[str, Any] = {}
+        for layer in (start, *layers):
+            running = running | layer.choices
+            chosen.append((layer, running))
+        running = running | {o.key_or_group: _option(o) for o in own if o.key_or_group in groups()}
+        for group in groups():
+            if option := read_option(group, running[group], self._folders):
+                running = running | option.choices
+                chosen.append((option, running))
+        choices = {group: running[group] for group in groups()}
+        known = schema(choices)
+        values, sources = _merged(chosen, choices, known)
+        settings = [o for o in own if o.key_or_group not in choices]
+        inside = tuple(f"{group}.{name}." for group in choices for name in entries(group, choices[group]))
+        settings.sort(key=lambda o: o.key_or_group.count("."))  # a list first, then settings of what is in it
+        lines = [line for o in settings if (line := _line(o, known, values, inside))]
+        _gather(values, choices)
+        ConfigStore.instance().store("chosen", OmegaConf.create(_nested(values)), "recipe", "_global_")
+        parts = [f"{group}={store_name(group, chosen_class(group, option))}" for group, option in choices.items()]
+        of_hydra = [f"{key}={layer.choices[key]}" for layer in layers for key in layer.choices if "/" in key]
+        of_hydra += [str(o.input_line) for o in given if o.is_hydra_override()]
+        lines = [*parts, "recipe=chosen", *lines, *of_hydra]
+        return _Plan(lines, choices | {"recipe": recipe}, known, sources, settings)
+
+    def _recipes(self, start: Recipe, given: Sequence[Override]) -> tuple[Any, list[Recipe]]:
+        """What was chosen as the recipe, and all that it comes to."""
+        layers = [self._primary] if self._primary else []
+        asked = [o for o in given if o.key_or_group == "recipe"]
+        checkpoint = [str(o.value()) for o in given if o.key_or_group == "checkpoint" and self._evaluates]
+        run = checkpoint_folder(checkpoint[-1]).parent.parent if checkpoint else self._run
+        if run is not None or self._evaluates:
+            if run is None:
+                raise ConfigError("eval needs checkpoint=RUN/checkpoints/step_000070")
+            if asked:
+                raise ConfigError("eval takes the configuration of the checkpoint's run: leave recipe= out")
+            used = read_run(run)
+            return used.choices.get("recipe"), [used, *layers]
+        recipe = (self._primary or start).choices.get("recipe", start.choices["recipe"])
+        for override in asked:
+            added = absolute(override.value()) if not override.is_delete() else []
+            recipe = [*_listed(recipe), *_listed(added)] if override.is_add() else added
+        found = [layer for option in _listed(recipe) for layer in read_recipe(str(option), self._folders)]
+        return recipe, [*found, *layers]
 
 
-def read_run(folder: Path) -> Recipe:
-    """What a run used, from the record it keeps in its folder. Raises ConfigError."""
-    hydra_record = _read_yaml(folder / ".hydra" / "hydra.yaml")
-    values = _read_yaml(folder / ".hydra" / "config.yaml")
-    return Recipe(f"run {folder}", dict(hydra_record["hydra"]["runtime"]["choices"]), values)
+def checkpoint_folder(given: str) -> Path:
+    """The folder that `checkpoint=` names. Raises ConfigError where it is none, or lies in no run's folder."""
+    path = Path(given).expanduser().resolve()
+    if not path.is_dir():
+        raise ConfigError(f"checkpoint={given}: there is no folder {path}")
+    if not (path.parent.parent / ".hydra" / "config.yaml").is_file():
+        raise ConfigError(
+            f"checkpoint={given}: {path.parent.parent} holds no .hydra/config.yaml; "
+            "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000070"
+        )
+    return path
 
 
-def write_record(composed: Composed, overrides: Sequence[Override], folder: Path) -> None:
-    """Write into a run's folder what `read_run` reads, and the overrides, in Hydra's layout."""
-    target = folder / ".hydra"
-    target.mkdir()
-    target.joinpath("config.yaml").write_text(composed.values)
-    target.joinpath("hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": composed.choices}}}))
-    target.joinpath("overrides.yaml").write_text(yaml.safe_dump([o.input_line for o in overrides], width=1000))
+def _first(override: Override) -> Override:
+    """The first of the values that a sweep gives."""
+    value = override.value()
+    first = value.start if isinstance(value, IntervalSweep) else next(iter(override.sweep_string_iterator()))
+    return parse([f"{override.get_key_element()}={first}"])[0]
 
 
-def _merge(classes: Mapping[str, type], values: Mapping[str, Any], settings: Sequence[Override]) -> DictConfig:
-    """Let Hydra put together the base, the chosen options, the recipe's values and the user's."""
-    store = ConfigStore.instance()
-    store.store("experiment", Experiment)
-    store.store("chosen", OmegaConf.create(dict(values)), "recipe", "_global_")
-    lines = [f"{group}={store_name(group, cls)}" for group, cls in classes.items()]
-    with hydra.initialize_config_dir(str(RECIPES), version_base="1.3"):
-        return hydra.compose("base", [*lines, "recipe=chosen", *(str(o.input_line) for o in settings)])
+def _merged(
+    layers: Sequence[tuple[Recipe, Mapping[str, Any]]], choices: Mapping[str, Any], known: Mapping[str, Setting]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of all recipes by key, and where each is from; each recipe comes with the options chosen up to it.
+
+    A recipe's values of a group belong to the option chosen there: another option keeps its own defaults.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for recipe, chosen in layers:
+        fitting = {name: value for name, value in recipe.values.items() if chosen.get(name) == choices.get(name)}
+        for key, value in _flat(fitting, known):
+            if key not in known and not key.startswith("hydra."):
+                raise ConfigError(f"{recipe.source}: {unknown(key, known)}")
+            values[key], sources[key] = value, recipe.source
+    return values, sources
 
 
-def _check_key(override: Override, known: Mapping[str, Setting]) -> None:
-    key = override.key_or_group
-    if key in known:
-        return
-    section = [name for name in known if name.startswith(f"{key}.")]
-    if not section:
-        raise ConfigError(unknown(key, known))
-    if not isinstance(override.value(), dict):
-        raise ConfigError(f"{override.input_line}: {key} has settings of its own: {', '.join(section)}")
+def _line(override: Override, known: Mapping[str, Setting], values: dict[str, Any], inside: tuple[str, ...]) -> str:
+    """An override of a setting as Hydra needs it; "" where `values`, what recipes set, has taken it up.
+
+    inside: how the keys of options begin that stand in a list.
+    """
+    key, line = override.key_or_group, str(override.input_line)
+    if override.is_delete():
+        if key not in values:
+            raise ConfigError(f"{line}: no recipe sets {key}, there is nothing to take away")
+        del values[key]
+        return ""
+    holder = next((name for name in known if key.startswith(f"{name}.") and known[name].type is Any), "")
+    if holder and isinstance(values.get(holder), list | dict):
+        values[holder] = _with_entry(values[holder], key.removeprefix(f"{holder}.").split("."), override.value())
+        return ""
+    if holder:  # an entry of a mapping
+        return f"++{line.lstrip('+')}"
+    if key not in known:
+        section = [name for name in known if name.startswith(f"{key}.")]
+        if not section:
+            raise ConfigError(unknown(key, known))
+        if not isinstance(override.value(), dict):
+            raise ConfigError(f"{line}: {key} has settings of its own: {', '.join(section)}")
+    elif known[key].type is Any or key.startswith(inside):
+        values[key] = override.value()  # Hydra merges containers, but the user means to replace the whole of one
+        return ""
+    return line.lstrip("+")
 
 
-def _explain(error: BaseException, settings: Sequence[Override], known: Mapping[str, Setting], recipe: Recipe) -> str:
+def _with_entry(held: Any, path: Sequence[str], value: Any) -> dict[str, Any]:
+    """A list of names, or a mapping from them to settings, in which one has one more setting."""
+    found: dict[str, Any] = dict(held) if isinstance(held, dict) else {name: {} for name in held}
+    if len(path) < 2:
+        return {**found, path[0]: value}
+    name = next((option for option in found if Path(option).name.rpartition(":")[2] == path[0]), path[0])
+    return {**found, name: _nested({".".join(path[1:]): value}, found.get(name) or {})}
+
+
+def _gather(values: dict[str, Any], choices: Mapping[str, Any]) -> None:
+    """The settings of options that stand in a list become one mapping, `of`, of the option that holds them."""
+    for group, choice in choices.items():
+        of = {option: {} for option in choice} if isinstance(choice, list) else {}
+        for option, name in zip(of, entries(group, choice), strict=True):
+            prefix = f"{group}.{name}."
+            given = {key.removeprefix(prefix): values.pop(key) for key in list(values) if key.startswith(prefix)}
+            of[option] = values.get(f"{group}.of", {}).get(option, {}) | given
+        if of:
+            values[f"{group}.of"] = of
+
+
+def _built(node: DictConfig, path: str) -> Any:
+    """The object of a node. Where a part refuses its settings, they get their full names."""
+    for name in node:
+        part = node._get_node(name)  # pyright: ignore[reportPrivateUsage]  (an interpolation or a text has no part)
+        if isinstance(part, DictConfig) and dataclasses.is_dataclass(OmegaConf.get_type(part)):
+            _built(part, f"{path}{name}.")
+    try:
+        return OmegaConf.to_object(node)
+    except ConfigError as error:
+        fields = {str(name) for name in node}
+        named = OWN_NAME.sub(lambda m: f"`{path}{m[1]}" if m[1] in fields else m[0], str(error))
+        raise ConfigError(re.sub(r"`([\w.]+(?:=[^`]*)?)`", r"\1", named)) from error
+
+
+def _explain(error: BaseException, plan: _Plan) -> str:
     """What Hydra or OmegaConf found, in the user's terms. Both wrap errors; the one that has a key is of use."""
     chain = [error]
     while following := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(following)
     found = next((link for link in chain if getattr(link, "full_key", None)), error)
     key = re.sub(r"\[.*", "", str(getattr(found, "full_key", "")))
-    if isinstance(found, ConfigAttributeError | ConfigKeyError) and key not in known:
-        return unknown(key, known)
+    if isinstance(found, ConfigAttributeError | ConfigKeyError) and key not in plan.known and "hydra" not in key:
+        return unknown(key, plan.known)
     said = str(found).strip().partition("\n")[0]
-    if isinstance(found, ValidationError) and key in known:
-        said = f"expected {spell(known[key].type)}"
-    given = [str(o.input_line) for o in settings if key == o.key_or_group or key.startswith(f"{o.key_or_group}.")]
-    return f"{given[-1] if given else f'{recipe.source}: {key}'}: {said}" if key else said
+    if isinstance(found, ValidationError) and key in plan.known:
+        said = f"expected {spell(plan.known[key].type)}"
+    given = [str(o.input_line) for o in plan.settings if key == o.key_or_group or key.startswith(f"{o.key_or_group}.")]
+    of_recipe = [f"{plan.sources[key]}: {key}"] if key in plan.sources else [key] if key else []
+    return ": ".join([*(given[-1:] or of_recipe), said])
 
 
-def _option(override: Override) -> str:
+def _option(override: Override) -> Any:
     value = override.value()
-    if isinstance(value, dict | list):
+    if override.is_delete() or isinstance(value, dict) or not value:
         group = override.key_or_group
         raise ConfigError(f"{override.input_line}: choose a {group} by its name, and settings as {group}.NAME=VALUE")
-    return _absolute(str(value))
+    return absolute(value)
 
 
-def _absolute(option: str) -> str:
-    """The option; a path in it becomes absolute, since the run's record keeps it and is read from anywhere."""
-    path, of_class, name = option.partition(".py:")
-    if of_class:
-        return f"{Path(path).expanduser().resolve()}.py:{name}"
-    return str(Path(option).expanduser().resolve()) if option.endswith(".yaml") else option
+def _listed(option: Any) -> list[Any]:
+    return cast("list[Any]", option) if isinstance(option, list) else [option]
 
 
-def _choices(content: Mapping[str, Any]) -> dict[str, str]:
-    """The options that a defaults list chooses."""
-    entries = cast("list[Any]", content.get("defaults", []))
-    chosen = [cast("dict[str, str]", entry) for entry in entries if isinstance(entry, dict)]
-    return {group: option for entry in chosen for group, option in entry.items()}
-
-
-def _keys(values: Mapping[str, Any], known: Mapping[str, Setting], prefix: str = "") -> Iterator[str]:
-    """The keys of the settings that nested values are for."""
+def _flat(values: Mapping[str, Any], known: Mapping[str, Setting], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested values by the keys of the settings that they are for."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and key not in known:
-            yield from _keys(cast("dict[str, Any]", value), known, f"{key}.")
+            yield from _flat(cast("dict[str, Any]", value), known, f"{key}.")
         else:
-            yield key
+            yield key, value
 
 
-def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """`values` with `value` at the nested key `path`."""
-    name, *rest = path
-    return {**values, name: _with(values.get(name, {}), rest, value) if rest else value}
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no file {path}") from error
-    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a mapping of options to values")
-    return cast("dict[str, Any]", content)
+def _nested(values: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Values by key -> nested, on top of those of `base`."""
+    found = copy.deepcopy(dict(base or {}))
+    for key, value in values.items():
+        *path, name = key.split(".")
+        place = found
+        for part in path:
+            place = place.setdefault(part, {})
+        place[name] = value
+    return found

@@ -12,17 +12,14 @@ from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.correction import Correction, OldPolicy
 from mtgrpo.algorithms.dapo import DAPO
 from mtgrpo.algorithms.kl import KL, Place
-from mtgrpo.batch.packing import BatchSettings
+from mtgrpo.batch.settings import BatchSettings
 from mtgrpo.chat import ChatSettings
-from mtgrpo.checkpoint import CheckpointSettings
 from mtgrpo.condensers import Condenser
 from mtgrpo.engines import Engine
 from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.load import ModelSettings
-from mtgrpo.policy.optimizer import OptimizerSettings, Schedule
-from mtgrpo.policy.reference import ReferenceSettings
-from mtgrpo.policy.updater import Updates
+from mtgrpo.model.settings import ModelSettings
+from mtgrpo.policy.settings import OptimizerSettings, ReferenceSettings, Schedule, Updates
 from mtgrpo.profile import Profile
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.filter import Filter
@@ -44,9 +41,9 @@ class TrainerSettings(Updates):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not any((self.steps, self.epochs, self.total_turns, self.wall_time_s)):
-            raise ConfigError("the run never ends: set trainer.steps, epochs, total_turns or wall_time_s above 0")
+            raise ConfigError("the run never ends: set `steps`, `epochs`, `total_turns` or `wall_time_s` above 0")
         if min(self.steps, self.epochs, self.total_turns, self.wall_time_s) < 0:
-            raise ConfigError("trainer.steps, epochs, total_turns and wall_time_s must be >= 0")
+            raise ConfigError("`steps`, `epochs`, `total_turns` and `wall_time_s` must be >= 0")
 
 
 @dataclass
@@ -60,7 +57,7 @@ class WarmStart:
     def __post_init__(self) -> None:
         if self.steps < 0 or self.batch_size < 1:
             raise ConfigError(
-                f"sft.steps must be >= 0 (0 = none) and sft.batch_size >= 1, got {self.steps} and {self.batch_size}"
+                f"`steps` must be >= 0 (0 = none) and `batch_size` >= 1, got {self.steps} and {self.batch_size}"
             )
 
 
@@ -74,9 +71,24 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if self.every_steps < 0:
-            raise ConfigError(f"eval.every_steps must be >= 0 (0 = only before and after), got {self.every_steps}")
+            raise ConfigError(f"`every_steps` must be >= 0 (0 = only before and after), got {self.every_steps}")
         if self.tasks < 1 or self.samples < 1:
-            raise ConfigError(f"eval.tasks and eval.samples must be >= 1, got {self.tasks} and {self.samples}")
+            raise ConfigError(f"`tasks` and `samples` must be >= 1, got {self.tasks} and {self.samples}")
+
+
+@dataclass
+class CheckpointSettings:
+    """When the run is saved and how many checkpoints stay."""
+
+    every_steps: int = 0  # 0 = only at the end
+    keep_last: int = 3  # 0 = all
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0 or self.keep_last < 0:
+            raise ConfigError(
+                "`every_steps` must be >= 0 (0 = only at the end) and `keep_last` >= 0 (0 = all), "
+                f"got {self.every_steps} and {self.keep_last}"
+            )
 
 
 class Advantages(Enum):
@@ -162,12 +174,12 @@ class Experiment:
             raise ConfigError(f"model.value_head=true, but algorithm {name} has no use for it: leave it out")
 
     def _check_rewards(self) -> None:
-        turns = type(self.reward).turn_rewards is not Reward.turn_rewards
+        turns = self.reward.judges_turns or self.environment.pays_turns
         name = type(self.reward).__name__
         if isinstance(self.advantage, ByTurn) and not turns:
             raise ConfigError(
                 f"advantage=turn compares the rewards of turns, and reward {name} gives none: set reward=calculation "
-                "or one of your own with turn_rewards, or advantage=trajectory"
+                "or one of your own with judges_turns = True, or advantage=trajectory"
             )
         if not self.advantage.outcome_weight and not turns:
             raise ConfigError(

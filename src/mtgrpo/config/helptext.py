@@ -14,22 +14,26 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mtgrpo.config.compose import compose, parse, recipes
+from mtgrpo.config.compose import compose, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.options import Setting, chosen_class, groups, options, schema
+from mtgrpo.config.recipe import recipes
 
 WIDTH = 100
 COLUMN = 46  # where what is said of an option begins
 
 
-def help_text(words: Sequence[str]) -> str:
-    """All options, with the values that the overrides `words` give them. Raises ConfigError for wrong ones."""
-    composed = compose(parse(words))
+def help_text(words: Sequence[str], folders: Sequence[Path] = ()) -> str:
+    """All options, with the values that the overrides `words` give them. Raises ConfigError for wrong ones.
+
+    folders: the user's own configurations.
+    """
+    composed = compose(parse(words), folders=folders)
     values = OmegaConf.create(composed.values)
     classes = {group: chosen_class(group, composed.choices[group]) for group in groups()}
-    blocks = ["Shown are the values of what is chosen (*).", _recipes(composed.choices["recipe"])]
+    blocks = ["Shown are the values of what is chosen (*).", _recipes(composed.choices["recipe"], folders)]
     sections: dict[str, list[str]] = {}
-    for key, setting in schema(classes).items():
+    for key, setting in schema(composed.choices).items():
         section = key.partition(".")[0] if "." in key else ""
         sections.setdefault(section, []).append(_row(key, setting, OmegaConf.select(values, key)))
     for group, cls in classes.items():
@@ -76,10 +80,10 @@ def comments(cls: type) -> dict[str, str]:
     return found
 
 
-def _recipes(chosen: str) -> str:
+def _recipes(chosen: Any, folders: Sequence[Path]) -> str:
     lines = ["recipe"]
-    for name, path in recipes().items():
-        mark = "*" if name == chosen else " "
+    for name, path in recipes(folders).items():
+        mark = "*" if name == chosen or name in chosen else " "
         head = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
         said = " ".join(line.lstrip("# ") for line in head if "@package" not in line)
         lines += _columns(f"{mark} recipe={name}", said)

@@ -15,6 +15,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
@@ -22,7 +23,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mtgrpo import extension
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.config.hints import hint
 from mtgrpo.errors import ConfigError
+
+COMPOSED = "composed"  # the option of a group that holds several others, in its setting `of`
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,16 @@ def options(group: str) -> dict[str, type]:
     return found
 
 
-def chosen_class(group: str, option: str) -> type:
-    """The class of an option: its name, or `path/to/file.py:Name`. Raises ConfigError when it is none."""
+def chosen_class(group: str, option: str | list[str]) -> type:
+    """The class of an option: its name, or `path/to/file.py:Name`; of a list the group's option `composed`.
+
+    Raises ConfigError when it is none.
+    """
     known = options(group)
+    if isinstance(option, list):
+        if COMPOSED not in known:
+            raise ConfigError(f"{group}=[{','.join(option)}]: choose one {group}, it takes no list")
+        return known[COMPOSED]
     if option in known:
         return known[option]
     if ".py:" not in option:
@@ -89,8 +100,20 @@ def store_name(group: str, cls: type) -> str:
     return f"{cls.__name__}_{hashlib.sha1(cls.__module__.encode()).hexdigest()[:8]}"
 
 
-def schema(classes: Mapping[str, type]) -> dict[str, Setting]:
-    """Every setting by its key, when `classes` are the chosen options of the groups."""
+def entries(group: str, choice: Any) -> dict[str, type]:
+    """The classes that a list chose, by the name under which the settings of each stand; {} where it is no list."""
+    if not isinstance(choice, list):
+        return {}
+    listed = cast("list[str]", choice)
+    found = {Path(option).name.rpartition(":")[2]: chosen_class(group, option) for option in listed}
+    if len(found) < len(listed) or not found:
+        raise ConfigError(f"{group}=[{','.join(listed)}]: name each {group} once, and at least one")
+    return found
+
+
+def schema(choices: Mapping[str, Any]) -> dict[str, Setting]:
+    """Every setting by its key, for the options that the groups chose."""
+    classes = {group: chosen_class(group, choices[group]) for group in groups()}
 
     def walk(cls: type, prefix: str) -> Iterator[tuple[str, Setting]]:
         hints = typing.get_type_hints(cls)
@@ -101,21 +124,27 @@ def schema(classes: Mapping[str, type]) -> dict[str, Setting]:
             else:
                 yield f"{prefix}{field.name}", Setting(inner, cls)
 
-    return dict(walk(Experiment, ""))
+    found = dict(walk(Experiment, ""))
+    for group, choice in choices.items():
+        for name, cls in entries(group, choice).items():
+            found |= {f"{group}.{name}.weight": Setting(float, classes[group]), **dict(walk(cls, f"{group}.{name}."))}
+    return found
 
 
 def unknown(key: str, known: Mapping[str, Setting]) -> str:
     """Says that there is no such setting, and which one may have been meant."""
     path, _, last = key.rpartition(".")
-    section = {name.removeprefix(f"{path}."): name for name in known if path and name.startswith(f"{path}.")}
-    close = [section[name] for name in difflib.get_close_matches(last, section, 1)]
-    elsewhere = [name for name in known if name.rpartition(".")[2] == last]
-    near = close or elsewhere or ([] if section else difflib.get_close_matches(key, known, 1))
-    if near:
-        return f"unknown option {key}; did you mean {' or '.join(near[:3])}?"
     having = [name for name, cls in options(path).items() if hasattr(cls, last)] if path in groups() else []
     if having:
         return f"unknown option {key}: it belongs to {path}={' or '.join(having)}"
+    if elsewhere := hint(key):
+        return f"unknown option {key}; here it is {elsewhere}"
+    section = {name.removeprefix(f"{path}."): name for name in known if path and name.startswith(f"{path}.")}
+    close = [section[name] for name in difflib.get_close_matches(last, section, 1)]
+    same = [name for name in known if name.rpartition(".")[2] == last]
+    near = close or same or ([] if section else difflib.get_close_matches(key, known, 1))
+    if near:
+        return f"unknown option {key}; did you mean {' or '.join(near[:3])}?"
     if section:
         return f"unknown option {key}; there are {', '.join(section.values())}"
     return f"unknown option {key}; `mtgrpo train --help` lists all options"

@@ -1,18 +1,24 @@
-"""What the agent meets: start(task) opens a conversation, step(message) answers the model. One file = one environment.
+"""What the agent meets: start(task) begins a conversation, step(message) answers the model, stop() ends it. One file =
+one environment.
 
-An environment object is settings only; every rollout has a shallow copy of its own (`copy.copy`), so `start` may
-put state on `self` (replacing, never mutating, shared fields).
+An environment object is settings only. It is opened once for a run (`open`); every conversation has a shallow copy of
+that, so `start` may put state on `self` (replacing, never mutating, shared fields).
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, Self
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.part import Part
 from mtgrpo.types import Message, Task, ToolSpec
 
 
@@ -30,6 +36,7 @@ class Reply:
 
     messages: tuple[Message, ...] = ()
     done: bool = False
+    reward: float = 0.0  # what the environment pays for this step: part of the turn's reward, whatever `reward` is
     tool_calls: int = 0  # how many calls the model made in this turn
     tool_errors: int = 0  # how many of them were the model's mistakes
     tool_timeouts: int = 0  # how many of these mistakes were calls that took too long
@@ -38,8 +45,10 @@ class Reply:
 
 
 @dataclass
-class Environment(ABC):
+class Environment(Part, ABC):
     """Base of all environments."""
+
+    pays_turns = False  # whether its replies have rewards, which advantage=turn asks for
 
     max_turns: int = 8  # model turns per conversation; reaching it ends the trajectory as truncated
     max_context_length: int = 0  # tokens of context and output together; 0 = what model and batch.token_budget allow
@@ -84,9 +93,24 @@ class Environment(ABC):
             return False
         return math.fsum(logprobs) / len(logprobs) >= math.log(self.end_at_confidence)
 
+    @asynccontextmanager
+    async def conversation(self, task: Task) -> AsyncGenerator[tuple[Self, Opening]]:
+        """A copy that has started `task`, and what it opens with; it is stopped in the end, whatever happens."""
+        own = copy.copy(self)
+        try:
+            yield own, await own.start(task)
+        finally:
+            await _to_its_end(own.stop())
+
     @abstractmethod
     async def start(self, task: Task) -> Opening:
         """Begin `task`. Called once, on the copy made for this rollout."""
+
+    async def stop(self) -> None:
+        """End the conversation and give back what it used, such as processes.
+
+        Called once for every `start`, also for one that did not come to its end; a cancellation waits for it.
+        """
 
     @abstractmethod
     async def step(self, message: Message) -> Reply:
@@ -95,3 +119,17 @@ class Environment(ABC):
         A conversation for which this raises is run again, so those that are trained did less of what fails: where
         failures are frequent, answer with an observation instead.
         """
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`. Whoever cancels meanwhile has to wait: it would leave things open."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled

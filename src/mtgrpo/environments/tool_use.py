@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 from mtgrpo import tools
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
+from mtgrpo.part import RunContext
 from mtgrpo.tools import CallTimeoutError, Tool, ToolError
+from mtgrpo.tools.schema import ArgumentCheck
 from mtgrpo.types import Message, Task, ToolCall, ToolSpec
 
 
@@ -24,6 +28,15 @@ class OnOutage(Enum):
 
 class OutageError(RuntimeError):
     """A tool stays out of order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """One of the tools that the model may call."""
+
+    option: str  # that it comes from
+    spec: ToolSpec
+    check: ArgumentCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +75,51 @@ class ToolUse(Environment):
                 "environment.call_retries and environment.backoff_s must be >= 0, "
                 f"got {self.call_retries} and {self.backoff_s}"
             )
-        self._loaded = tools.load(self.tools or [])
-        self._specs = {name: tools.spec(name, tool) for name, tool in self._loaded.items()}
-        self._tools = self._loaded
+        self._use(tools.load(self.tools or []))
+
+    def _use(self, loaded: dict[str, Tool]) -> None:
+        """The tools, by their options' names. Raises ConfigError where the model could not tell two apart."""
+        self._loaded = self._tools = loaded
+        self._started: list[str] = []
+        self._offers: dict[str, _Offer] = {}
+        for option, tool in loaded.items():
+            for spec in tool.specs():
+                if spec.name in self._offers:
+                    raise ConfigError(f"two tools are named {spec.name!r}: the model could not tell them apart")
+                closed = type(tool).specs is Tool.specs  # made from a signature, which takes no other arguments
+                self._offers[spec.name] = _Offer(option, spec, ArgumentCheck(spec, closed))
 
     @property
     def tool_specs(self) -> tuple[ToolSpec, ...]:
-        return tuple(self._specs.values())
+        return tuple(offer.spec for offer in self._offers.values())
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With its tools open."""
+        async with AsyncExitStack() as stack:
+            running = copy.copy(self)
+            running._use(
+                {name: await stack.enter_async_context(tool.open(context)) for name, tool in self._loaded.items()}
+            )
+            yield running
 
     async def start(self, task: Task) -> Opening:
         # A conversation has tools of its own, so that one with state shares none of it with another conversation.
-        self._tools = {name: copy.copy(tool) for name, tool in self._loaded.items()}
-        for tool in self._tools.values():
-            if isinstance(tool, Tool):
-                tool.begin(task)
+        self._tools, self._started = {name: copy.copy(tool) for name, tool in self._loaded.items()}, []
+        for name, tool in self._tools.items():
+            self._started.append(name)
+            await tool.start(task)
         return Opening(task.messages, self.tool_specs)
+
+    async def stop(self) -> None:
+        async with AsyncExitStack() as stack:
+            for name in self._started:
+                stack.push_async_callback(self._tools[name].stop)
 
     async def step(self, message: Message) -> Reply:
         if not message.error and not message.tool_calls:
             return Reply(done=True)
-        if not self._tools:  # then a chat template may have no role "tool"
+        if not self._offers:  # then a chat template may have no role "tool"
             return Reply((Message("user", f"error: {message.error or 'there are no tools'}"),))
         if message.error:
             return Reply((Message("tool", f"error: {message.error}"),), tool_calls=1, tool_errors=1)
@@ -103,18 +141,20 @@ class ToolUse(Environment):
 
     async def _answer(self, call: ToolCall) -> _Answer:
         """Make a call, and again where the tool fails."""
-        if call.name not in self._tools:
-            return _Answer(f"error: there is no tool {call.name!r}; the tools are: {', '.join(self._tools)}", True)
-        tool, retries = self._tools[call.name], 0
-        most = self.call_retries if getattr(tool, "idempotent", True) else 0
+        offer = self._offers.get(call.name)
+        if offer is None:
+            return _Answer(f"error: there is no tool {call.name!r}; the tools are: {', '.join(self._offers)}", True)
+        tool, retries = self._tools[offer.option], 0
+        most = self.call_retries if tool.idempotent else 0
         while True:
             try:
-                tools.check_arguments(self._specs[call.name], call.arguments)
-                return _Answer(await tools.call(tool, call.arguments, self.call_timeout_s), retries=retries)
+                offer.check(call.arguments)
+                said = await tools.call(tool, call.name, call.arguments, self.call_timeout_s)
+                return _Answer(said, retries=retries)
             except ToolError as error:
                 timed_out = isinstance(error, CallTimeoutError)
                 if timed_out:  # what still runs in a thread keeps the state of this object to itself
-                    self._tools[call.name] = copy.copy(tool)
+                    self._tools[offer.option] = copy.copy(tool)
                 return _Answer(f"error: {error}", mistake=True, timed_out=timed_out, retries=retries)
             except Exception as error:
                 if retries == most:

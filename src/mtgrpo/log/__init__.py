@@ -7,20 +7,17 @@ Names of metrics are flat, with "/" between area and quantity. What is measured 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from mtgrpo import extension
 from mtgrpo.errors import ConfigError
+from mtgrpo.part import Part, RunContext
 
 
-class Sink(ABC):
-    """Takes a run's metrics and notes. It is opened with the folder of the run, which exists."""
-
-    @abstractmethod
-    def __init__(self, folder: Path) -> None: ...
+class Sink(Part, ABC):
+    """Takes a run's metrics and notes. It is opened before everything else and closed after it."""
 
     @abstractmethod
     def stage(self, name: str, total: int) -> None:
@@ -33,10 +30,6 @@ class Sink(ABC):
     @abstractmethod
     def note(self, text: str) -> None:
         """Something to tell the person. The text is data: nothing in it is markup."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """The run has ended."""
 
 
 class Sinks:
@@ -65,21 +58,16 @@ class Sinks:
         while notes:
             self.note(notes.pop(0))
 
-    def close(self) -> None:
-        """Close every sink, also when one of them fails."""
-        with ExitStack() as stack:
-            for sink in self._sinks:
-                stack.callback(sink.close)
 
-
-def open_sinks(names: Sequence[str], folder: Path) -> Sinks:
-    """The sinks called `names` (each once), writing into `folder`; a name may also be `path/to/file.py:Name`.
+@asynccontextmanager
+async def open_sinks(names: Sequence[str], context: RunContext) -> AsyncGenerator[Sinks]:
+    """The sinks called `names` (each once), while they are open; a name may also be `path/to/file.py:Name`.
 
     Raises ConfigError for a name that is not a sink.
     """
     kinds = [sink_class(name) for name in dict.fromkeys(names)]
-    folder.mkdir(parents=True, exist_ok=True)
-    return Sinks([kind(folder) for kind in kinds])
+    async with AsyncExitStack() as stack:
+        yield Sinks([await stack.enter_async_context(kind().open(context)) for kind in kinds])
 
 
 def sink_class(name: str) -> type[Sink]:

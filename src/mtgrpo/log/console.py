@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import Self
 
 from rich import console as rich_console
 from rich.console import Group
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtgrpo.log import Sink
+from mtgrpo.part import RunContext
 
 _SHOWN = {  # metric: how it is written, in order of importance
     "reward/mean": "reward {:.3f}",
@@ -34,15 +36,24 @@ _LINES = 20  # at most about so many lines per stage where lines are plain
 class Console(Sink):
     """A progress bar with the newest values; ten to twenty plain lines per stage where there is no terminal."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self._out = rich_console.Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._interactive = self._out.is_interactive and self._out.file.isatty()
         self._live: Live | None = None
         self._begin("", 0)
 
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """In the end the last state of the bar stays on the screen."""
+        running = type(self)()
+        try:
+            yield running
+        finally:
+            running._end_bar()
+
     def stage(self, name: str, total: int) -> None:
         """End the bar of the stage before and begin one."""
-        self.close()
+        self._end_bar()
         self._begin(name, total)
         if self._interactive:
             self._live = Live(get_renderable=self._panel, console=self._out, refresh_per_second=4)
@@ -70,8 +81,7 @@ class Console(Sink):
         encoding = self._out.encoding
         self._out.print(Text(printable.encode(encoding, "backslashreplace").decode(encoding)))
 
-    def close(self) -> None:
-        """Leave the last state of the bar on the screen."""
+    def _end_bar(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None

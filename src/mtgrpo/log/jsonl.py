@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+import copy
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import BinaryIO, Self
 
 from mtgrpo.log import Sink
+from mtgrpo.part import RunContext
 from mtgrpo.strict_json import strict_json
 
 
@@ -15,10 +18,20 @@ class Jsonl(Sink):
     Numbers have full precision; NaN and infinity are null. Notes go to a file of their own: they may speak of times.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._metrics = (folder / "metrics.jsonl").open("ab")
-        self._notes = (folder / "notes.txt").open("ab")
-        self._stage = ""
+    _metrics: BinaryIO
+    _notes: BinaryIO
+    _stage = ""
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With both files open."""
+        running = copy.copy(self)
+        with (
+            (context.folder / "metrics.jsonl").open("ab") as metrics,
+            (context.folder / "notes.txt").open("ab") as notes,
+        ):
+            running._metrics, running._notes, running._stage = metrics, notes, ""
+            yield running
 
     def stage(self, name: str, total: int) -> None:
         """The stage that the following lines belong to."""
@@ -33,8 +46,3 @@ class Jsonl(Sink):
         """The text and a newline."""
         self._notes.write(text.encode("utf-8", "backslashreplace") + b"\n")
         self._notes.flush()
-
-    def close(self) -> None:
-        """Close both files."""
-        self._metrics.close()
-        self._notes.close()

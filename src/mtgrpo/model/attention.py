@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -28,6 +27,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.eager import eagerly
+from mtgrpo.model.settings import Attention
 from mtgrpo.model.traits import EXTRAS, traits
 
 BLOCK = 128  # FlexAttention's tile, in tokens
@@ -36,15 +36,6 @@ WINDOW_ROWS = 512  # rows computed at once where a sliding window cuts the conte
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-class Attention(Enum):
-    """How a training batch is laid out, and the kernel of its attention."""
-
-    auto = "auto"  # forest where the model can, else sdpa
-    forest = "forest"  # every distinct token once
-    sdpa = "sdpa"  # padded rows, one per conversation
-    flash_attention_2 = "flash_attention_2"  # the same rows with the flash-attn package, on a GPU, in bfloat16
 
 
 def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -25,47 +23,16 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import smollm2, tiny
-from mtgrpo.model.attention import Attention, choose_attention
+from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
 from mtgrpo.model.logprobs import head_logits
-from mtgrpo.model.lora import LoRA, add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
+from mtgrpo.model.lora import add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
 from mtgrpo.model.onednn_linear import use_onednn
+from mtgrpo.model.settings import DType, ModelSettings
 from mtgrpo.model.value import add_value_head, save_value_head, without_value_head
 
 logging.disable_progress_bar()  # it would write through the console's own
-
-
-class DType(Enum):
-    """What the forward computes in. Weights are fp32 (fp64 for float64); bfloat16 means autocast, with an fp32 head."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float64 = "float64"
-
-
-@dataclass
-class ModelSettings:
-    """Which model is trained. `tiny`, `tiny-2m` and `tiny-30m` are Qwen3-shaped models from scratch.
-
-    `smollm2` is the real SmolLM2-135M-Instruct, which the command `mtgrpo data smollm2` puts on this machine.
-    """
-
-    name: str = "tiny"  # or a folder, or a name on the Hugging Face hub
-    dtype: DType = DType.float32  # what the forward computes in; weights stay fp32
-    attention: Attention = Attention.auto  # how a training batch is laid out, and the kernel
-    lora: LoRA = field(default_factory=LoRA)
-    checkpointing: bool | None = None  # compute layers twice and keep less; null: where memory asks for it
-    value_head: bool = False  # for algorithms that learn what return to expect; starts at zero, or as it was saved
-
-    def __post_init__(self) -> None:
-        if self.attention is Attention.flash_attention_2 and self.dtype is not DType.bfloat16:
-            raise ConfigError("model.attention=flash_attention_2 computes in 16 bits: set model.dtype=bfloat16")
-        if self.lora.rank and self.name in tiny.SHAPES:
-            raise ConfigError(
-                f"model.lora.rank={self.lora.rank}: model.name={self.name} is a model from scratch, so there is "
-                "nothing to adapt; train it first with model.lora.rank=0, then give model.name=FOLDER"
-            )
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:

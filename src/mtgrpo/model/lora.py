@@ -6,7 +6,6 @@ A saved adapter is a folder as peft writes it, which transformers, peft and vLLM
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -21,23 +20,9 @@ from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIG
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.onednn_linear import OneDNNLinear
+from mtgrpo.model.settings import LoRA
 
 _ADAPTER = "default"  # peft can hold several, by name; here there is one
-
-
-@dataclass
-class LoRA:
-    """Train low-rank adapters in place of the weights."""
-
-    rank: int = 0  # 0 = off: all weights are trained; a saved adapter keeps its own rank
-    alpha: int = 32  # what the adapters add is scaled by alpha / rank
-    targets: list[str] = field(default_factory=list[str])  # ends of module names; [] = every linear layer but the head
-
-    def __post_init__(self) -> None:
-        if self.rank < 0 or self.alpha <= 0:
-            raise ConfigError(
-                f"model.lora.rank must be >= 0 (0 = off) and model.lora.alpha > 0, got {self.rank} and {self.alpha}"
-            )
 
 
 def find_adapter(name: str) -> LoraConfig | None:

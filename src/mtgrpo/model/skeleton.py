@@ -23,16 +23,18 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
 from mtgrpo.model.attention import of_one_size
-from mtgrpo.model.checkpointing import checkpoint_layers
+from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
-from mtgrpo.model.load import DType, ModelSettings, compute_in, computes_in, not_found, place
+from mtgrpo.model.load import compute_in, computes_in, not_found, place
 from mtgrpo.model.logprobs import KEPT_BYTES, TILE_BYTES
 from mtgrpo.model.lora import add_adapter, add_peft_adapter, find_adapter
 from mtgrpo.model.onednn_linear import use_onednn
+from mtgrpo.model.settings import DType, ModelSettings
 from mtgrpo.model.traits import attending_by
 from mtgrpo.model.value import add_value_head
 
 _COUNTED = "counted"  # the attention that stands in
+_LOOKED_AT_CONTENTS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Skeleton:
@@ -65,7 +67,10 @@ class Skeleton:
         """Of one token: its keys and values in all layers."""
         self._caches.clear()
         with self._mode, self._attending(), torch.no_grad():
-            self._body(2)
+            try:
+                self._body(2)
+            except _LOOKED_AT_CONTENTS:  # in the first layer, after its attention
+                self._caches *= len(decoder_layers(self.model))
         return sum(self._caches) * computes_in(self.model).itemsize
 
     def training_bytes(self, tokens: int) -> int:
@@ -81,7 +86,7 @@ class Skeleton:
             with _Counting([*self.model.parameters(), *gradients]) as counting:
                 try:
                     self._score(tokens).sum().backward()
-                except (DataDependentOutputException, DynamicOutputShapeException):
+                except _LOOKED_AT_CONTENTS:
                     return 0
         return counting.most
 

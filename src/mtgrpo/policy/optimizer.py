@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
@@ -13,49 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from mtgrpo.errors import ConfigError
-
-
-class Kind(Enum):
-    """AdamW (arXiv:1711.05101), or Muon (Jordan 2024) for matrices with AdamW for embeddings and vectors."""
-
-    adamw = "adamw"
-    muon = "muon"
-
-
-class Schedule(Enum):
-    """The learning rate over the run, after `warmup_steps` of linear warm-up."""
-
-    constant = "constant"
-    linear = "linear"  # falls linearly to 0
-    cosine = "cosine"  # falls to 0 along half a cosine
-    wsd = "wsd"  # warm-up, stable, then linearly to 0 over the last 40 %
-
-
-@dataclass
-class OptimizerSettings:
-    """The optimiser of one training stage."""
-
-    kind: Kind = Kind.adamw  # muon: for hidden matrices, with AdamW for the rest
-    lr: float = 1e-6
-    muon_lr: float = 0.02  # of the matrices when kind=muon; `lr` is that of the rest
-    weight_decay: float = 0.0
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    schedule: Schedule = Schedule.constant
-    warmup_steps: int = 0
-    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
-
-    def __post_init__(self) -> None:
-        if self.lr <= 0 or self.muon_lr <= 0:
-            raise ConfigError(f"optimizer.lr and optimizer.muon_lr must be > 0, got {self.lr} and {self.muon_lr}")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
-        if self.max_grad_norm <= 0:
-            raise ConfigError(f"optimizer.max_grad_norm must be > 0, got {self.max_grad_norm}")
-        if self.weight_decay < 0 or self.warmup_steps < 0:
-            raise ConfigError(
-                "optimizer.weight_decay and optimizer.warmup_steps must be >= 0, "
-                f"got {self.weight_decay} and {self.warmup_steps}"
-            )
+from mtgrpo.policy.settings import Kind, OptimizerSettings, Schedule
 
 
 class Optimizer:

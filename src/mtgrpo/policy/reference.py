@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mtgrpo.errors import ConfigError
-
-
-@dataclass
-class ReferenceSettings:
-    """Which policy a KL penalty compares with. By default it is the one that reinforcement learning began with."""
-
-    update_every: int = 0  # steps after which the reference becomes the policy of then; 0 = never
-    ema: float = 0.0  # after each step the reference moves this share of the way towards the policy; 0 = it stays
-
-    def __post_init__(self) -> None:
-        if self.update_every < 0 or not 0 <= self.ema <= 1:
-            raise ConfigError(
-                "reference.update_every must be >= 0 and reference.ema in [0, 1], "
-                f"got {self.update_every} and {self.ema}"
-            )
-        if self.update_every and self.ema:
-            raise ConfigError(
-                f"reference.update_every={self.update_every} and reference.ema={self.ema} are two ways to move the "
-                "reference: set one of them to 0"
-            )
+from mtgrpo.policy.settings import ReferenceSettings
 
 
 class ReferencePolicy:

@@ -19,31 +19,16 @@ from mtgrpo.algorithms.correction import Correction, OldPolicy, diagnostics, int
 from mtgrpo.algorithms.kl import KL, Estimator, Place, estimate
 from mtgrpo.algorithms.ratio import is_clamped
 from mtgrpo.batch.forest import Batch
-from mtgrpo.errors import ConfigError
 from mtgrpo.model.scorer import Scores
 from mtgrpo.policy.guard import worst_trajectory
-from mtgrpo.policy.reference import ReferencePolicy, ReferenceSettings
+from mtgrpo.policy.reference import ReferencePolicy
+from mtgrpo.policy.settings import ReferenceSettings, Updates
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy, at_once
 
 NOT_REPRODUCIBLE = (
     "the forward pass is not reproducible: before the first update of a batch its log-probabilities changed"
 )
 Control = Callable[[Tensor, Tensor, int], Tensor]  # (advantage, trajectory [tokens], seed) -> advantage [tokens]
-
-
-@dataclass
-class Updates:
-    """How one rollout batch is used."""
-
-    minibatch_trajectories: int = 0  # trajectories per optimiser step; 0 = the whole batch in one step
-    updates_per_batch: int = 1  # passes over the batch
-
-    def __post_init__(self) -> None:
-        if self.minibatch_trajectories < 0 or self.updates_per_batch < 1:
-            raise ConfigError(
-                "trainer.minibatch_trajectories must be >= 0 and trainer.updates_per_batch >= 1, "
-                f"got {self.minibatch_trajectories} and {self.updates_per_batch}"
-            )
 
 
 @dataclass(frozen=True)

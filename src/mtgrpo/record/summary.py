@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,3 +16,10 @@ def write_summary(folder: Path, values: Mapping[str, Any]) -> None:
     partial = folder / ".summary.json.partial"
     partial.write_bytes(strict_json(values, indent=2) + b"\n")
     os.replace(partial, folder / "summary.json")
+
+
+def held_out_reward(folder: Path) -> float | None:
+    """What a sweep optimises: the mean held-out reward of the run in `folder`, at its end. None where it has none."""
+    path = folder / "summary.json"
+    values = json.loads(path.read_bytes()) if path.is_file() else {}
+    return values.get("eval/reward/after", values.get("eval/reward"))

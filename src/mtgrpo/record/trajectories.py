@@ -31,6 +31,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "answer": trajectory.task.answer,
         "messages": [_message(message) for message in messages],
         "turns": [_turn(turn) for turn in trajectory.turns],
+        **({"components": trajectory.components} if trajectory.components else {}),
         **({"turn_rewards": trajectory.turn_rewards} if trajectory.turn_rewards else {}),
         **({"outages": trajectory.outages} if trajectory.outages else {}),
     }

@@ -1,34 +1,75 @@
-"""What a trajectory, and each of its turns, is worth. One file = one reward, a dataclass with one to three methods."""
+"""What a trajectory, and each of its turns, is worth. One file = one reward: a dataclass with one method."""
 
 from __future__ import annotations
 
+import copy
+import inspect
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from asyncio import gather
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar, cast
 
+from mtgrpo import extension
+from mtgrpo.errors import ConfigError
+from mtgrpo.part import Part, RunContext, built, named
 from mtgrpo.types import Trajectory
+from mtgrpo.workers import Workers, open_workers
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one trajectory is worth. A float stands for a Score of that total."""
+
+    total: float
+    components: Mapping[str, float] = field(default_factory=dict[str, float])  # what it is made of: logged by name
+    turns: Sequence[float] = ()  # of each turn, beside the total and what the environment paid; () = not judged
+    paid: float = 0.0  # the part of the total that the environment has paid turn by turn
+
+
+Given: TypeAlias = float | Score | Exception  # an exception: this trajectory could not be scored
 
 
 @dataclass
-class Reward(ABC):
-    """Base of all rewards."""
+class Reward(Part, ABC):
+    """Base of all rewards. Write `reward`, or `rewards` where siblings are scored together or something is awaited."""
+
+    cpu_heavy = False  # `reward` runs in another process, so that nothing else waits for it
+    judges_turns = False  # whether its scores have turns, which advantage=turn asks for
+    _workers = cast("Workers | None", None)
 
     success_at: float = 1.0  # a trajectory whose reward reaches this counts as a success in evaluations
+    retries: int = 1  # further attempts where it raises; then the trajectory counts as failed, not as worth 0
+
+    def __post_init__(self) -> None:
+        if self.retries < 0:
+            raise ConfigError(f"reward.retries must be >= 0, got {self.retries}")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.rewards is not Reward.rewards and cls.reward is Reward.reward:
+            cls.reward = _only_together  # no longer abstract
 
     @abstractmethod
-    def reward(self, trajectory: Trajectory) -> float:
+    def reward(self, trajectory: Trajectory) -> float | Score:
         """The worth of a finished or truncated trajectory. Pure; never called for failed ones."""
 
-    def rewards(self, siblings: Sequence[Trajectory]) -> list[float]:
+    async def rewards(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
         """The worth of each of the siblings of one task that did not fail, in their order; at least one.
 
-        For rewards that depend on the others, or that are cheaper to find together. By default each by itself.
+        For rewards that depend on the others, are cheaper to find together, or wait for something. By default each by
+        itself. An exception in the place of a score fails that trajectory alone.
         """
-        return [self.reward(trajectory) for trajectory in siblings]
-
-    def turn_rewards(self, trajectory: Trajectory) -> list[float]:
-        """The worth of each turn beside that of the whole; [] = turns are not judged. As `reward`."""
-        return []
+        if self._workers is None:
+            return [await tried(lambda one=one: self.reward(one), self.retries) for one in siblings]
+        run, settings = self._workers.run, copy.copy(self)
+        settings._workers = None
+        work = settings.reward
+        return await gather(*(tried(lambda one=one: run(work, one), self.retries) for one in siblings))
 
     def note(self, divide_by_std: bool) -> str:
         """What the user should know before training begins; "" = nothing.
@@ -36,3 +77,117 @@ class Reward(ABC):
         divide_by_std: whether advantages are divided by the deviation of the siblings' rewards.
         """
         return ""
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With its processes, where it is `cpu_heavy`."""
+        if not self.cpu_heavy:
+            yield self
+            return
+        running = copy.copy(self)
+        with open_workers() as running._workers:
+            yield running
+
+
+def _only_together(self: Reward, trajectory: Trajectory) -> float:
+    raise NotImplementedError(f"{type(self).__name__} scores siblings together")
+
+
+async def tried(work: Callable[[], T | Awaitable[T]], retries: int) -> T | Exception:
+    """What `work` gives, or at last raises. ConfigError is the user's to mend, and comes through."""
+    while True:
+        try:
+            found = work()
+            return cast(T, await found if inspect.isawaitable(found) else found)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not retries:
+                return error
+        retries -= 1
+
+
+async def scores(reward: Reward, siblings: Sequence[Trajectory]) -> list[Score | Exception]:
+    """What `reward` gives each of the siblings, tried again where it raises; an exception where that did not help.
+
+    Raises ConfigError for what only the user can mend: a number that is not finite, not one for each trajectory or
+    not one for each turn.
+    """
+    if not siblings:
+        return []
+    given = await tried(lambda: reward.rewards(siblings), reward.retries)
+    if isinstance(given, Exception):
+        return [given] * len(siblings)
+    name = f"reward {type(reward).__name__}"
+    if len(given) != len(siblings):
+        raise ConfigError(
+            f"{name} gave {len(given)} rewards for the {len(siblings)} trajectories of task {siblings[0].task.id}; it "
+            "must give one for each"
+        )
+    return [_checked(one, trajectory, name) for one, trajectory in zip(given, siblings, strict=True)]
+
+
+def _checked(given: Given, trajectory: Trajectory, name: str) -> Score | Exception:
+    if isinstance(given, Exception):
+        return given
+    score = given if isinstance(given, Score) else Score(float(given))
+    if wrong := [amount for amount in (score.total, *score.turns) if not math.isfinite(amount)]:
+        raise ConfigError(f"{name} gave {wrong[0]} for task {trajectory.task.id}; it must be finite")
+    if len(score.turns) not in (0, len(trajectory.turns)):
+        raise ConfigError(
+            f"{name} gave {len(score.turns)} rewards for the {len(trajectory.turns)} turns of task "
+            f"{trajectory.task.id}; give one for each, or none"
+        )
+    return score
+
+
+@dataclass
+class OfRewards(Reward, ABC):
+    """Base of rewards that go by other rewards, which are opened and closed with it."""
+
+    default: ClassVar[Sequence[str]] = ()  # the others where `of` is null
+
+    of: Any = None  # [numeric, path/to/file.py:Name], or with settings {numeric: {require_marker: false}}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        of = list(self.default) if self.of is None else self.of
+        self._parts = {
+            name.rpartition(":")[2]: built(f"reward {name}", _reward_class(name), self._settings(name, settings))
+            for name, settings in named(of, "reward.of", "numeric: {require_marker: false}").items()
+        }
+        if not self._parts:
+            raise ConfigError("reward.of is empty: name the rewards that this one goes by, such as reward.of=[numeric]")
+
+    def _settings(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
+        """Those of the given settings that are the other reward's own."""
+        return given
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With the others open."""
+        async with AsyncExitStack() as stack, super().open(context) as opened:
+            running = copy.copy(opened)
+            running._parts = {n: await stack.enter_async_context(p.open(context)) for n, p in self._parts.items()}
+            yield running
+
+    async def part_scores(self, siblings: Sequence[Trajectory]) -> list[dict[str, Score] | Exception]:
+        """What each of the others gives each sibling, by name; an exception where one of them could not."""
+        found = await gather(*(scores(part, siblings) for part in self._parts.values()))
+        return [_by_name(list(self._parts), row) for row in zip(*found, strict=True)]
+
+
+def _reward_class(name: str) -> type[Reward]:
+    found: Any = extension.find(__name__, name, Reward)
+    if not (inspect.isclass(found) and issubclass(found, Reward)):
+        raise ConfigError(f"reward.of: {name} must be a class derived from Reward, it is {found!r}")
+    return found
+
+
+def _by_name(names: Sequence[str], row: Sequence[Score | Exception]) -> dict[str, Score] | Exception:
+    found: dict[str, Score] = {}
+    for name, score in zip(names, row, strict=True):
+        if isinstance(score, Exception):
+            return score
+        found[name] = score
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.rewards import Reward
+from mtgrpo.rewards import Reward, Score
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.types import Trajectory
 
@@ -18,14 +18,15 @@ class Calculation(Reward):
     them. Used with advantage=turn, return_to_go, gigpo or gae; advantage=trajectory adds the turns' rewards up.
     """
 
+    judges_turns = True
+
     require_marker: bool = True  # false: where there is neither #### nor a box, the last number of the text counts
 
-    def reward(self, trajectory: Trajectory) -> float:
-        """1.0 or 0.0, for the final number alone."""
-        return Numeric(require_marker=self.require_marker).reward(trajectory)
+    def reward(self, trajectory: Trajectory) -> Score:
+        """1.0 or 0.0 for the final number, and 1.0 for each turn that brought the next result.
 
-    def turn_rewards(self, trajectory: Trajectory) -> list[float]:
-        """1.0 for each turn that brought the next result. Raises ConfigError when the task names none."""
+        Raises ConfigError when the task names no results.
+        """
         if "values" not in trajectory.task.metadata:
             raise ConfigError(
                 f"task {trajectory.task.id} names no intermediate results: reward=calculation is for task=calculator; "
@@ -39,4 +40,4 @@ class Calculation(Reward):
             if right:
                 expected.pop(0)
             found.append(float(right))
-        return found
+        return Score(Numeric(require_marker=self.require_marker).reward(trajectory), turns=found)

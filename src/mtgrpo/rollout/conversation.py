@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,37 +65,47 @@ async def run_rollout(
     not caught here: a failure is not an outcome of the policy. Raises ConfigError for a condenser whose budget does not
     hold the opening, or that gives other messages than it may.
     """
-    environment = copy.copy(environment)
-    opening = await environment.start(task)
     sampling = dataclasses.replace(sampling, stop_ids=[*sampling.stop_ids, *chat.stop_ids])
-    state = RolloutState(Trajectory(task), opening, chat, sample, sampling, limits, condenser or Whole(), attend)
-    trajectory = state.trajectory
-    try:
-        for spoken in range(1, environment.max_turns + 1):
-            turn = await state.turn()
-            if environment.settled(turn.message, turn.logprobs):
-                return trajectory
-            message, asked = state.requested(turn.message)
-            reply = Reply()
-            if message is not None:
-                began = time.perf_counter()
-                reply = await environment.step(message)
-                trajectory.tool_s += time.perf_counter() - began
-            turn.observations = (*reply.messages, *asked)
-            trajectory.tool_calls += reply.tool_calls
-            trajectory.tool_errors += reply.tool_errors
-            trajectory.tool_timeouts += reply.tool_timeouts
-            trajectory.tool_retries += reply.tool_retries
-            trajectory.outages += reply.outages
-            if reply.done:
-                return trajectory
-            if spoken < environment.max_turns:
-                await state.go_on(turn, reply.messages, environment.max_tool_tokens, asked)
-        raise _LimitError("max_turns")
-    except _LimitError as limit:
-        trajectory.status = Status.TRUNCATED
-        trajectory.reason = str(limit)
+    async with environment.conversation(task) as (running, opening):
+        state = RolloutState(Trajectory(task), opening, chat, sample, sampling, limits, condenser or Whole(), attend)
+        trajectory = state.trajectory
+        try:
+            await _converse(state, running)
+        except _LimitError as limit:
+            trajectory.status = Status.TRUNCATED
+            trajectory.reason = str(limit)
         return trajectory
+
+
+async def _converse(state: RolloutState, environment: Environment) -> None:
+    """Turn by turn, until the environment has done or a limit is reached: then _LimitError."""
+    trajectory = state.trajectory
+    for spoken in range(1, environment.max_turns + 1):
+        turn = await state.turn()
+        if environment.settled(turn.message, turn.logprobs):
+            return
+        message, asked = state.requested(turn.message)
+        reply = Reply()
+        if message is not None:
+            began = time.perf_counter()
+            reply = await environment.step(message)
+            trajectory.tool_s += time.perf_counter() - began
+        if not math.isfinite(reply.reward):
+            name = type(environment).__name__
+            raise ConfigError(
+                f"environment {name} paid {reply.reward} for task {trajectory.task.id}; it must be finite"
+            )
+        turn.observations, turn.paid = (*reply.messages, *asked), float(reply.reward)
+        trajectory.tool_calls += reply.tool_calls
+        trajectory.tool_errors += reply.tool_errors
+        trajectory.tool_timeouts += reply.tool_timeouts
+        trajectory.tool_retries += reply.tool_retries
+        trajectory.outages += reply.outages
+        if reply.done:
+            return
+        if spoken < environment.max_turns:
+            await state.go_on(turn, reply.messages, environment.max_tool_tokens, asked)
+    raise _LimitError("max_turns")
 
 
 class RolloutState:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser
 from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError
-from mtgrpo.rewards import Reward
+from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rollout.conversation import Limits, run_rollout
 from mtgrpo.types import Attend, Group, Sample, Sampling, Status, Task, Trajectory
 
@@ -53,18 +52,12 @@ class RolloutRunner:
         """
         running = [asyncio.ensure_future(self.run_one(task, sample_index)) for sample_index in range(size + extra)]
         try:
-            if not extra:
-                return self._scored(Group(task, list(await asyncio.gather(*running))))
-            ended: list[Trajectory] = []
-            for one in asyncio.as_completed(running):
-                ended.append(await one)
-                if sum(t.status is not Status.FAILED for t in ended) == size:
-                    break
-            ended.sort(key=lambda trajectory: (trajectory.status is Status.FAILED, trajectory.sample_index))
-            return self._scored(Group(task, ended[:size]))
+            ended = list(await asyncio.gather(*running)) if not extra else await _first(running, size)
         finally:
             for one in running:
                 one.cancel()
+            await asyncio.gather(*running, return_exceptions=True)  # each ends its conversation
+        return await self._scored(Group(task, ended))
 
     async def run_one(self, task: Task, sample_index: int) -> Trajectory:
         """One trajectory, unscored; a failure of the world is retried with a fresh environment, then recorded."""
@@ -80,32 +73,18 @@ class RolloutRunner:
         trajectory.sample_index, trajectory.queued_s = sample_index, queued_s
         return trajectory
 
-    def _scored(self, group: Group) -> Group:
-        """The group, all that did not fail of it scored together."""
+    async def _scored(self, group: Group) -> Group:
+        """The group, all that did not fail of it scored together; what cannot be scored has failed."""
         began = time.perf_counter()
         valid = [t for t in group.trajectories if t.status is not Status.FAILED]
-        rewards = self.reward.rewards(valid) if valid else []
-        if len(rewards) != len(valid):
-            raise ConfigError(
-                f"reward {type(self.reward).__name__} gave {len(rewards)} rewards for the {len(valid)} trajectories "
-                f"of task {group.task.id}; it must give one for each"
-            )
-        for trajectory, reward in zip(valid, rewards, strict=True):
-            trajectory.reward = float(reward)
-            self._score_turns(trajectory)
+        for trajectory, score in zip(valid, await scores(self.reward, valid), strict=True):
+            if isinstance(score, Exception):
+                trajectory.status = Status.FAILED
+                trajectory.reason = f"RewardError: {type(self.reward).__name__}: {type(score).__name__}: {score}"
+            else:
+                set_score(trajectory, score)
         group.score_s = time.perf_counter() - began
         return group
-
-    def _score_turns(self, trajectory: Trajectory) -> None:
-        name = f"reward {type(self.reward).__name__}"
-        trajectory.turn_rewards = [float(amount) for amount in self.reward.turn_rewards(trajectory)]
-        if wrong := [amount for amount in (trajectory.reward, *trajectory.turn_rewards) if not math.isfinite(amount)]:
-            raise ConfigError(f"{name} gave {wrong[0]} for task {trajectory.task.id}; it must be finite")
-        if len(trajectory.turn_rewards) not in (0, len(trajectory.turns)):
-            raise ConfigError(
-                f"{name} gave {len(trajectory.turn_rewards)} rewards for the {len(trajectory.turns)} turns of task "
-                f"{trajectory.task.id}; give one for each, or none"
-            )
 
     async def _attempt(self, task: Task, sample_index: int, attempt: int) -> Trajectory:
         deadline = asyncio.timeout(self.timeout_s or None)
@@ -124,3 +103,23 @@ class RolloutRunner:
             return Trajectory(task, status=Status.FAILED, reason=f"TimeoutError: {why}")
         except Exception as error:  # whatever a tool or an environment raises is data: it is counted and shown
             return Trajectory(task, status=Status.FAILED, reason=f"{type(error).__name__}: {error}")
+
+
+def set_score(trajectory: Trajectory, score: Score) -> None:
+    """Write down what a trajectory is worth; to what the reward gives each turn comes what the environment paid."""
+    trajectory.reward, trajectory.components, trajectory.paid = score.total, dict(score.components), score.paid
+    paid = [turn.paid for turn in trajectory.turns]
+    given = [float(amount) for amount in score.turns] or [0.0] * len(paid)
+    judged = bool(score.turns) or any(paid)
+    trajectory.turn_rewards = [amount + more for amount, more in zip(given, paid, strict=True)] if judged else []
+
+
+async def _first(running: Sequence[asyncio.Future[Trajectory]], size: int) -> list[Trajectory]:
+    """The first `size` that end without failure; where there are too few, failed ones too."""
+    ended: list[Trajectory] = []
+    for one in asyncio.as_completed(running):
+        ended.append(await one)
+        if sum(t.status is not Status.FAILED for t in ended) == size:
+            break
+    ended.sort(key=lambda trajectory: (trajectory.status is Status.FAILED, trajectory.sample_index))
+    return ended[:size]

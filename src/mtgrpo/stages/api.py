@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -18,7 +21,8 @@ from mtgrpo.chat import open_chat
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines import Key
 from mtgrpo.errors import ConfigError, EngineError
-from mtgrpo.stages.run import make_runner
+from mtgrpo.part import RunContext
+from mtgrpo.stages.run import make_runner, open_parts
 from mtgrpo.types import Attend, Group, Sample, Status, Task
 
 
@@ -63,14 +67,18 @@ async def rollout_with_advantages(
     async def conversation(key: Key) -> AsyncGenerator[Sample]:
         yield sample
 
-    runner = make_runner(experiment, chat, conversation, attend, longest)
     size, extra = experiment.rollout.group_size, experiment.rollout.extra_samples
-    running = [asyncio.ensure_future(runner.run_group(task, size, extra)) for task in tasks]
-    try:
-        finished = await asyncio.gather(*running)
-    finally:
-        for group in running:
-            group.cancel()
+    with TemporaryDirectory() as folder:
+        context = RunContext(Path(folder), print, os.environ)
+        async with open_parts(experiment, context) as opened:
+            runner = make_runner(opened, chat, conversation, attend, longest)
+            running = [asyncio.ensure_future(runner.run_group(task, size, extra)) for task in tasks]
+            try:
+                finished = await asyncio.gather(*running)
+            finally:
+                for group in running:
+                    group.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
     trajectories = [trajectory for group in finished for trajectory in group.trajectories]
     if trajectories and all(trajectory.status is Status.FAILED for trajectory in trajectories):
         raise EngineError(f"every conversation failed, the first because of {trajectories[0].reason}")

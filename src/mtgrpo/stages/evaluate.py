@@ -57,7 +57,7 @@ def run_evaluation(experiment: Experiment, folder: Path, checkpoint: Path) -> No
 
     async def measure() -> None:
         settings = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, name=str(checkpoint)))
-        with open_run(settings, folder) as run:
+        async with open_run(settings, folder) as run:
             write_summary(folder, await evaluate_fully(run))
             run.sinks.note(f"the measurements are in {folder / 'summary.json'}")
 

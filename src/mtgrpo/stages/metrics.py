@@ -73,6 +73,7 @@ def describe_step(
         "reward/mean": found.pop("reward", math.nan),
         "reward/success": found.pop("success", math.nan),
         "reward/groups_with_variance": sum(len(set(of_group)) > 1 for of_group in rewards) / len(rewards),
+        **_components(trajectories),
         **_turn_rewards(trajectories),
         **{f"rollout/{name}": value for name, value in found.items()},
         "rollout/segments": sum(t.segments for t in trajectories) / count,
@@ -85,6 +86,12 @@ def describe_step(
         "time/rollout_s": rollout_s,
         "time/train_s": train_s,
     }
+
+
+def _components(trajectories: Sequence[Trajectory]) -> Metrics:
+    """The means of what the rewards are made of, where they are composed."""
+    found = [t.components for t in trajectories if t.components]
+    return {f"reward/{name}/mean": sum(one[name] for one in found) / len(found) for name in (found or [{}])[0]}
 
 
 def _turn_rewards(trajectories: Sequence[Trajectory]) -> Metrics:

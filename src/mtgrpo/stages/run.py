@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections.abc import Callable, Generator
-from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass
+import os
+import signal
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -20,6 +23,7 @@ from mtgrpo.log import Sinks, open_sinks, sink_class
 from mtgrpo.model.attention import describe_attention
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.traits import check_length, traits
+from mtgrpo.part import RunContext, opens
 from mtgrpo.rollout.conversation import Limits, told_tools
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.tasks import Split, TaskStream
@@ -32,7 +36,7 @@ EVAL_SEED = 0  # the held-out tasks are the same in every run
 class Run:
     """Everything that the stages of a run share."""
 
-    experiment: Experiment
+    experiment: Experiment  # its parts are open
     folder: Path
     sinks: Sinks
     tokenizer: PreTrainedTokenizerFast
@@ -44,67 +48,112 @@ class Run:
     held_out: list[Task]
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What can be opened, and found wanting, before a model is loaded."""
-
-    tokenizer: PreTrainedTokenizerFast
-    chat: Chat
-    tasks: TaskStream
-    held_out: list[Task]
-
-
-def check(experiment: Experiment) -> Inputs:
-    """Open the tasks and the tokenizer. Raises ConfigError for whatever the user got wrong; loads no weights."""
+def check(experiment: Experiment) -> None:
+    """Raise ConfigError for whatever the user got wrong, as far as nothing has to be open and no weights be loaded."""
     for name in experiment.log:
         sink_class(name)
-    tasks = experiment.task.open(Split.train, experiment.seed)
+    if not opens(experiment.task):
+        open_tasks(experiment)
+    open_tokenizer(experiment)
+
+
+def open_tasks(experiment: Experiment) -> tuple[TaskStream, list[Task]]:
+    """The training tasks and the held-out ones. Raises ConfigError."""
+    tasks = experiment.task.stream(Split.train, experiment.seed)
     if experiment.trainer.epochs and tasks.endless:
         raise ConfigError(
             f"trainer.epochs={experiment.trainer.epochs}: task {type(experiment.task).__name__} makes endless problems "
             "and has no epochs; set trainer.steps instead"
         )
-    evaluated = experiment.task.open(Split.eval, EVAL_SEED, repeat=False)
-    held_out = list(itertools.islice(evaluated, experiment.eval.tasks))
+    evaluated = experiment.task.stream(Split.eval, EVAL_SEED, repeat=False)
+    return tasks, list(itertools.islice(evaluated, experiment.eval.tasks))
+
+
+def open_tokenizer(experiment: Experiment) -> tuple[PreTrainedTokenizerFast, Chat]:
+    """The tokenizer, and how it writes conversations with the tools that are known. Raises ConfigError."""
     tokenizer = load_tokenizer(experiment.model.name)
     chat = open_chat(tokenizer, experiment.chat)
     if chat.template is not None:
         tokenizer.chat_template = chat.template  # a checkpoint is prompted as it was trained
     chat.open([Message("user", "hello")], told_tools(experiment.environment.tool_specs, experiment.condenser))
-    return Inputs(tokenizer, chat, tasks, held_out)
+    return tokenizer, chat
 
 
-@contextmanager
-def open_run(experiment: Experiment, folder: Path) -> Generator[Run]:
-    """Load the model and open everything else; closes the log at the end."""
-    inputs = check(experiment)
+@asynccontextmanager
+async def open_parts(experiment: Experiment, context: RunContext) -> AsyncGenerator[Experiment]:
+    """The experiment with its parts open; they are closed in reverse order, whatever happens."""
+    async with AsyncExitStack() as stack:
+        yield replace(
+            experiment,
+            task=await stack.enter_async_context(experiment.task.open(context)),
+            environment=await stack.enter_async_context(experiment.environment.open(context)),
+            condenser=await stack.enter_async_context(experiment.condenser.open(context)),
+            reward=await stack.enter_async_context(experiment.reward.open(context)),
+        )
+
+
+@asynccontextmanager
+async def open_run(experiment: Experiment, folder: Path) -> AsyncGenerator[Run]:
+    """Open everything and load the model. All is closed in reverse order, by error, Ctrl-C and SIGTERM too."""
     folder.mkdir(parents=True, exist_ok=True)
-    sinks = open_sinks(experiment.log, folder)
-    try:
+    told: list[str] = []  # by the sinks themselves, before there are any
+    async with AsyncExitStack() as stack:
+        stack.enter_context(_ended_by_sigterm())
+        context = RunContext(folder, told.append, os.environ)
+        sinks = await stack.enter_async_context(open_sinks(experiment.log, context))
+        sinks.tell(told)
+        context = replace(context, note=sinks.note)
+        experiment = await stack.enter_async_context(open_parts(experiment, context))
+        tasks, held_out = open_tasks(experiment)
+        tokenizer, chat = open_tokenizer(experiment)
         model = load_model(experiment.model, experiment.seed)
-        model.generation_config.eos_token_id = list(inputs.chat.stop_ids)  # and ends its turns so
+        model.generation_config.eos_token_id = list(chat.stop_ids)  # and ends its turns so
         longest = longest_context(experiment, model)
         engine = experiment.engine.start(model, experiment.deterministic, longest)
-        for note in (*inputs.chat.notes, describe_attention(model)):
+        stack.push_async_callback(engine.close)
+        for note in (*chat.notes, describe_attention(model)):
             sinks.note(note)
         sinks.tell(engine.notes)
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through it for garbage takes longer than some training steps
+        stack.callback(gc.unfreeze)
         yield Run(
             experiment=experiment,
             folder=folder,
             sinks=sinks,
-            tokenizer=inputs.tokenizer,
-            chat=inputs.chat,
+            tokenizer=tokenizer,
+            chat=chat,
             model=model,
             engine=engine,
-            runner=make_runner(experiment, inputs.chat, engine.conversation, engine.attend, longest),
-            tasks=inputs.tasks,
-            held_out=inputs.held_out,
+            runner=make_runner(experiment, chat, engine.conversation, engine.attend, longest),
+            tasks=tasks,
+            held_out=held_out,
         )
+
+
+@contextmanager
+def _ended_by_sigterm() -> Generator[None]:
+    """SIGTERM, which is how a machine asks a run to end, does what Ctrl-C does: the run is cancelled, then closed."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    if task is None or threading.current_thread() is not threading.main_thread():  # signals are for the main thread
+        yield
+        return
+    asked = False
+
+    def terminate() -> None:
+        nonlocal asked
+        asked = True
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if asked:
+            raise KeyboardInterrupt from None
+        raise
     finally:
-        gc.unfreeze()
-        sinks.close()
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def longest_context(experiment: Experiment, model: PreTrainedModel) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -39,7 +38,7 @@ def run_sft(experiment: Experiment, folder: Path) -> None:
     async def learn() -> None:
         if not experiment.sft.steps:
             raise ConfigError("sft.steps=0: there is nothing to do; set sft.steps above 0")
-        with open_run(experiment, folder) as run:
+        async with open_run(experiment, folder) as run:
             summary = {"time/sft_s": await warm_start(run)}
             step = experiment.sft.steps
             saved = checkpoint.save(
@@ -61,7 +60,7 @@ async def warm_start(run: Run) -> float:
     run.sinks.stage("warm start", settings.steps)
     optimizer = Optimizer(run.model, settings.optimizer, settings.steps)
     policy = Policy(run.model, optimizer, experiment.batch.token_budget, temperature=1.0)
-    stream = experiment.task.open(Split.train, experiment.seed + DEMONSTRATION_SEED)
+    stream = experiment.task.stream(Split.train, experiment.seed + DEMONSTRATION_SEED)
     examples = demonstrations(experiment.task, stream, run.runner, experiment.seed)
     limit, name = experiment.batch.token_budget, f"batch.token_budget={experiment.batch.token_budget}"
     if longest := traits(run.model).longest:
@@ -95,7 +94,8 @@ async def demonstrations(
                 )
             continue
         without = 0
-        opening = await copy.copy(runner.environment).start(task)
+        async with runner.environment.conversation(task) as (_, opening):
+            pass  # what it opens with is all that is needed
         if runner.condenser.active:
             limits = runner.limits.context_tokens, runner.sampling.max_new_tokens
             yield await demonstrate_condensed(

@@ -39,7 +39,7 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
     """The whole run; fills `curve` and returns what `summary.json` holds."""
     experiment.check_training()
     began = time.perf_counter()
-    with open_run(experiment, folder) as run:
+    async with open_run(experiment, folder) as run:
         summary: Metrics = {"time/sft_s": await warm_start(run)}
         summary |= {f"{name}/before": value for name, value in (await evaluate_fully(run)).items()}
         curve.success[0] = summary["eval/success/before"]

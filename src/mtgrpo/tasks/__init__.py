@@ -1,4 +1,4 @@
-"""Sources of tasks. One file = one data set: a dataclass whose `open` gives a stream of tasks.
+"""Sources of tasks. One file = one data set: a dataclass whose `stream` gives a stream of tasks.
 
 A stream never loads all of its data, and resumes exactly from its `state_dict`.
 """
@@ -19,6 +19,7 @@ from enum import Enum
 from typing import Any, Protocol, cast, get_args
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.part import Part
 from mtgrpo.types import SUMMARY, Message, Role, Task, ToolCall
 
 MATHS_SYSTEM_PROMPT = "Solve the problem. End with #### and the answer as a plain number."
@@ -46,14 +47,14 @@ class TaskStream(Protocol):
 
 
 @dataclass
-class TaskSource(ABC):
+class TaskSource(Part, ABC):
     """Base of all task sources."""
 
     system_prompt: str = ""  # put before every task's messages unless they begin with a system message
     examples: Any = 0  # few-shot, after it: a number of demonstrations of training tasks, or messages of your own
 
     @abstractmethod
-    def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """A stream over `split`, shuffled by `seed`; endless when `repeat`, else one pass in the file's order."""
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
@@ -75,7 +76,7 @@ class TaskSource(ABC):
         if not isinstance(self.examples, int):
             return _worked(self.examples)
         bare = replace(self, system_prompt="", examples=0)
-        tried = itertools.islice(bare.open(Split.train, EXAMPLES_SEED), 1000) if self.examples else ()
+        tried = itertools.islice(bare.stream(Split.train, EXAMPLES_SEED), 1000) if self.examples else ()
         pairs = ((task, self.demonstration(task, EXAMPLES_SEED)) for task in tried)
         shown = list(itertools.islice(((*task.messages, *said) for task, said in pairs if said), self.examples))
         if len(shown) < self.examples:

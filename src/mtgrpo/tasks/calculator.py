@@ -80,7 +80,7 @@ class Calculator(TaskSource):
                 f"got {self.min_steps} and {self.max_steps}"
             )
 
-    def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """An endless stream; task number i of a split is the same in every run with the same `task.seed` and `seed`."""
         return IndexedStream(None, lambda index: self._task(split, seed, index), seed, repeat)
 

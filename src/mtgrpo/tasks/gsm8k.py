@@ -29,7 +29,7 @@ class Gsm8k(TaskSource):
     system_prompt: str = MATHS_SYSTEM_PROMPT
     path: str = ""  # a folder with train.jsonl and test.jsonl
 
-    def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """A stream over `split`. Raises ConfigError when the files are missing or of another layout."""
         name = "train" if split is Split.train else "test"
         rows = self._rows(name)

@@ -35,7 +35,7 @@ class Hub(TaskSource):
     shuffle_buffer: int = 10_000  # rows
     columns: Columns = field(default_factory=Columns)
 
-    def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """A stream over `split`. Raises ConfigError when it cannot be loaded, is empty, or has a bad first row."""
         if not self.path:
             raise ConfigError("task.path is not set; give the name of a data set, such as openai/gsm8k")

@@ -34,7 +34,7 @@ class FileSource(TaskSource):
     def rows(self, files: Mapping[Path, str]) -> Rows:
         """Random access to the rows of `files`, each with its name in ids. Raises ConfigError for bad files."""
 
-    def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """A stream over `split`. Raises ConfigError for missing files, an empty split and a bad first row."""
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"task.eval_fraction must be in [0, 1), got {self.eval_fraction}")

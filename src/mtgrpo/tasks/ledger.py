@@ -38,7 +38,7 @@ class Ledger(TaskSource):
         if not 0 <= self.right <= 1:
             raise ConfigError(f"task.right must be in [0, 1], got {self.right}")
 
-    def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """An endless stream; task number i of a split is the same in every run with the same `task.seed` and `seed`."""
         return IndexedStream(None, lambda index: self._task(split, seed, index), seed, repeat)
 

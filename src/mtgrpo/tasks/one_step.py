@@ -57,7 +57,7 @@ class OneStep(TaskSource):
                 f"some out, got {self.largest} and {self.largest_factor}"
             )
 
-    def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """An endless stream; task number i of a split is the same in every run with the same `seed`."""
         return IndexedStream(None, lambda index: self._task(split, seed, index), seed, repeat)
 

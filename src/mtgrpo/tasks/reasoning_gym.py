@@ -35,7 +35,7 @@ class ReasoningGym(TaskSource):
     config: Any = None  # the data set's own settings: {name: value}
     run_answers: bool = False  # allow data sets that are graded by running the model's answer as Python code
 
-    def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """An endless stream; the same in every run with the same `seed`. Raises ConfigError for what cannot be made."""
         if self.dataset in RUNS_ANSWERS and not self.run_answers:
             raise ConfigError(

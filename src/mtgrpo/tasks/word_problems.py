@@ -41,7 +41,7 @@ class WordProblems(TaskSource):
     path: str = ""  # a .jsonl file with Body, Question, Equation, Answer and ID
     vary_numbers: bool = False  # training problems get other numbers each time
 
-    def open(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """A stream over `split`. Raises ConfigError when the file is missing or of another layout."""
         rows = self._rows()
         chosen = rows.divided(split, "ID", _EVAL_FRACTION)

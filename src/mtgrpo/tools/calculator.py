@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import Context, Decimal, Inexact
 from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from simpleeval import InvalidExpression, SimpleEval  # pyright: ignore[reportMissingTypeStubs]
 
@@ -31,7 +31,7 @@ class Calculator(Tool):
     rounded to 12 significant digits. Every number on the way is bounded too, so no expression can take long.
     """
 
-    blocking: ClassVar[bool] = False
+    blocking = False
 
     max_length: int = 200  # characters of an expression
     max_digits: int = 40  # digits of an integer, and of a fraction's numerator and denominator

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.tools import Tool
@@ -14,9 +13,9 @@ from mtgrpo.types import Task
 class NextPage(Tool):
     """Shows the `pages` in the task's metadata one after the other, then says that there are no more."""
 
-    blocking: ClassVar[bool] = False
+    blocking = False
 
-    def begin(self, task: Task) -> None:
+    async def start(self, task: Task) -> None:
         """Open the pages of `task`. Raises ConfigError when it has none."""
         if not task.metadata.get("pages"):
             raise ConfigError(f"task {task.id} has no pages to show; the tool next_page is for task=ledger")

@@ -1,0 +1,81 @@
+"""The launcher of sweeps, for Hydra: each run in a fresh process of its own, one after the other."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.utils import JobReturn, JobRuntime, JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+from mtgrpo.record.summary import held_out_reward
+
+OF_SWEEPS = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra/sweeper", "hydra.launcher", "hydra/launcher")
+TARGET = {"_target_": "hydra_plugins.mtgrpo_launcher.ProcessLauncher"}
+ConfigStore.instance().store("process", TARGET, "hydra/launcher", provider="mtgrpo")
+
+
+class ProcessLauncher(Launcher):
+    """Runs `mtgrpo COMMAND ...` for each combination; one that fails does not stop the others."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Called by Hydra before `launch`."""
+        self._loader: Any = hydra_context.config_loader
+        self._master: Any = config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        """Called by Hydra's sweeper. What a run returns is its held-out reward, for sweepers that optimise."""
+        root = self._master.hydra.sweep.dir
+        common = [line for line in self._master.hydra.overrides.hydra if not line.startswith(OF_SWEEPS)]
+        command = [sys.executable, "-m", "mtgrpo", str(JobRuntime.instance().get("name")), *self._loader.flags]
+        results: list[JobReturn] = []
+        failures: list[str] = []
+        for number, words in enumerate(job_overrides, initial_job_idx):
+            title = f"run {number} ({' '.join(words)})"
+            print(title, flush=True)
+            folder = Path(root, self._subfolder(number, words))
+            place = QuotedString(str(folder), Quote.single).with_quotes()
+            code = _finished([*command, *words, *common, f"hydra.run.dir={place}"])
+            if code:
+                failures.append(f"{title} failed with exit code {code}")
+            done = JobReturn(overrides=words, working_dir=str(folder))
+            done.status = JobStatus.FAILED if code else JobStatus.COMPLETED
+            done.return_value = SystemExit(1) if code else held_out_reward(folder)
+            results.append(done)
+        done_runs = f"{len(results) - len(failures)} of {len(results)} runs done, in {root}"
+        print("\n".join([done_runs, *failures]), flush=True)
+        return results
+
+    def _subfolder(self, number: int, words: Sequence[str]) -> str:
+        config = self._loader.load_sweep_config(self._master, list(words))
+        with open_dict(config):
+            config.hydra.job.id, config.hydra.job.num = str(number), number
+        HydraConfig.instance().set_config(config)
+        return str(config.hydra.sweep.subdir)
+
+
+def _finished(command: Sequence[str]) -> int:
+    """The exit code of a run. Ctrl-C and SIGTERM end the run, with the time to close all, then the sweep."""
+    with subprocess.Popen(command) as process:
+
+        def terminate(*_: object) -> None:
+            process.terminate()
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGTERM, terminate)
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,64 @@
+"""What is set of the model. Whoever reads settings loads no library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mtgrpo.errors import ConfigError
+
+FROM_SCRATCH = ("tiny", "tiny-2m", "tiny-30m")  # models that have no weights to be loaded; `tiny.py` has their shapes
+
+
+class Attention(Enum):
+    """How a training batch is laid out, and the kernel of its attention."""
+
+    auto = "auto"  # forest where the model can, else sdpa
+    forest = "forest"  # every distinct token once
+    sdpa = "sdpa"  # padded rows, one per conversation
+    flash_attention_2 = "flash_attention_2"  # the same rows with the flash-attn package, on a GPU, in bfloat16
+
+
+@dataclass
+class LoRA:
+    """Train low-rank adapters in place of the weights."""
+
+    rank: int = 0  # 0 = off: all weights are trained; a saved adapter keeps its own rank
+    alpha: int = 32  # what the adapters add is scaled by alpha / rank
+    targets: list[str] = field(default_factory=list[str])  # ends of module names; [] = every linear layer but the head
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or self.alpha <= 0:
+            raise ConfigError(f"`rank` must be >= 0 (0 = off) and `alpha` > 0, got {self.rank} and {self.alpha}")
+
+
+class DType(Enum):
+    """What the forward computes in. Weights are fp32 (fp64 for float64); bfloat16 means autocast, with an fp32 head."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float64 = "float64"
+
+
+@dataclass
+class ModelSettings:
+    """Which model is trained. `tiny`, `tiny-2m` and `tiny-30m` are Qwen3-shaped models from scratch.
+
+    `smollm2` is the real SmolLM2-135M-Instruct, which the command `mtgrpo data smollm2` puts on this machine.
+    """
+
+    name: str = "tiny"  # or a folder, or a name on the Hugging Face hub
+    dtype: DType = DType.float32  # what the forward computes in; weights stay fp32
+    attention: Attention = Attention.auto  # how a training batch is laid out, and the kernel
+    lora: LoRA = field(default_factory=LoRA)
+    checkpointing: bool | None = None  # compute layers twice and keep less; null: where memory asks for it
+    value_head: bool = False  # for algorithms that learn what return to expect; starts at zero, or as it was saved
+
+    def __post_init__(self) -> None:
+        if self.attention is Attention.flash_attention_2 and self.dtype is not DType.bfloat16:
+            raise ConfigError("`attention=flash_attention_2` computes in 16 bits: set `dtype=bfloat16`")
+        if self.lora.rank and self.name in FROM_SCRATCH:
+            raise ConfigError(
+                f"`lora.rank={self.lora.rank}`: `name={self.name}` is a model from scratch, so there is "
+                "nothing to adapt; train it first with `lora.rank=0`, then give `name=FOLDER`"
+            )

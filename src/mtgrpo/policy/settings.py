@@ -1,0 +1,86 @@
+"""What is set of the update: the optimiser, the reference of a KL penalty, how often a batch is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mtgrpo.errors import ConfigError, refuse_without_effect
+
+
+class Kind(Enum):
+    """AdamW (arXiv:1711.05101), or Muon (Jordan 2024) for matrices with AdamW for embeddings and vectors."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
+class Schedule(Enum):
+    """The learning rate over the run, after `warmup_steps` of linear warm-up."""
+
+    constant = "constant"
+    linear = "linear"  # falls linearly to 0
+    cosine = "cosine"  # falls to 0 along half a cosine
+    wsd = "wsd"  # warm-up, stable, then linearly to 0 over the last 40 %
+
+
+@dataclass
+class OptimizerSettings:
+    """The optimiser of one training stage."""
+
+    kind: Kind = Kind.adamw  # muon: for hidden matrices, with AdamW for the rest
+    lr: float = 1e-6
+    muon_lr: float = 0.02  # of the matrices when kind=muon; `lr` is that of the rest
+    weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    schedule: Schedule = Schedule.constant
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.muon_lr <= 0:
+            raise ConfigError(f"`lr` and `muon_lr` must be > 0, got {self.lr} and {self.muon_lr}")
+        if self.kind is not Kind.muon:
+            refuse_without_effect(self, ("muon_lr",), "set `kind=muon`")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"`betas` must be two numbers in [0, 1), got {self.betas}")
+        if self.max_grad_norm <= 0:
+            raise ConfigError(f"`max_grad_norm` must be > 0, got {self.max_grad_norm}")
+        if self.weight_decay < 0 or self.warmup_steps < 0:
+            raise ConfigError(
+                f"`weight_decay` and `warmup_steps` must be >= 0, got {self.weight_decay} and {self.warmup_steps}"
+            )
+
+
+@dataclass
+class ReferenceSettings:
+    """Which policy a KL penalty compares with. By default it is the one that reinforcement learning began with."""
+
+    update_every: int = 0  # steps after which the reference becomes the policy of then; 0 = never
+    ema: float = 0.0  # after each step the reference moves this share of the way towards the policy; 0 = it stays
+
+    def __post_init__(self) -> None:
+        if self.update_every < 0 or not 0 <= self.ema <= 1:
+            raise ConfigError(
+                f"`update_every` must be >= 0 and `ema` in [0, 1], got {self.update_every} and {self.ema}"
+            )
+        if self.update_every and self.ema:
+            raise ConfigError(
+                f"`update_every={self.update_every}` and `ema={self.ema}` are two ways to move the "
+                "reference: set one of them to 0"
+            )
+
+
+@dataclass
+class Updates:
+    """How one rollout batch is used."""
+
+    minibatch_trajectories: int = 0  # trajectories per optimiser step; 0 = the whole batch in one step
+    updates_per_batch: int = 1  # passes over the batch
+
+    def __post_init__(self) -> None:
+        if self.minibatch_trajectories < 0 or self.updates_per_batch < 1:
+            raise ConfigError(
+                "`minibatch_trajectories` must be >= 0 and `updates_per_batch` >= 1, "
+                f"got {self.minibatch_trajectories} and {self.updates_per_batch}"
+            )

@@ -1,0 +1,69 @@
+"""Is the final message's code the expected code?"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from dataclasses import dataclass
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.rewards import Reward
+from mtgrpo.types import Trajectory
+
+_FENCE = re.compile(r"[ \t]*(?P<fence>`{3,}(?=[^`]*$)|~{3,})(?P<info>.*)")
+
+
+@dataclass
+class Code(Reward):
+    """1 when the last fenced code block of the final message is the answer's code, else 0.
+
+    Code is compared and never run: as Python syntax trees, so that layout and comments do not matter but names do;
+    where one of the two is not Python, as text without trailing white space.
+    """
+
+    def reward(self, trajectory: Trajectory) -> float:
+        """1.0 or 0.0. Raises ConfigError when the task has no answer."""
+        task = trajectory.task
+        if not task.answer.strip():
+            raise ConfigError(
+                f"task {task.id} has no answer to compare with; choose its column with task.columns.answer=NAME"
+            )
+        said, fenced = last_code_block(trajectory.final), last_code_block(task.answer)
+        return float(said is not None and _same_code(said, task.answer if fenced is None else fenced))
+
+
+def last_code_block(text: str) -> str | None:
+    """The last block between two code fences (``` or ~~~), without common indentation; None where there is none."""
+    block, lines, opening = None, list[str](), ""
+    for line in text.split("\n"):
+        mark = _FENCE.match(line)
+        if not opening:
+            opening, lines = mark["fence"] if mark else "", []
+        elif mark and mark["fence"].startswith(opening) and not mark["info"].strip():
+            block, opening = textwrap.dedent("\n".join(lines)), ""
+        else:
+            lines.append(line)
+    return block
+
+
+def _same_code(said: str, expected: str) -> bool:
+    trees = _syntax_tree(said), _syntax_tree(expected)
+    if None in trees:
+        return _stripped(said) == _stripped(expected)
+    return trees[0] == trees[1]
+
+
+def _syntax_tree(code: str) -> str | None:
+    """The abstract syntax of Python code without positions, as text; None where it is none."""
+    try:
+        with warnings.catch_warnings():  # of odd code, which is the model's affair
+            warnings.simplefilter("ignore")
+            return ast.dump(ast.parse(code))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what Python raises for garbage and deep nesting
+        return None
+
+
+def _stripped(code: str) -> str:
+    return "\n".join(line.rstrip() for line in code.split("\n")).rstrip()

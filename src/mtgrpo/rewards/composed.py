@@ -1,0 +1,57 @@
+"""Several rewards at once, with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.rewards import Given, OfRewards, Score
+from mtgrpo.types import Trajectory
+
+
+@dataclass
+class Composed(OfRewards):
+    """The sum of the rewards `of`, each times its weight, which is 1 where none is given; so for those of turns.
+
+    As options: reward=[numeric,format] reward.numeric.weight=1 reward.format.weight=0.2. Each is logged by itself, as
+    reward/numeric/mean, before it is weighed.
+    """
+
+    of: Any = None  # [numeric, format], or with weights and settings {numeric: {}, format: {weight: 0.2, min_chars: 9}}
+
+    def __post_init__(self) -> None:
+        self._weights: list[float] = []
+        super().__post_init__()
+        self.judges_turns = any(part.judges_turns for part in self._parts.values())
+
+    async def rewards(self, siblings: Sequence[Trajectory]) -> list[Given]:
+        """The weighted sums. Raises ConfigError as the others do."""
+        return [one if isinstance(one, Exception) else self._sum(one) for one in await self.part_scores(siblings)]
+
+    def note(self, divide_by_std: bool) -> str:
+        """What each of the others has to say."""
+        return "; ".join(text for part in self._parts.values() if (text := part.note(divide_by_std)))
+
+    def _settings(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
+        weight = given.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise ConfigError(f"reward {name}: weight must be a number, got {weight!r}")
+        if name == "environment" and weight != 1:
+            raise ConfigError(
+                f"reward environment: weight={weight}: what the environment pays counts as it is; weigh it with "
+                "advantage.turn_weight, or the other rewards"
+            )
+        self._weights.append(float(weight))
+        return {key: value for key, value in given.items() if key != "weight"}
+
+    def _sum(self, found: dict[str, Score]) -> Score:
+        weighed = list(zip(found.values(), self._weights, strict=True))
+        judged = [[weight * amount for amount in score.turns] for score, weight in weighed if score.turns]
+        return Score(
+            total=sum(weight * score.total for score, weight in weighed),
+            components={name: score.total for name, score in found.items()},
+            turns=[sum(amounts) for amounts in zip(*judged, strict=True)],
+            paid=sum(score.paid for score in found.values()),
+        )

@@ -1,0 +1,23 @@
+"""What the environment paid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtgrpo.rewards import Reward, Score
+from mtgrpo.types import Trajectory
+
+
+@dataclass
+class Environment(Reward):
+    """The sum of what the environment paid for the steps of the conversation (`Reply.reward`).
+
+    Training counts each payment once, in the turn that it was for: advantage=return_to_go, gae and turn see which.
+    """
+
+    judges_turns = True
+
+    def reward(self, trajectory: Trajectory) -> Score:
+        """The sum."""
+        paid = sum(turn.paid for turn in trajectory.turns)
+        return Score(paid, paid=paid)

@@ -1,0 +1,45 @@
+"""Does the final message look as it should?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.rewards import Reward
+from mtgrpo.rewards.code import last_code_block
+from mtgrpo.types import Trajectory
+
+
+@dataclass
+class Format(Reward):
+    """1 when the final message keeps all the rules that are set, else 0."""
+
+    min_chars: int = 0
+    required_patterns: list[str] = field(default_factory=list[str])  # regular expressions, each found somewhere
+    forbidden_patterns: list[str] = field(default_factory=list[str])  # regular expressions, none found anywhere
+    code_block: bool = False  # it must hold a fenced code block
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_chars < 0:
+            raise ConfigError(f"reward format: min_chars must be >= 0, got {self.min_chars}")
+        for name in ("required_patterns", "forbidden_patterns"):
+            for pattern in getattr(self, name):
+                try:
+                    re.compile(pattern)
+                except (re.error, RecursionError, OverflowError) as error:
+                    raise ConfigError(
+                        f"reward format: {name}: {pattern!r} is not a regular expression ({error}); "
+                        "put a backslash before each character that is meant literally"
+                    ) from error
+
+    def reward(self, trajectory: Trajectory) -> float:
+        """1.0 or 0.0."""
+        text = trajectory.final
+        return float(
+            len(text) >= self.min_chars
+            and all(re.search(pattern, text) for pattern in self.required_patterns)
+            and not any(re.search(pattern, text) for pattern in self.forbidden_patterns)
+            and not (self.code_block and last_code_block(text) is None)
+        )

@@ -1,0 +1,164 @@
+"""Rewards for what the final message looks like: its form, its code; and answers that come from a file."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.rewards import Reward, Score, scores
+from mtgrpo.rewards.code import Code
+from mtgrpo.rewards.format import Format
+from mtgrpo.rewards.ground_truth import GroundTruth
+from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+
+
+def told(text: str, answer: str = "72", metadata: Mapping[str, Any] | None = None) -> Trajectory:
+    task = Task("task/1", (Message("user", "?"),), answer, metadata or {})
+    return Trajectory(task, turns=[Turn([1], [2], [0.0], [0], Finish.STOP, Message("assistant", text))])
+
+
+def worth(reward: Reward, trajectory: Trajectory) -> float:
+    (score,) = asyncio.run(scores(reward, [trajectory]))
+    assert isinstance(score, Score), score
+    return score.total
+
+
+SAME_CODE = [
+    ("```python\ndef f(x):\n    return x + 1\n```", "def f(x): return x+1"),
+    ("```\nx = 1  # one\n```", "x = (1)\n"),
+    ("```\nx = 2\n```\nno, rather\n```py\nx = 1\n```\nDone.", "x = 1"),
+    ("~~~~\nx = 1\n~~~~", "```\nx = 1\n```"),
+    ("1. so:\n   ```python\n   x = 1\n   ```", "x = 1"),
+    ("````\n```\nx = 1\n```\n````", "````\n```\nx = 1\n```\n````"),
+    ("```c\nint x;  \nint y;\n\n```", "int x;\nint y;"),
+    ("```python\r\nx = 1\r\n```\r\n", "x = 1"),
+    ("```\n'\\d'\n```", r"'\d'"),
+    ('```\nx = """\n```py\n"""\n```', 'x = """\n```py\n"""'),
+]
+OTHER_CODE = [
+    ("```\nx = 2\n```", "x = 1"),
+    ("```\ny = 1\n```", "x = 1"),
+    ("x = 1", "x = 1"),
+    ("```\nx = 1", "x = 1"),
+    ("```x = 1```", "x = 1"),
+    ("```\nx = 1\n```\n```\nx = 2\n```", "x = 1"),
+    ("```\nint x;\n```", "int  x;"),
+    ("```\nint x;\n```", "x = 1"),
+    ("```\nraise SystemExit\n```", "x = 1"),
+    ("", "x = 1"),
+    ("```\n```", "x = 1"),
+    ("```\nx = 1\n~~~", "x = 1"),
+    ("````\nx = 1\n```", "x = 1"),
+]
+
+
+@pytest.mark.parametrize("text, answer, worth", [(*c, 1.0) for c in SAME_CODE] + [(*c, 0.0) for c in OTHER_CODE])
+def test_code_is_compared_as_a_syntax_tree(text: str, answer: str, worth: float) -> None:
+    assert Code().reward(told(text, answer=answer)) == worth
+
+
+@pytest.mark.parametrize("unit", ["(", "-", "1+", "a.", "[", "f(", "not ", "lambda:", "\x00", "\ud800", "```x\n"])
+@pytest.mark.parametrize("count", [1, 100, 20_000])
+def test_no_code_is_too_odd(unit: str, count: int) -> None:
+    assert Code().reward(told(f"```\n{unit * count}1\n```", answer="x = 1")) == 0.0
+
+
+def test_code_is_never_run(tmp_path: Path) -> None:
+    code = f"open({str(tmp_path / 'ran')!r}, 'w').close()"
+    assert Code().reward(told(f"```\n{code}\n```", answer=code)) == 1.0
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "rules, text, kept",
+    [
+        ({}, "", True),
+        ({"min_chars": 8}, "#### 72", False),
+        ({"min_chars": 7}, "#### 72", True),
+        ({"required_patterns": ["####", r"\d$"]}, "#### 72", True),
+        ({"required_patterns": ["####", r"\d$"]}, "#### 72.", False),
+        ({"forbidden_patterns": ["(?i)sorry"]}, "Sorry", False),
+        ({"forbidden_patterns": ["(?i)sorry"]}, "Gladly", True),
+        ({"code_block": True}, "```\nx\n```", True),
+        ({"code_block": True}, "```\nx", False),
+    ],
+)
+def test_format_rules(rules: dict[str, Any], text: str, kept: bool) -> None:
+    assert Format(**rules).reward(told(text)) == kept
+
+
+def test_format_rules_are_checked_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"min_chars must be >= 0, got -1"):
+        Format(min_chars=-1)
+    for name in ("required_patterns", "forbidden_patterns"):
+        with pytest.raises(ConfigError, match=rf"reward format: {name}: '\[' is not a regular expression"):
+            dataclasses.replace(Format(), **{name: ["ok", "["]})
+
+
+def answers(folder: Path, *lines: str) -> str:
+    path = folder / "answers.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def test_answers_of_a_file_take_precedence(tmp_path: Path) -> None:
+    name = answers(tmp_path, '{"id": "task/1", "answer": "Rome"}', "", '{"id": 2, "answer": 0.5}', "")
+    reward = GroundTruth(file=name)
+    assert worth(reward, told("Rome", answer="Paris", metadata={"answers": ["Paris", "Lutetia"]})) == 1.0
+    assert worth(reward, told("Lutetia", answer="Paris", metadata={"answers": ["Paris", "Lutetia"]})) == 0.0
+    second = told("#### 1/2", answer="")
+    second.task = dataclasses.replace(second.task, id="2")
+    assert worth(GroundTruth(of=["numeric"], file=name), second) == 1.0
+    other = told("Paris", answer="Paris")
+    other.task = dataclasses.replace(other.task, id="task/3")
+    assert worth(reward, other) == 1.0
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("{", r"line 2: not valid JSON"),
+        ("[1]", r"line 2: a line must be"),
+        ('{"id": "b"}', r"line 2: a line must be"),
+        ('{"id": "b", "answer": null}', r"line 2: a line must be"),
+        ('{"id": "b", "answer": " "}', r"line 2: a line must be"),
+        ('{"id": true, "answer": "1"}', r"line 2: a line must be"),
+        ('{"id": "a", "answer": "2"}', r"line 2: there is a line for id 'a' already"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_is_played(line: str, said: str, tmp_path: Path) -> None:
+    name = answers(tmp_path, '{"id": "a", "answer": "1"}', line)
+    with pytest.raises(ConfigError, match=rf"answers\.jsonl, {said}"):
+        GroundTruth(file=name)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"reward ground_truth: file=.*missing\.jsonl cannot be read"):
+        GroundTruth(file=str(tmp_path / "missing.jsonl"))
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"binary\.jsonl cannot be read"):
+        GroundTruth(file=str(tmp_path / "binary.jsonl"))
+
+
+def test_a_task_without_an_answer_is_refused(tmp_path: Path) -> None:
+    name = answers(tmp_path, '{"id": "a", "answer": "1"}')
+    for reward in (GroundTruth(file=name), GroundTruth(file=name, of=["code"])):
+        with pytest.raises(ConfigError, match=r"task task/1 has no answer to compare with; choose"):
+            worth(reward, told("x", answer=""))
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [("#### anything", 1.0), (r"\boxed{x}", 1.0), ("```\nx = 1\n```", 1.0), ("anything", 0.0)],
+)
+def test_the_heuristic_grades_only_what_has_no_answer(text: str, expected: float) -> None:
+    reward = GroundTruth(heuristic=True)
+    assert worth(reward, told(text, answer="")) == expected
+    assert worth(reward, told(text, answer="72")) == 0.0
+    assert worth(reward, told("72", answer="72")) == 1.0

@@ -1,0 +1,372 @@
+"""What users of Hydra know and type: its flags, folders, records, plus and tilde, sweeps, plugins, completion."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mtgrpo
+from mtgrpo import cli
+from mtgrpo.config.compose import compose, parse
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.config.hints import ELSEWHERE
+from mtgrpo.config.options import groups, options, schema
+from mtgrpo.environments.tool_use import ToolUse
+from mtgrpo.errors import ConfigError
+from mtgrpo.rewards.composed import Composed
+from mtgrpo.tasks.gsm8k import Gsm8k
+
+Run = Callable[..., tuple[int, str, str]]
+SMALL = [
+    *("trainer.steps=1", "sft.steps=1", "sft.batch_size=2", "rollout.prompts_per_step=2", "rollout.group_size=2"),
+    *("sampling.max_new_tokens=4", "eval.tasks=2", "eval.samples=2", "log=[jsonl]"),
+]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Every test works in an empty folder of its own, and leaves logging as it was."""
+    folder = tmp_path / "place"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(Path(mtgrpo.__file__).parent.parent))  # for the processes that tests start
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield folder
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Types a command in this process; gives exit code, stdout and stderr."""
+
+    def typed(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            cli.main(arguments)
+        assert isinstance(left.value.code, int)
+        return left.value.code, *capsys.readouterr()
+
+    return typed
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Experiment, Path]]:
+    """Runs are noted in place of being run."""
+    found: list[tuple[Experiment, Path]] = []
+    monkeypatch.setattr("mtgrpo.stages.trainer.run_training", lambda *given: found.append(given))
+    return found
+
+
+@pytest.fixture
+def folder(place: Path) -> Path:
+    """A configuration folder of the user's own."""
+    own = place / "conf"
+    (own / "recipe").mkdir(parents=True)
+    (own / "recipe" / "short.yaml").write_text("# @package _global_\ndefaults: [gsm8k]\ntrainer: {steps: 7}\n")
+    (own / "task").mkdir()
+    (own / "task" / "sums.yaml").write_text("defaults: [one_step]\noperators: '+'\nlargest: 20\n")
+    (own / "mine.yaml").write_text(
+        "defaults:\n  - base\n  - override /recipe: [short, lora]\n  - override hydra/job_logging: stdout\n  - _self_\n"
+        "seed: 5\nhydra: {run: {dir: 'out/${seed}'}}\n"
+    )
+    return own
+
+
+def experiment(*words: str) -> Experiment:
+    return compose(parse(words)).experiment
+
+
+# --- what is composed
+
+
+def test_a_list_of_recipes_is_merged_from_left_to_right() -> None:
+    made = experiment("recipe=[gsm8k,qwen3_1.7b,lora]")
+    assert isinstance(made.task, Gsm8k)
+    assert (made.model.name, made.model.lora.rank, made.optimizer.lr) == ("Qwen/Qwen3-1.7B", 32, 1e-5)
+    assert experiment("recipe=[lora,qwen3_1.7b]").optimizer.lr == 1e-6
+
+
+def test_a_later_recipe_takes_its_own_option_without_the_settings_of_the_earlier_one() -> None:
+    made = experiment("recipe=[gsm8k,jsonl]")
+    assert made.task == experiment("recipe=jsonl").task
+    assert made.eval.tasks == 100
+    kept = experiment("recipe=[gsm8k,lora]")
+    assert kept.task == experiment("recipe=gsm8k").task
+    assert experiment("recipe=[gsm8k,lora]", "task=jsonl").task == experiment("task=jsonl").task
+
+
+@pytest.mark.parametrize(
+    ("order", "steps"), [("[gsm8k]", 7), ("[gsm8k, _self_]", 7), ("[_self_, gsm8k]", 200), ("[gsm8k, lora]", 7)]
+)
+def test_a_recipe_inherits(order: str, steps: int, place: Path) -> None:
+    place.joinpath("mine.yaml").write_text(f"defaults: {order}\ntrainer: {{steps: 7}}\n")
+    made = experiment("recipe=mine.yaml")
+    assert isinstance(made.task, Gsm8k)
+    assert made.trainer.steps == steps
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("defaults: [gsm9k]", "there is no recipe=gsm9k; did you mean gsm8k?"),
+        ("defaults: [other.yaml]", "recipe=mine.yaml inherits itself"),
+        ("defaults: [away.yaml]", "there is no file"),
+        ("defaults: [{recipe: gsm8k}]", "chooses 'recipe'"),
+    ],
+)
+def test_a_wrong_inheritance_is_told(content: str, said: str, place: Path) -> None:
+    place.joinpath("mine.yaml").write_text(content)
+    place.joinpath("other.yaml").write_text("defaults: [mine.yaml]")
+    with pytest.raises(ConfigError) as refused:
+        experiment("recipe=mine.yaml")
+    assert said in str(refused.value)
+
+
+def test_plus_adds_and_tilde_takes_away() -> None:
+    tools = "environment.tools={calculator: {max_digits: 3}}"
+    made = experiment(tools, "+environment.tools.next_page={}", "++environment.tools.calculator.max_digits=5")
+    assert isinstance(made.environment, ToolUse)
+    assert made.environment.tools == {"calculator": {"max_digits": 5}, "next_page": {}}
+    assert experiment("recipe=gsm8k", "+recipe=lora").model.lora.rank == 32
+    assert experiment("recipe=gsm8k", "~optimizer.lr").optimizer == type(made.optimizer)(warmup_steps=10)
+    assert experiment("+seed=3").seed == experiment("++seed=3").seed == 3
+    assert experiment("~recipe").sft.steps == 0
+
+
+def test_every_name_of_another_library_is_answered_with_one_of_ours() -> None:
+    choices: dict[str, Any] = {"task": "parquet", "environment": "tool_use", "condenser": "none", "reward": "numeric"}
+    known = schema(choices | {"algorithm": "grpo", "advantage": "trajectory", "engine": "local"})
+    for name, ours in ELSEWHERE.items():
+        key = re.split(r"[ ,=]", ours)[0]
+        assert key in known or key in (*groups(), "hydra.run.dir"), ours
+        for typed in (f"{name}=1", f"actor_rollout_ref.x.{name}=1"):
+            with pytest.raises(ConfigError, match=f"here it is {re.escape(ours)}"):
+                experiment(typed)
+
+
+def test_an_option_of_ours_is_never_taken_for_one_of_another_library() -> None:
+    assert all(name not in options(group) for name in ELSEWHERE for group in groups())
+    assert experiment("task=calculator", "task.max_steps=3").task == type(experiment().task)(
+        max_steps=3, demonstrator=experiment().task.demonstrator
+    )
+
+
+# --- a list of options
+
+
+def test_a_group_takes_a_list_whose_options_have_settings_of_their_own(place: Path) -> None:
+    place.joinpath("mine.yaml").write_text(
+        "defaults: [{override /reward: [numeric, exact_match]}]\nreward: {numeric: {weight: 2}, success_at: 0.5}\n"
+    )
+    own = place / "own.py"
+    own.write_text(
+        "from dataclasses import dataclass\nfrom mtgrpo.rewards import Reward\n@dataclass\nclass Half(Reward):\n"
+        "    target: float = 0.5\n    def reward(self, trajectory): return self.target\n"
+    )
+    made = compose(parse(["recipe=mine.yaml", "reward.exact_match.weight=0.2"]))
+    of = {"numeric": {"weight": 2}, "exact_match": {"weight": 0.2}}
+    assert made.experiment.reward == Composed(success_at=0.5, of=of)
+    assert made.choices["reward"] == ["numeric", "exact_match"]
+    mixed = experiment("reward=[numeric,own.py:Half]", "reward.Half.target=1", "reward.numeric.weight=0.25")
+    assert mixed.reward == Composed(of={"numeric": {"weight": 0.25}, f"{own}:Half": {"target": 1}})
+    for word, said in {
+        "reward.numeric.wieght=1": "did you mean reward.numeric.weight?",
+        "reward.tags.weight=1": "unknown option reward.tags.weight",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            experiment("reward=[numeric,exact_match]", word)
+    with pytest.raises(ConfigError, match="name each reward once"):
+        experiment("reward=[numeric,numeric]")
+
+
+# --- flags
+
+
+def test_cfg_prints_what_hydra_composed(run: Run, place: Path) -> None:
+    code, out, _ = run("train", "--cfg", "job", "seed=3")
+    assert (code, yaml.safe_load(out)["seed"]) == (0, 3)
+    code, out, _ = run("train", "--cfg", "job", "--package", "kl", "kl.coef=0.5")
+    assert out.startswith("# @package kl\ncoef: 0.5\n")
+    code, out, _ = run("train", "--cfg", "hydra", "--resolve")
+    hydra = yaml.safe_load(out)["hydra"]
+    assert hydra["job"]["name"] == "train"
+    assert re.fullmatch(r"outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", hydra["run"]["dir"])
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("defaults", "recipe/chosen"), ("searchpath", "config/recipes"), ("plugins", "ProcessLauncher")]
+)
+def test_info_says_what_hydra_does(what: str, said: str, run: Run) -> None:
+    code, out, _ = run("train", "--info", what)
+    assert code == 0
+    assert said in out
+
+
+def test_a_configuration_folder_of_ones_own(run: Run, folder: Path, started: list[tuple[Experiment, Path]]) -> None:
+    assert (
+        yaml.safe_load(run("train", "--cfg", "job", "--config-dir", "conf", "recipe=short")[1])["trainer"]["steps"] == 7
+    )
+    words = ["--config-dir", "conf", "--config-name", "mine", "model.name=tiny", "model.lora.rank=0"]
+    code, _, err = run("train", *words, "task=calculator")
+    assert code == 0, err
+    ((made, place),) = started
+    assert (made.seed, made.trainer.steps, made.model.lora.alpha) == (5, 7, 64)
+    assert place == folder.parent / "out" / "5"
+    hydra = yaml.safe_load((place / ".hydra" / "hydra.yaml").read_text())["hydra"]
+    assert hydra["runtime"]["choices"]["recipe"] == ["short", "lora"]
+    assert hydra["runtime"]["choices"]["hydra/job_logging"] == "stdout"
+    task = yaml.safe_load(run("train", "--cfg", "job", "--config-dir", "conf", "task=sums", "task.largest=9")[1])[
+        "task"
+    ]
+    assert (task["operators"], task["largest"]) == ("+", 9)
+    assert "recipe=short\n" in run("train", "--help", "--config-dir", "conf")[1]
+    code, _, err = run("train", *words, "recipe=gsm9k")
+    assert "did you mean gsm8k?" in err
+
+
+def test_torchrun_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = run("train")
+    assert code == 2
+    assert "WORLD_SIZE=2: torchrun would start as many runs" in err
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert run("train", "--cfg", "job")[0] == 0
+
+
+# --- the folder of a run and its record
+
+
+def test_the_folder_may_be_named_after_options_and_the_time(run: Run, started: list[tuple[Experiment, Path]]) -> None:
+    code, _, err = run("train", "hydra.run.dir='out/${now:%Y}/${seed}_${hydra.job.override_dirname}'", "seed=4")
+    assert code == 0, err
+    ((made, place),) = started
+    assert made.seed == 4
+    assert re.fullmatch(r".*/out/\d{4}/4_seed=4", str(place))
+    record = place / ".hydra"
+    assert yaml.safe_load((record / "overrides.yaml").read_text()) == ["seed=4"]
+    assert yaml.safe_load((record / "config.yaml").read_text())["seed"] == 4
+    hydra = yaml.safe_load((record / "hydra.yaml").read_text())["hydra"]
+    assert hydra["runtime"]["choices"]["task"] == "calculator"
+    assert hydra["runtime"]["output_dir"] == str(place)
+
+
+def test_a_job_may_run_in_its_folder(
+    run: Run, started: list[tuple[Experiment, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where: list[Path] = []
+    monkeypatch.setattr("mtgrpo.stages.trainer.run_training", lambda *_: where.append(Path.cwd()))
+    assert run("train", "hydra.job.chdir=true", "hydra.run.dir=there")[0] == 0
+    assert where[0].name == "there"
+
+
+# --- several runs
+
+
+def test_a_sweep_is_hydra_s_own(run: Run, place: Path, started: list[tuple[Experiment, Path]]) -> None:
+    words = ["hydra/launcher=basic", "hydra.sweep.dir=all", "hydra.sweep.subdir='${hydra.job.num}_${seed}'"]
+    code, _, err = run("train", "-m", "seed=3,4", "reward=numeric,exact_match", *words)
+    assert code == 0, err
+    assert [(made.seed, type(made.reward).__name__, path.name) for made, path in started] == [
+        (3, "Numeric", "0_3"),
+        (3, "ExactMatch", "1_3"),
+        (4, "Numeric", "2_4"),
+        (4, "ExactMatch", "3_4"),
+    ]
+    assert yaml.safe_load((place / "all" / "multirun.yaml").read_text())["hydra"]["mode"] == "MULTIRUN"
+    assert yaml.safe_load((place / "all" / "1_3" / ".hydra" / "overrides.yaml").read_text())[:2] == [
+        "seed=3",
+        "reward=exact_match",
+    ]
+
+
+def test_settings_of_an_option_that_a_sweep_chooses(run: Run, started: list[tuple[Experiment, Path]]) -> None:
+    code, _, err = run("train", "-m", "reward=numeric,exact_match", "reward.success_at=0.5", "hydra/launcher=basic")
+    assert code == 0, err
+    assert [made.reward.success_at for made, _ in started] == [0.5, 0.5]
+    code, _, err = run("train", "hydra.mode=MULTIRUN", "seed=range(1,3)", "hydra/launcher=basic")
+    assert code == 0, err
+    assert [made.seed for made, _ in started[2:]] == [1, 2]
+    code, _, err = run("train", "-m", "algorithm=glob(*grpo)", "hydra/launcher=basic")
+    assert code == 0, err
+    assert [type(made.algorithm).__name__ for made, _ in started[4:]] == ["DrGRPO", "GRPO"]
+
+
+def test_a_sweep_with_one_wrong_run_begins_none(run: Run, place: Path, started: list[tuple[Experiment, Path]]) -> None:
+    code, _, err = run("train", "-m", "sft.optimizer.lr=0.1,-1", "hydra/launcher=basic")
+    assert code == 2
+    assert "sft.optimizer.lr" in err
+    assert (started, list(place.iterdir())) == ([], [])
+
+
+@pytest.mark.real
+def test_a_sweep_s_runs_return_what_a_sweeper_optimises(place: Path) -> None:
+    words = ["-m", "seed=1", *SMALL, "hydra.sweep.dir=all"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mtgrpo", "train", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    from mtgrpo.record.summary import held_out_reward  # noqa: PLC0415
+
+    expected = json.loads((place / "all" / "0" / "summary.json").read_text())["eval/reward/after"]
+    assert held_out_reward(place / "all" / "0") == expected
+
+
+# --- the shell
+
+
+def completed(line: str) -> list[str]:
+    """What the shell offers at the end of `line`."""
+    environment = {**os.environ, "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    command = [sys.executable, "-m", "mtgrpo", "-sc", "query=bash"]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, ""), process.stderr
+    return process.stdout.split()
+
+
+def test_the_shell_completes_commands_options_and_settings(run: Run) -> None:
+    assert completed("mtgrpo ") == list(cli.COMMANDS)
+    assert {"algorithm=", "recipe=", "trainer."} <= set(completed("mtgrpo train "))
+    assert {"recipe=gsm8k", "recipe=lora"} <= set(completed("mtgrpo train recipe=g")) | set(
+        completed("mtgrpo train recipe=l")
+    )
+    assert "algorithm=grpo" in completed("mtgrpo train algorithm=g")
+    assert "trainer.steps=" in completed("mtgrpo train recipe=gsm8k trainer.st")
+    assert completed("mtgrpo train sede=1 tr") == []
+    code, out, _ = run("--shell-completion", "install=bash")
+    assert code == 0
+    assert "hydra_bash_completion" in out
+
+
+# --- what is imported
+
+
+@pytest.mark.parametrize(
+    ("words", "without"),
+    [
+        (["--help"], {"hydra", "torch", "transformers"}),
+        (["train", "rollout.grup_size=2"], {"torch", "transformers", "peft", "huggingface_hub", "numpy"}),
+        (["train", "sft.optimizer.lr=-1"], {"torch", "transformers", "peft", "huggingface_hub", "numpy"}),
+        (["train", "--help"], {"torch", "transformers", "peft", "huggingface_hub"}),
+        (["train", "--cfg", "job"], {"torch", "transformers", "peft", "huggingface_hub"}),
+    ],
+)
+def test_an_answer_that_needs_no_model_imports_no_library_of_models(words: list[str], without: set[str]) -> None:
+    code = (
+        f"import sys, mtgrpo.cli\ntry: mtgrpo.cli.main({words})\n"
+        f"finally: assert not {without} & set(sys.modules), {without} & set(sys.modules)"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode in (0, 2)
+    assert "Error" not in process.stderr
