@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -188,16 +189,34 @@ def test_layers_are_computed_twice_where_memory_asks_for_it(tmp_path: Path) -> N
     tight = int(0.9 * plain.needed(Phase.training))
     found = plan(experiment(tmp_path, *words), tight, "cuda")
     assert found.checkpointing and found.peak < plain.peak
-    with pytest.raises(ConfigError, match=r"while training.* set model\.checkpointing=true \(\d\.\d\d GB\)$"):
+    with pytest.raises(ConfigError, match=r"\(training\).*: set model\.checkpointing=true \(\d\.\d\d GB\)$"):
         plan(experiment(tmp_path, *words, "model.checkpointing=false"), tight, "cuda")
 
 
 def test_what_does_not_fit_is_refused_with_what_would_help(tmp_path: Path) -> None:
     asked = experiment(tmp_path, "batch.token_budget=16384", "engine.memory_fraction=0.05")
-    with pytest.raises(ConfigError, match=r"twice needs .* training.*: set batch\.token_budget=4096 \(1\.\d+ GB\)$"):
+    with pytest.raises(ConfigError, match=r"twice needs .*training.*: set batch\.token_budget=4096 \(1\.\d+ GB\)$"):
         plan(asked, int(1.35 * GB), "cuda")
+    long = experiment(
+        tmp_path, "batch.token_budget=16384", "environment.max_context_length=16384", "engine.memory_fraction=0.05"
+    )
+    cure = r"set environment\.max_context_length=4096 batch\.token_budget=4096 \("
+    with pytest.raises(ConfigError, match=cure):
+        plan(long, int(1.35 * GB), "cuda")
     with pytest.raises(ConfigError, match=r"choose a smaller model; .* even with batch\.token_budget=1024"):
         plan(asked, GB, "cuda")
+
+
+def test_what_is_proposed_is_enough(tmp_path: Path) -> None:
+    """Settings that are proposed, and nothing else, make room."""
+    words = ("batch.token_budget=4096", "model.checkpointing=true")
+    least = plan(experiment(tmp_path, *words, "model.lora.rank=16"), 80 * GB, "cuda")
+    weights = row(estimate(experiment(tmp_path, *words), 80 * GB, "cuda"), "weights").bytes
+    device = int((least.peak - row(least, "KV cache").bytes + weights) / (0.95 - 0.3))
+    with pytest.raises(ConfigError, match=r": set (.*)$") as refused:
+        plan(experiment(tmp_path, *words), device, "cuda")
+    proposed = re.findall(r"([\w.]+=\S+) \(", str(refused.value).partition(": set ")[2])
+    assert proposed and plan(experiment(tmp_path, *words, *proposed), device, "cuda").fits
 
 
 def test_a_cpu_takes_memory_for_a_cache_when_it_is_used(tmp_path: Path) -> None:

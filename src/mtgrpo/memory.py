@@ -6,7 +6,7 @@ steps. The peak is the largest of the three.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -101,7 +101,7 @@ def plan(experiment: Experiment, device_bytes: int, device_type: str) -> Plan:
     twice = "even with layers computed twice " if found.checkpointing else ""
     raise ConfigError(
         f"model.name={experiment.model.name} with batch.token_budget={experiment.batch.token_budget} {twice}needs "
-        f"{_gb(found.peak)} GB while {found.peak_phase.value}, and of {_gb(device_bytes)} GB "
+        f"{_gb(found.peak)} GB at its peak ({found.peak_phase.value}), and of {_gb(device_bytes)} GB "
         f"{_gb(int(USABLE * device_bytes))} can be used: {_advice(experiment, found, device_type)}"
     )
 
@@ -177,46 +177,81 @@ def _longest_context(skeleton: Skeleton, experiment: Experiment) -> int:
 def _advice(experiment: Experiment, found: Plan, device_type: str) -> str:
     """The settings that lower the peak, the cheapest first, each with what is needed with it and those before."""
     helping: dict[str, str] = {}
-    for setting, phases, cheaper in _cheaper(experiment):
-        if found.peak_phase not in phases:
-            continue
-        tried = estimate(cheaper, found.device_bytes, device_type)
-        if tried.peak < WORTH * found.peak:
-            helping[setting.partition("=")[0]] = f"{setting} ({_gb(tried.peak)} GB)"
-            found = tried
-        if found.fits:
-            return f"set {', then '.join(helping.values())}"
-    return f"choose a smaller model; this one is too large even with {', '.join(helping.values()) or 'less'}"
+    while not found.fits:
+        for phases, cheapen in _CHEAPER:
+            step = cheapen(experiment) if found.peak_phase in phases else None
+            if step is None:
+                continue
+            setting, cheaper = step
+            tried = estimate(cheaper, found.device_bytes, device_type)
+            if tried.peak < WORTH * found.peak:
+                helping[setting.partition("=")[0]] = f"{setting} ({_gb(tried.peak)} GB)"
+                experiment, found = cheaper, tried
+                break
+        else:
+            return f"choose a smaller model; this one is too large even with {', '.join(helping.values()) or 'less'}"
+    return f"set {', then '.join(helping.values())}"
 
 
-def _cheaper(experiment: Experiment) -> Iterator[tuple[str, tuple[Phase, ...], Experiment]]:
-    """Settings that need less, each with those before it, and in which phases: first what costs time, then what is
-    learnt, then contexts."""
-    model, engine, rollout = experiment.model, experiment.engine, experiment.rollout
-    if not model.checkpointing:
-        experiment = _checkpointed(experiment)
-        yield "model.checkpointing=true", (Phase.training,), experiment
-    while (half := experiment.batch.token_budget // 2) >= max(experiment.environment.max_context_length, LEAST_BUDGET):
-        experiment = replace(experiment, batch=replace(experiment.batch, token_budget=half))
-        yield f"batch.token_budget={half}", (Phase.training,), experiment
-    if not model.lora.rank and model.name not in FROM_SCRATCH:
-        adapted = replace(experiment.model, lora=replace(model.lora, rank=ADAPTER_RANK))
-        experiment = replace(experiment, model=adapted)
-        yield f"model.lora.rank={ADAPTER_RANK}", tuple(Phase), experiment
-    if isinstance(engine, Local) and engine.memory_fraction > LEAST_FRACTION:
-        experiment = replace(experiment, engine=replace(engine, memory_fraction=LEAST_FRACTION))
-        yield f"engine.memory_fraction={LEAST_FRACTION}", tuple(Phase), experiment
-    if rollout.max_concurrent > LEAST_CONCURRENT:
-        experiment = replace(experiment, rollout=replace(rollout, max_concurrent=LEAST_CONCURRENT))
-        yield f"rollout.max_concurrent={LEAST_CONCURRENT}", (Phase.sampling,), experiment
-    while (half := experiment.batch.token_budget // 2) >= LEAST_BUDGET:
-        shorter = replace(experiment.environment, max_context_length=half)
-        experiment = replace(experiment, environment=shorter, batch=replace(experiment.batch, token_budget=half))
-        yield f"environment.max_context_length=batch.token_budget={half}", (Phase.training,), experiment
+_Step = tuple[str, Experiment] | None  # a setting as the user writes it, and the experiment with it; None = no more
 
 
 def _checkpointed(experiment: Experiment) -> Experiment:
     return replace(experiment, model=replace(experiment.model, checkpointing=True))
+
+
+def _twice(experiment: Experiment) -> _Step:
+    return None if experiment.model.checkpointing else ("model.checkpointing=true", _checkpointed(experiment))
+
+
+def _half_budget(experiment: Experiment) -> _Step:
+    half = experiment.batch.token_budget // 2
+    if half < max(experiment.environment.max_context_length, LEAST_BUDGET):
+        return None
+    return f"batch.token_budget={half}", replace(experiment, batch=replace(experiment.batch, token_budget=half))
+
+
+def _adapters(experiment: Experiment) -> _Step:
+    model = experiment.model
+    if model.lora.rank or model.name in FROM_SCRATCH:
+        return None
+    adapted = replace(model, lora=replace(model.lora, rank=ADAPTER_RANK))
+    return f"model.lora.rank={ADAPTER_RANK}", replace(experiment, model=adapted)
+
+
+def _small_cache(experiment: Experiment) -> _Step:
+    engine = experiment.engine
+    if not isinstance(engine, Local) or engine.memory_fraction <= LEAST_FRACTION:
+        return None
+    smaller = replace(engine, memory_fraction=LEAST_FRACTION)
+    return f"engine.memory_fraction={LEAST_FRACTION}", replace(experiment, engine=smaller)
+
+
+def _few_conversations(experiment: Experiment) -> _Step:
+    if experiment.rollout.max_concurrent <= LEAST_CONCURRENT:
+        return None
+    fewer = replace(experiment.rollout, max_concurrent=LEAST_CONCURRENT)
+    return f"rollout.max_concurrent={LEAST_CONCURRENT}", replace(experiment, rollout=fewer)
+
+
+def _half_contexts(experiment: Experiment) -> _Step:
+    half = experiment.batch.token_budget // 2
+    if half < LEAST_BUDGET:
+        return None
+    environment = replace(experiment.environment, max_context_length=half)
+    shorter = replace(experiment, environment=environment, batch=replace(experiment.batch, token_budget=half))
+    return f"environment.max_context_length={half} batch.token_budget={half}", shorter
+
+
+# By price: first what costs time, then what is learnt, then contexts; and the phases in which it needs less.
+_CHEAPER: tuple[tuple[tuple[Phase, ...], Callable[[Experiment], _Step]], ...] = (
+    ((Phase.training,), _twice),
+    ((Phase.training,), _half_budget),
+    (tuple(Phase), _adapters),
+    (tuple(Phase), _small_cache),
+    ((Phase.sampling,), _few_conversations),
+    ((Phase.training,), _half_contexts),
+)
 
 
 def _gb(amount: int) -> str:
