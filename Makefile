@@ -39,7 +39,7 @@ test-real: setup ## the tests on real data from end to end, and of a sweep over 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
@@ -80,6 +80,9 @@ bench-unseen: setup ## the recipes from scratch on ten seeds that nothing was ca
 
 bench-outages: setup ## tools that fail: what is trained then, and what is learned; 15 minutes, and a warm start
 	$(BIN)/python benchmarks/outages.py
+
+bench-memory: setup ## the memory plan for one GPU, and against what small models take; 5 minutes
+	$(BIN)/python benchmarks/memory.py
 
 bench-quick: trl-env ## the main ratios beside the committed ones, in less than 5 minutes
 	$(BIN)/python benchmarks/quick.py

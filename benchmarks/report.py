@@ -34,6 +34,10 @@ CASES = {
     "2m_turns": "2.2 M, prompts of 200, up to 9 turns",
 }
 
+PLANS = {
+    "memory.1.7b_full_gb": "Qwen3-1.7B, all weights, budget 16,384",
+    "memory.8b_lora_32k_gb": "Qwen3-8B, LoRA of rank 16, contexts and budget 32,768",
+}
 OUTAGES = {
     "never": "no attempt fails",
     "anew": "the conversation is run again, then left out",
@@ -304,6 +308,28 @@ def outages_learned() -> str:
     return table(["what happens then", "held-out success, by seed", "mean"], rows)
 
 
+def memory() -> str:
+    """Planned for one GPU, by phase."""
+    _, detail = read("memory")
+    rows: list[list[str]] = []
+    for name, plan in detail["plans"].items():
+        phases = [f"{gb:.1f}" for gb in plan["peak_gb"].values()]
+        rows.append(
+            [PLANS[name], *phases, "twice" if plan["checkpointing"] else "once", "yes" if plan["fits"] else "no"]
+        )
+    return table(["", "sampling, GB", "training", "update", "layers are computed", "fits 80 GB"], rows)
+
+
+def memory_small() -> str:
+    """Planned and measured on a CPU."""
+    _, detail = read("memory")
+    rows = [
+        [name, f"{row['planned'] / 1e6:,.0f}", f"{row['measured'] / 1e6:,.0f}", f"{row['error']:+.1%}"]
+        for name, row in detail["small"].items()
+    ]
+    return table(["", "planned, MB", "measured, MB", ""], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -324,6 +350,8 @@ TABLES: dict[str, Callable[[], str]] = {
         unseen,
         outages,
         outages_learned,
+        memory,
+        memory_small,
     )
 }
 

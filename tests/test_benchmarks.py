@@ -15,6 +15,7 @@ import pytest
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.extension import load_file
 from mtgrpo.model import tiny
+from mtgrpo.model.skeleton import Skeleton
 from mtgrpo.tasks import Split
 from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
 
@@ -132,6 +133,25 @@ def test_the_benchmark_of_failing_tools_describes_what_would_be_trained(monkeypa
     # of the standard error of a ratio: the residuals of a pair are 1/3, of a single one -1/3, of 400 groups with 1.5
     assert (high - low) / 2 == pytest.approx(1.96 * (1 / 3) / 1.5 / 400**0.5, rel=0.1)
     assert found["push"] == [0.25, 0.25, 0.25]  # 1 - 1/2 of each pair; nothing is compared with a single one
+
+
+def test_the_memory_benchmark_has_the_shapes_of_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    memory = load_file(RECORD.parent / "memory.py")
+    for config, size in ((memory.QWEN3_1_7B, 1.72e9), (memory.QWEN3_8B, 8.19e9)):
+        run = memory.experiment(config, str(tmp_path))
+        weights = Skeleton(run.model, "cuda").trained
+        assert sum(weight.numel() for weight in weights) == pytest.approx(size, rel=0.01)
+
+
+def test_the_memory_benchmark_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    memory = load_file(RECORD.parent / "memory.py")
+    run = memory.experiment("tiny", "", "batch.token_budget=512")
+    memory.update_twice(run)
+    found = memory.describe(memory.estimate(run, 10**9, "cpu"))
+    assert json.loads(json.dumps(found)) == found
+    assert found["fits"] and set(found["peak_gb"]) == {"sampling", "training", "update"}
 
 
 @pytest.mark.parametrize("name", ["BENCHMARKS.md", "README.md"])

@@ -29,6 +29,7 @@ The parts, in the order of the data:
     checkpoint    save, verify, find
     profile       where the time goes
     config        the command line -> one dataclass; the help; the recipes
+    memory        what a run needs of its device, before anything is loaded
     stages        warm start, evaluation, training, and what is open meanwhile
     doctor        what this machine has of what training can use
     report        what runs did, on a page
@@ -40,6 +41,7 @@ A part imports only from parts below it, and parts on one line never meet:
     cli
     doctor | report | watch
     stages
+    memory
     config
     rollout | policy | engines | log | record | checkpoint
     advantages | profile | chat

@@ -24,6 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import smollm2, tiny
 from mtgrpo.model.attention import choose_attention
+from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
 from mtgrpo.model.logprobs import head_logits
 from mtgrpo.model.lora import add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
@@ -39,9 +40,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if name in tiny.SHAPES:
         return tiny.load_tokenizer()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(_place(name))
+        tokenizer = AutoTokenizer.from_pretrained(place(name))
     except (OSError, ValueError) as error:
-        raise ConfigError(_not_found(name, error)) from error
+        raise ConfigError(not_found(name, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(f"model.name={name}: its tokenizer is {type(tokenizer).__name__}, a fast one is needed")
     return tokenizer
@@ -92,6 +93,8 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
     choose_attention(model, settings.attention)
     use_onednn(model)
     use_fused_rms_norm(model)
+    if settings.checkpointing:
+        checkpoint_layers(model)
     _check_head(model, settings)
     return model
 
@@ -116,7 +119,7 @@ def compute_in(model: PreTrainedModel, dtype: DType) -> None:
     if dtype is DType.float64:
         model.double()
         model.set_experts_implementation("eager")  # the others know no fp64
-        for module in (body, *body.children()):
+        for module in (body, *body.children(), *decoder_layers(model)):  # layers may be computed again by themselves
             module.forward = MethodType(_float64_forward, module)
     if dtype is DType.bfloat16:
         body.forward = MethodType(_bfloat16_forward, body)
@@ -130,20 +133,20 @@ def computes_in(model: PreTrainedModel) -> torch.dtype:
 
 def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -> PreTrainedModel:
     """The model that `settings.name` says, with its own adapter, a new one or none."""
-    name = _place(settings.name)
+    name = place(settings.name)
     try:
         adapter = find_adapter(name)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(_not_found(name, error)) from error
+        raise ConfigError(not_found(name, error)) from error
     base = str(adapter.base_model_name_or_path) if adapter else name
     if Path(base).is_dir():
         base = str(Path(base).resolve())  # an adapter's folder will name it, and may be read from anywhere
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype=weights)
     except (OSError, ValueError) as error:
-        raise ConfigError(_not_found(name, error, base if adapter else "")) from error
+        raise ConfigError(not_found(name, error, base if adapter else "")) from error
     if adapter:
         load_adapter(model, adapter, name, settings.lora)
     elif settings.lora.rank:
@@ -151,7 +154,7 @@ def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -
     return model
 
 
-def _place(name: str) -> str:
+def place(name: str) -> str:
     """Where the model of this name lies: itself, but for one that the command `mtgrpo data` puts on this machine."""
     if name != smollm2.NAME:
         return name
@@ -161,7 +164,8 @@ def _place(name: str) -> str:
     return str(folder)
 
 
-def _not_found(name: str, error: Exception, base: str = "") -> str:
+def not_found(name: str, error: Exception, base: str = "") -> str:
+    """What to say when model `name`, or the `base` of the adapter that it is, cannot be loaded."""
     reason = str(error).partition("\n")[0]
     if base:
         return (

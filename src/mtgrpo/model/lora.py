@@ -53,7 +53,12 @@ def add_adapter(model: PreTrainedModel, settings: LoRA, seed: int) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model.add_adapter(config, _ADAPTER)
+        add_peft_adapter(model, config)
+
+
+def add_peft_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Freeze the model and put adapters as `config` says beside its linear layers."""
+    model.add_adapter(config, _ADAPTER)
 
 
 def load_adapter(model: PreTrainedModel, config: LoraConfig, name: str, settings: LoRA) -> None:

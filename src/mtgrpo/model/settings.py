@@ -51,6 +51,7 @@ class ModelSettings:
     dtype: DType = DType.float32  # what the forward computes in; weights stay fp32
     attention: Attention = Attention.auto  # how a training batch is laid out, and the kernel
     lora: LoRA = field(default_factory=LoRA)
+    checkpointing: bool | None = None  # compute layers twice and keep less; null: where memory asks for it
     value_head: bool = False  # for algorithms that learn what return to expect; starts at zero, or as it was saved
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ class Optimizer:
             )
         self._settings = settings
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizers = _optimizers(model, settings)
+        self._optimizers = make_optimizers(model, settings)
         self._schedulers = [LambdaLR(o, lambda n: factor(settings, n, total_steps)) for o in self._optimizers]
 
     @property
@@ -78,7 +78,8 @@ def factor(settings: OptimizerSettings, step: int, total_steps: int) -> float:
     return 1.0
 
 
-def _optimizers(model: PreTrainedModel, settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: PreTrainedModel, settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
+    """Those of the weights that are trained, the one with the learning rate `lr` last."""
     heads = (model.get_output_embeddings(), getattr(model, "value_head", None))
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module in heads]
     outer_weights = {id(parameter) for module in outer for parameter in module.parameters()}

@@ -137,6 +137,18 @@ def _delegate(
 AttentionInterface.register(DELEGATED, _delegate)
 
 
+def copy_bytes(model: PreTrainedModel) -> int:
+    """Of the copy of the weights that the fast path takes; 0 for models that go through their own modules."""
+    if not _like_llama(model):
+        return 0
+    layers = cast(nn.ModuleList, model.base_model.layers).named_modules()
+    merged_in = ("lora_A.", "lora_B.")
+    products = [m for name, m in layers if isinstance(m, nn.Linear) and not any(part in name for part in merged_in)]
+    head = cast(nn.Linear, model.get_output_embeddings())
+    weights = sum(product.weight.numel() for product in products)
+    return weights * computes_in(model).itemsize + head.weight.numel() * model.dtype.itemsize
+
+
 def _like_llama(model: PreTrainedModel) -> bool:
     """Whether the model consists of the parts that the fused path computes; what they compute is compared later."""
     body, names = model.base_model, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}

@@ -1,0 +1,259 @@
+"""A model without its weights: what training it takes is counted before anything is loaded.
+
+Fake tensors have shapes and no contents, so the model's own modules run forward and backward, and every tensor that
+they make is counted as long as it lives. Attention and head are laid out by what is in a batch, and so have stand-ins
+here, which make and keep tensors of the same sizes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.model import tiny
+from mtgrpo.model.attention import of_one_size
+from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
+from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
+from mtgrpo.model.load import compute_in, computes_in, not_found, place
+from mtgrpo.model.logprobs import KEPT_BYTES, TILE_BYTES
+from mtgrpo.model.lora import add_adapter, add_peft_adapter, find_adapter
+from mtgrpo.model.onednn_linear import use_onednn
+from mtgrpo.model.settings import DType, ModelSettings
+from mtgrpo.model.traits import attending_by
+from mtgrpo.model.value import add_value_head
+
+_COUNTED = "counted"  # the attention that stands in
+_LOOKED_AT_CONTENTS = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+class Skeleton:
+    """The model that `settings` name, as `load_model` would load it on a device of this type, but without weights.
+
+    Raises ConfigError when there is no such model.
+    """
+
+    def __init__(self, settings: ModelSettings, device_type: str) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._cpu = device_type == "cpu"
+        self.model = _build(settings)
+        self.model.eval()
+        compute_in(self.model, settings.dtype)
+        with self._mode:
+            _to_cpu(self.model)
+        if self._cpu:
+            use_onednn(self.model)
+            _use_fused_norms(self.model)
+        if settings.checkpointing:
+            checkpoint_layers(self.model)
+        self._caches: list[int] = []  # numbers that each attention call caches for a token
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The weights that are trained; their bytes are `nbytes` each."""
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    def kv_cache_bytes(self) -> int:
+        """Of one token: its keys and values in all layers."""
+        self._caches.clear()
+        with self._mode, self._attending(), torch.no_grad():
+            try:
+                self._body(2)
+            except _LOOKED_AT_CONTENTS:  # in the first layer, after its attention
+                self._caches *= len(decoder_layers(self.model))
+        return sum(self._caches) * computes_in(self.model).itemsize
+
+    def training_bytes(self, tokens: int) -> int:
+        """The most that is held at once while a micro-batch of `tokens` goes forward and backward, all of them read.
+
+        Weights and their gradients are not counted, but what the backward pass makes of these before it adds them up.
+        0 for a model whose layers look at the contents of tensors, as some mixtures of experts do: nothing is known.
+        """
+        with self._mode, self._attending():
+            for weight in self.trained:
+                weight.grad = torch.empty_like(weight)
+            gradients = [weight.grad for weight in self.trained if weight.grad is not None]
+            with _Counting([*self.model.parameters(), *gradients]) as counting:
+                try:
+                    self._score(tokens).sum().backward()
+                except _LOOKED_AT_CONTENTS:
+                    return 0
+        return counting.most
+
+    def head_bytes(self, tokens: int) -> int:
+        """What of `training_bytes` is tiles of logits."""
+        head = cast(nn.Linear, self.model.get_output_embeddings())
+        with self._mode:
+            hidden = torch.empty(tokens, 0, dtype=torch.promote_types(self.model.dtype, torch.float32))
+            return sum(_tile_bytes(hidden, head.weight))
+
+    def _attending(self) -> AbstractContextManager[None]:
+        """Within, also in the backward pass, which computes layers again."""
+        AttentionInterface.register(_COUNTED, self._attend)
+        return attending_by(self.model, _COUNTED)
+
+    def _body(self, tokens: int) -> Tensor:
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        unused = torch.zeros(1, 1, 1, 1)  # of four dimensions: transformers then builds no mask itself
+        output = self.model.base_model(input_ids=ids, position_ids=ids, attention_mask=unused, use_cache=False)
+        return output.last_hidden_state[0]
+
+    def _score(self, tokens: int) -> Tensor:
+        hidden = self._body(tokens).index_select(0, torch.zeros(tokens, dtype=torch.long))
+        head = cast(nn.Linear, self.model.get_output_embeddings())
+        dtype = torch.promote_types(torch.promote_types(hidden.dtype, head.weight.dtype), torch.float32)
+        return _Head.apply(hidden.to(dtype), head.weight.to(dtype))
+
+    def _attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **named: Any
+    ) -> tuple[Tensor, None]:
+        """Attention as transformers calls it: query [1, heads, tokens, size] -> [1, tokens, heads, size]."""
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        size = value.shape[-1]
+        query, key, value = of_one_size(query, key, value)
+        self._caches.append(2 * key.shape[1] * key.shape[-1])
+        if self._cpu:  # where each head of the queries has gradients of its own for keys and values
+            query = query.unflatten(1, (key.shape[1], -1))
+            key, value = (tensor[:, :, None].expand(-1, -1, query.shape[2], -1, -1) for tensor in (key, value))
+        output: Tensor = _Attention.apply(query, key, value)
+        if self._cpu:
+            output = output.flatten(1, 2)
+        return output[..., :size].transpose(1, 2), None
+
+
+def _build(settings: ModelSettings) -> PreTrainedModel:
+    """On the meta device."""
+    with torch.device("meta"):
+        model = _architecture(settings)
+    if settings.value_head:
+        add_value_head(model, model.dtype, Path())
+    return model
+
+
+def _architecture(settings: ModelSettings) -> PreTrainedModel:
+    weights = torch.float64 if settings.dtype is DType.float64 else torch.float32
+    if settings.name in tiny.SHAPES:
+        return tiny.build_model(tiny.SHAPES[settings.name], 0)
+    name = place(settings.name)
+    try:
+        adapter = find_adapter(name)
+        config = AutoConfig.from_pretrained(str(adapter.base_model_name_or_path) if adapter else name)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=weights)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(not_found(name, error)) from error
+    if adapter:
+        add_peft_adapter(model, adapter)
+    elif settings.lora.rank:
+        add_adapter(model, settings.lora, 0)
+    return model
+
+
+def _to_cpu(model: nn.Module) -> None:
+    """Put a tensor on the CPU, fake in the present mode, in the place of each weight and buffer; shared stay shared."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, old in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if old not in made:
+                new = torch.empty(old.shape, dtype=old.dtype)
+                made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+            setattr(module, name, made[old])
+
+
+def _use_fused_norms(model: nn.Module) -> None:
+    """Which norms are plain is found by running them, so they have weights meanwhile."""
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    fake = [cast(nn.Parameter, norm.weight) for norm in norms]
+    for norm, weight in zip(norms, fake, strict=True):
+        norm.weight = nn.Parameter(torch.ones(weight.shape, dtype=weight.dtype))
+    use_fused_rms_norm(model)
+    for norm, weight in zip(norms, fake, strict=True):
+        norm.weight = weight
+
+
+class _Attention(torch.autograd.Function):
+    """What flash attention makes and keeps: queries, keys, values, output, one sum for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        sums = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _Head(torch.autograd.Function):
+    """What the head in tiles makes and keeps; see `logprobs.py`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        tiles, kept = (hidden.new_empty(size // hidden.itemsize) for size in _tile_bytes(hidden, weight))
+        ctx.save_for_backward(hidden, weight, kept)
+        del tiles
+        return hidden.new_empty(len(hidden))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, _ = ctx.saved_tensors
+        tiles = hidden.new_empty(_tile_bytes(hidden, weight)[0] // hidden.itemsize)
+        found = tuple(
+            torch.empty_like(tensor) if need else None
+            for tensor, need in zip((hidden, weight), ctx.needs_input_grad, strict=True)
+        )
+        del tiles
+        return found
+
+
+def _tile_bytes(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
+    """Of the tiles that are worked on, and of those that are kept."""
+    logits = len(hidden) * len(weight) * hidden.itemsize
+    return 2 * min(TILE_BYTES, logits), min(KEPT_BYTES, logits)
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made within and still live; those that are `known` are not counted."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._living = {_identity(tensor.untyped_storage()) for tensor in known}
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for made in tree_iter(found):
+            if isinstance(made, Tensor):
+                self._count(made.untyped_storage())
+        self.most = max(self.most, self.now)
+        return found
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if (identity := _identity(storage)) not in self._living:
+            self._living.add(identity)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._forget, identity, storage.nbytes())
+
+    def _forget(self, identity: int, size: int) -> None:
+        self._living.discard(identity)
+        self.now -= size
+
+
+def _identity(storage: torch.UntypedStorage) -> int:
+    return storage._cdata  # pyright: ignore[reportPrivateUsage]  (fake ones have no address)

@@ -1,0 +1,224 @@
+"""The memory plan: what is counted is what is held, and what does not fit is refused with what would help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from mtgrpo.config.compose import preset
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.errors import ConfigError
+from mtgrpo.memory import Phase, Plan, Row, estimate, plan
+from mtgrpo.model.load import load_model
+from mtgrpo.model.lora import add_adapter, save_adapter
+from mtgrpo.model.settings import DType, LoRA, ModelSettings
+from mtgrpo.model.skeleton import Skeleton
+
+GB = 10**9
+SIZES = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=512, architectures=["LlamaForCausalLM"])
+
+
+def named(folder: Path, config: PreTrainedConfig = LLAMA) -> str:
+    """A model of which there is only the configuration."""
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def experiment(folder: Path, *words: str) -> Experiment:
+    return preset("calculator", f"model.name={named(folder)}", "sft.steps=0", "batch.token_budget=4096", *words)
+
+
+def row(found: Plan, name: str) -> Row:
+    (only,) = [row for row in found.rows if row.name.startswith(name)]
+    return only
+
+
+# --- the skeleton ---
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("value_head", [False, True])
+def test_a_skeleton_has_the_weights_of_the_model(tmp_path: Path, lora: int, value_head: bool) -> None:
+    LlamaForCausalLM(LLAMA).save_pretrained(tmp_path)
+    settings = ModelSettings(str(tmp_path), lora=LoRA(lora), value_head=value_head)
+    skeleton, model = Skeleton(settings, "cpu"), load_model(settings, 0)
+    expected = {name: (w.shape, w.dtype, w.requires_grad) for name, w in model.named_parameters()}
+    assert {name: (w.shape, w.dtype, w.requires_grad) for name, w in skeleton.model.named_parameters()} == expected
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-2m"])
+@pytest.mark.parametrize("dtype", DType)
+def test_models_from_scratch_share_embedding_and_head(name: str, dtype: DType) -> None:
+    skeleton, model = Skeleton(ModelSettings(name, dtype), "cpu"), load_model(ModelSettings(name, dtype), 0)
+    assert sum(w.nbytes for w in skeleton.trained) == sum(w.nbytes for w in model.parameters())
+    assert skeleton.training_bytes(256) > 0
+
+
+def test_a_saved_adapter_and_its_base(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LLAMA)
+    model.save_pretrained(tmp_path / "base")
+    add_adapter(model, LoRA(8), 0)
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    save_adapter(model, tmp_path / "adapter")
+    skeleton = Skeleton(ModelSettings(str(tmp_path / "adapter")), "cpu")
+    assert sum(w.numel() for w in skeleton.trained) == sum(w.numel() for w in model.parameters() if w.requires_grad)
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.name=.*nothing cannot be loaded"):
+        Skeleton(ModelSettings(str(tmp_path / "nothing")), "cpu")
+
+
+def test_the_cache_of_a_token(tmp_path: Path) -> None:
+    for dtype, size in ((DType.float32, 4), (DType.bfloat16, 2), (DType.float64, 8)):
+        assert Skeleton(ModelSettings(named(tmp_path), dtype), "cuda").kv_cache_bytes() == 2 * 4 * 2 * 64 * size
+
+
+def kept_bytes(model: torch.nn.Module, run: Callable[[], Tensor]) -> int:
+    """What autograd keeps of a real forward pass, weights not counted."""
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in weights:
+            kept[place] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = run()
+    del found
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+def test_what_is_kept_is_counted(dtype: DType, checkpointing: bool) -> None:
+    """Per token: the peak is what the real forward pass keeps, and what one layer and the head make on their way."""
+    settings = ModelSettings("tiny-2m", dtype, checkpointing=checkpointing)
+    model, skeleton = load_model(settings, 0), Skeleton(settings, "cpu")
+    ids = torch.zeros(1, 1024, dtype=torch.long)
+    kept = kept_bytes(model, lambda: model.base_model(input_ids=ids, use_cache=False).last_hidden_state) / 1024
+    counted = (skeleton.training_bytes(8192) - skeleton.training_bytes(4096)) / 4096
+    layer = 40 * 192 * 4  # of checkpointed layers one is whole
+    assert kept <= counted <= 1.1 * kept + layer
+
+
+def test_checkpointing_needs_less(tmp_path: Path) -> None:
+    plain, twice = (
+        Skeleton(ModelSettings(named(tmp_path), checkpointing=on), "cuda").training_bytes(4096) for on in (False, True)
+    )
+    assert twice < plain / 2
+
+
+def test_other_families(tmp_path: Path) -> None:
+    gpt2 = GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4, architectures=["GPT2LMHeadModel"])
+    assert Skeleton(ModelSettings(named(tmp_path, gpt2)), "cuda").training_bytes(512) > 0
+    windowed = Qwen3Config(
+        **SIZES, num_key_value_heads=2, head_dim=64, intermediate_size=512, use_sliding_window=True, sliding_window=64,
+        max_window_layers=2, architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
+    assert Skeleton(ModelSettings(named(tmp_path, windowed)), "cuda").training_bytes(512) > 0
+
+
+def test_of_layers_that_look_at_contents_nothing_is_known(tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
+    config = Qwen3MoeConfig(**SIZES, **sizes, num_key_value_heads=2, architectures=["Qwen3MoeForCausalLM"])
+    words = (f"model.name={named(tmp_path, config)}", "model.dtype=float64")
+    found = estimate(preset("calculator", *words), 80 * GB, "cuda")
+    assert row(found, "activations are not known").bytes == 0
+    assert row(found, "KV cache").name == f"KV cache, {24 * GB // (2 * 4 * 2 * 64 * 8):,} tokens"
+
+
+# --- the plan ---
+
+
+def test_rows_of_a_plan(tmp_path: Path) -> None:
+    full, kl = experiment(tmp_path), experiment(tmp_path, "kl.coef=0.1")
+    found = estimate(full, 80 * GB, "cuda")
+    weights = row(found, "weights").bytes
+    assert weights == 4 * (2 * 4096 * 256 + 4 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512 + 2 * 256) + 256)
+    assert row(found, "gradients").bytes == weights and row(found, "optimiser state").bytes == 2 * weights
+    assert row(found, "KV cache") == Row(f"KV cache, {24 * GB // 4096:,} tokens", 24 * GB, (Phase.sampling,))
+    assert row(found, "engine's copy").bytes == weights - 4 * 4096 * 256 - 4 * 256 * 9
+    assert row(estimate(kl, 80 * GB, "cuda"), "reference").bytes == weights
+    assert found.peak == found.needed(found.peak_phase) == max(found.needed(phase) for phase in Phase)
+
+
+def test_adapters_train_little(tmp_path: Path) -> None:
+    full = estimate(experiment(tmp_path), 80 * GB, "cuda")
+    found = estimate(experiment(tmp_path, "model.lora.rank=4"), 80 * GB, "cuda")
+    assert row(found, "gradients").bytes < row(full, "gradients").bytes / 20
+    assert row(found, "engine's copy").bytes == row(full, "engine's copy").bytes
+
+
+def test_the_cache_stays_where_rollouts_run_ahead(tmp_path: Path) -> None:
+    words = ("rollout.max_staleness=1", "trainer.deterministic=false")
+    found = estimate(experiment(tmp_path, *words), 80 * GB, "cuda")
+    assert row(found, "KV cache").phases == tuple(Phase)
+
+
+def test_muon_keeps_one_moment(tmp_path: Path) -> None:
+    adamw, muon = (
+        row(estimate(experiment(tmp_path, f"optimizer.kind={kind}"), 80 * GB, "cuda"), "optimiser state").bytes
+        for kind in ("adamw", "muon")
+    )
+    matrices = 4 * 4 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512)
+    assert adamw - muon == matrices
+
+
+def test_a_description_is_aligned(tmp_path: Path) -> None:
+    lines = estimate(experiment(tmp_path), 80 * GB, "cuda").describe().splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].split() == ["GB", "sampling", "training", "update"]
+    assert lines[-1].split() == ["usable", "76.0", "76.0", "76.0"]
+
+
+def test_layers_are_computed_twice_where_memory_asks_for_it(tmp_path: Path) -> None:
+    words = ("engine.memory_fraction=0.1",)
+    plain = plan(experiment(tmp_path, *words), 80 * GB, "cuda")
+    assert not plain.checkpointing
+    tight = int(0.9 * plain.needed(Phase.training))
+    found = plan(experiment(tmp_path, *words), tight, "cuda")
+    assert found.checkpointing and found.peak < plain.peak
+    with pytest.raises(ConfigError, match=r"\(training\).*: set model\.checkpointing=true \(\d\.\d\d GB\)$"):
+        plan(experiment(tmp_path, *words, "model.checkpointing=false"), tight, "cuda")
+
+
+def test_what_does_not_fit_is_refused_with_what_would_help(tmp_path: Path) -> None:
+    asked = experiment(tmp_path, "batch.token_budget=16384", "engine.memory_fraction=0.05")
+    with pytest.raises(ConfigError, match=r"twice needs .*training.*: set batch\.token_budget=4096 \(1\.\d+ GB\)$"):
+        plan(asked, int(1.35 * GB), "cuda")
+    long = experiment(
+        tmp_path, "batch.token_budget=16384", "environment.max_context_length=16384", "engine.memory_fraction=0.05"
+    )
+    cure = r"set environment\.max_context_length=4096 batch\.token_budget=4096 \("
+    with pytest.raises(ConfigError, match=cure):
+        plan(long, int(1.35 * GB), "cuda")
+    with pytest.raises(ConfigError, match=r"choose a smaller model; .* even with batch\.token_budget=1024"):
+        plan(asked, GB, "cuda")
+
+
+def test_what_is_proposed_is_enough(tmp_path: Path) -> None:
+    """Settings that are proposed, and nothing else, make room."""
+    words = ("batch.token_budget=4096", "model.checkpointing=true")
+    least = plan(experiment(tmp_path, *words, "model.lora.rank=16"), 80 * GB, "cuda")
+    weights = row(estimate(experiment(tmp_path, *words), 80 * GB, "cuda"), "weights").bytes
+    device = int((least.peak - row(least, "KV cache").bytes + weights) / (0.95 - 0.3))
+    with pytest.raises(ConfigError, match=r": set (.*)$") as refused:
+        plan(experiment(tmp_path, *words), device, "cuda")
+    proposed = re.findall(r"([\w.]+=\S+) \(", str(refused.value).partition(": set ")[2])
+    assert proposed and plan(experiment(tmp_path, *words, *proposed), device, "cuda").fits
+
+
+def test_a_cpu_takes_memory_for_a_cache_when_it_is_used(tmp_path: Path) -> None:
+    few = experiment(tmp_path, "rollout.max_concurrent=2", "environment.max_context_length=100")
+    assert row(estimate(few, 80 * GB, "cpu"), "KV cache").bytes == 2 * 100 * 4096
