@@ -33,12 +33,12 @@ def conversations() -> Iterator[str]:
     render.policies["json.dumps_kwargs"] = {"sort_keys": False, "ensure_ascii": False}
     render.filters["tojson"] = _to_json
     template = render.from_string(TEMPLATE.read_text())
-    opening = asyncio.run(ToolUse(tools=["calculator"]).start(next(source.open(Split.train, 0))))
+    opening = asyncio.run(ToolUse(tools=["calculator"]).start(next(source.stream(Split.train, 0))))
     tools = [
         {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
         for t in opening.tools
     ]
-    for task, _ in zip(source.open(Split.train, 0), range(CONVERSATIONS), strict=False):
+    for task, _ in zip(source.stream(Split.train, 0), range(CONVERSATIONS), strict=False):
         messages = (*task.messages, *source.demonstration(task, 0))
         yield from template.render(messages=[_as_dict(m) for m in messages], tools=tools).split(REPLY)
 

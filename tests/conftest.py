@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -17,6 +18,8 @@ PROJECT = Path(__file__).resolve().parent.parent
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test never depends on the network
 hypothesis.settings.register_profile("mtgrpo", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("mtgrpo")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts jobs in the background so, and they their children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
