@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help(tmp_path: Path) -> No
     long = experiment(
         tmp_path, "batch.token_budget=16384", "environment.max_context_length=16384", "engine.memory_fraction=0.05"
     )
-    cure = r"set environment\.max_context_length=4096 batch\.token_budget=4096 \("
+    cure = r"rank=16 \(1\.\d+ GB\), then environment\.max_context_length=8192 batch\.token_budget=8192 \("
     with pytest.raises(ConfigError, match=cure):
         plan(long, int(1.35 * GB), "cuda")
     with pytest.raises(ConfigError, match=r"choose a smaller model; .* even with batch\.token_budget=1024"):
