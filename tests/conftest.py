@@ -18,7 +18,9 @@ PROJECT = Path(__file__).resolve().parent.parent
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test never depends on the network
 hypothesis.settings.register_profile("mtgrpo", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("mtgrpo")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts jobs in the background so, and they their children
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell starts jobs in the background so, and they their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from mtgrpo.model.load import load_model
 from mtgrpo.model.lora import add_adapter, save_adapter
 from mtgrpo.model.settings import DType, LoRA, ModelSettings
 from mtgrpo.model.skeleton import Skeleton
+from mtgrpo.stages.trainer import run_training
 
 GB = 10**9
 SIZES = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -222,3 +224,12 @@ def test_what_is_proposed_is_enough(tmp_path: Path) -> None:
 def test_a_cpu_takes_memory_for_a_cache_when_it_is_used(tmp_path: Path) -> None:
     few = experiment(tmp_path, "rollout.max_concurrent=2", "environment.max_context_length=100")
     assert row(estimate(few, 80 * GB, "cpu"), "KV cache").bytes == 2 * 100 * 4096
+
+
+def test_a_run_on_a_gpu_is_planned_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is needed to see that the plan comes first and is refused first."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**27))
+    monkeypatch.setattr("mtgrpo.stages.run.load_model", lambda *_: pytest.fail("loaded before it was planned"))
+    with pytest.raises(ConfigError, match=r"needs .* GB"):
+        run_training(preset("calculator"), tmp_path)

@@ -65,7 +65,7 @@ def run_evaluation(experiment: Experiment, folder: Path, checkpoint: Path) -> No
 
     async def measure() -> None:
         settings = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, name=str(checkpoint)))
-        async with open_run(settings, folder) as run:
+        async with open_run(settings, folder, trains=False) as run:
             write_summary(folder, await evaluate_fully(run))
             run.sinks.note(f"the measurements are in {folder / 'summary.json'}")
 

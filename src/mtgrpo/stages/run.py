@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mtgrpo.chat import Chat, open_chat
@@ -20,6 +21,7 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, open_sinks, sink_class
+from mtgrpo.memory import plan
 from mtgrpo.model.attention import describe_attention
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.traits import check_length, traits
@@ -94,8 +96,11 @@ async def open_parts(experiment: Experiment, context: RunContext) -> AsyncGenera
 
 
 @asynccontextmanager
-async def open_run(experiment: Experiment, folder: Path) -> AsyncGenerator[Run]:
-    """Open everything and load the model. All is closed in reverse order, by error, Ctrl-C and SIGTERM too."""
+async def open_run(experiment: Experiment, folder: Path, trains: bool = True) -> AsyncGenerator[Run]:
+    """Open everything and load the model. All is closed in reverse order, by error, Ctrl-C and SIGTERM too.
+
+    On a GPU a run that `trains` notes what it will need of the memory, and is refused where that is too much.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_versions(folder)
     early: list[str] = []  # notes of the sinks themselves, before there are any
@@ -108,7 +113,12 @@ async def open_run(experiment: Experiment, folder: Path) -> AsyncGenerator[Run]:
         experiment = await stack.enter_async_context(open_parts(experiment, context))
         tasks, held_out = open_tasks(experiment)
         tokenizer, chat = open_tokenizer(experiment)
-        model = load_model(experiment.model, experiment.seed)
+        settings = experiment.model
+        if trains and torch.cuda.is_available():
+            planned = plan(experiment, torch.cuda.get_device_properties(0).total_memory, "cuda")
+            sinks.note(planned.describe())
+            settings = replace(settings, checkpointing=planned.checkpointing)
+        model = load_model(settings, experiment.seed)
         model.generation_config.eos_token_id = list(chat.stop_ids)  # and ends its turns so
         longest = longest_context(experiment, model)
         engine = experiment.engine.start(model, experiment.deterministic, longest)
