@@ -1,0 +1,54 @@
+"""What goes wrong in a part stays with that part: Ctrl-C is heard, siblings go on, nothing hangs or is left running."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from mtgrpo.engines.scripted import ScriptedEngine
+from mtgrpo.environments import Environment, Opening, Reply
+from mtgrpo.types import Message, Task
+from test_conversation import TASK, make_runner, said
+
+
+@dataclass
+class BadStop(Environment):
+    """Its conversations wait, and so do their ends, which then fail."""
+
+    waits_in: str = "step"
+
+    async def start(self, task: Task) -> Opening:
+        self.reached = asyncio.Event()
+        reached.append(self.reached)
+        return Opening(task.messages)
+
+    async def step(self, message: Message) -> Reply:
+        if self.waits_in == "step":
+            self.reached.set()
+            await asyncio.Event().wait()
+        return Reply(done=True)
+
+    async def stop(self) -> None:
+        if self.waits_in == "stop":
+            self.reached.set()
+            await asyncio.sleep(0.05)
+        raise OSError("the server is away")
+
+
+reached: list[asyncio.Event] = []
+
+
+@pytest.mark.parametrize("waits_in", ["step", "stop"])
+async def test_a_stop_that_raises_does_not_swallow_a_cancellation(waits_in: str) -> None:
+    reached.clear()
+    runner = make_runner(ScriptedEngine(lambda key, turn: said("hello")), BadStop(waits_in=waits_in), retries=1)
+    running = asyncio.ensure_future(runner.run_one(TASK, 0))
+    while not reached:
+        await asyncio.sleep(0)
+    await reached[0].wait()
+    running.cancel()
+    await asyncio.wait({running}, timeout=5)
+    assert running.cancelled()
+    assert len(reached) == 1  # and the conversation is not run again
