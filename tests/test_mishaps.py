@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.types import Message, Task
+from mtgrpo.part import RunContext
+from mtgrpo.rewards import Reward, Score, scores
+from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 from test_conversation import TASK, make_runner, said
 
 
@@ -52,3 +58,32 @@ async def test_a_stop_that_raises_does_not_swallow_a_cancellation(waits_in: str)
     await asyncio.wait({running}, timeout=5)
     assert running.cancelled()
     assert len(reached) == 1  # and the conversation is not run again
+
+
+# --- rewards
+
+
+def told(text: str) -> Trajectory:
+    return Trajectory(TASK, turns=[Turn([], [], [], [], Finish.STOP, Message("assistant", text))])
+
+
+@dataclass
+class Poisoned(Reward):
+    """What it makes of the message "poison" ends its process."""
+
+    cpu_heavy = True
+
+    def reward(self, trajectory: Trajectory) -> float:
+        if trajectory.final == "poison":
+            os._exit(9)
+        time.sleep(0.2)
+        return 1.0
+
+
+async def test_a_trajectory_that_ends_its_process_fails_alone(tmp_path: Path) -> None:
+    siblings = [told("poison"), told("b"), told("c"), told("d")]
+    async with Poisoned(retries=0).open(RunContext(tmp_path, print, os.environ)) as reward:
+        first, *rest = await scores(reward, siblings)
+        assert rest == [Score(1.0)] * 3
+        assert isinstance(first, BrokenProcessPool)
+        assert await scores(reward, [told("e")]) == [Score(1.0)]
