@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -87,3 +88,31 @@ async def test_a_trajectory_that_ends_its_process_fails_alone(tmp_path: Path) ->
         assert rest == [Score(1.0)] * 3
         assert isinstance(first, BrokenProcessPool)
         assert await scores(reward, [told("e")]) == [Score(1.0)]
+
+
+@dataclass
+class Leaves(Reward):
+    """Ends the program, or cancels what asks it, where the message says so."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        if trajectory.final == "exit":
+            sys.exit(3)
+        if trajectory.final == "cancel":
+            raise asyncio.CancelledError
+        return 1.0
+
+
+@dataclass
+class LeavesItsProcess(Leaves):
+    """The same in another process."""
+
+    cpu_heavy = True
+
+
+@pytest.mark.parametrize("kind", [Leaves, LeavesItsProcess])
+async def test_a_reward_cannot_end_the_run(kind: type[Reward], tmp_path: Path) -> None:
+    async with kind().open(RunContext(tmp_path, print, os.environ)) as reward:
+        left, cancelled, good = await scores(reward, [told("exit"), told("cancel"), told("a")])
+    assert (type(left), str(left)) == (RuntimeError, "SystemExit: 3")
+    assert (type(cancelled), str(cancelled)) == (RuntimeError, "CancelledError")
+    assert good == Score(1.0)
