@@ -7,15 +7,18 @@ import os
 import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
+from mtgrpo.errors import ConfigError
 from mtgrpo.part import RunContext
 from mtgrpo.rewards import Reward, Score, scores
+from mtgrpo.rewards.composed import Composed
+from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 from test_conversation import TASK, make_runner, said
 
@@ -116,3 +119,58 @@ async def test_a_reward_cannot_end_the_run(kind: type[Reward], tmp_path: Path) -
     assert (type(left), str(left)) == (RuntimeError, "SystemExit: 3")
     assert (type(cancelled), str(cancelled)) == (RuntimeError, "CancelledError")
     assert good == Score(1.0)
+
+
+# --- what is underway when something fails
+
+
+@dataclass
+class Strict(Environment):
+    """Refuses the task "bad"; the others go on until they are cancelled."""
+
+    async def start(self, task: Task) -> Opening:
+        if task.id == "bad":
+            await asyncio.sleep(0.01)
+            raise ConfigError("a bad task")
+        underway.add(task.id)
+        return Opening(task.messages)
+
+    async def step(self, message: Message) -> Reply:
+        await asyncio.sleep(10)
+        return Reply(done=True)
+
+    async def stop(self) -> None:
+        await asyncio.sleep(0.01)
+        underway.discard("good")
+
+
+underway: set[str] = set()
+
+
+async def test_an_evaluation_that_fails_leaves_nothing_running() -> None:
+    runner = make_runner(ScriptedEngine(lambda key, turn: said("hello")), Strict())
+    with pytest.raises(ConfigError, match="a bad task"):
+        await evaluate(runner, [replace(TASK, id="good"), replace(TASK, id="bad")], 1)
+    assert not underway
+
+
+async def test_a_part_that_fails_leaves_no_other_part_running() -> None:
+    class Refuses(Reward):
+        async def rewards(self, siblings: object) -> list[float]:
+            await asyncio.sleep(0)
+            raise ConfigError("a bad answer")
+
+    class Asks(Reward):
+        async def rewards(self, siblings: object) -> list[float]:
+            underway.add("good")
+            try:
+                await asyncio.sleep(10)
+            finally:
+                underway.discard("good")
+            return []
+
+    composed = Composed(of=["numeric"])
+    composed._parts = {"refuses": Refuses(), "asks": Asks()}
+    with pytest.raises(ConfigError, match="a bad answer"):
+        await composed.rewards([told("a")])
+    assert not underway

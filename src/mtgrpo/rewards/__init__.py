@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self, TypeAlias, TypeVar, cast
 from mtgrpo import extension
 from mtgrpo.errors import ConfigError, harmless
 from mtgrpo.part import Part, RunContext, built, named
+from mtgrpo.together import together
 from mtgrpo.types import Trajectory
 from mtgrpo.workers import Workers, open_workers
 
@@ -69,7 +70,7 @@ class Reward(Part, ABC):
         run, settings = self._workers.run, copy.copy(self)
         settings._workers = None
         work = settings.reward
-        return await asyncio.gather(*(tried(lambda one=one: run(work, one), self.retries) for one in siblings))
+        return await together(tried(lambda one=one: run(work, one), self.retries) for one in siblings)
 
     def note(self, divide_by_std: bool) -> str:
         """What the user should know before training begins; "" = nothing.
@@ -199,7 +200,7 @@ class OfRewards(Reward, ABC):
 
     async def part_scores(self, siblings: Sequence[Trajectory]) -> list[dict[str, Score] | Exception]:
         """What each of the others gives each sibling, by name; an exception where one of them could not."""
-        found = await asyncio.gather(*(scores(part, siblings) for part in self._parts.values()))
+        found = await together(scores(part, siblings) for part in self._parts.values())
         return [_by_name(list(self._parts), row) for row in zip(*found, strict=True)]
 
 
