@@ -19,6 +19,7 @@ from mtgrpo.part import RunContext
 from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rewards.composed import Composed
 from mtgrpo.stages.evaluate import evaluate
+from mtgrpo.stages.metrics import _components
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 from test_conversation import TASK, make_runner, said
 
@@ -174,3 +175,9 @@ async def test_a_part_that_fails_leaves_no_other_part_running() -> None:
     with pytest.raises(ConfigError, match="a bad answer"):
         await composed.rewards([told("a")])
     assert not underway
+
+
+def test_components_may_differ_from_trajectory_to_trajectory() -> None:
+    made_of = [{"a": 1.0, "b": 2.0}, {}, {"a": 0.0}, {"c": 5.0}]
+    found = _components([Trajectory(TASK, components=components) for components in made_of])
+    assert found == {"reward/a/mean": 0.5, "reward/b/mean": 2.0, "reward/c/mean": 5.0}
