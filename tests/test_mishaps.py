@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,8 @@ from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rewards.composed import Composed
 from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.stages.metrics import _components
-from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+from mtgrpo.tools.schema import ArgumentCheck, ToolError
+from mtgrpo.types import Finish, Message, Task, ToolSpec, Trajectory, Turn
 from test_conversation import TASK, make_runner, said
 
 
@@ -181,3 +184,35 @@ def test_components_may_differ_from_trajectory_to_trajectory() -> None:
     made_of = [{"a": 1.0, "b": 2.0}, {}, {"a": 0.0}, {"c": 5.0}]
     found = _components([Trajectory(TASK, components=components) for components in made_of])
     assert found == {"reward/a/mean": 0.5, "reward/b/mean": 2.0, "reward/c/mean": 5.0}
+
+
+# --- tools
+
+
+DEEP: list[Any] = []
+for _ in range(900):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("of_a", "given", "message"),
+    [
+        (False, 1, "any does not take 1"),
+        ({"multipleOf": 0.01}, float("inf"), "a number is too large"),
+        ({"$ref": "#/$defs/list"}, DEEP, "the arguments are nested too deeply"),
+    ],
+)
+def test_arguments_that_cannot_be_checked_are_the_mistake_of_the_model(of_a: Any, given: Any, message: str) -> None:
+    lists = {"type": "array", "items": {"$ref": "#/$defs/list"}}
+    check = ArgumentCheck(ToolSpec("any", "Any.", {"properties": {"a": of_a}, "$defs": {"list": lists}}), closed=False)
+    with pytest.raises(ToolError, match=message):
+        check({"a": given})
+
+
+def test_a_schema_that_refers_to_nothing_is_refused() -> None:
+    for reference in ("#/$defs/nowhere", "https://example.org/schema"):
+        spec = ToolSpec("odd", "Odd.", {"properties": {"a": {"items": {"$ref": reference}}}})
+        with pytest.raises(ConfigError, match=re.escape(f"nothing at $ref '{reference}'")):
+            ArgumentCheck(spec, closed=False)
+    enum = {"properties": {"$ref": {"enum": [{"$ref": "#/no/reference"}]}}}
+    ArgumentCheck(ToolSpec("even", "Even.", enum), closed=False)
