@@ -20,6 +20,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.part import RunContext
 from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rewards.composed import Composed
+from mtgrpo.rewards.ground_truth import GroundTruth
 from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.stages.metrics import _components
 from mtgrpo.tools.schema import ArgumentCheck, ToolError
@@ -216,3 +217,9 @@ def test_a_schema_that_refers_to_nothing_is_refused() -> None:
             ArgumentCheck(spec, closed=False)
     enum = {"properties": {"$ref": {"enum": [{"$ref": "#/no/reference"}]}}}
     ArgumentCheck(ToolSpec("even", "Even.", enum), closed=False)
+
+
+async def test_payments_count_once_with_answers_of_a_file_too() -> None:
+    trajectory = told("a")
+    trajectory.turns[0].paid = 2.0
+    assert await scores(GroundTruth(of=["environment"]), [trajectory]) == [Score(2.0, paid=2.0)]
