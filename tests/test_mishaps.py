@@ -223,3 +223,18 @@ async def test_payments_count_once_with_answers_of_a_file_too() -> None:
     trajectory = told("a")
     trajectory.turns[0].paid = 2.0
     assert await scores(GroundTruth(of=["environment"]), [trajectory]) == [Score(2.0, paid=2.0)]
+
+
+async def test_parts_of_several_rewards_keep_their_components() -> None:
+    class Made(Reward):
+        def reward(self, trajectory: Trajectory) -> Score:
+            return Score(1.0, {"length": 0.5})
+
+    composed = Composed(of=["numeric"])
+    composed._parts = {"made": Made()}
+    assert await scores(composed, [told("a")]) == [Score(1.0, {"made": 1.0, "made/length": 0.5}, turns=[])]
+
+
+def test_a_success_of_one_of_several_rewards_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward numeric: success_at=0\.5 has no effect"):
+        Composed(of={"numeric": {"success_at": 0.5}})
