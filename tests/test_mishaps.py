@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import re
 import sys
 import time
+from collections.abc import AsyncGenerator
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
 from mtgrpo.part import RunContext
-from mtgrpo.rewards import Reward, Score, scores
+from mtgrpo.rewards import Reward, Score, opened, scores
 from mtgrpo.rewards.composed import Composed
 from mtgrpo.rewards.ground_truth import GroundTruth
 from mtgrpo.stages.evaluate import evaluate
@@ -238,3 +241,31 @@ async def test_parts_of_several_rewards_keep_their_components() -> None:
 def test_a_success_of_one_of_several_rewards_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"reward numeric: success_at=0\.5 has no effect"):
         Composed(of={"numeric": {"success_at": 0.5}})
+
+
+@dataclass
+class Elsewhere(Reward):
+    """Tells its process; it opens something of its own."""
+
+    cpu_heavy = True
+    index = 0
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Elsewhere]:
+        running = copy.copy(self)
+        running.index = 1
+        yield running
+
+    def reward(self, trajectory: Trajectory) -> Score:
+        return Score(float(os.getpid()), {"index": self.index})
+
+
+async def test_a_reward_that_takes_long_runs_elsewhere_though_it_opens_something(tmp_path: Path) -> None:
+    composed = Composed(of=["numeric"])
+    composed._parts = {"elsewhere": Elsewhere()}
+    for reward in (Elsewhere(), composed):
+        async with opened(reward, RunContext(tmp_path, print, os.environ)) as running:
+            (found,) = await scores(running, [told("a")])
+        assert isinstance(found, Score)
+        assert found.total != os.getpid()
+        assert 1 in found.components.values()

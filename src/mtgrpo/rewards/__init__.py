@@ -39,7 +39,7 @@ Given: TypeAlias = float | Score | Exception  # an exception: this trajectory co
 class Reward(Part, ABC):
     """Base of all rewards. Write `reward`, or `rewards` where siblings are scored together or something is awaited."""
 
-    cpu_heavy = False  # `reward` runs in another process, so that nothing else waits for it
+    cpu_heavy = False  # a picklable copy's `reward` runs in another process, so that nothing else waits for it
     judges_turns = False  # whether its scores have turns, which advantage=turn asks for
     _workers = cast("Workers | None", None)
 
@@ -86,6 +86,18 @@ class Reward(Part, ABC):
             yield self
             return
         running = copy.copy(self)
+        with open_workers() as running._workers:
+            yield running
+
+
+@asynccontextmanager
+async def opened(reward: Reward, context: RunContext) -> AsyncGenerator[Reward]:
+    """The running reward, with its processes where it is `cpu_heavy`, also if it overrides `open`."""
+    async with reward.open(context) as running:
+        if not running.cpu_heavy or running._workers is not None:
+            yield running
+            return
+        running = copy.copy(running)
         with open_workers() as running._workers:
             yield running
 
@@ -193,9 +205,9 @@ class OfRewards(Reward, ABC):
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         """With the others open."""
-        async with AsyncExitStack() as stack, super().open(context) as opened:
-            running = copy.copy(opened)
-            running._parts = {n: await stack.enter_async_context(p.open(context)) for n, p in self._parts.items()}
+        async with AsyncExitStack() as stack, super().open(context) as own:
+            running = copy.copy(own)
+            running._parts = {n: await stack.enter_async_context(opened(p, context)) for n, p in self._parts.items()}
             yield running
 
     async def part_scores(self, siblings: Sequence[Trajectory]) -> list[dict[str, Score] | Exception]:

@@ -45,8 +45,8 @@ class Composed(OfRewards):
             )
         if "success_at" in given:
             raise ConfigError(
-                f"reward {name}: success_at={given['success_at']} has no effect beside other rewards: their sum decides; "
-                "leave it out"
+                f"reward {name}: success_at={given['success_at']} has no effect beside other rewards, "
+                "where their sum decides; leave it out"
             )
         self._weights.append(float(weight))
         return {key: value for key, value in given.items() if key != "weight"}

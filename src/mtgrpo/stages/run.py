@@ -24,6 +24,7 @@ from mtgrpo.model.attention import describe_attention
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.traits import check_length, traits
 from mtgrpo.part import RunContext, opens
+from mtgrpo.rewards import opened
 from mtgrpo.rollout.conversation import Limits, told_tools
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.tasks import Split, TaskStream
@@ -88,7 +89,7 @@ async def open_parts(experiment: Experiment, context: RunContext) -> AsyncGenera
             task=await stack.enter_async_context(experiment.task.open(context)),
             environment=await stack.enter_async_context(experiment.environment.open(context)),
             condenser=await stack.enter_async_context(experiment.condenser.open(context)),
-            reward=await stack.enter_async_context(experiment.reward.open(context)),
+            reward=await stack.enter_async_context(opened(experiment.reward, context)),
         )
 
 
