@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from mtgrpo import environments
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
@@ -27,7 +28,7 @@ from mtgrpo.rewards.ground_truth import GroundTruth
 from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.stages.metrics import _components
 from mtgrpo.tools.schema import ArgumentCheck, ToolError
-from mtgrpo.types import Finish, Message, Task, ToolSpec, Trajectory, Turn
+from mtgrpo.types import Finish, Message, Status, Task, ToolSpec, Trajectory, Turn
 from test_conversation import TASK, make_runner, said
 
 
@@ -269,3 +270,54 @@ async def test_a_reward_that_takes_long_runs_elsewhere_though_it_opens_something
         assert isinstance(found, Score)
         assert found.total != os.getpid()
         assert 1 in found.components.values()
+
+
+# --- what hangs
+
+
+@dataclass
+class Hangs(Reward):
+    """Takes for ever over the task "bad"."""
+
+    cpu_heavy = True
+
+    def reward(self, trajectory: Trajectory) -> float:
+        if trajectory.task.id == "bad":
+            time.sleep(1000)
+        return 1.0
+
+
+async def test_scoring_that_hangs_fails(tmp_path: Path) -> None:
+    runner = make_runner(ScriptedEngine(lambda key, turn: said("hello")), Leads())
+    async with opened(Hangs(), RunContext(tmp_path, print, os.environ)) as reward:
+        quick = replace(runner, reward=reward, score_timeout_s=1.0)
+        (failed,) = (await quick.run_group(replace(TASK, id="bad"), 1)).trajectories
+        assert failed.status is Status.FAILED
+        assert failed.reason.endswith("TimeoutError: it took longer than rollout.score_timeout_s=1.0")
+        found = await replace(quick, score_timeout_s=0.0).run_group(TASK, 2)
+        assert [t.reward for t in found.trajectories] == [1.0, 1.0]
+
+
+@dataclass
+class Leads(Environment):
+    """One turn; its end may hang."""
+
+    hangs: bool = False
+
+    async def start(self, task: Task) -> Opening:
+        return Opening(task.messages)
+
+    async def step(self, message: Message) -> Reply:
+        return Reply(done=True)
+
+    async def stop(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+
+
+async def test_a_stop_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "_STOP_S", 0.05)
+    runner = make_runner(ScriptedEngine(lambda key, turn: said("hello")), Leads(hangs=True), retries=0)
+    found = await asyncio.wait_for(runner.run_one(TASK, 0), 5)
+    assert found.status is Status.FAILED
+    assert found.reason.startswith("TimeoutError")

@@ -26,15 +26,18 @@ class Workers:
     async def run(self, function: Callable[[A], R], argument: A) -> R:
         """`function(argument)`, found in one of the processes; all three must be picklable.
 
-        Raises what it raises. Where a process dies, all that was underway is done again, each by itself; what then
-        dies too raises BrokenProcessPool.
+        Raises what it raises. Where a process dies, or is given up as this is cancelled, all that was underway is done
+        again, each by itself; what then dies too raises BrokenProcessPool.
         """
         pool = self._pool
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, function, argument)
-        except BrokenProcessPool:
+        except (BrokenProcessPool, asyncio.CancelledError) as error:
             if self._pool is pool:
                 self._pool = _new_pool()
+                _terminate(pool)  # it may hang for ever
+            if isinstance(error, asyncio.CancelledError):
+                raise
         async with self._turn:
             lone = self._lone = self._lone or _new_pool(1)
             try:
@@ -68,7 +71,11 @@ def _new_pool(count: int | None = None) -> ProcessPoolExecutor:
 
 
 def _end(pool: ProcessPoolExecutor) -> None:
+    _terminate(pool)
+    pool.shutdown(cancel_futures=True)
+
+
+def _terminate(pool: ProcessPoolExecutor) -> None:
     processes: dict[int, multiprocessing.Process] = getattr(pool, "_processes", None) or {}
     for process in list(processes.values()):
         process.terminate()
-    pool.shutdown(cancel_futures=True)

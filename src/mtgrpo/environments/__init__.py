@@ -21,6 +21,8 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.part import Part
 from mtgrpo.types import Message, Task, ToolSpec
 
+_STOP_S = 30.0  # seconds for the end of a conversation; what takes longer would keep the run from ending
+
 
 @dataclass(frozen=True, slots=True)
 class Opening:
@@ -113,7 +115,8 @@ class Environment(Part, ABC):
     async def stop(self) -> None:
         """End the conversation and give back what it used, such as processes.
 
-        Called once for every `start`, also for one that did not come to its end; a cancellation waits for it.
+        Called once for every `start`, also for one that did not come to its end; a cancellation waits for it. After 30
+        seconds it is cancelled, which counts as a TimeoutError.
         """
 
     @abstractmethod
@@ -130,7 +133,7 @@ async def _to_its_end(work: Coroutine[Any, Any, None], cancelled: asyncio.Cancel
 
     A cancellation, that one or the one that `work` follows, prevails over an error of `work`, which is noted on it.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(asyncio.wait_for(work, _STOP_S))
     while not task.done():
         try:
             await asyncio.wait({task})

@@ -94,11 +94,11 @@ class Reward(Part, ABC):
 async def opened(reward: Reward, context: RunContext) -> AsyncGenerator[Reward]:
     """The running reward, with its processes where it is `cpu_heavy`, also if it overrides `open`."""
     async with reward.open(context) as running:
-        if not running.cpu_heavy or running._workers is not None:
+        if not running.cpu_heavy or running._workers is not None:  # pyright: ignore[reportPrivateUsage]
             yield running
             return
         running = copy.copy(running)
-        with open_workers() as running._workers:
+        with open_workers() as running._workers:  # pyright: ignore[reportPrivateUsage]
             yield running
 
 

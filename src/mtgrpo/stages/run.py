@@ -191,6 +191,7 @@ def make_runner(
         condenser=experiment.condenser,
         retries=experiment.rollout.retries,
         timeout_s=experiment.rollout.timeout_s,
+        score_timeout_s=experiment.rollout.score_timeout_s,
         open_conversation=open_conversation,
         attend=attend,
         slots=asyncio.Semaphore(experiment.rollout.max_concurrent),
