@@ -43,7 +43,11 @@ class Tool(Part):
         """Called on the conversation's own copy before it begins."""
 
     async def stop(self) -> None:
-        """Called when the conversation has ended, however it did; also where `start` did not come to its end."""
+        """Called when the conversation has ended, however it did; also where `start` did not come to its end.
+
+        After a call that took too long it is a copy that goes on and is stopped. What such a call still puts on `self`
+        in its thread is not: a call that opens something closes it itself.
+        """
 
     def specs(self) -> Sequence[ToolSpec]:
         """The tools that it offers while it is open; before that, those that are known already."""
