@@ -22,3 +22,10 @@ def refuse_without_effect(settings: Any, names: tuple[str, ...], needs: str) -> 
         if field.name in names and (value := getattr(settings, field.name)) != default:
             shown = str(value).lower() if isinstance(value, bool) else value
             raise ConfigError(f"`{field.name}={shown}` has no effect: {needs}, or leave it out")
+
+
+def harmless(error: BaseException) -> RuntimeError:
+    """In place of what would end the whole program, such as SystemExit in somebody's code: an error of that code."""
+    failure = RuntimeError(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

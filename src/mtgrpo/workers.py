@@ -20,26 +20,38 @@ class Workers:
 
     def __init__(self) -> None:
         self._pool = _new_pool()
+        self._lone: ProcessPoolExecutor | None = None  # one process, for what was underway when another died
+        self._turn = asyncio.Lock()  # of the lone process
 
     async def run(self, function: Callable[[A], R], argument: A) -> R:
         """`function(argument)`, found in one of the processes; all three must be picklable.
 
-        Raises what it raises, and BrokenProcessPool where its process dies: then others take over.
+        Raises what it raises. Where a process dies, or is given up as this is cancelled, all that was underway is done
+        again, each by itself; what then dies too raises BrokenProcessPool.
         """
         pool = self._pool
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, function, argument)
-        except BrokenProcessPool:
+        except (BrokenProcessPool, asyncio.CancelledError) as error:
             if self._pool is pool:
                 self._pool = _new_pool()
-            raise
+                _terminate(pool)  # it may hang for ever
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        async with self._turn:
+            lone = self._lone = self._lone or _new_pool(1)
+            try:
+                return await asyncio.get_running_loop().run_in_executor(lone, function, argument)
+            except (BrokenProcessPool, asyncio.CancelledError):
+                self._lone = None
+                _end(lone)
+                raise
 
     def stop(self) -> None:
         """End the processes, also those that still work."""
-        workers: dict[int, multiprocessing.Process] = getattr(self._pool, "_processes", None) or {}
-        for worker in list(workers.values()):
-            worker.terminate()
-        self._pool.shutdown(cancel_futures=True)
+        _end(self._pool)
+        if self._lone is not None:
+            _end(self._lone)
 
 
 @contextmanager
@@ -52,7 +64,18 @@ def open_workers() -> Generator[Workers]:
         workers.stop()
 
 
-def _new_pool() -> ProcessPoolExecutor:
-    """Its processes leave Ctrl-C to the one that started them."""
+def _new_pool(count: int | None = None) -> ProcessPoolExecutor:
+    """Its processes leave Ctrl-C to the one that started them; count: None = as many as there are processors."""
     context = multiprocessing.get_context("spawn")  # a fork would share the threads' locks, and the signal handlers
-    return ProcessPoolExecutor(mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+    return ProcessPoolExecutor(count, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    _terminate(pool)
+    pool.shutdown(cancel_futures=True)
+
+
+def _terminate(pool: ProcessPoolExecutor) -> None:
+    processes: dict[int, multiprocessing.Process] = getattr(pool, "_processes", None) or {}
+    for process in list(processes.values()):
+        process.terminate()

@@ -21,6 +21,8 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.part import Part
 from mtgrpo.types import Message, Task, ToolSpec
 
+_STOP_S = 30.0  # seconds for the end of a conversation; what takes longer would keep the run from ending
+
 
 @dataclass(frozen=True, slots=True)
 class Opening:
@@ -97,10 +99,14 @@ class Environment(Part, ABC):
     async def conversation(self, task: Task) -> AsyncGenerator[tuple[Self, Opening]]:
         """A copy that has started `task`, and what it opens with; it is stopped in the end, whatever happens."""
         own = copy.copy(self)
+        cancelled: asyncio.CancelledError | None = None
         try:
             yield own, await own.start(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            raise
         finally:
-            await _to_its_end(own.stop())
+            await _to_its_end(own.stop(), cancelled)
 
     @abstractmethod
     async def start(self, task: Task) -> Opening:
@@ -109,7 +115,8 @@ class Environment(Part, ABC):
     async def stop(self) -> None:
         """End the conversation and give back what it used, such as processes.
 
-        Called once for every `start`, also for one that did not come to its end; a cancellation waits for it.
+        Called once for every `start`, also for one that did not come to its end; a cancellation waits for it. After 30
+        seconds it is cancelled, which counts as a TimeoutError.
         """
 
     @abstractmethod
@@ -121,15 +128,19 @@ class Environment(Part, ABC):
         """
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`. Whoever cancels meanwhile has to wait: it would leave things open."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
+async def _to_its_end(work: Coroutine[Any, Any, None], cancelled: asyncio.CancelledError | None) -> None:
+    """Await `work`. Whoever cancels meanwhile has to wait: it would leave things open.
+
+    A cancellation, that one or the one that `work` follows, prevails over an error of `work`, which is noted on it.
+    """
+    task = asyncio.ensure_future(asyncio.wait_for(work, _STOP_S))
     while not task.done():
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
             cancelled = error
-    task.result()
-    if cancelled is not None:
-        raise cancelled
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled() and (error := task.exception()):
+        cancelled.add_note(f"meanwhile stop() raised {type(error).__name__}: {error}")
+    raise cancelled

@@ -144,11 +144,14 @@ class ToolUse(Environment):
         offer = self._offers.get(call.name)
         if offer is None:
             return _Answer(f"error: there is no tool {call.name!r}; the tools are: {', '.join(self._offers)}", True)
+        try:
+            offer.check(call.arguments)
+        except ToolError as error:
+            return _Answer(f"error: {error}", mistake=True)
         tool, retries = self._tools[offer.option], 0
         most = self.call_retries if tool.idempotent else 0
         while True:
             try:
-                offer.check(call.arguments)
                 said = await tools.call(tool, call.name, call.arguments, self.call_timeout_s)
                 return _Answer(said, retries=retries)
             except ToolError as error:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from asyncio import gather
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar, cast
 
 from mtgrpo import extension
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, harmless
 from mtgrpo.part import Part, RunContext, built, named
+from mtgrpo.together import together
 from mtgrpo.types import Trajectory
 from mtgrpo.workers import Workers, open_workers
 
@@ -38,7 +39,7 @@ Given: TypeAlias = float | Score | Exception  # an exception: this trajectory co
 class Reward(Part, ABC):
     """Base of all rewards. Write `reward`, or `rewards` where siblings are scored together or something is awaited."""
 
-    cpu_heavy = False  # `reward` runs in another process, so that nothing else waits for it
+    cpu_heavy = False  # a picklable copy's `reward` runs in another process, so that nothing else waits for it
     judges_turns = False  # whether its scores have turns, which advantage=turn asks for
     _workers = cast("Workers | None", None)
 
@@ -69,7 +70,7 @@ class Reward(Part, ABC):
         run, settings = self._workers.run, copy.copy(self)
         settings._workers = None
         work = settings.reward
-        return await gather(*(tried(lambda one=one: run(work, one), self.retries) for one in siblings))
+        return await together(tried(lambda one=one: run(work, one), self.retries) for one in siblings)
 
     def note(self, divide_by_std: bool) -> str:
         """What the user should know before training begins; "" = nothing.
@@ -89,22 +90,60 @@ class Reward(Part, ABC):
             yield running
 
 
+@asynccontextmanager
+async def opened(reward: Reward, context: RunContext) -> AsyncGenerator[Reward]:
+    """The running reward, with its processes where it is `cpu_heavy`, also if it overrides `open`."""
+    async with reward.open(context) as running:
+        if not running.cpu_heavy or running._workers is not None:  # pyright: ignore[reportPrivateUsage]
+            yield running
+            return
+        running = copy.copy(running)
+        with open_workers() as running._workers:  # pyright: ignore[reportPrivateUsage]
+            yield running
+
+
 def _only_together(self: Reward, trajectory: Trajectory) -> float:
     raise NotImplementedError(f"{type(self).__name__} scores siblings together")
 
 
 async def tried(work: Callable[[], T | Awaitable[T]], retries: int) -> T | Exception:
-    """What `work` gives, or at last raises. ConfigError is the user's to mend, and comes through."""
+    """What `work` gives, or at last raises. ConfigError is the user's to mend, and comes through.
+
+    SystemExit and the like, which would end the whole program, become RuntimeError, and so does its own cancellation.
+    """
     while True:
         try:
-            found = work()
-            return cast(T, await found if inspect.isawaitable(found) else found)
+            return await _by_itself(work)
         except ConfigError:
             raise
         except Exception as error:
             if not retries:
                 return error
         retries -= 1
+
+
+async def _by_itself(work: Callable[[], T | Awaitable[T]]) -> T:
+    """In a task of its own, so that a cancellation from within is told from one from outside."""
+    task = asyncio.ensure_future(_found(work))
+    try:
+        await asyncio.wait({task})
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    if task.cancelled():
+        raise RuntimeError("CancelledError")
+    return task.result()
+
+
+async def _found(work: Callable[[], T | Awaitable[T]]) -> T:
+    try:
+        found = work()
+        return cast(T, await found if inspect.isawaitable(found) else found)
+    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+        raise  # the last three come from outside, or are told apart there
+    except BaseException as error:
+        raise harmless(error) from error
 
 
 async def scores(reward: Reward, siblings: Sequence[Trajectory]) -> list[Score | Exception]:
@@ -166,14 +205,14 @@ class OfRewards(Reward, ABC):
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         """With the others open."""
-        async with AsyncExitStack() as stack, super().open(context) as opened:
-            running = copy.copy(opened)
-            running._parts = {n: await stack.enter_async_context(p.open(context)) for n, p in self._parts.items()}
+        async with AsyncExitStack() as stack, super().open(context) as own:
+            running = copy.copy(own)
+            running._parts = {n: await stack.enter_async_context(opened(p, context)) for n, p in self._parts.items()}
             yield running
 
     async def part_scores(self, siblings: Sequence[Trajectory]) -> list[dict[str, Score] | Exception]:
         """What each of the others gives each sibling, by name; an exception where one of them could not."""
-        found = await gather(*(scores(part, siblings) for part in self._parts.values()))
+        found = await together(scores(part, siblings) for part in self._parts.values())
         return [_by_name(list(self._parts), row) for row in zip(*found, strict=True)]
 
 

@@ -16,7 +16,7 @@ class Composed(OfRewards):
     """The sum of the rewards `of`, each times its weight, which is 1 where none is given; so for those of turns.
 
     As options: reward=[numeric,format] reward.numeric.weight=1 reward.format.weight=0.2. Each is logged by itself, as
-    reward/numeric/mean, before it is weighed.
+    reward/numeric/mean, before it is weighed; so is what it is itself made of, as reward/numeric/NAME/mean.
     """
 
     of: Any = None  # [numeric, format], or with weights and settings {numeric: {}, format: {weight: 0.2, min_chars: 9}}
@@ -43,6 +43,11 @@ class Composed(OfRewards):
                 f"reward environment: weight={weight}: what the environment pays counts as it is; weigh it with "
                 "advantage.turn_weight, or the other rewards"
             )
+        if "success_at" in given:
+            raise ConfigError(
+                f"reward {name}: success_at={given['success_at']} has no effect beside other rewards, "
+                "where their sum decides; leave it out"
+            )
         self._weights.append(float(weight))
         return {key: value for key, value in given.items() if key != "weight"}
 
@@ -51,7 +56,8 @@ class Composed(OfRewards):
         judged = [[weight * amount for amount in score.turns] for score, weight in weighed if score.turns]
         return Score(
             total=sum(weight * score.total for score, weight in weighed),
-            components={name: score.total for name, score in found.items()},
+            components={name: score.total for name, score in found.items()}
+            | {f"{name}/{part}": amount for name, score in found.items() for part, amount in score.components.items()},
             turns=[sum(amounts) for amounts in zip(*judged, strict=True)],
             paid=sum(score.paid for score in found.values()),
         )

@@ -51,8 +51,8 @@ class GroundTruth(OfRewards):
         )
 
 
-def _sum(found: dict[str, Score]) -> float:
-    return sum(score.total for score in found.values())
+def _sum(found: dict[str, Score]) -> Score:
+    return Score(sum(one.total for one in found.values()), paid=sum(one.paid for one in found.values()))
 
 
 def _looks_answered(text: str) -> float:

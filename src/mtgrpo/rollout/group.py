@@ -35,6 +35,7 @@ class RolloutRunner:
     open_conversation: OpenConversation
     attend: Attend | None  # None: the engine cannot tell
     slots: asyncio.Semaphore  # bounds the conversations open at once
+    score_timeout_s: float = 0.0  # 0 = none
     scope: str = "train/0"  # what the rollouts are for: part of the key of every random number
 
     def at(self, scope: str, temperature: float | None = None) -> RolloutRunner:
@@ -77,7 +78,7 @@ class RolloutRunner:
         """The group, all that did not fail of it scored together; what cannot be scored has failed."""
         began = time.perf_counter()
         valid = [t for t in group.trajectories if t.status is not Status.FAILED]
-        for trajectory, score in zip(valid, await scores(self.reward, valid), strict=True):
+        for trajectory, score in zip(valid, await self._scores(valid), strict=True):
             if isinstance(score, Exception):
                 trajectory.status = Status.FAILED
                 trajectory.reason = f"RewardError: {type(self.reward).__name__}: {type(score).__name__}: {score}"
@@ -85,6 +86,14 @@ class RolloutRunner:
                 set_score(trajectory, score)
         group.score_s = time.perf_counter() - began
         return group
+
+    async def _scores(self, valid: Sequence[Trajectory]) -> Sequence[Score | Exception]:
+        try:
+            async with asyncio.timeout(self.score_timeout_s or None):
+                return await scores(self.reward, valid)
+        except TimeoutError:
+            why = f"it took longer than rollout.score_timeout_s={self.score_timeout_s}"
+            return [TimeoutError(why)] * len(valid)
 
     async def _attempt(self, task: Task, sample_index: int, attempt: int) -> Trajectory:
         deadline = asyncio.timeout(self.timeout_s or None)

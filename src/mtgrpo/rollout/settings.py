@@ -18,6 +18,7 @@ class RolloutSettings:
     max_trajectory_tool_tokens: int = 8192  # added by the environment, over all turns
     retries: int = 1  # fresh attempts for a conversation that failed through no fault of the model
     timeout_s: float = 0.0  # of one attempt at a conversation, training meanwhile too; what exceeds it fails; 0 = none
+    score_timeout_s: float = 0.0  # of scoring the siblings of a task; what exceeds it fails; 0 = none
     max_staleness: int = 0  # weight updates between a group's admission and its training; 0 = in step
     ahead: float = 1.5  # batches of groups run at once where max_staleness > 0: more hides slower tools, is staler
     extra_samples: int = 0  # run beside `group_size`; the first to finish are trained: quicker, biased to the quick
@@ -34,6 +35,6 @@ class RolloutSettings:
                 raise ConfigError(f"rollout.{name} must be >= 1, got {getattr(self, name)}")
         if self.ahead <= 1:
             raise ConfigError(f"rollout.ahead must be above 1, got {self.ahead}: nothing runs ahead otherwise")
-        for name in ("retries", "timeout_s", "max_staleness", "extra_samples"):
+        for name in ("retries", "timeout_s", "score_timeout_s", "max_staleness", "extra_samples"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"rollout.{name} must be >= 0, got {getattr(self, name)}")

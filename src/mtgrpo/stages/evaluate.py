@@ -14,6 +14,7 @@ from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.metrics import describe, valid
 from mtgrpo.stages.run import Run, open_run
+from mtgrpo.together import together
 from mtgrpo.types import Group, Task
 
 
@@ -37,11 +38,11 @@ async def evaluate_greedy(runner: RolloutRunner, tasks: Sequence[Task]) -> dict[
 
 
 async def _run_groups(runner: RolloutRunner, tasks: Sequence[Task], samples: int) -> list[Group]:
-    groups = await asyncio.gather(*(runner.run_group(task, samples) for task in tasks))
+    groups = await together(runner.run_group(task, samples) for task in tasks)
     if not valid(groups):
         reason = groups[0].trajectories[0].reason
         raise AllFailedError(f"every conversation of the evaluation failed, the first because of {reason}")
-    return list(groups)
+    return groups
 
 
 async def evaluate_fully(run: Run, name: str = AFTER) -> dict[str, float]:

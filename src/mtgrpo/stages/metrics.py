@@ -89,9 +89,12 @@ def describe_step(
 
 
 def _components(trajectories: Sequence[Trajectory]) -> Metrics:
-    """The means of what the rewards are made of, where they are composed."""
-    found = [t.components for t in trajectories if t.components]
-    return {f"reward/{name}/mean": sum(one[name] for one in found) / len(found) for name in (found or [{}])[0]}
+    """The means of what the rewards are made of, where they are composed; each over those that have it."""
+    found: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, amount in trajectory.components.items():
+            found.setdefault(name, []).append(amount)
+    return {f"reward/{name}/mean": _mean(amounts) for name, amounts in found.items()}
 
 
 def _turn_rewards(trajectories: Sequence[Trajectory]) -> Metrics:

@@ -27,6 +27,7 @@ from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.traits import check_length, traits
 from mtgrpo.part import RunContext, opens
 from mtgrpo.record.versions import write_versions
+from mtgrpo.rewards import opened
 from mtgrpo.rollout.conversation import Limits, visible_tools
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.tasks import Split, TaskStream
@@ -91,7 +92,7 @@ async def open_parts(experiment: Experiment, context: RunContext) -> AsyncGenera
             task=await stack.enter_async_context(experiment.task.open(context)),
             environment=await stack.enter_async_context(experiment.environment.open(context)),
             condenser=await stack.enter_async_context(experiment.condenser.open(context)),
-            reward=await stack.enter_async_context(experiment.reward.open(context)),
+            reward=await stack.enter_async_context(opened(experiment.reward, context)),
         )
 
 
@@ -202,6 +203,7 @@ def make_runner(
         condenser=experiment.condenser,
         retries=experiment.rollout.retries,
         timeout_s=experiment.rollout.timeout_s,
+        score_timeout_s=experiment.rollout.score_timeout_s,
         open_conversation=open_conversation,
         attend=attend,
         slots=asyncio.Semaphore(experiment.rollout.max_concurrent),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from mtgrpo import extension
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, harmless
 from mtgrpo.part import Part, built, named
 from mtgrpo.tools import schema
 from mtgrpo.tools.schema import ToolError as ToolError
@@ -43,7 +43,11 @@ class Tool(Part):
         """Called on the conversation's own copy before it begins."""
 
     async def stop(self) -> None:
-        """Called when the conversation has ended, however it did; also where `start` did not come to its end."""
+        """Called when the conversation has ended, however it did; also where `start` did not come to its end.
+
+        After a call that took too long it is a copy that goes on and is stopped. What such a call still puts on `self`
+        in its thread is not: a call that opens something closes it itself.
+        """
 
     def specs(self) -> Sequence[ToolSpec]:
         """The tools that it offers while it is open; before that, those that are known already."""
@@ -164,7 +168,7 @@ async def _answer(tool: Tool, name: str, arguments: Mapping[str, Any]) -> str:
     except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
         raise  # the last three come from outside: this call is given up, or the person wants to stop
     except BaseException as error:
-        raise _failure(error) from error
+        raise harmless(error) from error
 
 
 def _in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
@@ -179,17 +183,11 @@ def _in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
         try:
             result.set_result(work())
         except StopIteration as error:  # an asyncio future refuses it, and whoever waits would wait for ever
-            result.set_exception(_failure(error))
+            result.set_exception(harmless(error))
         except Exception as error:
             result.set_exception(error)
         except BaseException as error:
-            result.set_exception(_failure(error))
+            result.set_exception(harmless(error))
 
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
     return asyncio.wrap_future(result)
-
-
-def _failure(error: BaseException) -> RuntimeError:
-    failure = RuntimeError(f"{type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure

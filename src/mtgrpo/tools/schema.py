@@ -17,6 +17,9 @@ from jsonschema import Draft202012Validator, SchemaError, ValidationError
 from jsonschema.exceptions import best_match
 from jsonschema.validators import validator_for
 from jsonschema_specifications import REGISTRY  # pyright: ignore[reportMissingTypeStubs]
+from referencing import Resource
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import ToolSpec
@@ -72,15 +75,38 @@ class ArgumentCheck:
         except SchemaError as error:
             raise ConfigError(f"the tool {spec.name} has no valid JSON schema: {error.message[:200]}") from error
         self._validator = kind(schema, registry=REGISTRY)  # with this registry nothing is ever fetched
+        resource = Resource[Any].from_contents(schema, default_specification=DRAFT202012)
+        _resolve(spec.name, resource, REGISTRY.resolver_with_root(resource))
 
     def __call__(self, arguments: Mapping[str, Any]) -> None:
         """Check them."""
-        errors = sorted(self._validator.iter_errors(dict(arguments)), key=_importance)
-        if errors:
-            raise ToolError(_explained(errors[0], self._spec.name))
+        try:
+            errors = sorted(self._validator.iter_errors(dict(arguments)), key=_importance)
+            explained = _explained(errors[0], self._spec.name) if errors else ""
+        except OverflowError:
+            raise ToolError(f"{self._spec.name}: a number is too large") from None
+        except RecursionError:
+            raise ToolError(f"{self._spec.name}: the arguments are nested too deeply") from None
+        if explained:
+            raise ToolError(explained)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ArgumentCheck, (self._spec, self._closed)
+
+
+def _resolve(tool: str, resource: Resource[Any], resolver: Any) -> None:
+    """Look up every $ref of a schema. Raises ConfigError for one that leads nowhere."""
+    if not isinstance(resource.contents, dict):
+        return
+    resolver = resolver.in_subresource(resource)
+    reference = cast("dict[str, Any]", resource.contents).get("$ref")
+    if isinstance(reference, str):
+        try:
+            resolver.lookup(reference)
+        except Unresolvable as error:
+            raise ConfigError(f"the tool {tool}: its JSON schema has nothing at $ref {reference!r}") from error
+    for part in resource.subresources():
+        _resolve(tool, part, resolver)
 
 
 def from_json(arguments: Mapping[str, Any], tool: Callable[..., Any]) -> dict[str, Any]:
@@ -174,6 +200,8 @@ def _explained(error: ValidationError, tool: str) -> str:
     deepest = best_match([error]) or error  # of several alternatives, the one that fits best
     path = list(deepest.absolute_path)
     where = f"argument {path[0]!r}" + "".join(f"[{part!r}]" for part in path[1:]) if path else tool
+    if not isinstance(deepest.schema, Mapping):  # the schema `false`
+        return f"{where} does not take {reprlib.repr(deepest.instance)}"
     wanted, given = cast(Any, deepest.validator_value), cast(Any, deepest.instance)
     properties: Mapping[str, Any] = cast("dict[str, Any]", deepest.schema).get("properties", {})
     if deepest.validator == "additionalProperties":
