@@ -75,3 +75,18 @@ def test_what_a_record_gives_hydra_is_left_out(place: Path) -> None:
         run = recorded(place, given)
         hydra = ExperimentLoader(run=run).load_configuration("base", [], RunMode.RUN).hydra
         assert (hydra.callbacks, hydra.job.env_set) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "lacking"),
+    [
+        ({"runtime": {"choices": {"task": "gsm8k"}}}, "'environment'"),
+        ({"runtime": None}, "'choices'"),
+        ({}, "'runtime'"),
+    ],
+)
+def test_a_record_of_another_version_is_told(content: dict[str, Any], lacking: str, place: Path) -> None:
+    run = recorded(place)
+    (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": content}))
+    with pytest.raises(ConfigError, match=f"lacks {lacking}: another version of mtgrpo wrote it"):
+        taken_up(run)

@@ -19,8 +19,14 @@ def read_run(folder: Path, trusted: bool = False) -> Recipe:
 
     trusted: the record may name Python files, which will be run. Raises ConfigError.
     """
-    chosen = read_yaml(folder / ".hydra" / "hydra.yaml")["hydra"]["runtime"]["choices"]
-    choices = {key: chosen[key] for key in (*groups(), "recipe")}
+    try:
+        chosen = read_yaml(folder / ".hydra" / "hydra.yaml")["hydra"]["runtime"]["choices"]
+        choices = {key: chosen[key] for key in (*groups(), "recipe")}
+    except (KeyError, TypeError) as error:
+        what = error if isinstance(error, KeyError) else "'choices'"
+        raise ConfigError(
+            f"the record of run {folder} lacks {what}: another version of mtgrpo wrote it, and that one can read it"
+        ) from error
     content = read_yaml(folder / ".hydra" / "config.yaml")
     values = {key: value for key, value in content.items() if str(key).partition(".")[0] != "hydra"}
     resolved = _resolved(values)
