@@ -236,6 +236,23 @@ def test_a_configuration_folder_of_ones_own(run: Run, folder: Path, started: lis
     assert "did you mean gsm8k?" in err
 
 
+def test_a_recipe_sets_more_of_an_option_of_ones_own(folder: Path) -> None:
+    (folder / "algorithm").mkdir()
+    (folder / "algorithm" / "mygrpo.yaml").write_text("defaults: [grpo]\nclip_high: 0.33\n")
+    recipe = folder / "recipe" / "mine.yaml"
+    recipe.write_text("defaults: [{override /algorithm: mygrpo}]\nalgorithm: {clip_high: 0.44, clip_low: 0.11}\n")
+
+    def clips(*words: str) -> tuple[float, float]:
+        made: Any = compose(parse(words), folders=[folder]).experiment.algorithm
+        return made.clip_low, made.clip_high
+
+    plain = clips()
+    assert clips("recipe=mine") == clips("recipe=mine", "algorithm=mygrpo") == (0.11, 0.44)
+    assert clips("algorithm=mygrpo") == (plain[0], 0.33)
+    assert clips("recipe=mine", "algorithm.clip_high=0.5") == (0.11, 0.5)
+    assert clips("recipe=mine", "algorithm=grpo") == clips("~recipe") == (0.2, 0.2)
+
+
 def test_torchrun_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = run("train")

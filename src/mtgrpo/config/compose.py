@@ -191,19 +191,12 @@ class ExperimentLoader(ConfigLoaderImpl):
         taken |= {"trust_code"} if self._evaluates or self._run else set()
         own = [o for o in given if not o.is_hydra_override() and o.key_or_group not in taken]
         recipe, layers = self._recipes(start, given)
-        chosen: list[tuple[Recipe, dict[str, Any]]] = []
-        running: dict[str, Any] = {}
-        for layer in (start, *layers):
-            running = running | layer.choices
-            chosen.append((layer, running))
-        running = running | {o.key_or_group: _option(o) for o in own if o.key_or_group in groups()}
-        for group in groups():
-            if option := read_option(group, running[group], self._folders):
-                running = running | option.choices
-                chosen.append((option, running))
-        choices = {group: running[group] for group in groups()}
+        words = Recipe("the command line", {o.key_or_group: _option(o) for o in own if o.key_or_group in groups()}, {})
+        chosen, named = self._layered([start, *layers, words])
+        inherited = {group: read_option(group, named[group], self._folders) for group in groups()}
+        choices = {group: option.choices[group] if option else named[group] for group, option in inherited.items()}
         known = schema(choices)
-        values, sources = _merged(chosen, choices, known)
+        values, sources = _merged(chosen, named, known)
         settings = [o for o in own if o.key_or_group not in choices]
         inside = tuple(f"{group}.{name}." for group in choices for name in entries(group, choices[group]))
         settings.sort(key=lambda o: o.key_or_group.count("."))  # a list first, then settings of what is in it
@@ -215,6 +208,20 @@ class ExperimentLoader(ConfigLoaderImpl):
         of_hydra += [str(o.input_line) for o in given if o.is_hydra_override()]
         lines = [*parts, "recipe=chosen", *lines, *of_hydra]
         return _Plan(lines, choices | {"recipe": recipe}, known, sources, settings)
+
+    def _layered(self, layers: Sequence[Recipe]) -> tuple[list[tuple[Recipe, dict[str, Any]]], dict[str, Any]]:
+        """The layers, each with the options chosen up to it, and all choices.
+
+        Where one chooses an option of the user's own folders, what is set there comes just before that layer.
+        """
+        chosen: list[tuple[Recipe, dict[str, Any]]] = []
+        running: dict[str, Any] = {}
+        for layer in layers:
+            new = {key: option for key, option in layer.choices.items() if running.get(key) != option}
+            running = running | layer.choices
+            found = [read_option(key, option, self._folders) for key, option in new.items() if key in groups()]
+            chosen += [(each, running) for each in (*found, layer) if each]
+        return chosen, running
 
     def _recipes(self, start: Recipe, given: Sequence[Override]) -> tuple[Any, list[Recipe]]:
         """What was chosen as the recipe, and all that it comes to."""
