@@ -17,7 +17,7 @@ import yaml
 
 import mtgrpo
 from mtgrpo import cli
-from mtgrpo.config.compose import compose, parse
+from mtgrpo.config.compose import _first, compose, parse  # pyright: ignore[reportPrivateUsage]
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.hints import ELSEWHERE
 from mtgrpo.config.options import groups, options, schema
@@ -318,6 +318,16 @@ def test_settings_of_an_option_that_a_sweep_chooses(run: Run, started: list[tupl
     code, _, err = run("train", "-m", "algorithm=glob(*grpo)", "hydra/launcher=basic")
     assert code == 0, err
     assert [type(made.algorithm).__name__ for made, _ in started[4:]] == ["DrGRPO", "GRPO"]
+
+
+def test_a_pattern_of_names_is_told_where_it_cannot_be_used(run: Run) -> None:
+    assert run("train", "--info", "defaults", "algorithm=glob(g*)")[0] == 0
+    code, _, err = run("train", "algorithm=glob(g*)")
+    assert (code, "add --multirun" in err) == (2, True)
+    code, _, err = run("train", "-m", "algorithm=glob(zz*)")
+    assert (code, "algorithm=glob(zz*) stands for no value at all" in err) == (2, True)
+    with pytest.raises(ConfigError, match="ConfigLoader is not set"):
+        _first(parse(["algorithm=glob(g*)"])[0])
 
 
 def test_a_sweep_with_one_wrong_run_begins_none(run: Run, place: Path, started: list[tuple[Experiment, Path]]) -> None:

@@ -143,7 +143,7 @@ class ExperimentLoader(ConfigLoaderImpl):
         Raises ConfigError for whatever is wrong with it.
         """
         given = parse(overrides, self)
-        plan = self._plan([_first(o) if o.is_sweep_override() else o for o in given])
+        plan = self._plan(_firsts(given))
         for override in given:
             if override.is_sweep_override() and override.is_hydra_override():
                 raise ConfigError(f"{override.input_line} gives several values: what belongs to Hydra takes one")
@@ -171,7 +171,7 @@ class ExperimentLoader(ConfigLoaderImpl):
 
     def compute_defaults_list(self, config_name: str | None, overrides: list[str], run_mode: RunMode) -> DefaultsList:
         """Called by Hydra for --info."""
-        return super().compute_defaults_list(config_name, self._plan(parse(overrides)).lines, run_mode)
+        return super().compute_defaults_list(config_name, self._plan(_firsts(parse(overrides, self))).lines, run_mode)
 
     def get_group_options(
         self,
@@ -245,10 +245,19 @@ class ExperimentLoader(ConfigLoaderImpl):
         return recipe, [*found, *layers]
 
 
+def _firsts(given: Sequence[Override]) -> list[Override]:
+    return [_first(override) if override.is_sweep_override() else override for override in given]
+
+
 def _first(override: Override) -> Override:
-    """The first of the values that a sweep gives."""
+    """The first of the values that a sweep gives. Raises ConfigError where there is none."""
     value = override.value()
-    first = value.start if isinstance(value, IntervalSweep) else next(iter(override.sweep_string_iterator()))
+    try:
+        first = value.start if isinstance(value, IntervalSweep) else next(override.sweep_string_iterator(), None)
+    except HydraException as error:
+        raise ConfigError(f"{override.input_line}: {error}") from error
+    if first is None:
+        raise ConfigError(f"{override.input_line} stands for no value at all")
     return parse([f"{override.get_key_element()}={first}"])[0]
 
 
