@@ -697,8 +697,9 @@ def test_several_runs_are_processes_whose_failures_count(
     code, out, _ = run("train", "seed=1,2,3", "kl.coef=0.5", "-m", 'hydra.sweep.dir="the user\'s sweep"')
     assert code == 1
     calls = [ast.literal_eval(line) for line in (place / "calls").read_text().splitlines()]
+    common = ["kl.coef=0.5", "hydra.mode=RUN"]  # a configuration of the user's own may say MULTIRUN
     assert calls == [
-        ["-m", "mtgrpo", "train", f"seed={n + 1}", "kl.coef=0.5", rf"hydra.run.dir='the user\'s sweep/{n}'"]
+        [*("-m", "mtgrpo", "train"), f"seed={n + 1}", *common, rf"hydra.run.dir='the user\'s sweep/{n}'"]
         for n in range(3)
     ]
     failure = "run 1 (seed=2) failed with exit code 3"
