@@ -144,6 +144,14 @@ def test_plus_adds_and_tilde_takes_away() -> None:
     assert experiment("~recipe").sft.steps == 0
 
 
+def test_what_stands_to_the_right_wins() -> None:
+    assert experiment("optimizer.lr=1e-3", "optimizer={lr: 2e-3}").optimizer.lr == 2e-3
+    assert experiment("optimizer={lr: 2e-3}", "optimizer.lr=1e-3").optimizer.lr == 1e-3
+    made = experiment("environment.tools.calculator.max_digits=5", "environment.tools=[calculator]").environment
+    assert isinstance(made, ToolUse)
+    assert made.tools == {"calculator": {"max_digits": 5}}
+
+
 def test_every_name_of_another_library_is_answered_with_one_of_ours() -> None:
     choices: dict[str, Any] = {"task": "parquet", "environment": "tool_use", "condenser": "none", "reward": "numeric"}
     known = schema(choices | {"algorithm": "grpo", "advantage": "trajectory", "engine": "local"})

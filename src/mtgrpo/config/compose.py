@@ -199,7 +199,8 @@ class ExperimentLoader(ConfigLoaderImpl):
         values, sources = _merged(chosen, named, known)
         settings = [o for o in own if o.key_or_group not in choices]
         inside = tuple(f"{group}.{name}." for group in choices for name in entries(group, choices[group]))
-        settings.sort(key=lambda o: o.key_or_group.count("."))  # a list first, then settings of what is in it
+        inside += tuple(f"{name}." for name, setting in known.items() if setting.type is Any)
+        settings.sort(key=lambda o: o.key_or_group.startswith(inside))  # a list first, then settings of what is in it
         lines = [line for o in settings if (line := _line(o, known, values, inside))]
         _gather(values, choices)
         ConfigStore.instance().store("chosen", OmegaConf.create(_nested(values)), "recipe", "_global_")
