@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hydra.types import RunMode
 
+from mtgrpo import cli
 from mtgrpo.config.compose import Composed, ExperimentLoader, compose, parse
 from mtgrpo.errors import ConfigError
 
@@ -90,3 +91,16 @@ def test_a_record_of_another_version_is_told(content: dict[str, Any], lacking: s
     (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": content}))
     with pytest.raises(ConfigError, match=f"lacks {lacking}: another version of mtgrpo wrote it"):
         taken_up(run)
+
+
+def test_a_checkpoint_is_found_from_the_folder_that_the_command_was_typed_in(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = recorded(place) / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    measured: list[Path] = []
+    monkeypatch.setattr("mtgrpo.cli.checked", lambda *_: None)
+    monkeypatch.setattr("mtgrpo.stages.evaluate.run_evaluation", lambda *given: measured.append(given[-1]))
+    words = ["eval", "checkpoint=checkpoints/step_000001", "hydra.job.chdir=true", "hydra.run.dir=there"]
+    cli.run_command(words)
+    assert measured == [checkpoint]

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mtgrpo import __version__
 from mtgrpo.errors import ConfigError
@@ -256,7 +256,7 @@ def checked(command: str, config: DictConfig) -> Composed:
 
     try:
         if command == "eval":  # the checkpoint brings its own tokenizer
-            name = str(_checkpoint(config.hydra.overrides.task))
+            name = str(_checkpoint(config.hydra))
             check(replace(experiment, model=replace(experiment.model, name=name)))
         else:
             check(experiment)
@@ -278,7 +278,7 @@ def run_job(command: str, config: DictConfig) -> float | None:
     if command == "eval":
         from mtgrpo.stages.evaluate import run_evaluation  # noqa: PLC0415
 
-        run_evaluation(experiment, folder, _checkpoint(hydra.overrides.task))
+        run_evaluation(experiment, folder, _checkpoint(hydra))
     elif command == "sft":
         from mtgrpo.stages.sft import run_sft  # noqa: PLC0415
 
@@ -334,12 +334,13 @@ def _quoted(path: Path) -> str:
     return QuotedString(str(path), Quote.single).with_quotes()
 
 
-def _checkpoint(lines: Sequence[str]) -> Path:
-    """The folder that the last of the words `checkpoint=PATH` names."""
+def _checkpoint(hydra: Any) -> Path:
+    """The folder that the last of the words `checkpoint=PATH` names, which Hydra may have left since."""
     from mtgrpo.config.compose import parse  # noqa: PLC0415
     from mtgrpo.config.run_record import checkpoint_folder  # noqa: PLC0415
 
-    return checkpoint_folder([str(o.value()) for o in parse(list(lines)) if o.key_or_group == "checkpoint"][-1])
+    given = [str(o.value()) for o in parse(list(hydra.overrides.task)) if o.key_or_group == "checkpoint"]
+    return checkpoint_folder(given[-1], Path(hydra.runtime.cwd))
 
 
 def _complete(words: list[str]) -> None:

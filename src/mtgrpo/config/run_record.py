@@ -61,9 +61,12 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def checkpoint_folder(given: str) -> Path:
-    """The folder that `checkpoint=` names. Raises ConfigError where it is none, or lies in no run's folder."""
-    path = Path(given).expanduser().resolve()
+def checkpoint_folder(given: str, place: Path | None = None) -> Path:
+    """The folder that `checkpoint=` names; a relative one is looked for in `place`, by default the working folder.
+
+    Raises ConfigError where it is none, or lies in no run's folder.
+    """
+    path = ((place or Path()) / Path(given).expanduser()).resolve()
     if not path.is_dir():
         raise ConfigError(f"checkpoint={given}: there is no folder {path}")
     if not (path.parent.parent / ".hydra" / "config.yaml").is_file():
