@@ -17,7 +17,12 @@ import yaml
 
 import mtgrpo
 from mtgrpo import cli
-from mtgrpo.config.compose import _first, compose, parse  # pyright: ignore[reportPrivateUsage]
+from mtgrpo.config.compose import (
+    ExperimentLoader,
+    _first,  # pyright: ignore[reportPrivateUsage]
+    compose,
+    parse,
+)
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.hints import ELSEWHERE
 from mtgrpo.config.options import groups, options, schema
@@ -244,6 +249,17 @@ def test_a_configuration_folder_of_ones_own(run: Run, folder: Path, started: lis
     assert "did you mean gsm8k?" in err
 
 
+def test_both_folders_reach_the_runs_of_a_sweep(folder: Path, run: Run) -> None:
+    other = folder.parent / "other"
+    other.mkdir()
+    flags = ExperimentLoader([other, folder]).flags
+    code, out, err = run("train", "--cfg", "job", *flags, "recipe=short", "task=sums")
+    assert code == 0, err
+    assert flags == ["--config-dir", str(other), "--config-path", str(folder)]
+    assert yaml.safe_load(out)["task"]["largest"] == 20
+    assert run("train", "--cfg", "job", *ExperimentLoader([folder, other]).flags, "recipe=short")[0] == 0
+
+
 def test_a_recipe_sets_more_of_an_option_of_ones_own(folder: Path) -> None:
     (folder / "algorithm").mkdir()
     (folder / "algorithm" / "mygrpo.yaml").write_text("defaults: [grpo]\nclip_high: 0.33\n")
@@ -266,8 +282,9 @@ def test_torchrun_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, place: P
     code, _, err = run("train")
     assert code == 2
     assert "WORLD_SIZE=2: torchrun would start as many runs" in err
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert run("train", "--cfg", "job")[0] == 0
+    for alone in ("1", ""):
+        monkeypatch.setenv("WORLD_SIZE", alone)
+        assert run("train", "--cfg", "job")[0] == 0
 
 
 # --- the folder of a run and its record

@@ -125,7 +125,8 @@ class ExperimentLoader(ConfigLoaderImpl):
             path.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
         super().__init__(path)
         ConfigStore.instance().store("experiment", Experiment)
-        self.flags = [word for folder in folders for word in ("--config-dir", str(folder.resolve()))]
+        named = zip(("--config-dir", "--config-path"), folders, strict=False)  # each can be given once
+        self.flags = [word for flag, folder in named for word in (flag, str(folder.resolve()))]
         self.flags += [] if primary == "base" else ["--config-name", primary]
         self._folders, self._evaluates, self._run = list(folders), evaluates, run
         self._primary = None if primary == "base" else read_primary(primary, folders)
