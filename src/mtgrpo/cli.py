@@ -118,7 +118,7 @@ def _data(words: Sequence[str]) -> None:
 
 
 def _experiment(command: str, words: Sequence[str]) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE") or "1") > 1:
         raise ConfigError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}: torchrun would start as many runs that know nothing of one "
             "another; training on several GPUs is not built yet. Start one process, without torchrun"
