@@ -345,6 +345,20 @@ def test_settings_of_an_option_that_a_sweep_chooses(run: Run, started: list[tupl
     assert [type(made.algorithm).__name__ for made, _ in started[4:]] == ["DrGRPO", "GRPO"]
 
 
+def test_what_a_file_gives_the_sweeper_is_checked_too(run: Run, folder: Path) -> None:
+    (folder / "many.yaml").write_text("hydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n")
+    words = ["--config-dir", "conf", "--config-name", "many", "--dry-run"]
+    code, out, err = run("train", *words, "trainer.steps=3")
+    assert code == 0, err
+    assert re.findall("# run .*", out) == ["# run 0: seed=1 trainer.steps=3", "# run 1: seed=2 trainer.steps=3"]
+    (folder / "many.yaml").write_text("hydra: {mode: MULTIRUN, sweeper: {params: {sft.optimizer.lr: '0.1,-1'}}}\n")
+    code, _, err = run("train", *words)
+    assert (code, "sft.optimizer.lr" in err) == (2, True)
+    for word in ("hydra.sweeper.params={seed: '1,2'}", "+hydra.sweeper.params.seed='1,2'"):
+        code, _, err = run("train", "-m", word, "--dry-run")
+        assert (code, "here give the settings themselves, as seed=1,2" in err) == (2, True)
+
+
 def test_a_pattern_of_names_is_told_where_it_cannot_be_used(run: Run) -> None:
     assert run("train", "--info", "defaults", "algorithm=glob(g*)")[0] == 0
     code, _, err = run("train", "algorithm=glob(g*)")

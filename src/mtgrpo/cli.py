@@ -223,13 +223,17 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
 
     if _gives(words, "hydra.run.dir"):
         raise ConfigError("hydra.run.dir is for a single run; with --multirun give hydra.sweep.dir=PATH")
+    if any("hydra.sweeper.params" in word.partition("=")[0] for word in words):  # Hydra cannot add to none
+        raise ConfigError("hydra.sweeper.params belongs in a file; here give the settings themselves, as seed=1,2")
     config, loader = (
         hydra.compose_config("base", words, RunMode.MULTIRUN),
         cast("ExperimentLoader", hydra.config_loader),
     )
     if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__):
         try:
-            (jobs,) = BasicSweeper.split_arguments(parse(config.hydra.overrides.task, loader), max_batch_size=None)
+            params = [f"{key}={values}" for key, values in (config.hydra.sweeper.params or {}).items()]
+            lines = parse([*params, *config.hydra.overrides.task], loader)
+            (jobs,) = BasicSweeper.split_arguments(lines, max_batch_size=None)
         except HydraException as error:
             raise ConfigError(f"--multirun takes lists such as seed=1,2,3 and ranges: {error}") from error
         for number, job in enumerate(jobs):

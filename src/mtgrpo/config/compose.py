@@ -378,7 +378,7 @@ def _flat(values: Mapping[str, Any], known: Mapping[str, Setting], prefix: str =
     """Nested values by the keys of the settings that they are for."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and key not in known:
+        if isinstance(value, dict) and key not in known and key != "hydra.sweeper.params":  # it has dotted names
             yield from _flat(cast("dict[str, Any]", value), known, f"{key}.")
         else:
             yield key, value
