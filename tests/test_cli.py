@@ -28,7 +28,8 @@ from mtgrpo.config import options
 from mtgrpo.config.compose import Composed, compose, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.helptext import comments
-from mtgrpo.config.recipe import read_run, recipes
+from mtgrpo.config.recipe import recipes
+from mtgrpo.config.run_record import read_run
 from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
@@ -588,11 +589,13 @@ def test_parts_of_ones_own_make_a_run(run: Run, place: Path, own: str) -> None:
     assert choices["algorithm"] == f"{own}:Reinforce"
 
     (checkpoint,) = (folder / "checkpoints").glob("step_*")
-    code, _, err = run("eval", f"checkpoint={checkpoint}", "reward.target=0.25", "hydra.run.dir=measured")
+    code, _, err = run(
+        "eval", f"checkpoint={checkpoint}", "trust_code=true", "reward.target=0.25", "hydra.run.dir=measured"
+    )
     assert code == 0, err
     summary = json.loads((place / "measured" / "summary.json").read_text())
     assert summary["eval/reward"] == 0.25
-    again = read_run(place / "measured").values
+    again = read_run(place / "measured", trusted=True).values
     assert (again["task"]["largest"], again["reward"]["target"], again["eval"]["tasks"]) == (5, 0.25, 2)
 
 
@@ -608,9 +611,9 @@ def test_the_checkpoint_s_run_is_the_recipe_of_its_evaluation(place: Path, own: 
     record.mkdir()
     (record / "config.yaml").write_text(first.values)
     (record / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": first.choices}}}))
-    again = compose([], run=place)
+    again = compose(parse(["trust_code=true"]), run=place)
     assert (again.values, again.choices) == (first.values, first.choices)
-    other = compose(parse(["task=calculator", "seed=4"]), run=place)
+    other = compose(parse(["task=calculator", "seed=4", "trust_code=true"]), run=place)
     assert other.experiment.task == Calculator()
     assert (other.experiment.seed, other.experiment.rollout.group_size) == (4, 4)
 
@@ -694,8 +697,9 @@ def test_several_runs_are_processes_whose_failures_count(
     code, out, _ = run("train", "seed=1,2,3", "kl.coef=0.5", "-m", 'hydra.sweep.dir="the user\'s sweep"')
     assert code == 1
     calls = [ast.literal_eval(line) for line in (place / "calls").read_text().splitlines()]
+    common = ["kl.coef=0.5", "hydra.mode=RUN"]  # a configuration of the user's own may say MULTIRUN
     assert calls == [
-        ["-m", "mtgrpo", "train", f"seed={n + 1}", "kl.coef=0.5", rf"hydra.run.dir='the user\'s sweep/{n}'"]
+        [*("-m", "mtgrpo", "train"), f"seed={n + 1}", *common, rf"hydra.run.dir='the user\'s sweep/{n}'"]
         for n in range(3)
     ]
     failure = "run 1 (seed=2) failed with exit code 3"

@@ -17,7 +17,12 @@ import yaml
 
 import mtgrpo
 from mtgrpo import cli
-from mtgrpo.config.compose import compose, parse
+from mtgrpo.config.compose import (
+    ExperimentLoader,
+    _first,  # pyright: ignore[reportPrivateUsage]
+    compose,
+    parse,
+)
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.hints import ELSEWHERE
 from mtgrpo.config.options import groups, options, schema
@@ -144,6 +149,14 @@ def test_plus_adds_and_tilde_takes_away() -> None:
     assert experiment("~recipe").sft.steps == 0
 
 
+def test_what_stands_to_the_right_wins() -> None:
+    assert experiment("optimizer.lr=1e-3", "optimizer={lr: 2e-3}").optimizer.lr == 2e-3
+    assert experiment("optimizer={lr: 2e-3}", "optimizer.lr=1e-3").optimizer.lr == 1e-3
+    made = experiment("environment.tools.calculator.max_digits=5", "environment.tools=[calculator]").environment
+    assert isinstance(made, ToolUse)
+    assert made.tools == {"calculator": {"max_digits": 5}}
+
+
 def test_every_name_of_another_library_is_answered_with_one_of_ours() -> None:
     choices: dict[str, Any] = {"task": "parquet", "environment": "tool_use", "condenser": "none", "reward": "numeric"}
     known = schema(choices | {"algorithm": "grpo", "advantage": "trajectory", "engine": "local"})
@@ -236,13 +249,42 @@ def test_a_configuration_folder_of_ones_own(run: Run, folder: Path, started: lis
     assert "did you mean gsm8k?" in err
 
 
+def test_both_folders_reach_the_runs_of_a_sweep(folder: Path, run: Run) -> None:
+    other = folder.parent / "other"
+    other.mkdir()
+    flags = ExperimentLoader([other, folder]).flags
+    code, out, err = run("train", "--cfg", "job", *flags, "recipe=short", "task=sums")
+    assert code == 0, err
+    assert flags == ["--config-dir", str(other), "--config-path", str(folder)]
+    assert yaml.safe_load(out)["task"]["largest"] == 20
+    assert run("train", "--cfg", "job", *ExperimentLoader([folder, other]).flags, "recipe=short")[0] == 0
+
+
+def test_a_recipe_sets_more_of_an_option_of_ones_own(folder: Path) -> None:
+    (folder / "algorithm").mkdir()
+    (folder / "algorithm" / "mygrpo.yaml").write_text("defaults: [grpo]\nclip_high: 0.33\n")
+    recipe = folder / "recipe" / "mine.yaml"
+    recipe.write_text("defaults: [{override /algorithm: mygrpo}]\nalgorithm: {clip_high: 0.44, clip_low: 0.11}\n")
+
+    def clips(*words: str) -> tuple[float, float]:
+        made: Any = compose(parse(words), folders=[folder]).experiment.algorithm
+        return made.clip_low, made.clip_high
+
+    plain = clips()
+    assert clips("recipe=mine") == clips("recipe=mine", "algorithm=mygrpo") == (0.11, 0.44)
+    assert clips("algorithm=mygrpo") == (plain[0], 0.33)
+    assert clips("recipe=mine", "algorithm.clip_high=0.5") == (0.11, 0.5)
+    assert clips("recipe=mine", "algorithm=grpo") == clips("~recipe") == (0.2, 0.2)
+
+
 def test_torchrun_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = run("train")
     assert code == 2
     assert "WORLD_SIZE=2: torchrun would start as many runs" in err
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert run("train", "--cfg", "job")[0] == 0
+    for alone in ("1", ""):
+        monkeypatch.setenv("WORLD_SIZE", alone)
+        assert run("train", "--cfg", "job")[0] == 0
 
 
 # --- the folder of a run and its record
@@ -301,6 +343,30 @@ def test_settings_of_an_option_that_a_sweep_chooses(run: Run, started: list[tupl
     code, _, err = run("train", "-m", "algorithm=glob(*grpo)", "hydra/launcher=basic")
     assert code == 0, err
     assert [type(made.algorithm).__name__ for made, _ in started[4:]] == ["DrGRPO", "GRPO"]
+
+
+def test_what_a_file_gives_the_sweeper_is_checked_too(run: Run, folder: Path) -> None:
+    (folder / "many.yaml").write_text("hydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n")
+    words = ["--config-dir", "conf", "--config-name", "many", "--dry-run"]
+    code, out, err = run("train", *words, "trainer.steps=3")
+    assert code == 0, err
+    assert re.findall("# run .*", out) == ["# run 0: seed=1 trainer.steps=3", "# run 1: seed=2 trainer.steps=3"]
+    (folder / "many.yaml").write_text("hydra: {mode: MULTIRUN, sweeper: {params: {sft.optimizer.lr: '0.1,-1'}}}\n")
+    code, _, err = run("train", *words)
+    assert (code, "sft.optimizer.lr" in err) == (2, True)
+    for word in ("hydra.sweeper.params={seed: '1,2'}", "+hydra.sweeper.params.seed='1,2'"):
+        code, _, err = run("train", "-m", word, "--dry-run")
+        assert (code, "here give the settings themselves, as seed=1,2" in err) == (2, True)
+
+
+def test_a_pattern_of_names_is_told_where_it_cannot_be_used(run: Run) -> None:
+    assert run("train", "--info", "defaults", "algorithm=glob(g*)")[0] == 0
+    code, _, err = run("train", "algorithm=glob(g*)")
+    assert (code, "add --multirun" in err) == (2, True)
+    code, _, err = run("train", "-m", "algorithm=glob(zz*)")
+    assert (code, "algorithm=glob(zz*) stands for no value at all" in err) == (2, True)
+    with pytest.raises(ConfigError, match="ConfigLoader is not set"):
+        _first(parse(["algorithm=glob(g*)"])[0])
 
 
 def test_a_sweep_with_one_wrong_run_begins_none(run: Run, place: Path, started: list[tuple[Experiment, Path]]) -> None:

@@ -290,7 +290,7 @@ def test_the_shipped_tokenizer_is_rebuilt_byte_for_byte(tmp_path: Path, monkeypa
     assert built == {path.name: path.read_bytes() for path in tiny.TOKENIZER.iterdir()}
 
 
-@pytest.mark.parametrize(("local_rank", "expected"), [(None, 0), ("1", 1)])
+@pytest.mark.parametrize(("local_rank", "expected"), [(None, 0), ("", 0), ("1", 1)])
 def test_every_process_takes_the_gpu_of_its_rank(
     monkeypatch: pytest.MonkeyPatch, local_rank: str | None, expected: int
 ) -> None:

@@ -45,7 +45,7 @@ class ProcessLauncher(Launcher):
             print(title, flush=True)
             folder = Path(root, self._subfolder(number, words))
             place = QuotedString(str(folder), Quote.single).with_quotes()
-            code = _finished([*command, *words, *common, f"hydra.run.dir={place}"])
+            code = _finished([*command, *words, *common, "hydra.mode=RUN", f"hydra.run.dir={place}"])
             if code:
                 failures.append(f"{title} failed with exit code {code}")
             done = JobReturn(overrides=words, working_dir=str(folder))

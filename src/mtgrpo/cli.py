@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mtgrpo import __version__
 from mtgrpo.errors import ConfigError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 EXPERIMENTS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
-    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070",
+    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070; trust_code=true runs its code files",
 }
 READERS = {  # commands about runs and machines, with flags and a module of their own
     "report": "what runs did and learned, on one page: report RUN [RUN ...]",
@@ -127,7 +127,7 @@ def _data(words: Sequence[str]) -> None:
 
 
 def _experiment(command: str, words: Sequence[str]) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE") or "1") > 1:
         raise ConfigError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}: torchrun would start as many runs that know nothing of one "
             "another; training on several GPUs is not built yet. Start one process, without torchrun"
@@ -138,7 +138,7 @@ def _experiment(command: str, words: Sequence[str]) -> None:
     if args.help:
         from mtgrpo.config.helptext import help_text  # noqa: PLC0415
 
-        shown = [word for word in args.overrides if not word.startswith(("checkpoint=", "hydra."))]
+        shown = [word for word in args.overrides if not word.startswith(("checkpoint=", "trust_code=", "hydra."))]
         show(f"mtgrpo {command} [KEY=VALUE ...]: {COMMANDS[command]}\n\n{help_text(shown, _folders(args))}")
         return
     loader = ExperimentLoader(_folders(args), args.config_name or "base", evaluates=command == "eval")
@@ -232,13 +232,17 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
 
     if _gives(words, "hydra.run.dir"):
         raise ConfigError("hydra.run.dir is for a single run; with --multirun give hydra.sweep.dir=PATH")
+    if any("hydra.sweeper.params" in word.partition("=")[0] for word in words):  # Hydra cannot add to none
+        raise ConfigError("hydra.sweeper.params belongs in a file; here give the settings themselves, as seed=1,2")
     config, loader = (
         hydra.compose_config("base", words, RunMode.MULTIRUN),
         cast("ExperimentLoader", hydra.config_loader),
     )
     if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__):
         try:
-            (jobs,) = BasicSweeper.split_arguments(parse(config.hydra.overrides.task, loader), max_batch_size=None)
+            params = [f"{key}={values}" for key, values in (config.hydra.sweeper.params or {}).items()]
+            lines = parse([*params, *config.hydra.overrides.task], loader)
+            (jobs,) = BasicSweeper.split_arguments(lines, max_batch_size=None)
         except HydraException as error:
             raise ConfigError(f"--multirun takes lists such as seed=1,2,3 and ranges: {error}") from error
         for number, job in enumerate(jobs):
@@ -265,7 +269,7 @@ def checked(command: str, config: DictConfig) -> Composed:
 
     try:
         if command == "eval":  # the checkpoint brings its own tokenizer
-            name = str(_checkpoint(config.hydra.overrides.task))
+            name = str(_checkpoint(config.hydra))
             check(replace(experiment, model=replace(experiment.model, name=name)))
         else:
             check(experiment)
@@ -287,7 +291,7 @@ def run_job(command: str, config: DictConfig) -> float | None:
     if command == "eval":
         from mtgrpo.stages.evaluate import run_evaluation  # noqa: PLC0415
 
-        run_evaluation(experiment, folder, _checkpoint(hydra.overrides.task))
+        run_evaluation(experiment, folder, _checkpoint(hydra))
     elif command == "sft":
         from mtgrpo.stages.sft import run_sft  # noqa: PLC0415
 
@@ -343,11 +347,13 @@ def _quoted(path: Path) -> str:
     return QuotedString(str(path), Quote.single).with_quotes()
 
 
-def _checkpoint(lines: Sequence[str]) -> Path:
-    """The folder that the last of the words `checkpoint=PATH` names."""
-    from mtgrpo.config.compose import checkpoint_folder, parse  # noqa: PLC0415
+def _checkpoint(hydra: Any) -> Path:
+    """The folder that the last of the words `checkpoint=PATH` names, which Hydra may have left since."""
+    from mtgrpo.config.compose import parse  # noqa: PLC0415
+    from mtgrpo.config.run_record import checkpoint_folder  # noqa: PLC0415
 
-    return checkpoint_folder([str(o.value()) for o in parse(list(lines)) if o.key_or_group == "checkpoint"][-1])
+    given = [str(o.value()) for o in parse(list(hydra.overrides.task)) if o.key_or_group == "checkpoint"]
+    return checkpoint_folder(given[-1], Path(hydra.runtime.cwd))
 
 
 def _complete(words: list[str]) -> None:

@@ -31,7 +31,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.options import Setting, chosen_class, entries, groups, options, schema, spell, store_name, unknown
-from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_option, read_primary, read_recipe, read_run
+from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_option, read_primary, read_recipe
+from mtgrpo.config.run_record import checkpoint_folder, read_run
 from mtgrpo.errors import ConfigError
 
 OWN_NAME = re.compile(r"`([a-z_0-9]+)")  # how a part's message names a setting of its own
@@ -124,7 +125,8 @@ class ExperimentLoader(ConfigLoaderImpl):
             path.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
         super().__init__(path)
         ConfigStore.instance().store("experiment", Experiment)
-        self.flags = [word for folder in folders for word in ("--config-dir", str(folder.resolve()))]
+        named = zip(("--config-dir", "--config-path"), folders, strict=False)  # each can be given once
+        self.flags = [word for flag, folder in named for word in (flag, str(folder.resolve()))]
         self.flags += [] if primary == "base" else ["--config-name", primary]
         self._folders, self._evaluates, self._run = list(folders), evaluates, run
         self._primary = None if primary == "base" else read_primary(primary, folders)
@@ -142,7 +144,7 @@ class ExperimentLoader(ConfigLoaderImpl):
         Raises ConfigError for whatever is wrong with it.
         """
         given = parse(overrides, self)
-        plan = self._plan([_first(o) if o.is_sweep_override() else o for o in given])
+        plan = self._plan(_firsts(given))
         for override in given:
             if override.is_sweep_override() and override.is_hydra_override():
                 raise ConfigError(f"{override.input_line} gives several values: what belongs to Hydra takes one")
@@ -170,7 +172,7 @@ class ExperimentLoader(ConfigLoaderImpl):
 
     def compute_defaults_list(self, config_name: str | None, overrides: list[str], run_mode: RunMode) -> DefaultsList:
         """Called by Hydra for --info."""
-        return super().compute_defaults_list(config_name, self._plan(parse(overrides)).lines, run_mode)
+        return super().compute_defaults_list(config_name, self._plan(_firsts(parse(overrides, self))).lines, run_mode)
 
     def get_group_options(
         self,
@@ -186,25 +188,20 @@ class ExperimentLoader(ConfigLoaderImpl):
 
     def _plan(self, given: Sequence[Override]) -> _Plan:
         start = base()
-        taken = {"recipe", "checkpoint"} if self._evaluates else {"recipe"}
+        taken = {"recipe"} | ({"checkpoint"} if self._evaluates else set())
+        taken |= {"trust_code"} if self._evaluates or self._run else set()
         own = [o for o in given if not o.is_hydra_override() and o.key_or_group not in taken]
         recipe, layers = self._recipes(start, given)
-        chosen: list[tuple[Recipe, dict[str, Any]]] = []
-        running: dict[str, Any] = {}
-        for layer in (start, *layers):
-            running = running | layer.choices
-            chosen.append((layer, running))
-        running = running | {o.key_or_group: _option(o) for o in own if o.key_or_group in groups()}
-        for group in groups():
-            if option := read_option(group, running[group], self._folders):
-                running = running | option.choices
-                chosen.append((option, running))
-        choices = {group: running[group] for group in groups()}
+        words = Recipe("the command line", {o.key_or_group: _option(o) for o in own if o.key_or_group in groups()}, {})
+        chosen, named = self._layered([start, *layers, words])
+        inherited = {group: read_option(group, named[group], self._folders) for group in groups()}
+        choices = {group: option.choices[group] if option else named[group] for group, option in inherited.items()}
         known = schema(choices)
-        values, sources = _merged(chosen, choices, known)
+        values, sources = _merged(chosen, named, known)
         settings = [o for o in own if o.key_or_group not in choices]
         inside = tuple(f"{group}.{name}." for group in choices for name in entries(group, choices[group]))
-        settings.sort(key=lambda o: o.key_or_group.count("."))  # a list first, then settings of what is in it
+        inside += tuple(f"{name}." for name, setting in known.items() if setting.type is Any)
+        settings.sort(key=lambda o: o.key_or_group.startswith(inside))  # a list first, then settings of what is in it
         lines = [line for o in settings if (line := _line(o, known, values, inside))]
         _gather(values, choices)
         ConfigStore.instance().store("chosen", OmegaConf.create(_nested(values)), "recipe", "_global_")
@@ -213,6 +210,20 @@ class ExperimentLoader(ConfigLoaderImpl):
         of_hydra += [str(o.input_line) for o in given if o.is_hydra_override()]
         lines = [*parts, "recipe=chosen", *lines, *of_hydra]
         return _Plan(lines, choices | {"recipe": recipe}, known, sources, settings)
+
+    def _layered(self, layers: Sequence[Recipe]) -> tuple[list[tuple[Recipe, dict[str, Any]]], dict[str, Any]]:
+        """The layers, each with the options chosen up to it, and all choices.
+
+        Where one chooses an option of the user's own folders, what is set there comes just before that layer.
+        """
+        chosen: list[tuple[Recipe, dict[str, Any]]] = []
+        running: dict[str, Any] = {}
+        for layer in layers:
+            new = {key: option for key, option in layer.choices.items() if running.get(key) != option}
+            running = running | layer.choices
+            found = [read_option(key, option, self._folders) for key, option in new.items() if key in groups()]
+            chosen += [(each, running) for each in (*found, layer) if each]
+        return chosen, running
 
     def _recipes(self, start: Recipe, given: Sequence[Override]) -> tuple[Any, list[Recipe]]:
         """What was chosen as the recipe, and all that it comes to."""
@@ -225,7 +236,8 @@ class ExperimentLoader(ConfigLoaderImpl):
                 raise ConfigError("eval needs checkpoint=RUN/checkpoints/step_000070")
             if asked:
                 raise ConfigError("eval takes the configuration of the checkpoint's run: leave recipe= out")
-            used = read_run(run)
+            trust = [o.value() for o in given if o.key_or_group == "trust_code"]
+            used = read_run(run, trusted=trust[-1:] == [True])
             return used.choices.get("recipe"), [used, *layers]
         recipe = (self._primary or start).choices.get("recipe", start.choices["recipe"])
         for override in asked:
@@ -235,23 +247,19 @@ class ExperimentLoader(ConfigLoaderImpl):
         return recipe, [*found, *layers]
 
 
-def checkpoint_folder(given: str) -> Path:
-    """The folder that `checkpoint=` names. Raises ConfigError where it is none, or lies in no run's folder."""
-    path = Path(given).expanduser().resolve()
-    if not path.is_dir():
-        raise ConfigError(f"checkpoint={given}: there is no folder {path}")
-    if not (path.parent.parent / ".hydra" / "config.yaml").is_file():
-        raise ConfigError(
-            f"checkpoint={given}: {path.parent.parent} holds no .hydra/config.yaml; "
-            "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000070"
-        )
-    return path
+def _firsts(given: Sequence[Override]) -> list[Override]:
+    return [_first(override) if override.is_sweep_override() else override for override in given]
 
 
 def _first(override: Override) -> Override:
-    """The first of the values that a sweep gives."""
+    """The first of the values that a sweep gives. Raises ConfigError where there is none."""
     value = override.value()
-    first = value.start if isinstance(value, IntervalSweep) else next(iter(override.sweep_string_iterator()))
+    try:
+        first = value.start if isinstance(value, IntervalSweep) else next(override.sweep_string_iterator(), None)
+    except HydraException as error:
+        raise ConfigError(f"{override.input_line}: {error}") from error
+    if first is None:
+        raise ConfigError(f"{override.input_line} stands for no value at all")
     return parse([f"{override.get_key_element()}={first}"])[0]
 
 
@@ -370,7 +378,7 @@ def _flat(values: Mapping[str, Any], known: Mapping[str, Setting], prefix: str =
     """Nested values by the keys of the settings that they are for."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and key not in known:
+        if isinstance(value, dict) and key not in known and key != "hydra.sweeper.params":  # it has dotted names
             yield from _flat(cast("dict[str, Any]", value), known, f"{key}.")
         else:
             yield key, value

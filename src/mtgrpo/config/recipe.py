@@ -1,4 +1,4 @@
-"""Recipes: options of groups and values of settings, by name or in a file. What a finished run used is a recipe too."""
+"""Recipes: options of groups and values of settings, by name or in a file."""
 
 from __future__ import annotations
 
@@ -89,13 +89,6 @@ def read_option(group: str, option: Any, folders: Sequence[Path]) -> Recipe | No
                 raise ConfigError(f"{path} must inherit one {group}, as in defaults: [NAME]")
             return Recipe(own.source, {group: named[0]}, {group: own.values})
     return None
-
-
-def read_run(folder: Path) -> Recipe:
-    """What a run used, from the record that it keeps in its folder. Raises ConfigError."""
-    chosen = read_yaml(folder / ".hydra" / "hydra.yaml")["hydra"]["runtime"]["choices"]
-    values = read_yaml(folder / ".hydra" / "config.yaml")
-    return Recipe(f"run {folder}", {key: chosen[key] for key in (*groups(), "recipe")}, values)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

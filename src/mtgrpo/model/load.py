@@ -103,7 +103,7 @@ def _device() -> torch.device:
     """The GPU of this process where there is one: number LOCAL_RANK, which launchers of several processes set."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    number = int(os.environ.get("LOCAL_RANK", "0"))
+    number = int(os.environ.get("LOCAL_RANK") or "0")
     if number >= torch.cuda.device_count():
         raise ConfigError(
             f"LOCAL_RANK={number}: this machine has {torch.cuda.device_count()} GPUs; start one process for each"

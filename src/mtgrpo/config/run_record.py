@@ -1,0 +1,77 @@
+"""The record that a run keeps of its configuration, which an evaluation takes up again. It may be somebody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mtgrpo.config.options import groups
+from mtgrpo.config.recipe import Recipe, read_yaml
+from mtgrpo.errors import ConfigError
+
+
+def read_run(folder: Path, trusted: bool = False) -> Recipe:
+    """What a run used, from the record that it keeps in its folder; what it gave Hydra is left out.
+
+    trusted: the record may name Python files, which will be run. Raises ConfigError.
+    """
+    try:
+        chosen = read_yaml(folder / ".hydra" / "hydra.yaml")["hydra"]["runtime"]["choices"]
+        choices = {key: chosen[key] for key in (*groups(), "recipe")}
+    except (KeyError, TypeError) as error:
+        what = error if isinstance(error, KeyError) else "'choices'"
+        raise ConfigError(
+            f"the record of run {folder} lacks {what}: another version of mtgrpo wrote it, and that one can read it"
+        ) from error
+    content = read_yaml(folder / ".hydra" / "config.yaml")
+    values = {key: value for key, value in content.items() if str(key).partition(".")[0] != "hydra"}
+    resolved = _resolved(values)
+    # What is still to be resolved may become the name of a file, so it counts as one.
+    named = sorted({text for text in _texts([choices, resolved]) if ".py:" in text or "${" in text})
+    if named and not trusted:
+        raise ConfigError(
+            f"the record of run {folder} names code, which would be executed: {', '.join(named)}; "
+            "where you trust it, add trust_code=true"
+        )
+    return Recipe(f"run {folder}", choices, values if named else resolved)
+
+
+def _resolved(values: dict[str, Any]) -> dict[str, Any]:
+    """The values without interpolations, or as they are where one of them needs what is not there."""
+    try:
+        return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.create(values), resolve=True))
+    except OmegaConfBaseException:
+        return values
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in nested values, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        held = cast("dict[Any, Any]", value)
+        for each in (*held, *held.values()):
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in cast("list[Any]", value):
+            yield from _texts(each)
+
+
+def checkpoint_folder(given: str, place: Path | None = None) -> Path:
+    """The folder that `checkpoint=` names; a relative one is looked for in `place`, by default the working folder.
+
+    Raises ConfigError where it is none, or lies in no run's folder.
+    """
+    path = ((place or Path()) / Path(given).expanduser()).resolve()
+    if not path.is_dir():
+        raise ConfigError(f"checkpoint={given}: there is no folder {path}")
+    if not (path.parent.parent / ".hydra" / "config.yaml").is_file():
+        raise ConfigError(
+            f"checkpoint={given}: {path.parent.parent} holds no .hydra/config.yaml; "
+            "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000070"
+        )
+    return path
