@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from record import resident
 
@@ -32,9 +31,8 @@ def wait(found: Mapping[str, float]) -> float:
 class Gate(Sink):
     """The sink that waits, once reinforcement learning has begun."""
 
-    def __init__(self, folder: Path) -> None:
-        self._held = False
-        self._began = 0.0
+    _held = False
+    _began = 0.0
 
     def stage(self, name: str, total: int) -> None:
         """Wait for the first step, if it is the stage that is measured."""
@@ -50,7 +48,4 @@ class Gate(Sink):
         self._began = wait({"seconds": seconds, "peak_bytes": resident("VmHWM"), **metrics})
 
     def note(self, text: str) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
         """Nothing."""

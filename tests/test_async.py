@@ -533,7 +533,13 @@ def test_stale_data_is_weighed_against_the_policy_that_sampled_it(tmp_path: Path
 
 @pytest.mark.parametrize(
     "words",
-    [["rollout.max_staleness=1"], ["rollout.timeout_s=5"], ["rollout.extra_samples=1"], ["sampling.timeout_s=5"]],
+    [
+        ["rollout.max_staleness=1"],
+        ["rollout.timeout_s=5"],
+        ["rollout.score_timeout_s=5"],
+        ["rollout.extra_samples=1"],
+        ["sampling.timeout_s=5"],
+    ],
 )
 def test_what_depends_on_speed_is_not_deterministic(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"makes results depend on the speed of the machine .*deterministic=false"):

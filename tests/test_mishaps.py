@@ -137,10 +137,13 @@ async def test_a_reward_cannot_end_the_run(kind: type[Reward], tmp_path: Path) -
 class Strict(Environment):
     """Refuses the task "bad"; the others go on until they are cancelled."""
 
+    name = ""
+
     async def start(self, task: Task) -> Opening:
         if task.id == "bad":
             await asyncio.sleep(0.01)
             raise ConfigError("a bad task")
+        self.name = task.id
         underway.add(task.id)
         return Opening(task.messages)
 
@@ -150,7 +153,7 @@ class Strict(Environment):
 
     async def stop(self) -> None:
         await asyncio.sleep(0.01)
-        underway.discard("good")
+        underway.discard(self.name)
 
 
 underway: set[str] = set()

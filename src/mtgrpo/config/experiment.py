@@ -230,6 +230,7 @@ class Experiment:
         hurried = {
             "sampling.timeout_s": self.sampling.timeout_s,
             "rollout.timeout_s": self.rollout.timeout_s,
+            "rollout.score_timeout_s": self.rollout.score_timeout_s,
             "rollout.extra_samples": self.rollout.extra_samples,
             "rollout.max_staleness": self.rollout.max_staleness,
         }
