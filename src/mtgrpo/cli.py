@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 EXPERIMENTS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
-    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070; trust_code=true runs its code files",
+    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070",
 }
 READERS = {  # commands about runs and machines, with flags and a module of their own
     "report": "what runs did and learned, on one page: report RUN [RUN ...]",
@@ -61,6 +61,7 @@ mtgrpo COMMAND [KEY=VALUE ...]
   mtgrpo train recipe=[gsm8k,lora] optimizer.lr=1e-5    what stands to the right wins
   mtgrpo train seed=1,2,3 algorithm.clip_high=0.28 --multirun
   mtgrpo train reward=path/to/file.py:MyReward task=jsonl task.path=my.jsonl
+  mtgrpo eval checkpoint=PATH trust_code=true           runs the code files that its record names
 
 A run is kept in outputs/DATE/TIME, several in multirun/DATE/TIME; hydra.run.dir=PATH and
 hydra.sweep.dir=PATH choose another place.
