@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -61,7 +62,7 @@ class Scheduler:
         self._conversations: list[Conversation] = []
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._prefixes: list[Prefix] = []
+        self._prefixes: list[Prefix] = []  # by their tokens, ascending
 
     @property
     def silent(self) -> bool:
@@ -245,10 +246,11 @@ class Scheduler:
         prefix, pool = Prefix(wanted=common), self._kv_cache.prefixes
         if len(common) >= SHORTEST_PREFIX and pool.missing(prefix, len(common)) <= pool.free:
             pool.reserve(prefix, len(common))
-            alike = {p: _common(p.wanted, common) for p in self._prefixes if p.shared}
-            source = max(alike, key=lambda p: alike[p], default=None)
-            prefix.source = source if source and alike[source] >= SHORTEST_PREFIX else None
-            self._prefixes.append(prefix)
+            place = bisect(self._prefixes, common, key=lambda p: p.wanted)
+            beside = [p for p in self._prefixes[max(0, place - 1) : place + 1] if p.shared]  # they begin most alike
+            source = max(beside, key=lambda p: _common(p.wanted, common), default=None)
+            prefix.source = source if source and _common(source.wanted, common) >= SHORTEST_PREFIX else None
+            self._prefixes.insert(place, prefix)
             self._attach(group, prefix)
 
     def _attach(self, group: Sequence[Request], prefix: Prefix) -> None:
