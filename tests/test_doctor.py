@@ -117,8 +117,8 @@ def test_everything_missing_says_what_for_and_what_to_type(
     wanting = [check for check in said["checks"] if check["state"] != "ok"]
     names = {check["name"] for check in wanting}
     assert code == 0  # nothing of it is required
-    assert names >= {"GPU", "flex attention", "flash-attn", "vllm", "ray", "deepspeed", "bitsandbytes", "liger-kernel"}
-    assert names >= {"Java", "bubblewrap", "Chromium", "models", "data", "hub"}
+    assert names >= {"GPU", "flex attention", "flash-attn", "vllm", "models", "data", "hub"}
+    assert names.isdisjoint({"ray", "deepspeed", "bitsandbytes"})  # nothing of this version uses them
     assert all(check["purpose"] and check["cure"] for check in wanting)
     doctor.main([])
     text = capsys.readouterr().out
@@ -152,26 +152,11 @@ def test_a_driver_that_does_not_answer(programs: Path) -> None:
     assert (found("GPU").state, found("GPU").found) == (State.broken, "NVIDIA-SMI has failed")
 
 
-def test_programs_by_their_answer(programs: Path) -> None:
-    install(programs, "java", "echo 'openjdk version \"21.0.5\"' >&2")
-    install(programs, "google-chrome", "echo 'Google Chrome 142'")
-    install(
-        programs, "bwrap", 'if [ "$1" = --version ]; then echo bubblewrap 0.11; else echo no permissions; exit 1; fi'
-    )
-    assert (found("Java").state, found("Java").found) == (State.ok, 'openjdk version "21.0.5"')
-    assert (found("Chromium").state, found("Chromium").found) == (State.ok, "Google Chrome 142")
-    bubblewrap = found("bubblewrap")
-    assert (bubblewrap.state, bubblewrap.found) == (State.broken, "cannot make a sandbox: no permissions")
-    assert "user namespaces" in bubblewrap.cure
-    install(programs, "bwrap", "echo bubblewrap 0.11")
-    assert found("bubblewrap") == Check("bubblewrap", State.ok, "bubblewrap 0.11", bubblewrap.purpose)
-
-
 def test_a_program_that_hangs_is_left(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_TIMEOUT_S", 0.2)
-    install(programs, "java", f"exec {shutil.which('sleep', path=os.defpath)} 30")
-    assert found("Java").state is State.broken
-    assert "timed out" in found("Java").found
+    install(programs, "nvidia-smi", f"exec {shutil.which('sleep', path=os.defpath)} 30")
+    assert found("GPU").state is State.broken
+    assert "timed out" in found("GPU").found
 
 
 def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

