@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from mtgrpo.model import onednn_linear
-from mtgrpo.model.onednn_linear import GRID, OneDNNLinear, multiply, onednn, pack, use_onednn
+from mtgrpo.model.onednn_linear import GRID, OneDNNLinear, multiply, onednn, pack, packs, use_onednn
 
 HERE = onednn(torch.device("cpu"), torch.float32)
 needs_onednn = pytest.mark.skipif(not HERE, reason="oneDNN multiplies fp32 matrices on x86 alone")
@@ -84,3 +85,17 @@ def test_double_precision_is_left_alone() -> None:
     double = layer(True).double()
     use_onednn(double)
     assert type(double) is nn.Linear
+
+
+@needs_onednn
+@pytest.mark.parametrize(("vendor", "small"), [("GenuineIntel", False), ("AuthenticAMD", True)])
+def test_on_intels_processors_small_matrices_are_not_packed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vendor: str, small: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nvendor_id : {vendor}\n")
+    monkeypatch.setattr(onednn_linear, "CPU_INFO", tmp_path / "cpuinfo")
+    onednn_linear._made_by_intel.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    assert packs(torch.empty(64, 64)) is small
+    assert packs(torch.empty(1024, 512))
+    assert not packs(torch.empty(1024, 512, dtype=torch.bfloat16))
+    onednn_linear._made_by_intel.cache_clear()  # pyright: ignore[reportPrivateUsage]

@@ -1,13 +1,15 @@
 """Products with weight matrices on a CPU, by oneDNN, which torch would leave to MKL.
 
 MKL does not use the widest vector instructions of AMD's processors: there oneDNN is up to twice as fast (measured on
-one; other makes were not). Every new number of rows costs it some milliseconds once, so a caller
-rounds the number up to a `GRID`; other numbers go to MKL.
+one; on one of Intel's they are alike, and MKL is faster where few rows meet a `SMALL` matrix). Every new number of
+rows costs it some milliseconds once, so a caller rounds the number up to a `GRID`; other numbers go to MKL.
 """
 
 from __future__ import annotations
 
 import platform
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +19,24 @@ from torch.nn.functional import linear
 
 GRID = 64  # rows of a training batch
 PACKED_ROWS = 64  # for how many rows weights are packed; any number works
+SMALL = 2**18  # weights
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def onednn(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies matrices of this kind here."""
     fitting = device.type == "cpu" and dtype == torch.float32 and platform.machine() in ("x86_64", "AMD64")
     return fitting and torch.backends.mkldnn.is_available()
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether few rows are multiplied with `weight` fastest once it is packed."""
+    return onednn(weight.device, weight.dtype) and (weight.numel() >= SMALL or not _made_by_intel())
+
+
+@cache
+def _made_by_intel() -> bool:
+    return CPU_INFO.exists() and "GenuineIntel" in CPU_INFO.read_text()
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

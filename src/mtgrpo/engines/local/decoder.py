@@ -21,7 +21,7 @@ from mtgrpo.model.attention import of_one_size
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import head_logits
 from mtgrpo.model.lora import merged
-from mtgrpo.model.onednn_linear import multiply, onednn, pack
+from mtgrpo.model.onednn_linear import multiply, pack, packs
 from mtgrpo.model.traits import EXTRAS, attending_by
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -258,7 +258,7 @@ class _Product:
             return
         self._weight = torch.cat([weight for weight, _ in plain]).to(self._dtype)
         self._bias = torch.cat(biases).to(self._dtype) if biases else None
-        self._packed = onednn(self._weight.device, self._dtype)
+        self._packed = packs(self._weight)
         if self._packed:
             self._weight = pack(self._weight)
 
