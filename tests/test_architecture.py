@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,17 +64,12 @@ def test_everything_public_has_a_docstring() -> None:
     assert missing == []
 
 
-def test_the_package_names_its_parts_and_layers_as_they_are() -> None:
+def test_the_map_names_every_part() -> None:
     package = PROJECT / "src/mtgrpo"
-    described = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
-    parts = re.findall(r"^    (\w+) {2,}\S", described, re.MULTILINE)
-    modules = {path.stem for path in package.glob("*.py")} | {
-        path.parent.name for path in package.glob("*/__init__.py")
-    }
-    assert sorted(parts) == sorted(modules - {"__init__", "__main__"})
-    contract = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
-    layers = [re.sub(r"[()]", "", layer) for layer in contract["layers"]]
-    assert "".join(f"    {layer}\n" for layer in layers) in described
+    first_column = re.findall(r"^\| (.*?) \|", (PROJECT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    named = set(re.findall(r"`(\w+)(?:\.py|/)`", " ".join(first_column)))
+    parts = {path.name for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
+    assert named == {part.removesuffix(".py") for part in parts} - {"__init__", "__main__"} | {"hydra_plugins"}
 
 
 def test_importing_the_package_is_light() -> None:

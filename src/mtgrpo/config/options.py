@@ -18,12 +18,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf.errors import OmegaConfBaseException
 
 from mtgrpo import extension
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.config.hints import hint
 from mtgrpo.errors import ConfigError
 
 COMPOSED = "composed"  # the option of a group that holds several others, in its setting `of`
@@ -131,14 +131,21 @@ def schema(choices: Mapping[str, Any]) -> dict[str, Setting]:
     return found
 
 
+@functools.cache
+def elsewhere() -> dict[str, str]:
+    """What options of other libraries are called here."""
+    return yaml.safe_load(Path(__file__).with_name("elsewhere.yaml").read_text())
+
+
 def unknown(key: str, known: Mapping[str, Setting]) -> str:
     """Says that there is no such setting, and which one may have been meant."""
     path, _, last = key.rpartition(".")
     having = [name for name, cls in options(path).items() if hasattr(cls, last)] if path in groups() else []
     if having:
         return f"unknown option {key}: it belongs to {path}={' or '.join(having)}"
-    if elsewhere := hint(key):
-        return f"unknown option {key}; here it is {elsewhere}"
+    endings = [key.split(".", cut)[-1] for cut in range(key.count(".") + 1)]
+    if ours := next((elsewhere()[name] for name in endings if name in elsewhere()), ""):
+        return f"unknown option {key}; here it is {ours}"
     section = {name.removeprefix(f"{path}."): name for name in known if path and name.startswith(f"{path}.")}
     close = [section[name] for name in difflib.get_close_matches(last, section, 1)]
     same = [name for name in known if name.rpartition(".")[2] == last]
