@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from mtgrpo import __version__
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import find_runs, read_runs
-from mtgrpo.report import html, markdown
+from mtgrpo.record.reading import RunRecord, find_runs, read_runs
+from mtgrpo.record.sparkline import sparkline
+from mtgrpo.record.text import number, printable, shorten
+from mtgrpo.report import content
+from mtgrpo.report.charts import COLORS, chart
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,12 +26,51 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first RUN")
     parser.add_argument("--markdown", action="store_true", help="Markdown in place of HTML, report.md")
     given = parser.parse_args(arguments)
-    runs = read_runs(find_runs(given.runs))
-    text = markdown.page(runs) if given.markdown else html.page(runs)
-    target: Path = given.out or given.runs[0] / ("report.md" if given.markdown else "report.html")
+    name = "report.md" if given.markdown else "report.html"
+    target: Path = given.out or given.runs[0] / name
     try:
-        target.write_text(text, encoding="utf-8")
+        target.write_text(_page(name, read_runs(find_runs(given.runs))), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}; choose another place with --out FILE") from error
     print(f"the report is in {target}")
     return 0
+
+
+def _page(name: str, runs: Sequence[RunRecord]) -> str:
+    """The template `name` filled in. What a run wrote is data: all of it is spelled so that none of it is markup."""
+    spell = _markdown_text if name.endswith(".md") else _html_text
+    environment = Environment(
+        loader=PackageLoader(__name__, "."),
+        autoescape=True,  # so that macros return Markup, which `finalize` leaves as it is
+        finalize=lambda value: value if isinstance(value, Markup) else spell(str(value)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    title = f"Report: {runs[0].name}" if len(runs) == 1 else f"Report: {len(runs)} runs"
+    filled = {"runs": runs, "several": len(runs) > 1, "title": title, "version": __version__}
+    offered = {"content": content, "number": number, "shorten": shorten, "sparkline": sparkline, "fenced": _fenced}
+    drawing = {"chart": chart, "colors": COLORS}
+    return environment.get_template(f"{name}.jinja").render(**filled, **offered, **drawing).strip() + "\n"
+
+
+def _html_text(text: str) -> Markup:
+    return escape(printable(text))
+
+
+def _markdown_text(text: str) -> Markup:
+    """On one line, with nothing in it that Markdown or HTML would read as markup."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return Markup(re.sub(r"([\\`*_\[\]<>|~$])", r"\\\1", line))
+
+
+def _fenced(example: content.Example) -> Markup:
+    """A conversation as a code block of Markdown, whose fence is longer than any inside."""
+    said: list[str] = []
+    for message in [*example.prompt[-1:], *example.said]:
+        parts = [f"[{message.get('role')}]", message.get("reasoning"), message.get("content")]
+        parts += [f"-> {call}" for call in content.calls(message)] + [message.get("error")]
+        said.append(printable("\n".join(str(part) for part in parts if part)))
+    text = "\n\n".join(said)
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return Markup(f"{fence}text\n{text}\n{fence}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -124,9 +124,27 @@ def series(run: RunRecord) -> dict[str, Series]:
         for metric, value in row.items():
             if metric != "step" and is_number(value):
                 found.setdefault(metric, {})[at] = float(value)  # of a step that a resumed run repeats, the last
-    rank = {metric: number for number, metric in enumerate(FIRST)}
-    names = sorted(found, key=lambda metric: (rank.get(metric, len(FIRST)), metric))
-    return {metric: sorted(found[metric].items()) for metric in names}
+    return {metric: sorted(found[metric].items()) for metric in _ordered(found)}
+
+
+def curves(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, list[Series | None]]], list[str]]:
+    """Every metric that changes, with its series in each run; and `name = value` of those that never do."""
+    found = [series(run) for run in runs]
+    drawn: list[tuple[str, list[Series | None]]] = []
+    constant: list[str] = []
+    for metric in _ordered({metric for of_run in found for metric in of_run}):
+        lines = [of_run.get(metric) for of_run in found]
+        values = {value for line in lines for _, value in line or []}
+        if len(values) == 1 and metric not in FIRST[:3]:
+            constant.append(f"{metric} = {number(values.pop())}")
+        else:
+            drawn.append((metric, lines))
+    return drawn, constant
+
+
+def _ordered(metrics: Iterable[str]) -> list[str]:
+    rank = {metric: place for place, metric in enumerate(FIRST)}
+    return sorted(metrics, key=lambda metric: (rank.get(metric, len(FIRST)), metric))
 
 
 def configuration(runs: Sequence[RunRecord]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
@@ -218,9 +236,13 @@ def facts(row: Row) -> str:
     return ", ".join(filter(None, said))
 
 
-def result(found: Measurement) -> list[str]:
-    """The cells of RESULT."""
-    return [found.metric, interval(found.before), interval(found.after), change(found)]
+def results(runs: Sequence[RunRecord]) -> list[tuple[int, list[str]]]:
+    """All that was measured on held-out tasks: the number of the run, and the cells of RESULT."""
+    return [
+        (place, [found.metric, interval(found.before), interval(found.after), change(found)])
+        for place, run in enumerate(runs)
+        for found in measurements(run)
+    ]
 
 
 def interval(estimate: Estimate | None) -> str:
@@ -237,22 +259,34 @@ def change(measurement: Measurement) -> str:
     return f"{100 * (after.mean - before.mean):+.1f} points" if before and after else ""
 
 
-def state(run: RunRecord) -> str:
-    """What is to be known of a run that has not ended well; "" where it has."""
-    if run.summary:
-        return ""
-    learning = run.metrics.stage(LEARNING)
-    steps = f"after {number(learning[-1].get('step'))} steps of training" if learning else "before training"
-    return f"no summary.json: it runs, or it ended {steps}. {run.notes[-1] if run.notes else ''}"
-
-
-def thinned(run: RunRecord) -> list[str]:
-    """What curves leave out."""
-    metrics, kept = run.metrics, len(run.metrics.rows) + run.metrics.unreadable
-    said = [f"{run.name}: {kept:,} of {metrics.total:,} rows are drawn, evenly chosen."] if kept < metrics.total else []
-    if metrics.unreadable:
-        said.append(f"{run.name}: {metrics.unreadable:,} of the rows looked at could not be read.")
+def states(runs: Sequence[RunRecord]) -> list[str]:
+    """What is to be known of the runs that have not ended well."""
+    said: list[str] = []
+    for run in runs:
+        if not run.summary:
+            learning = run.metrics.stage(LEARNING)
+            steps = f"after {number(learning[-1].get('step'))} steps of training" if learning else "before training"
+            last = run.notes[-1] if run.notes else ""
+            said.append(f"{run.name}: no summary.json: it runs, or it ended {steps}. {last}")
     return said
+
+
+def thinned(runs: Sequence[RunRecord]) -> list[str]:
+    """What curves leave out."""
+    said: list[str] = []
+    for run in runs:
+        metrics, kept = run.metrics, len(run.metrics.rows) + run.metrics.unreadable
+        if kept < metrics.total:
+            said.append(f"{run.name}: {kept:,} of {metrics.total:,} rows are drawn, evenly chosen.")
+        if metrics.unreadable:
+            said.append(f"{run.name}: {metrics.unreadable:,} of the rows looked at could not be read.")
+    return said
+
+
+def versions(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """What computed, and its version in each run."""
+    names = dict.fromkeys(name for run in runs for name in run.versions)
+    return [(name, [run.versions.get(name, "") for run in runs]) for name in names]
 
 
 def _clock(value: object) -> str:
