@@ -164,11 +164,11 @@ def test_trivia_rows_become_tasks(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change, part",
     [
-        ({"answer": {"aliases": []}}, "the answer is {'aliases': []}"),
-        ({"answer": None}, "the answer is None"),
+        ({"answer": {"aliases": []}}, "TriviaQA rows have"),
+        ({"answer": None}, "TriviaQA rows have"),
         ({"answer": {"value": " "}}, "TriviaQA rows have"),
         ({"question": None}, "TriviaQA rows have"),
-        ({"answer": {"value": "x", "aliases": "x"}}, "answer.aliases must be a list of texts, got 'x'"),
+        ({"answer": {"value": "x", "aliases": "x"}}, "lists of aliases"),
     ],
 )
 def test_bad_trivia_is_named_with_its_line(change: dict[str, Any], part: str, tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_bad_programs_are_named_with_their_line(change: dict[str, Any], tmp_path
 
 def test_no_task_of_a_split_at_all(tmp_path: Path) -> None:
     source = MBPP(path=str(write(tmp_path / "mbpp.jsonl", [PROGRAM])))
-    assert "no rows of split eval" in refusal(functools.partial(tasks, source, Split.eval))
+    assert "no rows for split eval" in refusal(functools.partial(tasks, source, Split.eval))
 
 
 @pytest.mark.real

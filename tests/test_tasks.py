@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import ConfigError
-from mtgrpo.extension import find, names
+from mtgrpo.extension import names, options
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.tasks import Columns, IndexedStream, Split, TaskSource, held_out, hub, permuted
 from mtgrpo.tasks.gsm8k import Gsm8k, solve_with_calculator
@@ -146,9 +146,9 @@ def test_a_state_of_other_data_is_refused() -> None:
 
 
 def test_every_file_in_the_folder_is_one_option() -> None:
-    assert {"gsm8k", "word_problems", "jsonl", "parquet", "hub"} <= set(names("mtgrpo.tasks"))
-    for name in names("mtgrpo.tasks"):
-        assert issubclass(find("mtgrpo.tasks", name, TaskSource), TaskSource)
+    found = options("mtgrpo.tasks", TaskSource)
+    assert {"gsm8k", "word_problems", "jsonl", "parquet", "hub"} <= set(found)
+    assert set(names("mtgrpo.tasks")) - set(found) == {"published"}  # a base of others
 
 
 def test_jsonl_maps_columns_and_keeps_the_rest_as_metadata(tmp_path: Path) -> None:
@@ -725,7 +725,7 @@ def test_without_files_the_hub_is_read(hub_folder: Path, monkeypatch: pytest.Mon
     (hub_folder / "train-1.jsonl").unlink()
     (hub_folder / "test-0.jsonl").unlink()
     monkeypatch.setattr(
-        "mtgrpo.tasks.gsm8k.HubRows", lambda name, subset, split, cure: HubRows(str(hub_folder), "", split, cure)
+        "mtgrpo.tasks.published.HubRows", lambda name, subset, split, cure: HubRows(str(hub_folder), "", split, cure)
     )
     read = list(Gsm8k().stream(Split.train, 0, repeat=False))
     assert [task.answer for task in read] == [f"{row}000" for row in range(10)]

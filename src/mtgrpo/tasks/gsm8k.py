@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
-from mtgrpo.errors import ConfigError
-from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, IndexedStream, Rows, Split, TaskSource, TaskStream, cell
-from mtgrpo.tasks.hub import HubRows, data_folder
-from mtgrpo.tasks.jsonl import JsonlRows
+from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, Rows, Split
+from mtgrpo.tasks.published import Published, Row, file_rows, text, user
 from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator
 from mtgrpo.types import Message, Task, ToolCall
@@ -19,7 +16,7 @@ _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 
 
 @dataclass
-class Gsm8k(TaskSource):
+class Gsm8k(Published):
     """7,473 problems to train on and 1,319 held out, answered by integers (Cobbe et al. 2021, arXiv:2110.14168).
 
     Read from `path`, else from the folder gsm8k in $MTGRPO_DATA, else from openai/gsm8k on the Hugging Face hub.
@@ -29,48 +26,28 @@ class Gsm8k(TaskSource):
     system_prompt: str = MATHS_SYSTEM_PROMPT
     path: str = ""  # a folder with train.jsonl and test.jsonl
 
-    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
-        """A stream over `split`. Raises ConfigError when the files are missing or of another layout."""
+    layout = "GSM8K rows have a question and an answer that ends in '#### N'"
+
+    def rows(self, split: Split) -> Rows:
+        """Those of one split."""
         name = "train" if split is Split.train else "test"
-        rows = self._rows(name)
-
-        def task_at(index: int) -> Task:
-            return self._task(rows, index, name)
-
-        task_at(0)
-        return IndexedStream(len(rows), task_at, seed, repeat)
+        file = self.path and f"{self.path}/{name}.jsonl"
+        return file_rows(file, f"gsm8k/{name}.jsonl", ("openai/gsm8k", "main", name))
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
         """The gold solution as calculator calls; None where the calculator does not reproduce it."""
         calculations = _CALCULATION.findall(task.metadata.get("solution", ""))
         return solve_with_calculator(calculations, task.answer)
 
-    def _rows(self, name: str) -> Rows:
-        local = data_folder()
-        folder = Path(self.path).expanduser() if self.path else local and local / "gsm8k"
-        file = folder and folder / f"{name}.jsonl"
-        if file and file.is_file():
-            return JsonlRows({file: file.stem})
-        if self.path:
-            raise ConfigError(
-                f"task.path={self.path}: there is no file {file}; give the folder that holds train.jsonl and test.jsonl"
-            )
-        cure = "without a network, set task.path to its folder, or MTGRPO_DATA to the folder of all data sets"
-        return HubRows("openai/gsm8k", "main", name, cure)
-
-    def _task(self, rows: Rows, index: int, name: str) -> Task:
-        row = rows[index]
-        question, solution = cell(row, "question"), cell(row, "answer")
-        reasoning, marker, answer = solution.rpartition("####") if isinstance(solution, str) else ("", "", "")
-        if not isinstance(question, str) or not marker or not reasoning:
-            raise ConfigError(
-                f"{rows.where(index)}: GSM8K rows have a question and an answer that ends in '#### N'; the columns are "
-                f"{', '.join(row)}; read files of another layout with task=jsonl, task.columns.prompt=NAME and "
-                "task.columns.answer=NAME"
-            )
-        messages = self.with_prompt((Message("user", question),))
+    def task(self, row: Row, rows: Rows, index: int) -> Task:
+        """The question, with its solution in the metadata."""
+        solution = text(row, "answer")
+        reasoning, _, answer = solution.rpartition("####")
+        if not reasoning:
+            raise ValueError("answer")
+        name = rows.default_id(index).rpartition("/")[0]
         number = answer.strip().replace(",", "")
-        return Task(f"gsm8k/{name}/{index}", messages, number, {"solution": solution})
+        return Task(f"gsm8k/{name}/{index}", user(text(row, "question")), number, {"solution": solution})
 
 
 def solve_with_calculator(calculations: list[tuple[str, str]], answer: str) -> tuple[Message, ...] | None:

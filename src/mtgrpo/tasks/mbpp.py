@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from mtgrpo.errors import ConfigError
-from mtgrpo.tasks import IndexedStream, Rows, Split, TaskSource, TaskStream
-from mtgrpo.tasks.hub import HubRows
-from mtgrpo.tasks.humaneval import in_code_block
-from mtgrpo.tasks.ifeval import file_rows
+from mtgrpo.tasks import Rows, Split
+from mtgrpo.tasks.published import Published, Row, in_code_block, text, user
 from mtgrpo.types import Message, Task
 
 _TRAIN, _EVAL = range(511, 975), range(11, 511)  # task_id; 1 to 10 are the examples of the paper's prompt
@@ -18,7 +14,7 @@ _BROKEN = {367, 927}  # their reference solutions fail their own tests on Python
 
 
 @dataclass
-class MBPP(TaskSource):
+class MBPP(Published):
     """463 programs to train on and 499 held out, each with three tests (Austin et al. 2021, arXiv:2108.07732).
 
     Read from `path`, else from mbpp/mbpp.jsonl in $MTGRPO_DATA, else from google-research-datasets/mbpp on the Hugging
@@ -30,36 +26,26 @@ class MBPP(TaskSource):
     system_prompt: str = "Answer with the whole program in one fenced code block."
     path: str = ""  # the file mbpp.jsonl
 
-    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
-        """A stream over `split`. Raises ConfigError when the file is missing or of another layout."""
-        hub = functools.partial(HubRows, "google-research-datasets/mbpp", "full", "train+validation+test")
-        rows = file_rows(self.path, "mbpp/mbpp.jsonl", hub)
+    place = "mbpp/mbpp.jsonl"
+    on_hub = ("google-research-datasets/mbpp", "full", "train+validation+test")
+    layout = "MBPP rows have task_id, text, code and a test_list"
+
+    def chosen(self, rows: Rows, split: Split) -> Sequence[int]:
+        """By task_id, as the paper has it."""
         wanted = _TRAIN if split is Split.train else _EVAL
         numbers = [rows[index].get("task_id") for index in range(len(rows))]
-        chosen = [index for index, number in enumerate(numbers) if number in wanted and number not in _BROKEN]
-        if not chosen:
-            raise ConfigError(f"task.path={self.path} has no rows of split {split.value}, task_id {wanted}")
-        self._task(rows, chosen[0])
-        return IndexedStream(len(chosen), lambda index: self._task(rows, chosen[index]), seed, repeat)
+        return [index for index, number in enumerate(numbers) if number in wanted and number not in _BROKEN]
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
         """The reference solution in a code block."""
         return in_code_block(task.answer)
 
-    def _task(self, rows: Rows, index: int) -> Task:
-        row = rows[index]
-        text, code, setup = row.get("text"), row.get("code"), row.get("test_setup_code", "")
-        tests: Any = row.get("test_list")
-        if not (isinstance(text, str) and isinstance(code, str) and isinstance(tests, list) and tests):
-            raise ConfigError(
-                f"{rows.where(index)}: MBPP rows have task_id, text, code and a test_list; the columns are "
-                f"{', '.join(row)}"
-            )
-        shown = "\n".join(map(str, tests))
-        prompt = f"{text.strip()} The program must pass these tests:\n\n```python\n{shown}\n```"
-        metadata = {"setup": setup, "tests": f"{shown}\n"}
-        return Task(f"mbpp/{row['task_id']}", self.with_prompt((Message("user", prompt),)), _unix(code), metadata)
-
-
-def _unix(code: str) -> str:
-    return code.replace("\r\n", "\n").replace("\r", "\n")
+    def task(self, row: Row, rows: Rows, index: int) -> Task:
+        """The program to write, with the tests that it must pass."""
+        if not isinstance(row["test_list"], list) or not row["test_list"]:
+            raise ValueError("test_list")
+        shown = "\n".join(map(str, row["test_list"]))
+        prompt = f"{text(row, 'text').strip()} The program must pass these tests:\n\n```python\n{shown}\n```"
+        metadata = {"setup": row.get("test_setup_code", ""), "tests": f"{shown}\n"}
+        code = text(row, "code").replace("\r\n", "\n").replace("\r", "\n")
+        return Task(f"mbpp/{row['task_id']}", user(prompt), code, metadata)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.tasks import IndexedStream, Rows, Split, TaskSource, TaskStream
+from mtgrpo.tasks import Rows, Split
 from mtgrpo.tasks.hub import data_folder
 from mtgrpo.tasks.jsonl import JsonlRows
+from mtgrpo.tasks.published import Published, Row, text, texts, user
 from mtgrpo.tools.search import Search
 from mtgrpo.types import Message, Task, ToolCall
 
@@ -24,7 +25,7 @@ _UNSAID = {"yes", "no"}  # answers that no passage spells out
 
 
 @dataclass
-class SearchQA(TaskSource):
+class SearchQA(Published):
     """962 questions to train on and 762 held out, over 12,583 paragraphs of Wikipedia.
 
     Read from `path`, else from the folder search_qa in $MTGRPO_DATA. Trained on are questions of HotpotQA, MuSiQue,
@@ -40,17 +41,18 @@ class SearchQA(TaskSource):
     results: int = 5  # of the searches in demonstrations; as the tool's
     snippet_chars: int = 300  # of a passage in these; as the tool's
 
-    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
-        """A stream over `split`. Raises ConfigError when the files are missing or of another layout."""
+    layout = "a question has id, question, answers and gold (lists of texts) and source"
+
+    def rows(self, split: Split) -> Rows:
+        """All questions."""
         file = self._folder / "questions.jsonl"
         if not file.is_file():
             raise ConfigError(f"there is no file {file}; set task.path to a folder with questions.jsonl")
-        rows = JsonlRows({file: file.stem})
-        chosen = [index for index in range(len(rows)) if self._belongs(rows, index, split)]
-        if not chosen:
-            raise ConfigError(f"{file} has no questions for split {split.value}")
-        self._task(rows, chosen[0])
-        return IndexedStream(len(chosen), lambda index: self._task(rows, chosen[index]), seed, repeat)
+        return JsonlRows({file: file.stem})
+
+    def chosen(self, rows: Rows, split: Split) -> Sequence[int]:
+        """By their sources and ids."""
+        return [index for index in range(len(rows)) if self._belongs(rows, index, split)]
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
         """Searches, reading and the answer; None where the searches do not find all that is needed."""
@@ -89,21 +91,20 @@ class SearchQA(TaskSource):
         row = rows[index]
         task_id, source = row.get("id"), row.get("source")
         if not isinstance(task_id, str) or not isinstance(source, str):
-            raise _bad(rows, index, row)
+            raise self.unfit(rows, index)
         if self.multihop_only and row.get("type") != "multihop":
             return False
         even = int(hashlib.sha256(task_id.encode()).hexdigest(), 16) % 2 == 0
         trained = source in _TRAIN or (source == _HALVED and even)
         return trained if split is Split.train else source in _EVAL or (source == _HALVED and not even)
 
-    def _task(self, rows: Rows, index: int) -> Task:
-        row = rows[index]
-        question, answers, gold = row.get("question"), row.get("answers"), row.get("gold")
-        if not (isinstance(question, str) and _all_text(answers) and answers and _all_text(gold)):
-            raise _bad(rows, index, row)
-        metadata = {"answers": answers, "gold": gold, "source": row["source"], "steps": row.get("decomposition", [])}
-        messages = self.with_prompt((Message("user", question),))
-        return Task(f"search_qa/{row['id']}", messages, cast("list[str]", answers)[0], metadata)
+    def task(self, row: Row, rows: Rows, index: int) -> Task:
+        """The question, with what answers it in the metadata."""
+        answers, steps = texts(row["answers"]), row.get("decomposition", [])
+        metadata = {"answers": answers, "gold": texts(row["gold"]), "source": row["source"], "steps": steps}
+        if not answers:
+            raise ValueError("answers")
+        return Task(f"search_qa/{row['id']}", user(text(row, "question")), answers[0], metadata)
 
 
 def _queries(task: Task) -> list[str]:
@@ -118,14 +119,3 @@ def _queries(task: Task) -> list[str]:
 
 def _shows(seen: dict[str, str], answer: str) -> bool:
     return answer.lower() in _UNSAID or any(answer.lower() in text.lower() for text in seen.values())
-
-
-def _all_text(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(one, str) for one in cast("list[Any]", values))
-
-
-def _bad(rows: Rows, index: int, row: Any) -> ConfigError:
-    return ConfigError(
-        f"{rows.where(index)}: a question has id, question, answers and gold (lists of texts) and source; the columns "
-        f"are {', '.join(row)}; read files of another layout with task=jsonl"
-    )

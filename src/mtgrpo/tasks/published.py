@@ -1,0 +1,125 @@
+"""What data sets that others have published have in common: a copy on disk, else the one on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.tasks import IndexedStream, Rows, Split, TaskSource, TaskStream
+from mtgrpo.tasks.hub import HubRows, data_folder
+from mtgrpo.tasks.jsonl import JsonlRows
+from mtgrpo.tasks.parquet import ParquetRows
+from mtgrpo.types import Message, Task
+
+Row = Mapping[str, Any]
+
+
+@dataclass
+class Published(TaskSource):
+    """Base of published data sets. Write `task`, and `rows` or `chosen` where it is not one file with all rows."""
+
+    path: str = ""  # the file
+
+    place: ClassVar[str]  # of the file in $MTGRPO_DATA
+    on_hub: ClassVar[tuple[str, str, str]]  # data set, subset and split
+    layout: ClassVar[str]  # what its rows have, for messages
+
+    @abstractmethod
+    def task(self, row: Row, rows: Rows, index: int) -> Task:
+        """The task of `row`, which is row `index`, without the prompts that come before it.
+
+        A KeyError, TypeError or ValueError says that the row is not as `layout` has it.
+        """
+
+    def rows(self, split: Split) -> Rows:
+        """All rows, of which `chosen` are those of `split`. Raises ConfigError where they are not to be found."""
+        return file_rows(self.path, self.place, self.on_hub)
+
+    def chosen(self, rows: Rows, split: Split) -> Sequence[int]:
+        """The numbers of the rows of `split`, ascending."""
+        return range(len(rows))
+
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+        """A stream over `split`. Raises ConfigError where the data are missing or of another layout."""
+        rows = self.rows(split)
+        chosen = self.chosen(rows, split)
+        if not chosen:
+            raise ConfigError(f"task.path={self.path} has no rows for split {split.value}")
+        self.prompted(rows, chosen[0])
+        blocks = rows.blocks if len(chosen) == len(rows) else ()
+        return IndexedStream(len(chosen), lambda index: self.prompted(rows, chosen[index]), seed, repeat, blocks)
+
+    def prompted(self, rows: Rows, index: int) -> Task:
+        """The task of row `index` after the system prompt and the examples. Raises ConfigError for another layout."""
+        row = rows[index]
+        try:
+            task = self.task(row, rows, index)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self.unfit(rows, index) from error
+        return replace(task, messages=self.with_prompt(task.messages))
+
+    def unfit(self, rows: Rows, index: int) -> ConfigError:
+        """Says that row `index` is not as `layout` has it."""
+        return ConfigError(
+            f"{rows.where(index)}: {self.layout}; the columns are {', '.join(rows[index])}; read files of another "
+            "layout with task=jsonl, task.columns.prompt=NAME and task.columns.answer=NAME"
+        )
+
+
+def text(row: Row, column: str) -> str:
+    """The text in a column. Raises KeyError or TypeError where there is none."""
+    if not isinstance(row[column], str):
+        raise TypeError(column)
+    return row[column]
+
+
+def texts(values: Any) -> list[str]:
+    """`values`, where they are a list of texts. Raises TypeError otherwise."""
+    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+        raise TypeError("not a list of texts")
+    return values
+
+
+def user(prompt: str) -> tuple[Message, ...]:
+    """The user's message `prompt`."""
+    return (Message("user", prompt),)
+
+
+def in_code_block(code: str) -> tuple[Message, ...]:
+    """An assistant's message that holds nothing but `code`."""
+    return (Message("assistant", f"```python\n{code.strip()}\n```"),)
+
+
+def file_rows(path: str, place: str, on_hub: tuple[str, str, str]) -> Rows:
+    """The rows of the .jsonl file `path`, else of `place` in $MTGRPO_DATA, else of data set, subset and split `on_hub`.
+
+    Raises ConfigError where `path` is no file, and where the data set cannot be loaded.
+    """
+    local, name = data_folder(), Path(place).name
+    file = Path(path).expanduser() if path else local and local / place
+    if file and file.is_file():
+        return JsonlRows({file: file.stem})
+    if path:
+        raise ConfigError(f"task.path={path}: there is no such file; give the file {name}")
+    cure = f"without a network, set task.path to the file {name}, or MTGRPO_DATA to the folder of all data sets"
+    return HubRows(*on_hub, cure)
+
+
+def folder_rows(path: str, stem: str) -> Rows:
+    """The rows of the .jsonl or .parquet files in the folder `path` whose names begin with `stem`.
+
+    Raises ConfigError when there is none, or some of both kinds.
+    """
+    folder = Path(path).expanduser()
+    found = [sorted(folder.glob(f"{stem}*{suffix}")) for suffix in (".jsonl", ".parquet")]
+    if all(found) or not any(found):
+        what = "both" if all(found) else "neither"
+        raise ConfigError(
+            f"task.path={path} must be a folder with {stem}*.jsonl or {stem}*.parquet; it has {what} of them"
+        )
+    files = {file: file.stem for file in found[0] or found[1]}
+    return JsonlRows(files) if found[0] else ParquetRows(files)
