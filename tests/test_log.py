@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from mtgrpo.log import Sinks, open_sinks
 from mtgrpo.log import console as console_module
 from mtgrpo.part import RunContext
 from mtgrpo.record import trajectories
-from mtgrpo.record.curve import save_curve, terminal_curve
+from mtgrpo.record.curve import Curve, save_curve
 from mtgrpo.record.summary import write_summary
 from mtgrpo.strict_json import strict_json
 from mtgrpo.types import Finish, Group, Message, Status, Task, ToolCall, Trajectory, Turn
@@ -321,63 +320,14 @@ def test_the_bar_fits_the_terminal(width: int, tmp_path: Path, monkeypatch: pyte
 # ---------------------------------------------------------------- curves
 
 
-def plotted(text: str) -> Iterator[list[int]]:
-    """For each column of the plot, the rows (from the top) that have something in it."""
-    lines = text.splitlines()
-    margin = len(lines[-2]) - len(lines[-2].lstrip()) + 1  # the axis, its corner included
-    rows = [line[margin:] for line in lines[1:-2]]
-    for column in range(max(len(row) for row in rows)):
-        yield [number for number, row in enumerate(rows) if row[column : column + 1].strip()]
-
-
-FLOATS = st.floats(-1e50, 1e50, allow_subnormal=False)
-
-
-@given(st.lists(FLOATS, min_size=1, max_size=200), st.sampled_from(["utf-8", "ascii"]))
-def test_rising_values_give_a_rising_curve(values: list[float], encoding: str) -> None:
-    columns = list(plotted(terminal_curve(sorted(values), "reward", 60, 12, encoding)))
-    assert all(columns)
-    for one, other in pairwise(columns):
-        assert max(other) <= max(one) and min(other) <= min(one)
-
-
-@given(
-    st.lists(st.floats(-1e50, 1e50) | st.sampled_from([math.nan, math.inf]), max_size=300),
-    st.integers(40, 150),
-    st.integers(6, 40),
-    st.sampled_from(["utf-8", "ascii", "cp437", "no such encoding"]),
-)
-def test_a_curve_fits_its_frame(values: list[float], width: int, height: int, encoding: str) -> None:
-    lines = terminal_curve(values, "reward", width, height, encoding).splitlines()
-    assert len(lines) <= height
-    assert max(len(line) for line in lines) <= width
-    if encoding != "utf-8":
-        assert all(line.isascii() for line in lines)
-
-
-def test_a_curve_is_labelled() -> None:
-    text = terminal_curve([0.0, 0.25, 0.5, 0.75, 1.0], "reward per step", 40, 10, "utf-8")
-    lines = text.splitlines()
-    assert lines[0] == "reward per step"
-    labels = [float(line.split("┤")[0]) for line in lines if "┤" in line]
-    assert labels[0] == 1.0 and labels[-1] == 0.0 and labels == sorted(labels, reverse=True)
-    assert lines[-1].split(maxsplit=1) == ["1", "step 5"]
-    rows = list(plotted(text))
-    assert rows[0] == [6] and rows[-1] == [0]
-
-
-def test_a_long_curve_shows_the_mean_of_each_column() -> None:
-    rows = list(plotted(terminal_curve([0.0, 1.0] * 5000, "reward", 50, 15, "ascii")))
-    assert {row for column in rows[1:-1] for row in column} <= {5, 6}  # the middle of 12 rows
-
-
-def test_the_encoding_is_that_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    assert terminal_curve([1, 2, 3], "reward", 60, 10).isascii()
-
-
-def test_a_curve_of_nothing() -> None:
-    assert terminal_curve([math.nan], "reward", 60, 10) == "reward: no values"
+@pytest.mark.parametrize(("encoding", "bars"), [("utf-8", "▁▃▆█"), ("ascii", "")])
+def test_a_run_ends_with_its_curve(encoding: str, bars: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    drawn = Curve([0.25, 0.5, math.nan, 0.75, 1.0], {0: 0.2}).draw(tmp_path, 80)
+    assert drawn == f"training reward {bars} 0.25 -> 1"
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert len(Curve([float(step) for step in range(500)]).draw(tmp_path, 80)) <= 80
+    assert Curve([math.nan]).draw(tmp_path, 80).endswith("no values")
 
 
 def test_the_picture_shows_every_series(tmp_path: Path) -> None:

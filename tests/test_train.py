@@ -369,10 +369,10 @@ def test_a_run_ends_after_its_time(tmp_path: Path) -> None:
     [
         (["trainer.steps=0"], "the run never ends"),
         (["trainer.steps=-1"], "must be >= 0"),
-        (["eval.tasks=0"], "eval.tasks and eval.samples must be >= 1, got 0 and 2"),
-        (["eval.samples=0"], "eval.tasks and eval.samples must be >= 1, got 2 and 0"),
+        (["eval.tasks=0"], "eval.tasks must be >= 1, got 0"),
+        (["eval.samples=0"], "eval.samples must be >= 1, got 0"),
         (["eval.every_steps=-1"], "eval.every_steps must be >= 0"),
-        (["sft.batch_size=0"], "sft.batch_size >= 1, got 2 and 0"),
+        (["sft.batch_size=0"], "sft.batch_size must be >= 1, got 0"),
         (["sft.steps=-1"], "sft.steps must be >= 0"),
         (["sampling.timeout_s=5"], "sampling.timeout_s=5.0 makes results depend on the speed"),
     ],
@@ -424,7 +424,7 @@ def test_an_outage_during_training_trains_nothing_and_passes(
     assert "the line is dead" in (tmp_path / "run" / "notes.txt").read_text()
     assert {line["status"] for line in played(tmp_path / "run", 2)} == {Status.FAILED.value}
     assert found["train/steps"] == 3
-    assert curve.draw(tmp_path, 60, 12)
+    assert curve.draw(tmp_path, 60)
 
 
 def test_an_outage_that_the_model_is_told_of_is_counted_and_explained(tmp_path: Path, own: Path) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from mtgrpo.record.curve import SPARSE, smoothed
 from mtgrpo.record.text import number, printable
 from mtgrpo.report.content import Series
 
@@ -13,7 +14,6 @@ COLORS = ("#1f77b4", "#d9480f", "#2b8a3e", "#9c36b5", "#c92a2a", "#0b7285", "#84
 _WIDTH, _HEIGHT = 360, 190  # of the picture, in its own units
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 8, 8, 20  # of the frame
 _COLUMNS = 160  # more points than these share a column
-_SPARSE = 16  # a series of at most so many points is drawn with its points
 
 
 def chart(metric: str, curves: Sequence[Series | None]) -> str:
@@ -38,10 +38,10 @@ def chart(metric: str, curves: Sequence[Series | None]) -> str:
     for place, curve in enumerate(curves):
         color = COLORS[place % len(COLORS)]
         columns = _columns(curve or [], first, last)
-        if len(columns) > _SPARSE:
+        if len(columns) > SPARSE:
             spans = [(x(step), y(value)) for step, least, _, most in columns for value in (least, most)]
             parts.append(_line(spans, color, 'stroke-opacity=".3" stroke-width="1"'))
-            smooth = _smoothed([mean for _, _, mean, _ in columns])
+            smooth = smoothed([mean for _, _, mean, _ in columns])
             line = [(x(column[0]), y(mean)) for column, mean in zip(columns, smooth, strict=True)]
             parts.append(_line(line, color, 'stroke-width="2"'))
         else:
@@ -71,13 +71,6 @@ def _columns(curve: Series, first: float, last: float) -> list[tuple[float, floa
         step = sum(step for step, _ in points) / len(points)
         columns.append((step, min(values), sum(values) / len(values), max(values)))
     return columns
-
-
-def _smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and its neighbours, a tenth of the curve wide."""
-    reach = max(1, len(values) // 20)
-    windows = (values[max(0, place - reach) : place + reach + 1] for place in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
 
 
 def _enclosing(values: Sequence[float]) -> tuple[float, float]:

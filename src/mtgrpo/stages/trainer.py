@@ -30,7 +30,7 @@ def run_training(experiment: Experiment, folder: Path) -> None:
     curve = Curve()
     summary = asyncio.run(train(experiment, folder, curve))
     size = shutil.get_terminal_size((100, 24))
-    drawn = curve.draw(folder, min(size.columns, 100), 14)
+    drawn = curve.draw(folder, min(size.columns, 100))
     if "console" in experiment.log:
         before, after = summary["eval/success/before"], summary["eval/success/after"]
         print(f"\n{drawn}\n\nheld-out success {before:.3f} -> {after:.3f}\n{folder}")
