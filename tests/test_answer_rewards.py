@@ -42,6 +42,22 @@ def told(*messages: Message, auxiliary: int = -1) -> Trajectory:
 @pytest.mark.parametrize(
     "text, answer, worth",
     [
+        ("\u201cJane\u2019s\u201d house", "janes house", 1),
+        ("\u00c9COLE!", "\u00e9cole", 1),
+        ("5 \u20ac", "5", 1),
+        ("\u20ac", "\u20ac", 1),
+        ("", "\u20ac", 0),
+        ("the", "A", 0),
+        ("another", "other", 0),
+    ],
+)
+def test_em_takes_the_punctuation_of_any_script_away(text: str, answer: str, worth: float) -> None:
+    assert EM(convention=Convention.unicode).reward(said(text, answer)) == worth
+
+
+@pytest.mark.parametrize(
+    "text, answer, worth",
+    [
         ("The Eiffel Tower!", "eiffel tower", 1),
         ("  Paris\n", "Paris.", 1),
         ("It is Paris", "Paris", 0),
@@ -277,5 +293,5 @@ def test_every_token_above_the_budget_costs(turns: list[int], worth: float) -> N
 
 @pytest.mark.parametrize("settings", [{"budget_tokens": -1}, {"cost": 0.0}, {"most": -1.0}])
 def test_costs_that_mean_nothing_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="reward length"):
+    with pytest.raises(ConfigError, match=f"`{next(iter(settings))}` must be >"):
         Length(**settings)

@@ -21,7 +21,7 @@ from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rewards.context_efficiency import ContextEfficiency, Form
-from mtgrpo.rewards.exact_match import ExactMatch
+from mtgrpo.rewards.em import EM
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.types import Finish, Message, Status, Task, Trajectory, Turn
 
@@ -233,7 +233,7 @@ def test_only_the_context_reward_minds_the_length() -> None:
 
 @pytest.mark.parametrize("bonus", [-0.1, 0.0, 0.5, 1.0, math.nan])
 def test_the_bonus_has_bounds(bonus: float) -> None:
-    with pytest.raises(ConfigError, match=r"reward\.bonus must be above 0 and below 0\.5"):
+    with pytest.raises(ConfigError, match=r"`bonus` must be > 0 and < 0\.5, got"):
         ContextEfficiency(bonus=bonus)
 
 
@@ -241,7 +241,7 @@ def test_the_bonus_has_bounds(bonus: float) -> None:
 @pytest.mark.parametrize("answer", ["72", "Paris"])
 def test_domains_grade_as_the_rewards_that_they_name(text: str, answer: str) -> None:
     trajectory = told(text, answer=answer)
-    assert worth_of(ContextEfficiency(), trajectory) == ExactMatch().reward(trajectory)
+    assert worth_of(ContextEfficiency(), trajectory) == EM().reward(trajectory)
     if answer == "72":
         assert worth_of(MATH, trajectory) == Numeric().reward(trajectory)
     else:
@@ -299,7 +299,8 @@ def test_it_is_an_option_of_the_command_line() -> None:
     assert reward == dataclasses.replace(PLAIN, of={"numeric": {}, "format": {"min_chars": 9}})
     assert worths(reward, [ended(True, 100), told("so: #### 72", 100)]) == [0.0, 0.01]
     for word, said in {
-        "reward.bonus=0.7": r"reward\.bonus must be",
+        "reward.bonus=0.7": r"reward\.bonus must be > 0 and < 0\.5, got 0\.7",
+        "reward.of={format: {min_chars: -1}}": "the reward format: min_chars must be >= 0, got -1",
         "reward.of={format: {forbidden_patterns: ['(']}}": r"forbidden_patterns: '\(' is not",
         "reward.of=[poetry]": r"there is no rewards named 'poetry'",
         "reward.of=[]": r"reward\.of is empty",

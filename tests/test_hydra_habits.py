@@ -24,8 +24,7 @@ from mtgrpo.config.compose import (
     parse,
 )
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.config.hints import ELSEWHERE
-from mtgrpo.config.options import groups, options, schema
+from mtgrpo.config.options import elsewhere, groups, options, schema
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
 from mtgrpo.rewards.composed import Composed
@@ -160,7 +159,7 @@ def test_what_stands_to_the_right_wins() -> None:
 def test_every_name_of_another_library_is_answered_with_one_of_ours() -> None:
     choices: dict[str, Any] = {"task": "parquet", "environment": "tool_use", "condenser": "none", "reward": "numeric"}
     known = schema(choices | {"algorithm": "grpo", "advantage": "trajectory", "engine": "local"})
-    for name, ours in ELSEWHERE.items():
+    for name, ours in elsewhere().items():
         key = re.split(r"[ ,=]", ours)[0]
         assert key in known or key in (*groups(), "hydra.run.dir"), ours
         for typed in (f"{name}=1", f"actor_rollout_ref.x.{name}=1"):
@@ -169,7 +168,7 @@ def test_every_name_of_another_library_is_answered_with_one_of_ours() -> None:
 
 
 def test_an_option_of_ours_is_never_taken_for_one_of_another_library() -> None:
-    assert all(name not in options(group) for name in ELSEWHERE for group in groups())
+    assert all(name not in options(group) for name in elsewhere() for group in groups())
     assert experiment("task=calculator", "task.max_steps=3").task == type(experiment().task)(
         max_steps=3, demonstrator=experiment().task.demonstrator
     )
@@ -180,17 +179,17 @@ def test_an_option_of_ours_is_never_taken_for_one_of_another_library() -> None:
 
 def test_a_group_takes_a_list_whose_options_have_settings_of_their_own(place: Path) -> None:
     place.joinpath("mine.yaml").write_text(
-        "defaults: [{override /reward: [numeric, exact_match]}]\nreward: {numeric: {weight: 2}, success_at: 0.5}\n"
+        "defaults: [{override /reward: [numeric, em]}]\nreward: {numeric: {weight: 2}, success_at: 0.5}\n"
     )
     own = place / "own.py"
     own.write_text(
         "from dataclasses import dataclass\nfrom mtgrpo.rewards import Reward\n@dataclass\nclass Half(Reward):\n"
         "    target: float = 0.5\n    def reward(self, trajectory): return self.target\n"
     )
-    made = compose(parse(["recipe=mine.yaml", "reward.exact_match.weight=0.2"]))
-    of = {"numeric": {"weight": 2}, "exact_match": {"weight": 0.2}}
+    made = compose(parse(["recipe=mine.yaml", "reward.em.weight=0.2"]))
+    of = {"numeric": {"weight": 2}, "em": {"weight": 0.2}}
     assert made.experiment.reward == Composed(success_at=0.5, of=of)
-    assert made.choices["reward"] == ["numeric", "exact_match"]
+    assert made.choices["reward"] == ["numeric", "em"]
     mixed = experiment("reward=[numeric,own.py:Half]", "reward.Half.target=1", "reward.numeric.weight=0.25")
     assert mixed.reward == Composed(of={"numeric": {"weight": 0.25}, f"{own}:Half": {"target": 1}})
     for word, said in {
@@ -198,7 +197,7 @@ def test_a_group_takes_a_list_whose_options_have_settings_of_their_own(place: Pa
         "reward.tags.weight=1": "unknown option reward.tags.weight",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(said)):
-            experiment("reward=[numeric,exact_match]", word)
+            experiment("reward=[numeric,em]", word)
     with pytest.raises(ConfigError, match="name each reward once"):
         experiment("reward=[numeric,numeric]")
 
@@ -318,23 +317,23 @@ def test_a_job_may_run_in_its_folder(
 
 def test_a_sweep_is_hydra_s_own(run: Run, place: Path, started: list[tuple[Experiment, Path]]) -> None:
     words = ["hydra/launcher=basic", "hydra.sweep.dir=all", "hydra.sweep.subdir='${hydra.job.num}_${seed}'"]
-    code, _, err = run("train", "-m", "seed=3,4", "reward=numeric,exact_match", *words)
+    code, _, err = run("train", "-m", "seed=3,4", "reward=numeric,em", *words)
     assert code == 0, err
     assert [(made.seed, type(made.reward).__name__, path.name) for made, path in started] == [
         (3, "Numeric", "0_3"),
-        (3, "ExactMatch", "1_3"),
+        (3, "EM", "1_3"),
         (4, "Numeric", "2_4"),
-        (4, "ExactMatch", "3_4"),
+        (4, "EM", "3_4"),
     ]
     assert yaml.safe_load((place / "all" / "multirun.yaml").read_text())["hydra"]["mode"] == "MULTIRUN"
     assert yaml.safe_load((place / "all" / "1_3" / ".hydra" / "overrides.yaml").read_text())[:2] == [
         "seed=3",
-        "reward=exact_match",
+        "reward=em",
     ]
 
 
 def test_settings_of_an_option_that_a_sweep_chooses(run: Run, started: list[tuple[Experiment, Path]]) -> None:
-    code, _, err = run("train", "-m", "reward=numeric,exact_match", "reward.success_at=0.5", "hydra/launcher=basic")
+    code, _, err = run("train", "-m", "reward=numeric,em", "reward.success_at=0.5", "hydra/launcher=basic")
     assert code == 0, err
     assert [made.reward.success_at for made, _ in started] == [0.5, 0.5]
     code, _, err = run("train", "hydra.mode=MULTIRUN", "seed=range(1,3)", "hydra/launcher=basic")

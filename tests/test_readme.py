@@ -104,7 +104,7 @@ def test_the_names_beside_those_of_verl_exist() -> None:
 
 
 def test_the_options_in_the_readme_exist() -> None:
-    chosen = {"environment": "tool_use", "condenser": "keep_last", "reward": "exact_match", "algorithm": "grpo"}
+    chosen = {"environment": "tool_use", "condenser": "keep_last", "reward": "em", "algorithm": "grpo"}
     known: set[str] = set()
     for task in ("jsonl", "parquet", "reasoning_gym"):
         options = {**chosen, "task": task, "advantage": "trajectory", "engine": "local"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 from mtgrpo.rewards import Given, OfRewards
 from mtgrpo.types import Trajectory
 
@@ -53,17 +53,16 @@ class ContextEfficiency(OfRewards):
     A truncated trajectory is graded by its final message, as other rewards do.
     """
 
-    default = ("exact_match",)
+    default = ("em",)
 
     success_at: float = 1e-9  # below what any right answer is worth, in either form
-    of: Any = None  # the rewards that say whether an answer is right; null: [exact_match]
+    of: Any = None  # the rewards that say whether an answer is right; null: [em]
     form: Form = Form.bounded  # what a right answer is worth
     bonus: float = 0.2  # form=bounded: the share of a right answer's reward that depends on length, in (0, 0.5)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.bonus < 0.5:
-            raise ConfigError(f"reward.bonus must be above 0 and below 0.5, got {self.bonus}")
+        require(self, bonus="> 0 and < 0.5")
 
     async def rewards(self, siblings: Sequence[Trajectory]) -> list[Given]:
         """One for each. Raises ConfigError as the rewards in `of` do."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
+from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -23,16 +25,12 @@ class Convention(Enum):
     squad = "squad"  # Rajpurkar et al. 2016, arXiv:1606.05250
     hotpotqa = "hotpotqa"  # Yang et al. 2018, arXiv:1809.09600: text as SQuAD; F1 takes yes and no whole
     triviaqa = "triviaqa"  # Joshi et al. 2017, arXiv:1705.03551: punctuation parts words instead of vanishing
+    unicode = "unicode"  # as SQuAD, without the punctuation and the signs of any script
 
 
 @dataclass
-class EM(Reward):
-    """1 when the answer is one of the accepted ones, else 0: the exact match of SQuAD, HotpotQA and TriviaQA.
-
-    Accepted are the task's answer and the `answers` in its metadata. Both sides are compared in lower case without
-    punctuation, articles (a, an, the) and surplus white space. What is nothing else, such as the answer "A", is
-    compared as it stands, so that an empty message is never right.
-    """
+class AnswerReward(Reward, ABC):
+    """Base of the rewards that compare the words of an answer with those of the accepted ones."""
 
     convention: Convention = Convention.squad
     tag: str = ""  # answer: the answer is what the final message's last <answer></answer> holds; "" = all of it
@@ -40,18 +38,36 @@ class EM(Reward):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tag:
-            check_tag("em", self.tag)
+            check_tag(type(self).__name__.lower(), self.tag)
+
+    def compared(self, trajectory: Trajectory) -> tuple[str, list[str]]:
+        """The words that were given, and those of each accepted answer. Raises ConfigError when there is none."""
+        accepted = [normalised(one, self.convention) for one in accepted_answers(trajectory.task)]
+        return normalised(stated_answer(trajectory.final, self.tag), self.convention), accepted
+
+
+@dataclass
+class EM(AnswerReward):
+    """1 when the answer is one of the accepted ones, else 0: the exact match of SQuAD, HotpotQA and TriviaQA.
+
+    Accepted are the task's answer and the `answers` in its metadata. Both sides are compared in lower case without
+    punctuation, articles (a, an, the) and surplus white space. What is nothing else, such as the answer "A", is
+    compared as it stands, so that an empty message is never right.
+    """
 
     def reward(self, trajectory: Trajectory) -> float:
         """1.0 or 0.0. Raises ConfigError when the task has no answer."""
-        given = normalised(stated_answer(trajectory.final, self.tag), self.convention)
-        return float(any(given == normalised(one, self.convention) for one in accepted_answers(trajectory.task)))
+        given, accepted = self.compared(trajectory)
+        return float(given in accepted)
 
 
 def normalised(text: str, convention: Convention) -> str:
     """The words of `text` that count, parted by single spaces; "" for an empty text alone."""
     lower = text.lower()
-    kept = lower.translate(_TO_SPACES if convention is Convention.triviaqa else _TO_NOTHING)
+    if convention is Convention.unicode:
+        kept = "".join(character for character in lower if unicodedata.category(character)[0] not in "PS")
+    else:
+        kept = lower.translate(_TO_SPACES if convention is Convention.triviaqa else _TO_NOTHING)
     return " ".join(_ARTICLES.sub(" ", kept).split()) or " ".join(lower.split())
 
 

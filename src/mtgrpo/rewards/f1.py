@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from mtgrpo.rewards import Reward
-from mtgrpo.rewards.em import Convention, accepted_answers, check_tag, normalised, stated_answer
+from mtgrpo.rewards.em import AnswerReward, Convention
 from mtgrpo.types import Trajectory
 
 _WHOLE = {"yes", "no", "noanswer"}  # HotpotQA: an answer that is one of these is right or wrong, never in part
 
 
 @dataclass
-class F1(Reward):
+class F1(AnswerReward):
     """The F1 of the answer's words, from 0 to 1: the harmonic mean of their precision and recall.
 
     Words are what reward=em compares, each as often as it occurs; of several accepted answers the best counts.
@@ -21,21 +20,12 @@ class F1(Reward):
     worth 0.
     """
 
-    convention: Convention = Convention.squad
-    tag: str = ""  # answer: the answer is what the final message's last <answer></answer> holds; "" = all of it
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tag:
-            check_tag("f1", self.tag)
-
     def reward(self, trajectory: Trajectory) -> float:
         """From 0.0 to 1.0. Raises ConfigError when the task has no answer."""
-        given = normalised(stated_answer(trajectory.final, self.tag), self.convention)
-        answers = [normalised(answer, self.convention) for answer in accepted_answers(trajectory.task)]
+        given, accepted = self.compared(trajectory)
         if self.convention is Convention.hotpotqa:
-            answers = [answer for answer in answers if answer == given or not {answer, given} & _WHOLE]
-        return max((word_f1(given.split(), answer.split()) for answer in answers), default=0.0)
+            accepted = [answer for answer in accepted if answer == given or not {answer, given} & _WHOLE]
+        return max((word_f1(given.split(), answer.split()) for answer in accepted), default=0.0)
 
 
 def word_f1(given: list[str], answer: list[str]) -> float:

@@ -21,9 +21,9 @@ _MARKER = re.compile(r"####|\\boxed\{")
 class GroundTruth(OfRewards):
     """The sum of the rewards `of`, which are told the answers of a file in place of the tasks' own."""
 
-    default = ("exact_match",)
+    default = ("em",)
 
-    of: Any = None  # as reward=composed has it, without weights; null: [exact_match]
+    of: Any = None  # as reward=composed has it, without weights; null: [em]
     file: str = ""  # lines {"id": ..., "answer": ...}, which take precedence over the tasks' own answers
     heuristic: bool = False  # of a task without an answer, a message that merely looks like one is worth 1
 

@@ -43,7 +43,7 @@ class Numeric(Reward):
         if answer is None:
             raise ConfigError(
                 f"task {task.id}: the answer {task.answer[:80]!r} is not a number; choose another column "
-                "with task.columns.answer=NAME, or grade text with reward=exact_match"
+                "with task.columns.answer=NAME, or grade text with reward=em"
             )
         return float(stated_number(trajectory.final, self.require_marker) == answer)
 
