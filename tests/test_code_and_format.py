@@ -94,7 +94,7 @@ def test_format_rules(rules: dict[str, Any], text: str, kept: bool) -> None:
 
 
 def test_format_rules_are_checked_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"min_chars must be >= 0, got -1"):
+    with pytest.raises(ConfigError, match="`min_chars` must be >= 0, got -1"):
         Format(min_chars=-1)
     for name in ("required_patterns", "forbidden_patterns"):
         with pytest.raises(ConfigError, match=rf"reward format: {name}: '\[' is not a regular expression"):

@@ -400,10 +400,10 @@ def test_what_a_condenser_may_not_do_is_told(condenser: Condenser, match: str) -
 @pytest.mark.parametrize(
     ("build", "match"),
     [
-        (lambda: KeepLast(keep_last_n_steps=-1), "keep_last_n_steps must be >= 0, got -1"),
-        (lambda: DropOldest(max_condensed_tokens=-1), "max_condensed_tokens must be >= 0, got -1"),
+        (lambda: KeepLast(keep_last_n_steps=-1), "`keep_last_n_steps` must be >= 0, got -1"),
+        (lambda: DropOldest(max_condensed_tokens=-1), "`max_condensed_tokens` must be >= 0, got -1"),
         (lambda: Summarize(instruction=""), "instruction is empty"),
-        (lambda: Recall(recalled_steps=-2), "got 2 and -2"),
+        (lambda: Recall(recalled_steps=-2), "`recalled_steps` must be >= 0, got -2"),
         (lambda: TruncateTools(max_reply_chars=-1), "max_reply_chars"),
     ],
 )
@@ -475,5 +475,5 @@ def test_attention_takes_an_engine_that_measures_it() -> None:
 
 @pytest.mark.parametrize("name", ["keep_last_n_steps", "attended_steps"])
 def test_attention_refuses_negative_numbers(name: str) -> None:
-    with pytest.raises(ConfigError, match="condenser attention: keep_last_n_steps and attended_steps must be >= 0"):
+    with pytest.raises(ConfigError, match=f"`{name}` must be >= 0, got -1"):
         Attention(**{name: -1})

@@ -140,7 +140,7 @@ def test_a_task_without_a_formula_is_refused(answer: str) -> None:
 
 
 def test_settings_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="timeout_s must be above 0"):
+    with pytest.raises(ConfigError, match="`timeout_s` must be > 0, got 0"):
         MathVerify(timeout_s=0)
     monkeypatch.setattr("mtgrpo.rewards.math_verify.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'mtgrpo\[math\]'"):

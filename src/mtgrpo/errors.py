@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 
@@ -12,6 +13,21 @@ class ConfigError(ValueError):
 
 class EngineError(RuntimeError):
     """The engine itself is broken (its cause says how): ends the run, unlike a tool that fails."""
+
+
+_COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+
+
+def require(settings: Any, **bounds: str) -> None:
+    """Raise ConfigError where a field of a dataclass is out of its bounds, as NaN always is; None is not looked at.
+
+    bounds: by the field's name, such as lr="> 0", top_p="> 0 and <= 1" or top_k=">= 0 (0 = off)".
+    """
+    for name, bound in bounds.items():
+        value = getattr(settings, name)
+        limits = (limit.split() for limit in bound.partition(" (")[0].split(" and "))
+        if value is not None and not all(_COMPARISONS[sign](value, float(limit)) for sign, limit in limits):
+            raise ConfigError(f"`{name}` must be {bound}, got {value}")
 
 
 def refuse_without_effect(settings: Any, names: tuple[str, ...], needs: str) -> None:

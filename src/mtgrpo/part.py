@@ -75,6 +75,8 @@ def built(what: str, kind: type[T], settings: Mapping[str, Any]) -> T:
             known = ", ".join(str(key) for key in config) or "none"
             raise ConfigError(f"the {what} has no setting {unknown[0]!r}; its settings: {known}")
         return cast(T, OmegaConf.to_object(OmegaConf.merge(config, dict(settings))))
+    except ConfigError as error:  # names of its own fields stand in backticks
+        raise ConfigError(f"the {what}: {error}" if "`" in str(error) else str(error)) from None
     except OmegaConfBaseException as error:
         said = str(error).partition("\n")[0]
         raise ConfigError(f"the {what} with settings {dict(settings)}: {said}") from None

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol
 
+from mtgrpo.errors import require
+
 SUMMARY = "summary"  # in a demonstration, the name of an assistant's message that answers a condenser
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -87,18 +89,8 @@ class Sampling:
     timeout_s: float = 0.0  # of one turn, training in between counted; a conversation that exceeds it fails; 0 = none
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"sampling.temperature must be >= 0 (0 = greedy), got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling.top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"sampling.top_k must be >= 0 (0 = off), got {self.top_k}")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"sampling.min_p must be in [0, 1), got {self.min_p}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"sampling.max_new_tokens must be >= 1, got {self.max_new_tokens}")
-        if self.timeout_s < 0:
-            raise ValueError(f"sampling.timeout_s must be >= 0 (0 = none), got {self.timeout_s}")
+        require(self, temperature=">= 0 (0 = greedy)", top_p="> 0 and <= 1", top_k=">= 0 (0 = off)")
+        require(self, min_p=">= 0 and < 1", max_new_tokens=">= 1", timeout_s=">= 0 (0 = none)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mtgrpo.advantages import AdvantageEstimator, Assigned, Level, discounted, last_of, refuse_constant
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,9 +33,7 @@ class GAE(AdvantageEstimator):
     lam: float | None = None  # null: 0.95 over turns, 1 over tokens
 
     def __post_init__(self) -> None:
-        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
-            if value is not None and not 0 <= value <= 1:
-                raise ConfigError(f"advantage.{name} must be in [0, 1], got {value}")
+        require(self, gamma=">= 0 and <= 1", lam=">= 0 and <= 1")
 
     @property
     def discounts(self) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mtgrpo.advantages import AdvantageEstimator, Assigned, discounted, last_of, refuse_constant, refuse_no_siblings
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +29,7 @@ class GiGPO(AdvantageEstimator):
     turn_coef: float = 1.0  # weight of the comparison of turns
 
     def __post_init__(self) -> None:
-        if not 0 <= self.gamma <= 1 or self.turn_coef < 0:
-            raise ConfigError(f"`gamma` must be in [0, 1] and `turn_coef` >= 0, got {self.gamma} and {self.turn_coef}")
+        require(self, gamma=">= 0 and <= 1", turn_coef=">= 0")
 
     def check(self, algorithm: Algorithm) -> None:
         """For algorithms that compare siblings, turn by turn."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mtgrpo.advantages import AdvantageEstimator, Assigned, Level, discounted, last_of, refuse_constant
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +30,7 @@ class ReturnToGo(AdvantageEstimator):
     level: Level = Level.turn  # token: REINFORCE++ with a KL penalty in the reward
 
     def __post_init__(self) -> None:
-        if not 0 <= self.gamma <= 1:
-            raise ConfigError(f"`gamma` must be in [0, 1], got {self.gamma}")
+        require(self, gamma=">= 0 and <= 1")
 
     def check(self, algorithm: Algorithm) -> None:
         """Not for algorithms that need one advantage per trajectory."""

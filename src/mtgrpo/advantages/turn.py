@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mtgrpo.advantages import AdvantageEstimator, Assigned, discounted, last_of, refuse_constant, refuse_no_siblings
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +39,7 @@ class ByTurn(AdvantageEstimator):
     unbiased: bool = True  # false: as in the paper, where every conversation has the same number of turns
 
     def __post_init__(self) -> None:
-        if self.turn_coef < 0:
-            raise ConfigError(f"`turn_coef` must be >= 0, got {self.turn_coef}")
+        require(self, turn_coef=">= 0")
 
     def check(self, algorithm: Algorithm) -> None:
         """For algorithms that compare siblings, turn by turn."""

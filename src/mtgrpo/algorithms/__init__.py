@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
 from mtgrpo.algorithms.average import Average
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.types import Status, Trajectory
 
 if TYPE_CHECKING:
@@ -80,15 +80,12 @@ class Algorithm(ABC):
     top_entropy: float = 1.0  # the share of tokens, those of highest entropy, that are trained (arXiv:2506.01939)
 
     def __post_init__(self) -> None:
-        if not 0 < self.top_entropy <= 1:
-            raise ConfigError(f"`top_entropy` must be in (0, 1], got {self.top_entropy}")
+        require(self, top_entropy="> 0 and <= 1", entropy_coef=">= 0")
         if self.average_length < 0 or (self.average_length and self.average is not Average.constant):
             raise ConfigError(
                 f"`average_length={self.average_length}` is the divisor of `average=constant` and "
                 f"must be >= 0; `average` is {self.average.value}"
             )
-        if self.entropy_coef < 0:
-            raise ConfigError(f"`entropy_coef` must be >= 0, got {self.entropy_coef}")
 
     @property
     def compares_siblings(self) -> bool:

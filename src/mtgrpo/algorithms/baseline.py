@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms import Algorithm, Baseline
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +24,7 @@ class GroupRelative(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.epsilon <= 0:
-            raise ConfigError(f"`epsilon` must be above 0, got {self.epsilon}")
+        require(self, epsilon="> 0")
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
         """The mean of the group, and its standard deviation where it divides."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 
 
 @dataclass
@@ -24,10 +24,7 @@ class CISPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (0 < self.clip_low <= 1 and self.clip_high > 0):
-            raise ConfigError(
-                f"`clip_low` must be in (0, 1] and `clip_high` above 0, got {self.clip_low} and {self.clip_high}"
-            )
+        require(self, clip_low="> 0 and <= 1", clip_high="> 0")
 
     def loss(self, tokens: Tokens) -> PerToken:
         """REINFORCE with clipped weights; tokens marked as `clipped` keep their gradient."""

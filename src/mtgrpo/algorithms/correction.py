@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.errors import ConfigError, refuse_without_effect
+from mtgrpo.errors import ConfigError, refuse_without_effect, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,18 +60,11 @@ class Correction:
     veto: float = 0.0  # mask a trajectory with a token whose rho is below this or above 1 / this; 0 = off
 
     def __post_init__(self) -> None:
-        if self.cap <= 0:
-            raise ConfigError(f"`cap` must be above 0, got {self.cap}")
-        if not 0 <= self.low < 1 < self.high:
-            raise ConfigError(
-                f"`low` and `high` must lie on either side of 1, at least 0, got {self.low} and {self.high}"
-            )
+        require(self, cap="> 0", low=">= 0 and < 1", high="> 1", veto=">= 0 and < 1")
         if self.weight is Weight.none:
             refuse_without_effect(self, ("cap",), "set `weight=token`")
         if self.reject is Reject.none:
             refuse_without_effect(self, ("low", "high"), "set `reject=token`")
-        if not 0 <= self.veto < 1:
-            raise ConfigError(f"`veto` must be in [0, 1), got {self.veto}")
         if self.old_policy is OldPolicy.engine and self.active:
             raise ConfigError(
                 "`old_policy=engine` has the importance weight in its ratio already; with `weight`, "

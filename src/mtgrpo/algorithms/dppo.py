@@ -8,7 +8,7 @@ from typing import ClassVar
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 
 
 @dataclass
@@ -32,13 +32,8 @@ class DPPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (0 < self.clip_low <= 1 and 0 < self.clip_high <= 1):
-            raise ConfigError(
-                "`clip_low` and `clip_high` are differences of probabilities, in (0, 1]; "
-                f"got {self.clip_low} and {self.clip_high}"
-            )
-        if self.kl_coef < 0:
-            raise ConfigError(f"`kl_coef` must be >= 0, got {self.kl_coef}")
+        difference = "> 0 and <= 1 (a difference of probabilities)"
+        require(self, clip_low=difference, clip_high=difference, kl_coef=">= 0")
 
     @property
     def always_has_gradient(self) -> bool:

@@ -9,7 +9,7 @@ from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +33,7 @@ class GMPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.clip_low <= 0 or self.clip_high <= 0:
-            raise ConfigError(f"`clip_low` and `clip_high` must be above 0, got {self.clip_low} and {self.clip_high}")
+        require(self, clip_low="> 0", clip_high="> 0")
 
     def sequence_term(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         """c_t."""

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms.ratio import LARGEST, is_clamped, ratio_of
-from mtgrpo.errors import ConfigError, refuse_without_effect
+from mtgrpo.errors import ConfigError, refuse_without_effect, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,12 +47,7 @@ class KL:
     adaptation: float = 0.5  # how quickly: per step `coef` changes by at most a fifth of this share
 
     def __post_init__(self) -> None:
-        if self.coef < 0:
-            raise ConfigError(f"`coef` must be >= 0 (0 = no penalty and no reference), got {self.coef}")
-        if self.target < 0 or not 0 < self.adaptation <= 1:
-            raise ConfigError(
-                f"`target` must be >= 0 and `adaptation` in (0, 1], got {self.target} and {self.adaptation}"
-            )
+        require(self, coef=">= 0 (0 = no penalty and no reference)", target=">= 0", adaptation="> 0 and <= 1")
         if self.unbiased and self.estimator is Estimator.k2:
             raise ConfigError("`unbiased=true` corrects k1 and k3, whose mean is the KL: set `estimator=k3`")
         if not self.target:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mtgrpo.algorithms import Algorithm, Baseline
 from mtgrpo.algorithms.baseline import whitened
 from mtgrpo.algorithms.surrogate import ClippedSurrogate
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,10 +32,7 @@ class PPO(ClippedSurrogate, Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.value_coef <= 0 or self.value_clip < 0:
-            raise ConfigError(
-                f"`value_coef` must be above 0 and `value_clip` >= 0, got {self.value_coef} and {self.value_clip}"
-            )
+        require(self, value_coef="> 0", value_clip=">= 0")
 
     @property
     def compares_siblings(self) -> bool:

@@ -8,7 +8,7 @@ from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 
 
 @dataclass
@@ -26,10 +26,7 @@ class SAPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tau_positive <= 0 or self.tau_negative <= 0:
-            raise ConfigError(
-                f"`tau_positive` and `tau_negative` must be above 0, got {self.tau_positive} and {self.tau_negative}"
-            )
+        require(self, tau_positive="> 0", tau_negative="> 0")
 
     def loss(self, tokens: Tokens) -> PerToken:
         """The gated loss; nothing is ever clipped."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,10 +26,7 @@ class ClippedSurrogate:
 
     def __post_init__(self) -> None:
         super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]  (an algorithm follows in the order of bases)
-        if not (0 < self.clip_low <= 1 and self.clip_high > 0):
-            raise ConfigError(
-                f"`clip_low` must be in (0, 1] and `clip_high` above 0, got {self.clip_low} and {self.clip_high}"
-            )
+        require(self, clip_low="> 0 and <= 1", clip_high="> 0")
         if self.dual_clip and self.dual_clip <= 1 + self.clip_high:
             raise ConfigError(f"`dual_clip` must be 0 (off) or above 1 + `clip_high`, got {self.dual_clip}")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 from mtgrpo.part import Part
 from mtgrpo.types import Message
 
@@ -49,8 +49,7 @@ class Condenser(Part, ABC):
     attends: ClassVar[bool] = False  # whether it needs attention, which only engine=local can measure
 
     def __post_init__(self) -> None:
-        if self.max_condensed_tokens < 0:
-            raise ConfigError(f"condenser.max_condensed_tokens must be >= 0, got {self.max_condensed_tokens}")
+        require(self, max_condensed_tokens=">= 0")
 
     @property
     def active(self) -> bool:

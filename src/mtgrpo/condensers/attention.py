@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mtgrpo.condensers import Condenser, Conversation, best_and_newest
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 from mtgrpo.types import Message
 
 
@@ -26,11 +26,7 @@ class Attention(Condenser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keep_last_n_steps < 0 or self.attended_steps < 0:
-            raise ConfigError(
-                "condenser attention: keep_last_n_steps and attended_steps must be >= 0, "
-                f"got {self.keep_last_n_steps} and {self.attended_steps}"
-            )
+        require(self, keep_last_n_steps=">= 0", attended_steps=">= 0")
 
     async def condense(self, conversation: Conversation) -> list[Message]:
         """The last steps and the attended ones before them."""

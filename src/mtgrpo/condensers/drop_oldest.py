@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, newest
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 from mtgrpo.types import Message
 
 
@@ -20,8 +20,7 @@ class DropOldest(Condenser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.fill <= 1:
-            raise ConfigError(f"condenser drop_oldest: fill must be in (0, 1], got {self.fill}")
+        require(self, fill="> 0 and <= 1")
 
     async def condense(self, conversation: Conversation) -> list[Message]:
         """Whole steps are dropped, the oldest first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, When, newest
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 from mtgrpo.types import Message
 
 
@@ -21,8 +21,7 @@ class KeepLast(Condenser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keep_last_n_steps < 0:
-            raise ConfigError(f"condenser keep_last: keep_last_n_steps must be >= 0, got {self.keep_last_n_steps}")
+        require(self, keep_last_n_steps=">= 0")
 
     async def condense(self, conversation: Conversation) -> list[Message]:
         """The opening and the last steps."""

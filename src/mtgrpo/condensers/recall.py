@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, best_and_newest
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 from mtgrpo.types import Message
 
 K1, B = 1.5, 0.75  # of BM25, as is usual
@@ -28,11 +28,7 @@ class Recall(Condenser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keep_last_n_steps < 0 or self.recalled_steps < 0:
-            raise ConfigError(
-                "condenser recall: keep_last_n_steps and recalled_steps must be >= 0, "
-                f"got {self.keep_last_n_steps} and {self.recalled_steps}"
-            )
+        require(self, keep_last_n_steps=">= 0", recalled_steps=">= 0")
 
     async def condense(self, conversation: Conversation) -> list[Message]:
         """The last steps and the recalled ones before them."""

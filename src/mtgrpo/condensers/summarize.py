@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, newest
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.types import Message
 
 
@@ -26,8 +26,7 @@ class Summarize(Condenser):
         super().__post_init__()
         if not self.instruction:
             raise ConfigError("condenser summarize: instruction is empty; say what is to be written down")
-        if self.keep_last_n_steps < 0:
-            raise ConfigError(f"condenser summarize: keep_last_n_steps must be >= 0, got {self.keep_last_n_steps}")
+        require(self, keep_last_n_steps=">= 0")
 
     async def condense(self, conversation: Conversation) -> list[Message]:
         """The opening, the summary, the last steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mtgrpo.condensers import Condenser, Conversation, Step, newest
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 from mtgrpo.types import Message
 
 CUT = " [...]"
@@ -23,11 +23,7 @@ class TruncateTools(Condenser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_reply_chars < 0 or self.keep_last_n_steps < 0:
-            raise ConfigError(
-                "condenser truncate_tools: max_reply_chars and keep_last_n_steps must be >= 0, "
-                f"got {self.max_reply_chars} and {self.keep_last_n_steps}"
-            )
+        require(self, max_reply_chars=">= 0", keep_last_n_steps=">= 0")
 
     async def condense(self, conversation: Conversation) -> list[Message]:
         """Shorter replies, all steps."""

@@ -17,7 +17,7 @@ from mtgrpo.chat import ChatSettings
 from mtgrpo.condensers import Condenser
 from mtgrpo.engines import Engine
 from mtgrpo.environments import Environment
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.model.settings import ModelSettings
 from mtgrpo.policy.settings import OptimizerSettings, ReferenceSettings, Schedule, Updates
 from mtgrpo.profile import Profile
@@ -42,8 +42,7 @@ class TrainerSettings(Updates):
         super().__post_init__()
         if not any((self.steps, self.epochs, self.total_turns, self.wall_time_s)):
             raise ConfigError("the run never ends: set `steps`, `epochs`, `total_turns` or `wall_time_s` above 0")
-        if min(self.steps, self.epochs, self.total_turns, self.wall_time_s) < 0:
-            raise ConfigError("`steps`, `epochs`, `total_turns` and `wall_time_s` must be >= 0")
+        require(self, steps=">= 0", epochs=">= 0", total_turns=">= 0", wall_time_s=">= 0")
 
 
 @dataclass
@@ -55,10 +54,7 @@ class WarmStart:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or self.batch_size < 1:
-            raise ConfigError(
-                f"`steps` must be >= 0 (0 = none) and `batch_size` >= 1, got {self.steps} and {self.batch_size}"
-            )
+        require(self, steps=">= 0 (0 = none)", batch_size=">= 1")
 
 
 @dataclass
@@ -70,10 +66,7 @@ class Evaluation:
     samples: int = 8  # per task at temperature 1; pass@8 needs 8
 
     def __post_init__(self) -> None:
-        if self.every_steps < 0:
-            raise ConfigError(f"`every_steps` must be >= 0 (0 = only before and after), got {self.every_steps}")
-        if self.tasks < 1 or self.samples < 1:
-            raise ConfigError(f"`tasks` and `samples` must be >= 1, got {self.tasks} and {self.samples}")
+        require(self, every_steps=">= 0 (0 = only before and after)", tasks=">= 1", samples=">= 1")
 
 
 @dataclass
@@ -84,11 +77,7 @@ class CheckpointSettings:
     keep_last: int = 3  # 0 = all
 
     def __post_init__(self) -> None:
-        if self.every_steps < 0 or self.keep_last < 0:
-            raise ConfigError(
-                "`every_steps` must be >= 0 (0 = only at the end) and `keep_last` >= 0 (0 = all), "
-                f"got {self.every_steps} and {self.keep_last}"
-            )
+        require(self, every_steps=">= 0 (0 = only at the end)", keep_last=">= 0 (0 = all)")
 
 
 class Advantages(Enum):

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.part import Part
 from mtgrpo.types import Message, Task, ToolSpec
 
@@ -59,21 +59,8 @@ class Environment(Part, ABC):
     answer_pattern: str = "####|boxed"  # regular expression; a message in which it is found gives an answer
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1 or self.max_tool_tokens < 1:
-            raise ConfigError(
-                "environment.max_turns and environment.max_tool_tokens must be >= 1, "
-                f"got {self.max_turns} and {self.max_tool_tokens}"
-            )
-        if self.max_context_length < 0:
-            raise ConfigError(
-                "environment.max_context_length must be >= 0 (0 = what model and batch.token_budget allow), "
-                f"got {self.max_context_length}"
-            )
-
-        if not 0 <= self.end_at_confidence < 1:
-            raise ConfigError(
-                f"environment.end_at_confidence must be in [0, 1) (0 = off), got {self.end_at_confidence}"
-            )
+        require(self, max_turns=">= 1", max_tool_tokens=">= 1", end_at_confidence=">= 0 and < 1 (0 = off)")
+        require(self, max_context_length=">= 0 (0 = what model and batch.token_budget allow)")
         try:
             re.compile(self.answer_pattern)
         except re.error as error:

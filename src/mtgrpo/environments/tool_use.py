@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from mtgrpo import tools
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.part import RunContext
 from mtgrpo.tools import CallTimeoutError, Tool, ToolError
 from mtgrpo.tools.schema import ArgumentCheck
@@ -68,13 +68,7 @@ class ToolUse(Environment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.call_timeout_s <= 0:
-            raise ConfigError(f"environment.call_timeout_s must be above 0 seconds, got {self.call_timeout_s}")
-        if self.call_retries < 0 or self.backoff_s < 0:
-            raise ConfigError(
-                "environment.call_retries and environment.backoff_s must be >= 0, "
-                f"got {self.call_retries} and {self.backoff_s}"
-            )
+        require(self, call_timeout_s="> 0", call_retries=">= 0", backoff_s=">= 0")
         self._use(tools.load(self.tools or []))
 
     def _use(self, loaded: dict[str, Tool]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar, cast
 
 from mtgrpo import extension
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.part import Part, RunContext, built, named
 from mtgrpo.together import by_itself, together
 from mtgrpo.types import Trajectory
@@ -46,8 +46,7 @@ class Reward(Part, ABC):
     retries: int = 1  # further attempts where it raises; then the trajectory counts as failed, not as worth 0
 
     def __post_init__(self) -> None:
-        if self.retries < 0:
-            raise ConfigError(f"reward.retries must be >= 0, got {self.retries}")
+        require(self, retries=">= 0")
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

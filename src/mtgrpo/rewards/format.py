@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.rewards import Reward
 from mtgrpo.rewards.code import last_code_block
 from mtgrpo.types import Trajectory
@@ -22,8 +22,7 @@ class Format(Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.min_chars < 0:
-            raise ConfigError(f"reward format: min_chars must be >= 0, got {self.min_chars}")
+        require(self, min_chars=">= 0")
         for name in ("required_patterns", "forbidden_patterns"):
             for pattern in getattr(self, name):
                 try:

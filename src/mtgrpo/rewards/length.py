@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 from mtgrpo.rewards import Reward
 from mtgrpo.types import Trajectory
 
@@ -23,10 +23,7 @@ class Length(Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.budget_tokens < 0:
-            raise ConfigError(f"reward length: budget_tokens must be >= 0, got {self.budget_tokens}")
-        if self.cost <= 0 or self.most <= 0:
-            raise ConfigError(f"reward length: cost and most must be above 0, got {self.cost} and {self.most}")
+        require(self, budget_tokens=">= 0", cost="> 0", most="> 0")
 
     def reward(self, trajectory: Trajectory) -> float:
         """From -most to 0.0."""

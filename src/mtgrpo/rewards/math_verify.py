@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, cast
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.rewards import Reward
 from mtgrpo.types import Trajectory
 
@@ -41,8 +41,7 @@ class MathVerify(Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.timeout_s <= 0:
-            raise ConfigError(f"reward math_verify: timeout_s must be above 0 seconds, got {self.timeout_s}")
+        require(self, timeout_s="> 0")
         if find_spec("math_verify") is None:
             raise ConfigError(
                 "reward=math_verify needs the package math-verify; install it with: pip install 'mtgrpo[math]'"

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream
 from mtgrpo.tasks.calculator import numbers
 from mtgrpo.types import SUMMARY, Message, Task, ToolCall
@@ -35,8 +35,7 @@ class Ledger(TaskSource):
                 "task.min_pages and task.max_pages must satisfy 2 <= min <= max, "
                 f"got {self.min_pages} and {self.max_pages}"
             )
-        if not 0 <= self.right <= 1:
-            raise ConfigError(f"task.right must be in [0, 1], got {self.right}")
+        require(self, right=">= 0 and <= 1")
 
     def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """An endless stream; task number i of a split is the same in every run with the same `task.seed` and `seed`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream, held_out
 from mtgrpo.types import Message, Task
 
@@ -51,11 +51,8 @@ class OneStep(TaskSource):
     def __post_init__(self) -> None:
         if not self.operators or not set(self.operators) <= set(STORIES):
             raise ConfigError(f"task.operators must be some of {''.join(STORIES)}, got {self.operators!r}")
-        if self.largest < 9 or self.largest_factor < 9:
-            raise ConfigError(
-                "task.largest and task.largest_factor must be >= 9, so that there are enough pairs of numbers to hold "
-                f"some out, got {self.largest} and {self.largest_factor}"
-            )
+        enough = ">= 9 (or there are too few pairs of numbers to hold some out)"
+        require(self, largest=enough, largest_factor=enough)
 
     def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """An endless stream; task number i of a split is the same in every run with the same `seed`."""

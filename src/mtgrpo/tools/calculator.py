@@ -14,7 +14,7 @@ from typing import Any
 
 from simpleeval import InvalidExpression, SimpleEval  # pyright: ignore[reportMissingTypeStubs]
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 from mtgrpo.tools import Tool, ToolError
 
 Number = int | Fraction
@@ -37,10 +37,7 @@ class Calculator(Tool):
     max_digits: int = 40  # digits of an integer, and of a fraction's numerator and denominator
 
     def __post_init__(self) -> None:
-        if self.max_length < 1:
-            raise ConfigError(f"calculator: max_length must be at least 1 character, got {self.max_length}")
-        if not 1 <= self.max_digits <= 1000:
-            raise ConfigError(f"calculator: max_digits must be from 1 to 1000, got {self.max_digits}")
+        require(self, max_length=">= 1", max_digits=">= 1 and <= 1000")
 
     def __call__(self, expression: str) -> str:
         """Evaluate an arithmetic expression."""
