@@ -180,7 +180,7 @@ def test_settings_as_they_are_typed(tmp_path: Path) -> None:
     assert run.settings["task.extra"] == "{}"
     assert run.settings["recipe"] == "calculator"
     assert "hydra/launcher" not in run.settings
-    assert "trainer.steps" in run.of_recipe
+    assert "trainer.steps" in content.set_by_recipe(run)
 
 
 # ---------------------------------------------------------------- what it claims

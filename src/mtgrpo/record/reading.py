@@ -17,12 +17,10 @@ import yaml
 
 from mtgrpo.errors import ConfigError
 
-RECIPES = Path(__file__).resolve().parents[1] / "config" / "recipes" / "recipe"
 BEFORE, AFTER = "evaluation_before", "evaluation_after"  # the files of trajectories that evaluations leave
 LEARNING, EVALUATION = "reinforcement learning", "evaluation"  # names of stages in metrics.jsonl
 _POINTS = 2000  # rows of metrics that are kept
 _TRAJECTORIES = 4096  # of a file, at most
-_DEEPEST = 10  # recipes that inherit from one another
 _MARK = b'"eval/'  # in every row with a measurement on held-out tasks: there are few, and they are kept by themselves
 
 Row = dict[str, Any]
@@ -51,7 +49,6 @@ class RunRecord:
     summary: Mapping[str, Any]  # {} while it runs, and of one that ended early
     settings: Mapping[str, str]  # every option and its value, as text
     given: Sequence[str]  # the options of the command line
-    of_recipe: frozenset[str]  # the options that its recipe sets
     versions: Mapping[str, str]
     notes: Sequence[str]
 
@@ -126,7 +123,7 @@ def read_settings(folder: Path) -> dict[str, str]:
     values = _yaml(folder / ".hydra" / "config.yaml")
     choices = _inner(_yaml(folder / ".hydra" / "hydra.yaml"), "hydra", "runtime", "choices")
     chosen = {group: _option(choice) for group, choice in choices.items() if group == "recipe" or group in values}
-    return {**chosen, **_flat(values)}
+    return {**chosen, **flat(values)}
 
 
 def parse_row(line: bytes) -> Row | None:
@@ -178,7 +175,6 @@ def _read(folder: Path, name: str) -> RunRecord:
         summary=summary,
         settings=settings,
         given=[str(line) for line in cast("list[Any]", overrides)] if isinstance(overrides, list) else [],
-        of_recipe=frozenset(_recipe_keys(settings.get("recipe", ""))),
         versions={key: str(value) for key, value in versions.items()},
         notes=notes.read_text(errors="replace").splitlines()[-200:] if notes.is_file() else [],
     )
@@ -225,31 +221,15 @@ def _inner(value: Any, *names: str) -> dict[str, Any]:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+def flat(value: Any, prefix: str = "") -> dict[str, str]:
     """Nested settings as `section.name`, their values as they are typed."""
     if not isinstance(value, dict) or (prefix and not value):
         return {prefix: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)}
     items = cast("dict[Any, Any]", value).items()
-    parts: Iterable[dict[str, str]] = (_flat(inner, f"{prefix}.{key}" if prefix else str(key)) for key, inner in items)
+    parts: Iterable[dict[str, str]] = (flat(inner, f"{prefix}.{key}" if prefix else str(key)) for key, inner in items)
     return {key: text for part in parts for key, text in part.items()}
 
 
 def _option(choice: Any) -> str:
     """The choice of a group as it is typed: a name, or a list of names."""
     return f"[{','.join(map(str, cast('list[Any]', choice)))}]" if isinstance(choice, list) else str(choice)
-
-
-def _recipe_keys(chosen: str, depth: int = 0) -> Iterator[str]:
-    """The options that a recipe, or each of a list, sets, and those that it inherits; none of a file that is gone."""
-    for name in chosen.strip("[]").split(","):
-        path = Path(name.strip())
-        content = _yaml(path if path.suffix == ".yaml" else RECIPES / f"{path}.yaml")
-        if not isinstance(content, dict) or depth > _DEEPEST:
-            continue
-        settings = cast("dict[str, Any]", content)
-        for choice in cast("list[Any]", settings.pop("defaults", None) or []):
-            if isinstance(choice, dict):
-                yield from (str(group).removeprefix("override /") for group in cast("dict[Any, Any]", choice))
-            else:
-                yield from _recipe_keys(str(choice), depth + 1)
-        yield from _flat(settings)

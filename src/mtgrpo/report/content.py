@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from mtgrpo.record.reading import AFTER, BEFORE, EVALUATION, LEARNING, Row, RunRecord
+from mtgrpo.config.recipe import read_recipe
+from mtgrpo.errors import ConfigError
+from mtgrpo.record.reading import AFTER, BEFORE, EVALUATION, LEARNING, Row, RunRecord, flat
 from mtgrpo.record.text import is_number, number, shorten
 from mtgrpo.statistics import Comparison, Estimate, compare, mean_over_tasks, wilson
 
@@ -152,7 +154,7 @@ def configuration(runs: Sequence[RunRecord]) -> list[tuple[str, list[tuple[str, 
     keys = sorted({key for run in runs for key in run.settings})
     values = {key: [run.settings.get(key, "") for run in runs] for key in keys}
     given = {line.lstrip("+~").partition("=")[0] for run in runs for line in run.given}
-    of_recipe = frozenset[str]().union(*(run.of_recipe for run in runs))
+    of_recipe = {key for run in runs for key in set_by_recipe(run)}
     headings: list[tuple[str, list[str]]] = [
         ("Different between the runs", [key for key in keys if len(set(values[key])) > 1]),
         ("Given on the command line", [key for key in keys if key in given]),
@@ -167,6 +169,16 @@ def configuration(runs: Sequence[RunRecord]) -> list[tuple[str, list[tuple[str, 
         if fresh:
             found.append((heading, [(key, values[key]) for key in fresh]))
     return found
+
+
+def set_by_recipe(run: RunRecord) -> set[str]:
+    """The options that the recipe of a run sets, and those that it inherits; none where it is gone or has changed."""
+    names = filter(None, run.settings.get("recipe", "").strip("[]").split(","))
+    try:
+        layers = [layer for name in names for layer in read_recipe(name)]
+    except ConfigError:
+        return set()
+    return {key for layer in layers for key in (*layer.choices, *flat(layer.values))}
 
 
 def timing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
