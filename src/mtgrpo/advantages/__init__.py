@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
@@ -43,11 +43,24 @@ class AdvantageEstimator(ABC):
     outcome_weight: float = 1.0  # weight of the reward of the whole trajectory
     turn_weight: float = 1.0  # weight of the rewards of single turns
 
+    differs_by_turn: ClassVar[bool] = True  # whether the turns of a trajectory may have different advantages
+    compares_turns: ClassVar[bool] = False  # whether turns are compared with those of siblings
+    uses_critic: ClassVar[bool] = False
+
     def check(self, algorithm: Algorithm) -> None:
         """Raise ConfigError where this estimator cannot be used with `algorithm`."""
-        if algorithm.has_critic:
+        name = type(algorithm).__name__
+        if algorithm.has_critic and not self.uses_critic:
+            raise ConfigError(f"algorithm {name} has a critic, which only advantage=gae uses: set advantage=gae")
+        if self.differs_by_turn and algorithm.constant_advantage:
             raise ConfigError(
-                f"algorithm {type(algorithm).__name__} has a critic, which only advantage=gae uses: set advantage=gae"
+                f"algorithm {name} takes a geometric mean over the trajectory, which needs one advantage for all of "
+                f"it; {type(self).__name__} gives each turn its own: set advantage=trajectory"
+            )
+        if self.compares_turns and not algorithm.compares_siblings:
+            raise ConfigError(
+                f"{type(self).__name__} compares the turns of siblings, and algorithm {name} has no baseline of the "
+                "group: set advantage=trajectory or advantage=return_to_go, or another algorithm"
             )
 
     def note(self, algorithm: Algorithm) -> str:
@@ -80,24 +93,6 @@ def advantages(
     advantage = assigned.advantage.new_zeros(len(assigned.advantage))
     advantage[trained] = algorithm.normalise(assigned.advantage[trained])
     return replace(assigned, advantage=advantage)
-
-
-def refuse_constant(algorithm: Algorithm, name: str) -> None:
-    """Raise ConfigError where `algorithm` needs one advantage for a whole trajectory."""
-    if algorithm.constant_advantage:
-        raise ConfigError(
-            f"algorithm {type(algorithm).__name__} takes a geometric mean over the trajectory, which needs one "
-            f"advantage for all of it; advantage={name} gives each turn its own: set advantage=trajectory"
-        )
-
-
-def refuse_no_siblings(algorithm: Algorithm, name: str) -> None:
-    """Raise ConfigError where `algorithm` has no baseline of the group."""
-    if not algorithm.compares_siblings:
-        raise ConfigError(
-            f"advantage={name} compares the turns of siblings, and algorithm {type(algorithm).__name__} has no "
-            "baseline of the group: set advantage=trajectory or advantage=return_to_go, or another algorithm"
-        )
 
 
 def discounted(amounts: Tensor, sequence: Tensor, discount: float) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtgrpo.advantages import AdvantageEstimator, Assigned, Level, discounted, last_of, refuse_constant
+from mtgrpo.advantages import AdvantageEstimator, Assigned, Level, discounted, last_of
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.errors import ConfigError, require
@@ -32,6 +32,8 @@ class GAE(AdvantageEstimator):
     gamma: float | None = None  # null: 0.99 over turns, 1 over tokens
     lam: float | None = None  # null: 0.95 over turns, 1 over tokens
 
+    uses_critic = True
+
     def __post_init__(self) -> None:
         require(self, gamma=">= 0 and <= 1", lam=">= 0 and <= 1")
 
@@ -43,7 +45,7 @@ class GAE(AdvantageEstimator):
 
     def check(self, algorithm: Algorithm) -> None:
         """level=token needs a critic: without one it would discount nothing but the distance to the end."""
-        refuse_constant(algorithm, "gae")
+        super().check(algorithm)
         if self.level is Level.token and not algorithm.has_critic:
             raise ConfigError(
                 f"advantage.level=token needs a critic, and algorithm {type(algorithm).__name__} has none: set "

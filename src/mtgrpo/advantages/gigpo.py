@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtgrpo.advantages import AdvantageEstimator, Assigned, discounted, last_of, refuse_constant, refuse_no_siblings
+from mtgrpo.advantages import AdvantageEstimator, Assigned, discounted, last_of
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.errors import require
@@ -28,14 +28,10 @@ class GiGPO(AdvantageEstimator):
     gamma: float = 0.95  # discount per turn
     turn_coef: float = 1.0  # weight of the comparison of turns
 
+    compares_turns = True
+
     def __post_init__(self) -> None:
         require(self, gamma=">= 0 and <= 1", turn_coef=">= 0")
-
-    def check(self, algorithm: Algorithm) -> None:
-        """For algorithms that compare siblings, turn by turn."""
-        super().check(algorithm)
-        refuse_constant(algorithm, "gigpo")
-        refuse_no_siblings(algorithm, "gigpo")
 
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
         """The two comparisons, added."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtgrpo.advantages import AdvantageEstimator, Assigned, Level, discounted, last_of, refuse_constant
+from mtgrpo.advantages import AdvantageEstimator, Assigned, Level, discounted, last_of
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.errors import require
@@ -31,11 +31,6 @@ class ReturnToGo(AdvantageEstimator):
 
     def __post_init__(self) -> None:
         require(self, gamma=">= 0 and <= 1")
-
-    def check(self, algorithm: Algorithm) -> None:
-        """Not for algorithms that need one advantage per trajectory."""
-        super().check(algorithm)
-        refuse_constant(algorithm, "return_to_go")
 
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
         """Returns from each step on, less the baseline of the trajectory."""

@@ -20,6 +20,8 @@ class WholeTrajectory(AdvantageEstimator):
     When: there is a reward for the outcome alone.
     """
 
+    differs_by_turn = False
+
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
         """Compared within the group."""
         totals = rewards.totals()

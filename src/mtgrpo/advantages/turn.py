@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtgrpo.advantages import AdvantageEstimator, Assigned, discounted, last_of, refuse_constant, refuse_no_siblings
+from mtgrpo.advantages import AdvantageEstimator, Assigned, discounted, last_of
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.errors import require
@@ -38,14 +38,10 @@ class ByTurn(AdvantageEstimator):
     turn_coef: float = 1.0  # weight of the advantage of single turns
     unbiased: bool = True  # false: as in the paper, where every conversation has the same number of turns
 
+    compares_turns = True
+
     def __post_init__(self) -> None:
         require(self, turn_coef=">= 0")
-
-    def check(self, algorithm: Algorithm) -> None:
-        """For algorithms that compare siblings, turn by turn."""
-        super().check(algorithm)
-        refuse_constant(algorithm, "turn")
-        refuse_no_siblings(algorithm, "turn")
 
     def note(self, algorithm: Algorithm) -> str:
         """The bias of the paper's form where conversations differ in length."""
