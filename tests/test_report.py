@@ -237,8 +237,8 @@ def test_the_configuration_begins_with_what_differs(tmp_path: Path) -> None:
 
 def test_times(tmp_path: Path) -> None:
     found = dict(content.timing([the_run(tmp_path / "run", summary=SUMMARY)]))
-    assert found["warm start"] == ["30.0 s"]
-    assert found["reinforcement learning, without evaluation"] == ["10.0 min"]
+    assert found["warm start"] == ["0:30"]
+    assert found["reinforcement learning, without evaluation"] == ["10:00"]
     assert found["time/train_s, mean of a step"] == ["2.4"]
 
 
@@ -282,7 +282,7 @@ def test_the_page_needs_nothing_and_shows_everything(tmp_path: Path, capsys: pyt
         "What is 17 * 23?",
     ]:
         assert said in page.text
-    for said in ["recipe calculator", "expected 391", "trainer.steps", "10.0 min", "transformers"]:
+    for said in ["recipe calculator", "expected 391", "trainer.steps", "10:00", "transformers"]:
         assert said in page.text
     assert page.tags.count("svg") == 5
 

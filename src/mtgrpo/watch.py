@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mtgrpo.record.reading import LEARNING, Row, find_runs, parse_row, read_end, read_settings
 from mtgrpo.record.sparkline import sparkline
-from mtgrpo.record.text import is_number, number, printable
+from mtgrpo.text import clock, is_number, number, printable
 
 _TAIL = 1 << 18  # bytes of metrics.jsonl that are read: of a run with fifty metrics, the last 200 rows
 _NOTES = 1 << 12
@@ -134,8 +134,8 @@ def _times(progress: Progress) -> str:
     if progress.ended:
         return "ended"
     left = progress.step_s * (progress.total - progress.step)
-    eta = f"{_clock(left)} left, " if left > 0 else ""
-    silent = f"last row {_clock(progress.silent_s)} ago"
+    eta = f"{clock(left)} left, " if left > 0 else ""
+    silent = f"last row {clock(progress.silent_s)} ago"
     stuck = progress.step_s and progress.silent_s > max(60.0, _SILENT * progress.step_s)
     return f"it may have stopped: {silent}" if stuck else eta + silent
 
@@ -157,9 +157,3 @@ def _changed(folder: Path) -> float:
     """When its metrics were last written, 0.0 for never."""
     metrics = folder / "metrics.jsonl"
     return metrics.stat().st_mtime if metrics.is_file() else 0.0
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

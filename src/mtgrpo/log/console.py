@@ -18,6 +18,7 @@ from rich.text import Text
 
 from mtgrpo.log import Sink
 from mtgrpo.part import RunContext
+from mtgrpo.text import clock, printable
 
 _SHOWN = {  # metric: how it is written, in order of importance
     "reward/mean": "reward {:.3f}",
@@ -77,9 +78,8 @@ class Console(Sink):
 
     def note(self, text: str) -> None:
         """A line that stays, above the bar."""
-        printable = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
         encoding = self._out.encoding
-        self._out.print(Text(printable.encode(encoding, "backslashreplace").decode(encoding)))
+        self._out.print(Text(printable(text).encode(encoding, "backslashreplace").decode(encoding)))
 
     def _end_bar(self) -> None:
         if self._live is not None:
@@ -114,8 +114,8 @@ class Console(Sink):
         left = ""
         if self._total > self._done and last_step > first_step:
             rest = (last - first) / (last_step - first_step) * (self._total - self._done) - (now - last)
-            left = f"  ETA {_clock(max(0.0, rest))}"
-        return _clock(now - self._began) + left
+            left = f"  ETA {clock(max(0.0, rest))}"
+        return clock(now - self._began) + left
 
 
 def _pieces(metrics: Mapping[str, float]) -> list[str]:
@@ -131,9 +131,3 @@ def _next_line(step: int, total: int) -> int:
     power = 10 ** max(0, math.floor(math.log10(total / _LINES)))
     every = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= total / _LINES)
     return (step // every + 1) * every
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.record.sparkline import sparkline
-from mtgrpo.record.text import number
+from mtgrpo.text import number
 
 SPARSE = 16  # a series of at most so many points is drawn with its points
 

@@ -14,9 +14,9 @@ from mtgrpo import __version__
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.reading import RunRecord, find_runs, read_runs
 from mtgrpo.record.sparkline import sparkline
-from mtgrpo.record.text import number, printable, shorten
 from mtgrpo.report import content
 from mtgrpo.report.charts import COLORS, chart
+from mtgrpo.text import number, printable, shorten
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,11 +38,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def _page(name: str, runs: Sequence[RunRecord]) -> str:
     """The template `name` filled in. What a run wrote is data: all of it is spelled so that none of it is markup."""
-    spell = _markdown_text if name.endswith(".md") else _html_text
+
+    def finalize(value: object) -> Markup:
+        if isinstance(value, Markup):
+            return value
+        return _markdown_text(str(value)) if name.endswith(".md") else escape(printable(str(value)))
+
     environment = Environment(
         loader=PackageLoader(__name__, "."),
         autoescape=True,  # so that macros return Markup, which `finalize` leaves as it is
-        finalize=lambda value: value if isinstance(value, Markup) else spell(str(value)),
+        finalize=finalize,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -52,10 +57,6 @@ def _page(name: str, runs: Sequence[RunRecord]) -> str:
     offered = {"content": content, "number": number, "shorten": shorten, "sparkline": sparkline, "fenced": _fenced}
     drawing = {"chart": chart, "colors": COLORS}
     return environment.get_template(f"{name}.jinja").render(**filled, **offered, **drawing).strip() + "\n"
-
-
-def _html_text(text: str) -> Markup:
-    return escape(printable(text))
 
 
 def _markdown_text(text: str) -> Markup:

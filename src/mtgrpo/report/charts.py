@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from html import escape
 
 from mtgrpo.record.curve import SPARSE, smoothed
-from mtgrpo.record.text import number, printable
 from mtgrpo.report.content import Series
+from mtgrpo.text import number, printable
 
 COLORS = ("#1f77b4", "#d9480f", "#2b8a3e", "#9c36b5", "#c92a2a", "#0b7285", "#846358", "#5f3dc4")
 _WIDTH, _HEIGHT = 360, 190  # of the picture, in its own units

@@ -10,8 +10,8 @@ from typing import Any, cast
 from mtgrpo.config.recipe import read_recipe
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.reading import AFTER, BEFORE, EVALUATION, LEARNING, Row, RunRecord, flat
-from mtgrpo.record.text import is_number, number, shorten
 from mtgrpo.statistics import Comparison, Estimate, compare, mean_over_tasks, wilson
+from mtgrpo.text import clock, is_number, number, shorten
 
 Series = list[tuple[float, float]]  # step, value
 
@@ -182,8 +182,8 @@ def set_by_recipe(run: RunRecord) -> set[str]:
 
 
 def timing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Seconds of the stages, and means over the steps of training of what was measured of the machine."""
-    rows = [(label, [_clock(run.summary.get(key)) for run in runs]) for key, label in TIMES.items()]
+    """Times of the stages, and means over the steps of training of what was measured of the machine."""
+    rows = [(label, [clock(run.summary.get(key)) for run in runs]) for key, label in TIMES.items()]
     means = [_means(run) for run in runs]
     for metric in sorted({metric for of_run in means for metric in of_run}):
         rows.append((f"{metric}, mean of a step", [number(of_run.get(metric)) for of_run in means]))
@@ -299,9 +299,3 @@ def versions(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """What computed, and its version in each run."""
     names = dict.fromkeys(name for run in runs for name in run.versions)
     return [(name, [run.versions.get(name, "") for run in runs]) for name in names]
-
-
-def _clock(value: object) -> str:
-    if not is_number(value):
-        return ""
-    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""Numbers and texts of a run, for people."""
+"""Numbers, times and texts, for people."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def number(value: object) -> str:
     if value == int(value) and size < 1e6:
         return f"{int(value):,}"
     return f"{value:,.0f}" if 1000 <= size < 1e9 else f"{value:.3g}" if size < 1e-3 or size >= 1e9 else f"{value:.4g}"
+
+
+def clock(seconds: object) -> str:
+    """A time as h:mm:ss, or m:ss below an hour; "" for none."""
+    if not is_number(seconds):
+        return ""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def shorten(text: str) -> str:
