@@ -14,9 +14,11 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from mtgrpo.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def names(package: str) -> list[str]:
@@ -58,6 +60,16 @@ def find(package: str, name: str, base: type) -> Any:
         )
     module = importlib.import_module(f"{package}.{name}")
     return getattr(module, only(_candidates(module, base), f"{package}.{name}", base))
+
+
+def find_class(package: str, name: str, base: type[T]) -> type[T]:
+    """As `find`, where only a class will do. Raises ConfigError for anything else, and for a class with gaps."""
+    found = find(package, name, base)
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise ConfigError(f"{name} must be a class derived from {base.__module__}.{base.__name__}, it is {found!r}")
+    if inspect.isabstract(found):
+        raise ConfigError(f"{name}: the class does not define {', '.join(sorted(found.__abstractmethods__))}")
+    return found
 
 
 def load_file(path: Path) -> ModuleType:

@@ -73,12 +73,7 @@ def chosen_class(group: str, option: str | list[str]) -> type:
             f"or a class of your own: {group}=path/to/file.py:Name"
         )
     base = groups()[group]
-    found = extension.find(base.__module__, option, base)
-    if not (inspect.isclass(found) and issubclass(found, base)):
-        raise ConfigError(f"{group}={option}: it must be a class derived from {base.__module__}.{base.__name__}")
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(cast(Any, found).__abstractmethods__))
-        raise ConfigError(f"{group}={option}: the class does not define {missing}")
+    found = extension.find_class(base.__module__, option, base)
     if vars(found).get("__annotations__") and "__dataclass_fields__" not in vars(found):
         raise ConfigError(f"{group}={option}: put @dataclass above the class, so that its fields become settings")
     try:

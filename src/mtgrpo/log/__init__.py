@@ -9,10 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 from mtgrpo import extension
-from mtgrpo.errors import ConfigError
 from mtgrpo.part import Part, RunContext
 
 
@@ -72,11 +70,4 @@ async def open_sinks(names: Sequence[str], context: RunContext) -> AsyncGenerato
 
 def sink_class(name: str) -> type[Sink]:
     """The sink called `name`. Raises ConfigError for a name that is none."""
-    known = extension.options(__name__, Sink)
-    kind: Any = extension.find(__name__, name, Sink) if ".py:" in name else known.get(name)
-    if not (isinstance(kind, type) and issubclass(kind, Sink)):
-        raise ConfigError(
-            f"log={name}: there is no such sink; known: {', '.join(known)}; "
-            "or give a Sink class of your own as path/to/file.py:Name"
-        )
-    return kind
+    return extension.find_class(__name__, name, Sink)

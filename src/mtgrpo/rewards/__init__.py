@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -152,10 +151,10 @@ class OfRewards(Reward, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         of = list(self.default) if self.of is None else self.of
-        self._parts = {
-            name.rpartition(":")[2]: built(f"reward {name}", _reward_class(name), self._settings(name, settings))
-            for name, settings in named(of, "reward.of", "numeric: {require_marker: false}").items()
-        }
+        self._parts: dict[str, Reward] = {}
+        for name, settings in named(of, "reward.of", "numeric: {require_marker: false}").items():
+            kind = extension.find_class(__name__, name, Reward)
+            self._parts[name.rpartition(":")[2]] = built(f"reward {name}", kind, self._settings(name, settings))
         if not self._parts:
             raise ConfigError("reward.of is empty: name the rewards that this one goes by, such as reward.of=[numeric]")
 
@@ -175,13 +174,6 @@ class OfRewards(Reward, ABC):
         """What each of the others gives each sibling, by name; an exception where one of them could not."""
         found = await together(scores(part, siblings) for part in self._parts.values())
         return [_by_name(list(self._parts), row) for row in zip(*found, strict=True)]
-
-
-def _reward_class(name: str) -> type[Reward]:
-    found: Any = extension.find(__name__, name, Reward)
-    if not (inspect.isclass(found) and issubclass(found, Reward)):
-        raise ConfigError(f"reward.of: {name} must be a class derived from Reward, it is {found!r}")
-    return found
 
 
 def _by_name(names: Sequence[str], row: Sequence[Score | Exception]) -> dict[str, Score] | Exception:

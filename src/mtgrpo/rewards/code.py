@@ -8,8 +8,8 @@ import textwrap
 import warnings
 from dataclasses import dataclass
 
-from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward
+from mtgrpo.rewards.em import accepted_answers
 from mtgrpo.types import Trajectory
 
 _FENCE = re.compile(r"[ \t]*(?P<fence>`{3,}(?=[^`]*$)|~{3,})(?P<info>.*)")
@@ -25,13 +25,9 @@ class Code(Reward):
 
     def reward(self, trajectory: Trajectory) -> float:
         """1.0 or 0.0. Raises ConfigError when the task has no answer."""
-        task = trajectory.task
-        if not task.answer.strip():
-            raise ConfigError(
-                f"task {task.id} has no answer to compare with; choose its column with task.columns.answer=NAME"
-            )
-        said, fenced = last_code_block(trajectory.final), last_code_block(task.answer)
-        return float(said is not None and _same_code(said, task.answer if fenced is None else fenced))
+        answer, said = accepted_answers(trajectory.task)[0], last_code_block(trajectory.final)
+        fenced = last_code_block(answer)
+        return float(said is not None and _same_code(said, answer if fenced is None else fenced))
 
 
 def last_code_block(text: str) -> str | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward
+from mtgrpo.rewards.em import stated_answer
 from mtgrpo.types import Trajectory
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", flags=re.DOTALL)
 _MARKER = "####"
 
 
@@ -47,10 +46,7 @@ def _stated(text: str, require_marker: bool) -> str:
     """The answer that `text` gives; "" for none."""
     if _MARKER in text:
         return text.rpartition(_MARKER)[2].strip()
-    tagged = _TAGGED.findall(text)
-    if tagged:
-        return tagged[-1].strip()
-    return "" if require_marker else text.strip()
+    return stated_answer(text, "answer") or ("" if require_marker else text.strip())
 
 
 @functools.cache
