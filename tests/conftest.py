@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import hypothesis
 import pytest
 
+import mtgrpo
+from mtgrpo import cli
+
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+Run = Callable[..., tuple[int, str, str]]
 PROJECT = Path(__file__).resolve().parent.parent
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test never depends on the network
@@ -31,6 +36,33 @@ def data_folder() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; MTGRPO_DATA names another folder")
     return folder
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The test works in an empty folder of its own, and leaves logging as it was."""
+    folder = tmp_path / "place"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(Path(mtgrpo.__file__).parent.parent))  # for the processes that tests start
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield folder
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Types a command in this process; gives exit code, stdout and stderr."""
+
+    def typed(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            cli.main(arguments)
+        assert isinstance(left.value.code, int)
+        return left.value.code, *capsys.readouterr()
+
+    return typed
 
 
 @pytest.hookimpl(tryfirst=True)

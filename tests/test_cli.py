@@ -11,7 +11,6 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-import mtgrpo
+from conftest import Run
 from mtgrpo import cli, extension
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.algorithms.average import Average
@@ -38,7 +37,7 @@ from mtgrpo.tasks.calculator import Calculator
 from mtgrpo.tasks.gsm8k import Gsm8k
 from mtgrpo.types import Message, Task
 
-Run = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("place")
 
 OWN_FILE = '''
 from __future__ import annotations
@@ -131,35 +130,12 @@ SMALL = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test works in an empty folder of its own."""
-    folder = tmp_path / "place"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("PYTHONPATH", str(Path(mtgrpo.__file__).parent.parent))  # for the processes that tests start
-    return folder
-
-
 @pytest.fixture
 def own(tmp_path: Path) -> str:
     """A file of the user's own, outside the folder of the test."""
     path = tmp_path / "own.py"
     path.write_text(OWN_FILE)
     return str(path)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Types a command in this process; gives exit code, stdout and stderr."""
-
-    def typed(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            cli.main(arguments)
-        assert isinstance(left.value.code, int)
-        return left.value.code, *capsys.readouterr()
-
-    return typed
 
 
 @pytest.fixture

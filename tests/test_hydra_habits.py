@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-import mtgrpo
+from conftest import Run
 from mtgrpo import cli
 from mtgrpo.config.compose import (
     ExperimentLoader,
@@ -30,38 +28,11 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.rewards.composed import Composed
 from mtgrpo.tasks.gsm8k import Gsm8k
 
-Run = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("place")
 SMALL = [
     *("trainer.steps=1", "sft.steps=1", "sft.batch_size=2", "rollout.prompts_per_step=2", "rollout.group_size=2"),
     *("sampling.max_new_tokens=4", "eval.tasks=2", "eval.samples=2", "log=[jsonl]"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Every test works in an empty folder of its own, and leaves logging as it was."""
-    folder = tmp_path / "place"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("PYTHONPATH", str(Path(mtgrpo.__file__).parent.parent))  # for the processes that tests start
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield folder
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Types a command in this process; gives exit code, stdout and stderr."""
-
-    def typed(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            cli.main(arguments)
-        assert isinstance(left.value.code, int)
-        return left.value.code, *capsys.readouterr()
-
-    return typed
 
 
 @pytest.fixture

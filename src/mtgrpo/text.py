@@ -1,10 +1,13 @@
-"""Numbers, times and texts, for people."""
+"""Numbers, times, texts and curves, for people at a terminal."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeGuard
 
+_BARS = "▁▂▃▄▅▆▇█"
 _MOST = 3000  # characters of a text that are shown
 
 
@@ -40,3 +43,14 @@ def shorten(text: str) -> str:
 def printable(text: str) -> str:
     """With characters that control a terminal or turn the direction of writing spelled out."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """`values`, finite, in at most `width` characters, each the mean of its share; "" for none."""
+    columns = min(width, len(values))
+    edges = [len(values) * column // columns for column in range(columns + 1)] if columns else []
+    shares = [values[start:end] for start, end in pairwise(edges)]
+    means = [sum(share) / len(share) for share in shares]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    span = high - low if high - low > 1e-9 * max(abs(low), abs(high)) else math.inf
+    return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)

@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtgrpo.record.reading import LEARNING, Row, find_runs, parse_row, read_end, read_settings
-from mtgrpo.record.sparkline import sparkline
-from mtgrpo.text import clock, is_number, number, printable
+from mtgrpo.text import clock, is_number, number, printable, sparkline
 
 _TAIL = 1 << 18  # bytes of metrics.jsonl that are read: of a run with fifty metrics, the last 200 rows
 _NOTES = 1 << 12

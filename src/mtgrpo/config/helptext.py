@@ -44,7 +44,7 @@ def help_text(words: Sequence[str], folders: Sequence[Path] = ()) -> str:
     blocks.append("\n".join(["general", *general]))
     for section in order:
         title = section if section in classes else f"{section}: {summary(hints[section])}"
-        blocks.append("\n".join([*_wrapped(title, WIDTH), *sections[section]]))
+        blocks.append("\n".join([*textwrap.wrap(title, WIDTH), *sections[section]]))
     return "\n\n".join(blocks)
 
 
@@ -126,11 +126,7 @@ def _value(value: Any) -> str:
 
 def _columns(left: str, right: str) -> list[str]:
     """Two columns; what does not fit beside `left` stands below it."""
-    below = _wrapped(right, WIDTH - COLUMN)
+    below = textwrap.wrap(right, WIDTH - COLUMN)
     if len(left) + 2 <= COLUMN and below:
         return [left.ljust(COLUMN) + below[0], *(" " * COLUMN + line for line in below[1:])]
-    return [*_wrapped(left, WIDTH), *(" " * COLUMN + line for line in below)]
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, subsequent_indent="", drop_whitespace=True) if text.strip() else []
+    return [*textwrap.wrap(left, WIDTH), *(" " * COLUMN + line for line in below)]

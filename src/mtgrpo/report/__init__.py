@@ -13,10 +13,9 @@ from markupsafe import Markup, escape
 from mtgrpo import __version__
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.reading import RunRecord, find_runs, read_runs
-from mtgrpo.record.sparkline import sparkline
 from mtgrpo.report import content
 from mtgrpo.report.charts import COLORS, chart
-from mtgrpo.text import number, printable, shorten
+from mtgrpo.text import number, printable, shorten, sparkline
 
 
 def main(arguments: Sequence[str]) -> int:
