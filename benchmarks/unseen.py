@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ def run(arm: str, seed: int, root: Path) -> dict[str, float]:
     """Held-out success of one run: before and after GRPO, sampled at temperature 1, and greedy after."""
     folder = root / arm.replace(", ", "_") / str(seed)
     if not (folder / "summary.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # a run that was interrupted
         words = [*ARMS[arm], f"seed={seed}", "log=[jsonl]", "eval.every_steps=0", f"hydra.run.dir={folder}"]
         command = [sys.executable, "-m", "mtgrpo", "train", *words]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
