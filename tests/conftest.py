@@ -14,13 +14,14 @@ import hypothesis
 import pytest
 
 import mtgrpo
-from mtgrpo import cli
+from mtgrpo import cli, workers
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 Run = Callable[..., tuple[int, str, str]]
 PROJECT = Path(__file__).resolve().parent.parent
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test never depends on the network
+workers.NICE = 0  # beside other tests a process that gives way would wait for minutes
 hypothesis.settings.register_profile("mtgrpo", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("mtgrpo")
 if (
