@@ -235,10 +235,8 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
         raise ConfigError("hydra.run.dir is for a single run; with --multirun give hydra.sweep.dir=PATH")
     if any("hydra.sweeper.params" in word.partition("=")[0] for word in words):  # Hydra cannot add to none
         raise ConfigError("hydra.sweeper.params belongs in a file; here give the settings themselves, as seed=1,2")
-    config, loader = (
-        hydra.compose_config("base", words, RunMode.MULTIRUN),
-        cast("ExperimentLoader", hydra.config_loader),
-    )
+    config = hydra.compose_config("base", words, RunMode.MULTIRUN)
+    loader = cast("ExperimentLoader", hydra.config_loader)
     if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__):
         try:
             params = [f"{key}={values}" for key, values in (config.hydra.sweeper.params or {}).items()]

@@ -154,10 +154,7 @@ def _gpus() -> list[Check]:
 
 def _cuda() -> Check:
     """Whether torch reaches the GPUs that are there."""
-    purpose, cure = (
-        "the GPUs of this machine",
-        "pip install --force-reinstall torch, in its build for CUDA",
-    )
+    purpose, cure = "the GPUs of this machine", "pip install --force-reinstall torch, in its build for CUDA"
     try:
         import torch  # noqa: PLC0415  takes seconds
     except (ImportError, OSError) as error:

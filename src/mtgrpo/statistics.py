@@ -217,9 +217,8 @@ def _clustered(means: Floats, weights: Floats, samples: float, confidence: float
     """Wilson's interval of the weighted mean of tasks' `means`, at the effective size, at most `samples`."""
     total, tasks = float(weights.sum()), len(means)
     mean = float(weights @ means) / total
-    least = total**2 / float(
-        weights @ weights
-    )  # all samples of a task alike; the number of tasks where they weigh alike
+    # Were all samples of a task alike: the number of tasks, where they weigh alike.
+    least = total**2 / float(weights @ weights)
     variance = float(((weights * (means - mean)) ** 2).sum()) / total**2 * tasks / max(1, tasks - 1)
     size = mean * (1 - mean) / variance if variance else samples
     return wilson(mean, min(max(size, least), max(samples, least)), confidence)

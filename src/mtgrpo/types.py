@@ -83,9 +83,8 @@ class Sampling:
     top_k: int = 0  # keep that many; 0 = off
     min_p: float = 0.0  # keep tokens of at least this share of the most likely token's probability
     max_new_tokens: int = 512  # per turn
-    stop_ids: list[int] = field(
-        default_factory=list[int]
-    )  # end a turn too; the template's own end then follows, untrained
+    # end a turn too; the template's own end then follows, untrained
+    stop_ids: list[int] = field(default_factory=list[int])
     timeout_s: float = 0.0  # of one turn, training in between counted; a conversation that exceeds it fails; 0 = none
 
     def __post_init__(self) -> None:

@@ -16,9 +16,8 @@ from mtgrpo.types import ToolCall
 
 Schemas = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its arguments
 
-MARKUP = frozenset(
-    {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}
-)  # added tokens that a model generates
+# Added tokens that a model generates.
+MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"})
 
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")

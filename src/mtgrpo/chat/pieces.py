@@ -42,7 +42,7 @@ class Template:
         """The conversation as text, with the generation prompt if `prompt`. Raises jinja2's TemplateError."""
         return self._tokenizer.apply_chat_template(
             [self._as_dict(message) for message in messages],
-            tools=[self._tool(tool) for tool in tools] or None,
+            tools=[self._safe.escaped_tool(tool) for tool in tools] or None,
             chat_template=self.source,
             add_generation_prompt=prompt,
             tokenize=False,
@@ -67,10 +67,6 @@ class Template:
                 f"the chat template refuses a conversation of the roles {roles}: {problem}; "
                 "choose another one with chat.template=chatml or chat.template=PATH"
             ) from problem
-
-    def _tool(self, tool: ToolSpec) -> dict[str, Any]:
-        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        return {"type": "function", "function": self._safe.escape_all(function)}
 
     def _as_dict(self, message: Message) -> dict[str, Any]:
         if message.role != "assistant":

@@ -49,7 +49,7 @@ class RendererChat(Chat):
         self.notes = [f"chat: renderer {self._renderer.config.name}, thinking {thinking.value}"]
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        self._tools.update((tool.name, self._tool(tool)) for tool in tools)
+        self._tools.update((tool.name, self._safe.escaped_tool(tool)) for tool in tools)
         try:
             return self._render(messages, tools)
         except ValueError as problem:
@@ -65,7 +65,7 @@ class RendererChat(Chat):
         if ended is not None and ended != output[-1]:
             output = output[:-1]  # the library closes the turn
         added = self._messages(new)
-        specs = [self._tool(tool) for tool in tools] or None
+        specs = [self._safe.escaped_tool(tool) for tool in tools] or None
         renderer = self._renderer
         if self._stripping is not None and any(message.reasoning for message in history):
             renderer = self._stripping
@@ -120,13 +120,8 @@ class RendererChat(Chat):
         return None if rest.strip() else tokens[shared:]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        return self._renderer.render_ids(
-            self._messages(messages), tools=[self._tool(tool) for tool in tools] or None, add_generation_prompt=True
-        )
-
-    def _tool(self, tool: ToolSpec) -> dict[str, Any]:
-        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        return {"type": "function", "function": self._safe.escape_all(function)}
+        specs = [self._safe.escaped_tool(tool) for tool in tools] or None
+        return self._renderer.render_ids(self._messages(messages), tools=specs, add_generation_prompt=True)
 
     def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         entries: list[dict[str, Any]] = []
@@ -186,12 +181,9 @@ def _sample(calls: bool) -> Message:
 def _read_call(call: renderers.ParsedToolCall) -> ToolCall:
     """The call that the library parsed. Raises Malformed, saying what is wrong with it."""
     if call.status is not renderers.ToolCallParseStatus.OK or not call.name:
-        status = (
-            renderers.ToolCallParseStatus.MISSING_NAME
-            if call.status is renderers.ToolCallParseStatus.OK
-            else call.status
-        )
-        raise Malformed(f"the tool call cannot be read: {status.value.replace('_', ' ')}")
+        unnamed = call.status is renderers.ToolCallParseStatus.OK
+        why = (renderers.ToolCallParseStatus.MISSING_NAME if unnamed else call.status).value
+        raise Malformed(f"the tool call cannot be read: {why.replace('_', ' ')}")
     arguments: Any = call.arguments
     if isinstance(arguments, str):
         try:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from tokenizers import Tokenizer
 
 from mtgrpo.chat.formats import MARKUP
+from mtgrpo.types import ToolSpec
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters
 _MARKER = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
@@ -69,6 +70,11 @@ class SafeTokenizer:
             return [self.escape_all(item) for item in cast(Sequence[Any], value)]
         return value
 
+    def escaped_tool(self, tool: ToolSpec) -> dict[str, Any]:
+        """A tool as chat templates take it."""
+        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+        return {"type": "function", "function": self.escape_all(function)}
+
     def encode(self, text: str) -> list[int]:
         """The tokens of an escaped text that begins a context."""
         if _OPEN not in text:
@@ -119,9 +125,7 @@ class SafeTokenizer:
             return [(text, self._full)] if text else []
         match = self._read.search(text)
         cut = match.start() if match else len(text)
-        return [
-            (piece, tokenizer) for piece, tokenizer in ((text[:cut], self._inner), (text[cut:], self._full)) if piece
-        ]
+        return [part for part in ((text[:cut], self._inner), (text[cut:], self._full)) if part[0]]
 
     def _escape_normalized(self, text: str, sampled: bool) -> str:
         """`text` with markers for strings that the normaliser turns into an added token."""
