@@ -14,7 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from mtgrpo.errors import ConfigError
 
@@ -68,7 +68,9 @@ def find_class(package: str, name: str, base: type[T]) -> type[T]:
     if not (inspect.isclass(found) and issubclass(found, base)):
         raise ConfigError(f"{name} must be a class derived from {base.__module__}.{base.__name__}, it is {found!r}")
     if inspect.isabstract(found):
-        raise ConfigError(f"{name}: the class does not define {', '.join(sorted(found.__abstractmethods__))}")
+        raise ConfigError(
+            f"{name}: the class does not define {', '.join(sorted(cast(Any, found).__abstractmethods__))}"
+        )
     return found
 
 
