@@ -27,6 +27,8 @@ from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.tasks import TaskSource
 from mtgrpo.types import Sampling
 
+LATEST = "true"  # `resume=true`; any other text is the path of a checkpoint
+
 
 @dataclass
 class TrainerSettings(Updates):
@@ -80,15 +82,14 @@ class Evaluation:
 class CheckpointSettings:
     """When the run is saved and how many checkpoints stay."""
 
-    every_steps: int = 0  # 0 = only at the end
+    every_steps: int = 10  # of either stage: what a crash costs at most; 0 = only where a stage or the run ends
     keep_last: int = 3  # 0 = all
+    keep_best: int = 1  # beside them, of the steps after which held-out success was measured; such steps are saved
 
     def __post_init__(self) -> None:
-        if self.every_steps < 0 or self.keep_last < 0:
-            raise ConfigError(
-                "`every_steps` must be >= 0 (0 = only at the end) and `keep_last` >= 0 (0 = all), "
-                f"got {self.every_steps} and {self.keep_last}"
-            )
+        for name in ("every_steps", "keep_last", "keep_best"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"`{name}` must be >= 0, got {getattr(self, name)}")
 
 
 class Advantages(Enum):
@@ -118,6 +119,7 @@ class Experiment:
     advantage: AdvantageEstimator
     engine: Engine
     seed: int = 0
+    resume: str = ""  # true: go on in hydra.run.dir=FOLDER; or PATH of a checkpoint to go on from in a new folder
     kl: KL = field(default_factory=KL)
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)
     correction: Correction = field(default_factory=Correction)
@@ -137,6 +139,8 @@ class Experiment:
     profile: Profile = field(default_factory=Profile)
 
     def __post_init__(self) -> None:
+        if self.resume.lower() in (LATEST, "false"):
+            self.resume = LATEST if self.resume.lower() == LATEST else ""
         self.algorithm.check(self.rollout.group_size)
         self.advantage.check(self.algorithm)
         self._check_critic()
