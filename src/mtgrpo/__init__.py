@@ -33,6 +33,7 @@ The parts, in the order of the data:
     memory        what a run needs of its device, before anything is loaded
     stages        warm start, evaluation, training, and what is open meanwhile
     doctor        what this machine has of what training can use
+    export        a checkpoint as a model for others
     report        what runs did, on a page
     watch         a run, live in a terminal
     cli           the command `mtgrpo`
@@ -40,7 +41,7 @@ The parts, in the order of the data:
 A part imports only from parts below it, and parts on one line never meet:
 
     cli
-    doctor | report | watch
+    doctor | export | report | watch
     stages
     memory
     config

@@ -26,9 +26,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import save_weights, saved_weights
+from mtgrpo.model.value import FILE as VALUE_HEAD
 
 STATE = "state.json"
 _TENSORS = "optimizer.safetensors"
+TRAINING_FILES = (STATE, _TENSORS, VALUE_HEAD)  # what no other library reads
 _TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"  # values that JSON has no type for, in `flatten`
 
 

@@ -278,7 +278,7 @@ def checked(command: str, config: DictConfig) -> Composed:
     try:
         if command == "eval":  # the checkpoint brings its own tokenizer
             name = str(_checkpoint(config.hydra))
-            check(replace(experiment, model=replace(experiment.model, name=name)))
+            check(replace(experiment, resume="", model=replace(experiment.model, name=name)))
         else:
             check(experiment)
             experiment.check_warm_start()

@@ -48,7 +48,8 @@ def final_results(folder: Path, step: int) -> Mapping[str, Any]:
 
 def _cut_back(folder: Path, found: Checkpoint | None) -> None:
     """Leave of metrics and conversations what was there when the checkpoint was made."""
-    step, state = (found.step, found.state) if found else (0, {"metrics_bytes": 0, "summary": {}})
+    step = found.step if found else 0
+    state: dict[str, Any] = found.state if found else {"metrics_bytes": 0, "summary": {}}
     if found and final_results(folder, step):
         return
     metrics = folder / "metrics.jsonl"

@@ -106,7 +106,8 @@ class _Training:
         run, state = self.run, self.saver.state
         if run.resumed is None or "stream" not in state:
             self.mark(None)
-            await self.saver.save()
+            if self.saver.due(0):
+                await self.saver.save()
             return
         self.updater.load_state_dict(run.resumed.training())
         self.stream.load_state_dict(state["stream"])
