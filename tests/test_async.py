@@ -624,6 +624,6 @@ def test_an_interrupted_run_saves_what_it_has(tmp_path: Path, staleness: int) ->
     updates = [json.loads(line).get("policy/updates", 0) for line in metrics.read_text().splitlines()]
     assert state["training"]["optimizer"]["schedulers"][0]["last_epoch"] == sum(updates) > 0
     assert len(list((folder / "trajectories").glob("step_*.jsonl"))) == steps
-    assert f"ended by CancelledError; saved in {saved}. To go on" in (folder / "notes.txt").read_text()
+    assert f"interrupted; saved in {saved}. To go on" in (folder / "notes.txt").read_text()
     assert (folder / "trajectories" / "untrained.jsonl").exists()
     assert "Traceback" not in (tmp_path / "err").read_text()

@@ -9,19 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mtgrpo import checkpoint
+from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Metrics
+from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import read_settings
 from mtgrpo.stages.run import Run
-
-
-class Stateful(Protocol):
-    """What trains the weights: an optimiser, or all that updates the policy."""
-
-    def state_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -29,7 +25,7 @@ class _Mark:
     """The end of a step, from which the run could go on."""
 
     step: int
-    training: Stateful
+    training: Optimizer | PolicyUpdater
     state: dict[str, Any]
     versions: list[int]  # of all tensors: as long as they are these, the tensors are those of this step
     saved: bool = False
@@ -63,7 +59,7 @@ class Saver:
         every = self._run.experiment.checkpoint.every_steps
         return bool(every) and step % every == 0
 
-    def mark(self, step: int, training: Stateful, **state: Any) -> None:
+    def mark(self, step: int, training: Optimizer | PolicyUpdater, **state: Any) -> None:
         """A step has ended: the run could go on from `state` (for JSON), the weights, and what `training` holds."""
         metrics = self._run.folder / "metrics.jsonl"
         state |= {
@@ -101,10 +97,6 @@ class Saver:
             return
         self.path = self._write(mark).result()
 
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
-
     def _write(self, mark: _Mark) -> Future[Path]:
         run = self._run
         kept = run.experiment.checkpoint
@@ -117,7 +109,7 @@ class Saver:
         )
         return self._writing
 
-    def _versions(self, training: Stateful) -> list[int]:
+    def _versions(self, training: Optimizer | PolicyUpdater) -> list[int]:
         """How often torch has seen each tensor written to that a checkpoint holds."""
         tensors, _ = checkpoint.flatten(training.state_dict())
         return [t._version for t in (*self._run.model.parameters(), *tensors.values())]  # pyright: ignore[reportPrivateUsage]
@@ -137,8 +129,9 @@ def saving(run: Run, curve: Curve) -> Generator[Saver]:
             except Exception as worse:
                 run.sinks.note(f"nothing more could be saved: {worse}")
             if saver.path:
+                how = "interrupted" if isinstance(error, asyncio.CancelledError) else f"ended by {type(error).__name__}"
                 again = f"the same command with resume=true hydra.run.dir={run.folder}"
-                run.sinks.note(f"ended by {type(error).__name__}; saved in {saver.path}. To go on: {again}")
+                run.sinks.note(f"{how}; saved in {saver.path}. To go on: {again}")
         raise
     finally:
-        saver.close()
+        saver._thread.shutdown()
