@@ -658,7 +658,7 @@ def test_the_same_command_goes_on_in_its_folder(run: Run, place: Path) -> None:
         assert run("train", *words)[0] == 0
     assert run("train", *words, "trainer.steps=2")[0] == 0
     said = (place / "there" / "notes.txt").read_text()
-    assert said.count("begins at the start") == 1 and said.count("goes on from there/checkpoints/step_000001") == 2
+    assert said.count("begins at the start") == 1 and said.count("there/checkpoints/step_000001\n") == 2
     assert "with other settings than before: trainer.steps=2 (was 1)" in said
     steps = [json.loads(line) for line in (place / "there" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if row["stage"] == "reinforcement learning"] == [1, 2]

@@ -59,6 +59,7 @@ def test_what_is_exported_is_a_model_of_transformers(to: str, rank: int, value_h
     assert names.isdisjoint(checkpoint.TRAINING_FILES) and not any("adapter" in name for name in names)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft, of transformers
 def test_an_adapter_is_exported_for_peft(tmp_path: Path) -> None:
     path, expected = saved(tmp_path, rank=4)
     out = exported(path, "peft", tmp_path / "out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,7 +73,9 @@ def merged(path: Path) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the adapter's base {base} cannot be loaded ({error}); put that model back") from error
-    return PeftModel.from_pretrained(model, str(path)).merge_and_unload()  # pyright: ignore[reportCallIssue]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an older name
+        return PeftModel.from_pretrained(model, str(path)).merge_and_unload()  # pyright: ignore[reportCallIssue]
 
 
 def card(found: Checkpoint, to: str, name: str) -> str:
