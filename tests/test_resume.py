@@ -296,7 +296,7 @@ def _ended_run(folder: Path, point: str, at: int, asked: list[str]) -> None:
     ("point", "at", "asked", "last"),
     [
         ("updating", 3, ["SIGTERM"], 0),  # in the warm start
-        ("sampling", 60, ["SIGHUP"], 0),
+        ("sampling", 20, ["SIGHUP"], 0),
         ("updating", 7, ["SIGINT", "SIGINT"], 3),  # the update is finished
         ("measuring", 3, ["SIGINT"], 2),
         ("logging", 8, ["output"], 2),
