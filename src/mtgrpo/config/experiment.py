@@ -84,7 +84,7 @@ class CheckpointSettings:
 
     every_steps: int = 10  # of either stage: what a crash costs at most; 0 = only where a stage or the run ends
     keep_last: int = 3  # 0 = all
-    keep_best: int = 1  # beside them, of the steps after which held-out success was measured; such steps are saved
+    keep_best: int = 1  # beside them, the best by held-out success; steps after which that was measured are saved
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "keep_last", "keep_best"):

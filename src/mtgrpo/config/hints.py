@@ -25,6 +25,7 @@ ELSEWHERE = {
     "model_name_or_path": "model.name",
     "save_steps": "checkpoint.every_steps",
     "save_total_limit": "checkpoint.keep_last",
+    "resume_from_checkpoint": "resume=true",
     "eval_steps": "eval.every_steps",
     "output_dir": "hydra.run.dir",
     "report_to": "log",
@@ -56,6 +57,7 @@ ELSEWHERE = {
     "total_training_steps": "trainer.steps",
     "test_freq": "eval.every_steps",
     "save_freq": "checkpoint.every_steps",
+    "resume_mode": "resume=true",
     "custom_reward_function.path": "reward=path/to/file.py:Name",
     # TorchRL
     "clip_epsilon": "algorithm.clip_low",
