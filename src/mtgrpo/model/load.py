@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -30,7 +31,7 @@ from mtgrpo.model.logprobs import head_logits
 from mtgrpo.model.lora import add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
 from mtgrpo.model.onednn_linear import use_onednn
 from mtgrpo.model.settings import DType, ModelSettings
-from mtgrpo.model.value import add_value_head, save_value_head, without_value_head
+from mtgrpo.model.value import add_value_head, save_value_head, split_value_head
 
 logging.disable_progress_bar()  # it would write through the console's own
 
@@ -143,10 +144,14 @@ def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -
     base = str(adapter.base_model_name_or_path) if adapter else name
     if Path(base).is_dir():
         base = str(Path(base).resolve())  # an adapter's folder will name it, and may be read from anywhere
+    loaded: Any
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype=weights)
-    except (OSError, ValueError) as error:
+        loaded = AutoModelForCausalLM.from_pretrained(base, dtype=weights, output_loading_info=True)
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(not_found(name, error, base if adapter else "")) from error
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise ConfigError(f"model.name={name}: {base} lacks the weights {missing[0]}; they would be drawn at random")
     if adapter:
         load_adapter(model, adapter, name, settings.lora)
     elif settings.lora.rank:
@@ -222,13 +227,26 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folde
     Of a model with adapters, only these and the name of their base are written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if has_adapter(model):
-        save_adapter(model, folder)
-    else:
-        model.save_pretrained(folder, state_dict=without_value_head(model))
-        _write_index(folder)
-    save_value_head(model, folder)
+    save_weights(model, folder, saved_weights(model))
     tokenizer.save_pretrained(folder)
+
+
+def saved_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What `save_weights` writes: all weights, or what is trained of a model with adapters."""
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    adapted = has_adapter(model)
+    return {name: weight for name, weight in model.state_dict().items() if not adapted or name in trained}
+
+
+def save_weights(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write `weights`, which may be a copy of the model's, with its configuration."""
+    own, of_head = split_value_head(weights)
+    if has_adapter(model):
+        save_adapter(model, folder, own)
+    else:
+        model.save_pretrained(folder, state_dict=own)
+        _write_index(folder)
+    save_value_head(of_head, folder)
 
 
 def _write_index(folder: Path) -> None:

@@ -6,6 +6,7 @@ A saved adapter is a folder as peft writes it, which transformers, peft and vLLM
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -103,12 +104,12 @@ def merged(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     )
 
 
-def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapter as peft does. `folder` holds no copy of the base, only its name or absolute path.
+def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write the adapter, by default the model's own `weights`, as peft does. The base is named, not copied.
 
     transformers' own `save_pretrained` would ask the hub about the base's vocabulary, at every checkpoint.
     """
-    tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
+    tensors = get_peft_model_state_dict(model, weights and dict(weights), save_embedding_layers=False)
     prefixed = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
     save_file(prefixed, folder / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
     config = cast(LoraConfig, model.peft_config[_ADAPTER])

@@ -35,13 +35,14 @@ def values(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return head(hidden.to(head.weight.dtype))[:, 0]
 
 
-def without_value_head(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's weights as other libraries know them."""
-    weights: Mapping[str, Tensor] = model.state_dict()
-    return {name: tensor for name, tensor in weights.items() if not name.startswith(f"{_NAME}.")}
+def split_value_head(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The model's weights as other libraries know them, and those of the value head."""
+    prefix = f"{_NAME}."
+    head = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    return {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)}, head
 
 
-def save_value_head(model: PreTrainedModel, folder: Path) -> None:
-    """Write the value head, where the model has one."""
-    if has_value_head(model):
-        save_file(dict(model.get_submodule(_NAME).state_dict()), folder / FILE)
+def save_value_head(weights: dict[str, Tensor], folder: Path) -> None:
+    """Write the weights of the value head, where the model has one."""
+    if weights:
+        save_file(weights, folder / FILE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,6 +21,11 @@ class ReferencePolicy:
         self.weights: dict[str, Tensor] = {
             name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad
         }
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Go back to `weights`, which were saved."""
+        for name, weight in weights.items():
+            self.weights[name].copy_(weight)
 
     @torch.no_grad()
     def move(self, model: PreTrainedModel, settings: ReferenceSettings, step: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,22 @@ class PolicyUpdater:
         self._target_met = False  # whether the KL has reached its target
         self._learning = learning
         self._reference = reference  # what a KL penalty compares with
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next update depends on, beside the weights and the batch."""
+        return {
+            "optimizer": self.policy.optimizer.state_dict(),
+            "reference": self._reference.weights if self._reference else {},
+            "kl_coef": self.kl_coef,
+            "target_met": self._target_met,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        self.policy.optimizer.load_state_dict(state["optimizer"])
+        if self._reference is not None:
+            self._reference.load(state["reference"])
+            self.kl_coef, self._target_met = state["kl_coef"], state["target_met"]
 
     def train(self, batch: Batch, rewards: Rewards, version: int, seed: int) -> Metrics:
         """`training`, at once."""

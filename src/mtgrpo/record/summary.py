@@ -18,8 +18,13 @@ def write_summary(folder: Path, values: Mapping[str, Any]) -> None:
     os.replace(partial, folder / "summary.json")
 
 
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The values in the `summary.json` of `folder`; {} where there is none."""
+    path = folder / "summary.json"
+    return json.loads(path.read_bytes()) if path.is_file() else {}
+
+
 def held_out_reward(folder: Path) -> float | None:
     """What a sweep optimises: the mean held-out reward of the run in `folder`, at its end. None where it has none."""
-    path = folder / "summary.json"
-    values = json.loads(path.read_bytes()) if path.is_file() else {}
+    values = read_summary(folder)
     return values.get("eval/reward/after", values.get("eval/reward"))

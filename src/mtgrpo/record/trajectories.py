@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from mtgrpo.types import Group, Message, Trajectory, Turn
 
 
 def write(folder: Path, name: str, groups: Sequence[Group]) -> None:
-    """Write the trajectories of `groups`, in their order, to `name` under the run's `folder`."""
+    """Write the trajectories of `groups`, in their order, to `name` under the run's `folder`: all of them or none."""
     target = folder / "trajectories"
     target.mkdir(parents=True, exist_ok=True)
     lines = [strict_json(_record(trajectory)) for group in groups for trajectory in group.trajectories]
-    (target / f"{name}.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    partial = target / f".{name}.partial"
+    partial.write_bytes(b"".join(line + b"\n" for line in lines))
+    os.replace(partial, target / f"{name}.jsonl")
 
 
 def _record(trajectory: Trajectory) -> dict[str, Any]:

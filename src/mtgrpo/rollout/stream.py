@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from mtgrpo.errors import EngineError
 from mtgrpo.rollout.group import RolloutRunner
@@ -29,6 +30,8 @@ from mtgrpo.types import Group, Status, Task
 class PendingGroup:
     """One admitted group."""
 
+    number: int  # of its admission, from 0
+    position: dict[str, Any]  # of the task stream, whose next task is its
     version: int  # of the policy when it was admitted
     epoch: int  # the pass over the tasks that it belongs to, from 0
     group: asyncio.Task[Group] = field(init=False)
@@ -67,6 +70,8 @@ class Stream:
         self._pending: list[PendingGroup] = []  # admitted and not handed out, the oldest first
         self._arrived: list[Group] = []
         self._names: Counter[tuple[int, str]] = Counter()  # how often a task was admitted at a version
+        self._drawn = 0  # tasks that were taken from the stream
+        self._passed: set[int] = set()  # which of the next ones were trained before the run was resumed
 
     @property
     def epoch(self) -> int:
@@ -79,6 +84,22 @@ class Stream:
         pending = [*self._chosen_so_far, *self._pending]
         done = [p.group for p in pending if p.group.done() and not p.group.cancelled()]
         return [group.result() for group in done if group.exception() is None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where another stream goes on so that it runs every group that was not handed out, and no other.
+
+        That is the position of the first such group, and how far behind it those lie that were handed out.
+        """
+        left = sorted([*self._chosen_so_far, *self._pending], key=lambda pending: pending.number)
+        first, position = (left[0].number, left[0].position) if left else (self._drawn, self._tasks.state_dict())
+        handed_out = set(range(first, self._drawn)) - {pending.number for pending in left}
+        later = {number for number in self._passed if number >= self._drawn}
+        return {"tasks": position, "trained": sorted(number - first for number in handed_out | later)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, before the first batch. Raises ConfigError where the tasks are not what they were."""
+        self._tasks.load_state_dict(state["tasks"])
+        self._passed = set(state["trained"])
 
     async def batch(self, version: int) -> RolloutBatch:
         """The groups to be trained by the policy of this version.
@@ -128,11 +149,14 @@ class Stream:
         in_time = (settings.max_staleness + 1) * batch
         wanted = math.ceil(settings.ahead * batch)
         while len(self._pending) < min(in_time, wanted + sum(pending.overtaken for pending in self._pending)):
-            epoch, task = self._tasks.epoch, next(self._tasks)
+            position, epoch, task = self._tasks.state_dict(), self._tasks.epoch, next(self._tasks)
+            number, self._drawn = self._drawn, self._drawn + 1
+            if number in self._passed:
+                continue
             again = self._names[version, task.id]  # in a small data set: then with other random numbers
             self._names[version, task.id] += 1
             scope = f"train/{version + 1}" + (f"/again{again}" if again else "")
-            pending = PendingGroup(version, epoch)
+            pending = PendingGroup(number, position, version, epoch)
             pending.group = asyncio.create_task(self._run(pending, task, scope))
             self._pending.append(pending)
         self._names = Counter({key: count for key, count in self._names.items() if key[0] == version})

@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from mtgrpo import checkpoint
 from mtgrpo.chat import Chat, open_chat
-from mtgrpo.config.experiment import Experiment
+from mtgrpo.checkpoint import Checkpoint
+from mtgrpo.config.experiment import LATEST, Experiment
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, open_sinks, sink_class
@@ -30,10 +32,12 @@ from mtgrpo.record.versions import write_versions
 from mtgrpo.rewards import opened
 from mtgrpo.rollout.conversation import Limits, visible_tools
 from mtgrpo.rollout.group import RolloutRunner
+from mtgrpo.stages.resume import take_up
 from mtgrpo.tasks import Split, TaskStream
 from mtgrpo.types import Attend, Message, Sample, Task
 
 EVAL_SEED = 0  # the held-out tasks are the same in every run
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what asks a run to end
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,15 @@ class Run:
     runner: RolloutRunner
     tasks: TaskStream
     held_out: list[Task]
+    resumed: Checkpoint | None = None  # from which the run goes on
 
 
 def check(experiment: Experiment) -> None:
     """Raise ConfigError for whatever the user got wrong, as far as nothing has to be open and no weights be loaded."""
     for name in experiment.log:
         sink_class(name)
+    if experiment.resume not in ("", LATEST):
+        checkpoint.read(Path(experiment.resume))
     if not opens(experiment.task):
         open_tasks(experiment)
     open_tokenizer(experiment)
@@ -74,7 +81,12 @@ def open_tasks(experiment: Experiment) -> tuple[TaskStream, list[Task]]:
 
 
 def open_tokenizer(experiment: Experiment) -> tuple[PreTrainedTokenizerFast, Chat]:
-    """The tokenizer, and how it writes conversations with the tools that are known. Raises ConfigError."""
+    """The tokenizer, and how it writes conversations with the tools that are known. Raises ConfigError.
+
+    Where the model is a checkpoint, all of that is verified first.
+    """
+    if (Path(experiment.model.name) / checkpoint.STATE).exists():
+        checkpoint.read(Path(experiment.model.name))
     tokenizer = load_tokenizer(experiment.model.name)
     chat = open_chat(tokenizer, experiment.chat)
     if chat.template is not None:
@@ -100,13 +112,15 @@ async def open_parts(experiment: Experiment, context: RunContext) -> AsyncGenera
 async def open_run(experiment: Experiment, folder: Path, trains: bool = True) -> AsyncGenerator[Run]:
     """Open everything and load the model. All is closed in reverse order, by error, Ctrl-C and SIGTERM too.
 
-    On a GPU a run that `trains` notes what it will need of the memory, and is refused where that is too much.
+    A run that is resumed has the weights of its checkpoint; its record is cut back to there. On a GPU a run that
+    `trains` notes what it will need of the memory, and is refused where that is too much.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_versions(folder)
     early: list[str] = []  # notes of the sinks themselves, before there are any
     async with AsyncExitStack() as stack:
-        stack.enter_context(_ended_by_sigterm())
+        stack.enter_context(_ended_by_signals())
+        resumed = take_up(experiment.resume, folder, early.append) if trains else None
         context = RunContext(folder, early.append, os.environ)
         sinks = await stack.enter_async_context(open_sinks(experiment.log, context))
         sinks.tell(early)
@@ -119,7 +133,8 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             planned = plan(experiment, torch.cuda.get_device_properties(0).total_memory, "cuda")
             sinks.note(planned.describe())
             settings = replace(settings, checkpointing=planned.checkpointing)
-        model = load_model(settings, experiment.seed)
+        from_there = replace(settings, name=str(resumed.path)) if resumed else settings
+        model = load_model(from_there, experiment.seed)
         model.generation_config.eos_token_id = list(chat.stop_ids)  # and ends its turns so
         longest = longest_context(experiment, model)
         engine = experiment.engine.start(model, experiment.deterministic, longest)
@@ -141,24 +156,33 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             runner=make_runner(experiment, chat, engine.conversation, engine.attend, longest),
             tasks=tasks,
             held_out=held_out,
+            resumed=resumed,
         )
 
 
 @contextmanager
-def _ended_by_sigterm() -> Generator[None]:
-    """SIGTERM, which is how a machine asks a run to end, does what Ctrl-C does: the run is cancelled, then closed."""
+def _ended_by_signals() -> Generator[None]:
+    """Ctrl-C, SIGTERM (a machine asks the run to end) and SIGHUP (its terminal is gone) cancel the run, which saves.
+
+    They arrive between two steps of the event loop, so that no update is cut in two. The second ends waiting for what
+    does not close; after it, Ctrl-C ends the process wherever it is.
+    """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     if task is None or threading.current_thread() is not threading.main_thread():  # signals are for the main thread
         yield
         return
-    asked = False
+    asked = 0
 
-    def terminate() -> None:
+    def end() -> None:
         nonlocal asked
-        asked = True
+        asked += 1
+        if asked > 1:
+            loop.remove_signal_handler(signal.SIGINT)
         task.cancel()
 
-    loop.add_signal_handler(signal.SIGTERM, terminate)
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, or `&` in a shell
+    for number in heard:
+        loop.add_signal_handler(number, end)
     try:
         yield
     except asyncio.CancelledError:
@@ -166,7 +190,8 @@ def _ended_by_sigterm() -> Generator[None]:
             raise KeyboardInterrupt from None
         raise
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+        for number in heard:
+            loop.remove_signal_handler(number)
 
 
 def longest_context(experiment: Experiment, model: PreTrainedModel) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtgrpo import checkpoint
 from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
@@ -19,11 +18,13 @@ from mtgrpo.model.scorer import Scores
 from mtgrpo.model.traits import traits
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
+from mtgrpo.record.curve import Curve
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.demonstrations import demonstrate, demonstrate_condensed
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.run import Run, open_run
+from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.update import beside
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Trajectory
@@ -39,43 +40,53 @@ def run_sft(experiment: Experiment, folder: Path) -> None:
         if not experiment.sft.steps:
             raise ConfigError("sft.steps=0: there is nothing to do; set sft.steps above 0")
         async with open_run(experiment, folder) as run:
-            summary = {"time/sft_s": await warm_start(run)}
-            step = experiment.sft.steps
-            saved = checkpoint.save(
-                folder, step, run.model, run.tokenizer, {}, {"step": step}, experiment.checkpoint.keep_last
-            )
-            summary |= {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
-            write_summary(folder, summary)
-            run.sinks.note(f"the weights are in {saved}")
+            with saving(run, Curve()) as saver:
+                await warm_start(run, saver, alone=True)
+                summary = saver.summary
+                try:
+                    summary |= {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
+                finally:  # also when the evaluation fails
+                    write_summary(folder, summary)
+            run.sinks.note(f"the weights are in {saver.path}")
 
     asyncio.run(learn())
 
 
-async def warm_start(run: Run) -> float:
-    """Take `sft.steps` optimiser steps on demonstrations; returns the seconds it took."""
+async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
+    """Take `sft.steps` optimiser steps on demonstrations, or those that are left of them.
+
+    Its checkpoints are of step 0, that reinforcement learning begins with; `alone`, of its own steps.
+    """
     experiment, settings = run.experiment, run.experiment.sft
-    if not settings.steps:
-        return 0.0
-    began = time.perf_counter()
+    begun = saver.state.get("sft", {"step": 0})
+    before_s = saver.summary.setdefault("time/sft_s", 0.0)
+    if "stream" in saver.state or begun["step"] >= settings.steps:
+        return
+    began = time.perf_counter() - before_s
     run.sinks.stage("warm start", settings.steps)
     optimizer = Optimizer(run.model, settings.optimizer, settings.steps)
     policy = Policy(run.model, optimizer, experiment.batch.token_budget, temperature=1.0)
     stream = experiment.task.stream(Split.train, experiment.seed + DEMONSTRATION_SEED)
+    if run.resumed and begun["step"]:
+        optimizer.load_state_dict(run.resumed.training())
+        stream.load_state_dict(begun["tasks"])
     examples = demonstrations(experiment.task, stream, run.runner, experiment.seed)
     limit, name = experiment.batch.token_budget, f"batch.token_budget={experiment.batch.token_budget}"
     if longest := traits(run.model).longest:
         limit, name = min((limit, name), (longest, f"the {longest} tokens that the model computes exactly"))
     fitting = within(examples, limit, name, run.sinks.note)
-    for step in range(1, settings.steps + 1):
+    for step in range(begun["step"] + 1, settings.steps + 1):
         batch = build_batch([await anext(fitting) for _ in range(settings.batch_size)])
         weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
         work = policy.updating(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
         metrics, _ = await beside(run.engine, work)
         run.sinks.tell(policy.notes)
-        elapsed_s = time.perf_counter() - began
+        elapsed_s = saver.summary["time/sft_s"] = time.perf_counter() - began
         run.sinks.log({"sft/loss": metrics["loss"], "sft/lr": metrics["lr"], "time/sft_s": elapsed_s}, step)
+        saver.mark(step if alone else 0, optimizer, sft={"step": step, "tasks": stream.state_dict()})
+        if saver.due(step) or step == settings.steps:
+            await saver.save()
     await run.engine.load_weights(run.model, 0)
-    return time.perf_counter() - began
 
 
 async def demonstrations(

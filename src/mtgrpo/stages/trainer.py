@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from mtgrpo.config.experiment import Experiment
@@ -18,9 +20,11 @@ from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.budget import Budget
 from mtgrpo.stages.evaluate import AllFailedError, evaluate, evaluate_fully
 from mtgrpo.stages.metrics import describe_conversations, describe_failures, describe_step
+from mtgrpo.stages.resume import final_results
 from mtgrpo.stages.run import Run, open_run
+from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.sft import warm_start
-from mtgrpo.stages.update import make_stream, make_updater, save, update
+from mtgrpo.stages.update import make_stream, make_updater, update
 
 MISMATCH = "in a conversation the engine's log-probabilities differ from the trainer's"
 
@@ -39,76 +43,123 @@ def run_training(experiment: Experiment, folder: Path) -> None:
 async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
     """The whole run; fills `curve` and returns what `summary.json` holds."""
     experiment.check_training()
-    began = time.perf_counter()
     async with open_run(experiment, folder) as run:
-        summary: Metrics = {"time/sft_s": await warm_start(run)}
-        summary |= {f"{name}/before": value for name, value in (await evaluate_fully(run, BEFORE)).items()}
-        curve.success[0] = summary["eval/success/before"]
-        steps, seconds = await reinforce(run, curve)
-        summary |= {"train/steps": float(steps), "time/rl_s": seconds}
-        summary |= {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
-        curve.success[steps] = summary["eval/success/after"]
-        summary["time/total_s"] = time.perf_counter() - began
-        write_summary(folder, summary)
+        with saving(run, curve) as saver:
+            summary = saver.summary
+            await warm_start(run, saver)
+            if "eval/success/before" not in summary:
+                summary |= {f"{name}/before": value for name, value in (await evaluate_fully(run, BEFORE)).items()}
+                curve.success[0] = summary["eval/success/before"]
+            steps, seconds = await reinforce(run, saver, curve)
+            summary |= {"train/steps": float(steps), "time/rl_s": seconds}
+            try:
+                known = final_results(folder, steps) if run.resumed else {}
+                summary |= known or {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
+                curve.success[steps] = summary["eval/success/after"]
+            finally:  # also when the evaluation fails
+                summary["time/total_s"] = saver.seconds
+                write_summary(folder, summary)
     return summary
 
 
-async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
+async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
     """Roll out, update, repeat, until the first limit; returns steps and seconds, evaluation and saving not counted."""
-    updater, stream, budget = make_updater(run), make_stream(run), Budget(run.experiment.trainer)
+    budget = Budget(run.experiment.trainer, **saver.state.get("budget", {}))
+    training = _Training(run, make_updater(run), make_stream(run), budget, saver, curve)
     run.sinks.stage("reinforcement learning", run.experiment.trainer.steps)
     for note in run.experiment.notes:
         run.sinks.note(note)
     try:
-        while not (reached := budget.reached(stream.epoch)):
-            await _step(run, updater, stream, budget, curve)
-    except asyncio.CancelledError:  # Ctrl-C
-        save(run, updater, budget.steps)
-        trajectories.write(run.folder, "untrained", stream.finished)
-        run.sinks.note(f"interrupted: the policy after {budget.steps} steps is saved in {run.folder}")
+        await training.begin()
+        while not (reached := training.reached):
+            await training.step()
+        await saver.save()
+    except BaseException:
+        trajectories.write(run.folder, "untrained", training.stream.finished)
         raise
-    else:
-        save(run, updater, budget.steps)
     finally:
-        await stream.close()
+        await training.stream.close()
     run.sinks.note(f"stopped after {budget.steps} steps: {reached}")
-    if summary := updater.policy.profiler.summary():
+    if summary := training.updater.policy.profiler.summary():
         run.sinks.note(summary)
     return budget.steps, budget.seconds
 
 
-async def _step(run: Run, updater: PolicyUpdater, stream: Stream, budget: Budget, curve: Curve) -> None:
-    """One rollout batch, one update, and where it is due an evaluation and a checkpoint."""
-    experiment, policy = run.experiment, updater.policy
-    began, step = time.perf_counter(), budget.steps + 1
-    batch = await stream.batch(version=budget.steps)
-    metrics, train_s, interrupted = await update(run, updater, batch.trained, step)
-    if experiment.engine.exact:
-        policy.judge(metrics.get("policy/mismatch/worst_trajectory", 0.0), MISMATCH)
-    for notes in (run.engine.notes, policy.notes):
-        run.sinks.tell(notes)
-    seconds = time.perf_counter() - began
-    metrics |= describe_step(batch, experiment, step - 1, seconds - train_s, train_s)
-    metrics |= policy.profiler.step(describe_conversations(batch.groups, experiment.profile), run.engine.sync_s)
-    budget.count(batch.groups, seconds)
-    over = interrupted or budget.reached(stream.epoch)
-    try:
-        if not over and _due(step, experiment.eval.every_steps):
-            metrics |= await evaluate(run.runner, run.held_out, samples=1)
-            curve.success[step] = metrics["eval/success"]
-    except AllFailedError as error:  # an outage, which may be over at the next step
-        run.sinks.note(str(error))
-    finally:  # also when Ctrl-C ends the evaluation
+@dataclass(frozen=True)
+class _Training:
+    """Reinforcement learning under way."""
+
+    run: Run
+    updater: PolicyUpdater
+    stream: Stream
+    budget: Budget
+    saver: Saver
+    curve: Curve
+
+    @property
+    def reached(self) -> str:
+        """The limit at which it ends, "" while there is none."""
+        return self.budget.reached(self.stream.epoch)
+
+    async def begin(self) -> None:
+        """Save the policy that it begins with, or go on from where the run was saved."""
+        run, state = self.run, self.saver.state
+        if run.resumed is None or "stream" not in state:
+            self.mark(None)
+            if self.saver.due(0):
+                await self.saver.save()
+            return
+        self.updater.load_state_dict(run.resumed.training())
+        self.stream.load_state_dict(state["stream"])
+        await run.engine.load_weights(run.model, self.budget.steps)
+        if not run.resumed.path.is_relative_to(run.folder):
+            self.mark(state["row"])
+            await self.saver.save()
+        if state["row"] is not None:
+            await self.conclude(state["row"])
+
+    async def step(self) -> None:
+        """One rollout batch, one update, and where it is due an evaluation and a checkpoint."""
+        run, experiment, policy = self.run, self.run.experiment, self.updater.policy
+        began, step = time.perf_counter(), self.budget.steps + 1
+        batch = await self.stream.batch(version=self.budget.steps)
+        metrics, train_s, interrupted = await update(run, self.updater, batch.trained, step)
+        if experiment.engine.exact:
+            policy.judge(metrics.get("policy/mismatch/worst_trajectory", 0.0), MISMATCH)
+        for notes in (run.engine.notes, policy.notes):
+            run.sinks.tell(notes)
+        seconds = time.perf_counter() - began
+        metrics |= describe_step(batch, experiment, step - 1, seconds - train_s, train_s)
+        metrics |= policy.profiler.step(describe_conversations(batch.groups, experiment.profile), run.engine.sync_s)
+        self.budget.count(batch.groups, seconds)
+        self.mark(metrics)
         for text in describe_failures(batch.groups):
             run.sinks.note(f"step {step}: {text}")
         trajectories.write(run.folder, f"step_{step:06d}", batch.groups)
-        run.sinks.log(metrics, step)
-        curve.reward.append(metrics["reward/mean"])
-    if interrupted:
-        raise asyncio.CancelledError
-    if not over and _due(step, experiment.checkpoint.every_steps):
-        save(run, updater, step)
+        await self.conclude(metrics, interrupted)
 
+    async def conclude(self, metrics: Metrics, interrupted: bool = False) -> None:
+        """Evaluate the policy after an update where that is due, log what the step was like, and save it."""
+        step, due = self.budget.steps, self.saver.due(self.budget.steps)
+        try:
+            if interrupted:
+                raise asyncio.CancelledError
+            every = self.run.experiment.eval.every_steps
+            if not self.reached and every and step % every == 0:
+                metrics |= await evaluate(self.run.runner, self.run.held_out, samples=1)
+                self.curve.success[step] = metrics["eval/success"]
+                due = due or self.run.experiment.checkpoint.keep_best > 0
+        except AllFailedError as error:  # an outage, which may be over at the next step
+            self.run.sinks.note(str(error))
+        finally:  # also when Ctrl-C ends the evaluation
+            self.run.sinks.log(metrics, step)
+            self.curve.reward.append(metrics["reward/mean"])
+        self.mark(None)
+        if due and not self.reached:
+            await self.saver.save()
 
-def _due(step: int, every: int) -> bool:
-    return bool(every) and step % every == 0
+    def mark(self, row: Metrics | None) -> None:
+        """The run can go on from here; `row` are metrics of the last step that are still to be logged."""
+        budget = {name: value for name, value in dataclasses.asdict(self.budget).items() if name != "settings"}
+        state = {"budget": budget, "stream": self.stream.state_dict(), "row": row and dict(row)}
+        self.saver.mark(self.budget.steps, self.updater, **state)

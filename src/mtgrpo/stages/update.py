@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from mtgrpo import checkpoint
 from mtgrpo.advantages.rewards import comparable, rewards_of
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
@@ -129,11 +128,3 @@ def learn(run: Run, updater: PolicyUpdater, groups: Sequence[Group], step: int) 
             rewards = rewards_of(compared, experiment.algorithm, batch.trajectory, batch.turn)
         metrics = yield from updater.training(batch, rewards, step - 1, experiment.seed * 1_000_003 + step)
     return {f"policy/{name}": value for name, value in metrics.items()}
-
-
-def save(run: Run, updater: PolicyUpdater, step: int) -> None:
-    """Write a checkpoint: the policy, its optimiser, and up to which task the run has admitted any."""
-    tensors, rest = checkpoint.flatten(updater.policy.optimizer.state_dict())
-    state = {"step": step, "tasks": run.tasks.state_dict(), "kl_coef": updater.kl_coef, "optimizer": rest}
-    keep_last = run.experiment.checkpoint.keep_last
-    checkpoint.save(run.folder, step, run.model, run.tokenizer, tensors, state, keep_last)

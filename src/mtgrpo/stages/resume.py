@@ -1,0 +1,63 @@
+"""Where a run goes on: its checkpoint, and the record up to there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mtgrpo import checkpoint
+from mtgrpo.checkpoint import Checkpoint
+from mtgrpo.config.experiment import LATEST
+from mtgrpo.record.reading import BEFORE, read_settings
+from mtgrpo.record.summary import read_summary
+
+OF_RESUMING = ("resume", "trust_code")  # options that may differ without a word
+
+
+def take_up(resume: str, folder: Path, note: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint from which the run in `folder` goes on; None = it begins at its start.
+
+    What the folder has of later steps is cut back. Raises ConfigError where no checkpoint is whole.
+    """
+    if not resume:
+        return None
+    found = checkpoint.newest(folder, note) if resume == LATEST else checkpoint.read(Path(resume))
+    if resume == LATEST:
+        _cut_back(folder, found)
+    note(f"goes on from {found.path}" if found else f"there is no checkpoint in {folder} yet: begins at the start")
+    if found and (other := differences(found.state["settings"], read_settings(folder))):
+        note(f"with other settings than before: {'; '.join(other)}")
+    return found
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The settings in which a run differs from what it was, for people."""
+    names = [name for name in {**before, **now} if name not in OF_RESUMING] if before and now else []
+    both = [(name, before.get(name, "not set"), now.get(name, "not set")) for name in names]
+    return [f"{name}={new} (was {old})" for name, old, new in both if old != new]
+
+
+def final_results(folder: Path, step: int) -> Mapping[str, Any]:
+    """What the evaluation after `step` found, if it was the run's last step and the summary holds it; else {}."""
+    summary = read_summary(folder)
+    ended = summary.get("train/steps") == step and "eval/success/after" in summary
+    return {name: value for name, value in summary.items() if name.endswith("/after")} if ended else {}
+
+
+def _cut_back(folder: Path, found: Checkpoint | None) -> None:
+    """Leave of metrics and conversations what was there when the checkpoint was made."""
+    step = found.step if found else 0
+    state: dict[str, Any] = found.state if found else {"metrics_bytes": 0, "summary": {}}
+    if found and final_results(folder, step):
+        return
+    metrics = folder / "metrics.jsonl"
+    if metrics.is_file():
+        os.truncate(metrics, min(metrics.stat().st_size, state["metrics_bytes"]))
+    kept = {f"step_{number:06d}" for number in range(1, step + 1)}
+    kept |= {BEFORE} if "eval/success/before" in state["summary"] else set()
+    for path in (folder / "trajectories").glob("*.jsonl"):
+        if path.stem not in kept:
+            path.unlink()
+    (folder / "summary.json").unlink(missing_ok=True)

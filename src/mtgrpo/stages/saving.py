@@ -1,0 +1,137 @@
+"""A run is saved while it goes on, and whatever ends it: the last whole step is then on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtgrpo import checkpoint
+from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.step import Metrics
+from mtgrpo.policy.updater import PolicyUpdater
+from mtgrpo.record.curve import Curve
+from mtgrpo.record.reading import read_settings
+from mtgrpo.stages.run import Run
+
+
+@dataclass
+class _Mark:
+    """The end of a step, from which the run could go on."""
+
+    step: int
+    training: Optimizer | PolicyUpdater
+    state: dict[str, Any]
+    versions: list[int]  # of all tensors: as long as they are these, the tensors are those of this step
+    saved: bool = False
+
+
+class Saver:
+    """Keeps what a run has come to; writes checkpoints in a thread of its own, one at a time."""
+
+    def __init__(self, run: Run, curve: Curve) -> None:
+        """Where the run is resumed, `curve` is filled with what was there."""
+        self._run, self._curve = run, curve
+        self.state: dict[str, Any] = run.resumed.state if run.resumed else {}  # what the run goes on from
+        self.summary: Metrics = dict(self.state.get("summary", {}))  # what `summary.json` will hold
+        curve.reward[:] = self.state.get("reward", [])
+        curve.success.update({int(step): value for step, value in self.state.get("success", {}).items()})
+        self._began = time.perf_counter() - self.state.get("seconds", 0.0)
+        self._tokenizer = checkpoint.tokenizer_files(run.tokenizer)
+        self._settings = read_settings(run.folder)
+        self._thread = ThreadPoolExecutor(1)
+        self._writing: Future[Path] | None = None
+        self._mark: _Mark | None = None
+        self.path = run.resumed.path if run.resumed else None  # of the checkpoint that was last seen whole
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has taken, that of the processes before this one included."""
+        return time.perf_counter() - self._began
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint after `step` steps was asked for."""
+        every = self._run.experiment.checkpoint.every_steps
+        return bool(every) and step % every == 0
+
+    def mark(self, step: int, training: Optimizer | PolicyUpdater, **state: Any) -> None:
+        """A step has ended: the run could go on from `state` (for JSON), the weights, and what `training` holds."""
+        metrics = self._run.folder / "metrics.jsonl"
+        state |= {
+            "summary": dict(self.summary),
+            "reward": list(self._curve.reward),
+            "success": dict(self._curve.success),
+            "seconds": self.seconds,
+            "metrics_bytes": metrics.stat().st_size if metrics.is_file() else 0,
+            "settings": self._settings,
+        }
+        self._mark = _Mark(step, training, state, self._versions(training))
+
+    async def save(self) -> None:
+        """Begin to write the step that ended last, once the checkpoint before is written; the run may go on.
+
+        Raises what went wrong with the checkpoint before.
+        """
+        if self._writing is not None:
+            await asyncio.shield(asyncio.wrap_future(self._writing))
+        if self._mark is not None and not self._mark.saved:
+            self._write(self._mark)
+
+    def save_last(self) -> None:
+        """Write the step that ended last, unless it is, and return when all is on disk.
+
+        Notes where its weights are gone, because another update has begun to change them.
+        """
+        if self._writing is not None:
+            self.path = self._writing.result()
+        mark = self._mark
+        if mark is None or mark.saved:
+            return
+        if mark.versions != self._versions(mark.training):
+            self._run.sinks.note(f"the update after step {mark.step} had begun: that step is not saved")
+            return
+        self.path = self._write(mark).result()
+
+    def _write(self, mark: _Mark) -> Future[Path]:
+        run = self._run
+        kept = run.experiment.checkpoint
+        measured = {step: success for step, success in self._curve.success.items() if step}
+        best = sorted(measured, key=lambda step: (measured[step], step))[-kept.keep_best :] if kept.keep_best else []
+        copied = checkpoint.snapshot(mark.step, run.model, mark.training.state_dict(), mark.state)
+        mark.saved = True
+        self._writing = self._thread.submit(
+            checkpoint.write, run.folder, copied, run.model, self._tokenizer, kept.keep_last, best
+        )
+        return self._writing
+
+    def _versions(self, training: Optimizer | PolicyUpdater) -> list[int]:
+        """How often torch has seen each tensor written to that a checkpoint holds."""
+        tensors, _ = checkpoint.flatten(training.state_dict())
+        return [t._version for t in (*self._run.model.parameters(), *tensors.values())]  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def saving(run: Run, curve: Curve) -> Generator[Saver]:
+    """A saver; whatever ends what is done within, the last whole step is on disk afterwards."""
+    saver = Saver(run, curve)
+    try:
+        yield saver
+        saver.save_last()
+    except BaseException as error:
+        with suppress(OSError, SystemExit):  # the console may be gone
+            try:
+                saver.save_last()
+            except Exception as worse:
+                run.sinks.note(f"nothing more could be saved: {worse}")
+            if saver.path:
+                how = "interrupted" if isinstance(error, asyncio.CancelledError) else f"ended by {type(error).__name__}"
+                again = f"the same command with resume=true hydra.run.dir={run.folder}"
+                run.sinks.note(f"{how}; saved in {saver.path}. To go on: {again}")
+        raise
+    finally:
+        saver._thread.shutdown()

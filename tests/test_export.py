@@ -1,0 +1,88 @@
+"""A checkpoint as a model for others: transformers and peft load it and compute what the checkpoint does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from mtgrpo import checkpoint, cli, export
+from mtgrpo.errors import ConfigError
+from mtgrpo.model.load import load_model, load_tokenizer, save_model
+from mtgrpo.model.settings import LoRA, ModelSettings
+
+IDS = torch.tensor([[5, 9, 200, 31, 77]])
+STATE = {
+    "settings": {"model.name": "some/model", "algorithm": "grpo", "optimizer.lr": "1e-05"},
+    "success": {0: 0.25, 20: 0.75, 40: 0.5},
+    "summary": {},
+}
+
+
+def saved(folder: Path, rank: int = 0, value_head: bool = False) -> tuple[Path, torch.Tensor]:
+    """A checkpoint, and the logits of its policy."""
+    save_model(load_model(ModelSettings("tiny"), 0), load_tokenizer("tiny"), folder / "base")
+    model = load_model(ModelSettings(str(folder / "base"), lora=LoRA(rank), value_head=value_head), 0).cpu()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad and "value" not in name:
+                weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    copied = checkpoint.snapshot(20, model, {"a": torch.ones(2)}, STATE)
+    path = checkpoint.write(folder, copied, model, checkpoint.tokenizer_files(load_tokenizer("tiny")))
+    return path, logits(model)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
+    return model.float().eval()(input_ids=IDS).logits
+
+
+def exported(path: Path, to: str, out: Path) -> Path:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["export", str(path), "--to", to, "--out", str(out)])
+    assert not left.value.code
+    return out
+
+
+@pytest.mark.parametrize(("to", "rank", "value_head"), [("hf", 0, False), ("hf", 0, True), ("merged", 4, False)])
+def test_what_is_exported_is_a_model_of_transformers(to: str, rank: int, value_head: bool, tmp_path: Path) -> None:
+    path, expected = saved(tmp_path, rank, value_head)
+    out = exported(path, to, tmp_path / "out")
+    model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(out).chat_template == load_tokenizer("tiny").chat_template
+    names = {file.name for file in out.iterdir()}
+    assert names.isdisjoint(checkpoint.TRAINING_FILES) and not any("adapter" in name for name in names)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft, of transformers
+def test_an_adapter_is_exported_for_peft(tmp_path: Path) -> None:
+    path, expected = saved(tmp_path, rank=4)
+    out = exported(path, "peft", tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(base, out)), expected, rtol=1e-4, atol=1e-4)
+    assert not (out / "model.safetensors").exists()
+
+
+def test_the_card_says_what_was_trained_and_how_well_it_did(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
+    card = (exported(path, "hf", tmp_path / "out") / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and "\nbase_model: some/model\n" in card
+    assert "20 steps" in card and "| 0 | 0.250 |\n| 20 | 0.750 |\n" in card and "| 40 |" not in card
+    assert "| `algorithm` | `grpo` |" in card
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
+    with pytest.raises(ConfigError, match="holds all weights; give --to hf"):
+        export.main([str(path), "--to", "peft", "--out", str(tmp_path / "out")])
+    with pytest.raises(ConfigError, match="it is there already"):
+        export.main([str(path), "--out", str(tmp_path)])
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"model\.safetensors: it has 0 bytes"):
+        export.main([str(path), "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,381 @@
+"""A run that was killed anywhere and resumed is, to the last digit, one that never was; every ending saves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtgrpo import checkpoint
+from mtgrpo.config.compose import compose, parse
+from mtgrpo.engines.local.engine import LocalEngine
+from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.log.jsonl import Jsonl
+from mtgrpo.model.load import load_model, load_tokenizer, save_model
+from mtgrpo.model.settings import ModelSettings
+from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.step import Policy
+from mtgrpo.record.curve import Curve
+from mtgrpo.rewards import Reward
+from mtgrpo.rollout.group import RolloutRunner
+from mtgrpo.rollout.stream import Stream
+from mtgrpo.stages import evaluate as evaluation
+from mtgrpo.stages import trainer
+from mtgrpo.stages.evaluate import AllFailedError
+from mtgrpo.stages.saving import Saver
+from mtgrpo.stages.sft import run_sft
+from mtgrpo.stages.trainer import train
+from mtgrpo.types import Group, Task, Trajectory
+
+SMALL = [
+    *("trainer.steps=5", "sft.steps=4", "sft.batch_size=2", "rollout.prompts_per_step=2", "rollout.group_size=2"),
+    *("sampling.max_new_tokens=12", "eval.tasks=2", "eval.samples=2", "eval.every_steps=2", "log=[jsonl]"),
+    *("checkpoint.every_steps=2", "optimizer.lr=1e-3", "optimizer.schedule=linear", f"reward={__file__}:Tokens"),
+    f"sampling.stop_ids={list(range(1024))}".replace(" ", ""),  # a fresh model would hardly ever end a turn
+]
+ANEW = multiprocessing.get_context("forkserver")  # processes that have imported everything
+ANEW.set_forkserver_preload(["mtgrpo.stages.trainer", "mtgrpo.config.compose"])
+
+
+class Tokens(Reward):
+    """Every conversation has a worth of its own."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return float(sum(token % 7 for turn in trajectory.turns for token in turn.output))
+
+
+class KilledError(BaseException):
+    """The process is gone: nothing more is saved."""
+
+
+def ran(folder: Path, *words: str) -> Path:
+    asyncio.run(train(compose(parse([*SMALL, *words])).experiment, folder, Curve()))
+    return folder
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def digits(values: dict[str, Any]) -> dict[str, Any]:
+    """What is not a measurement of the machine."""
+    return {name: value for name, value in values.items() if not name.startswith(("perf/", "time/"))}
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    """All that a run computed: metrics, summary, conversations, weights."""
+    found: dict[str, Any] = {path.name: path.read_text() for path in sorted((folder / "trajectories").iterdir())}
+    last = checkpoint.newest(folder, print)
+    assert last is not None
+    weights = {name: file["sha256"] for name, file in last.files.items() if name.endswith(".safetensors")}
+    summary = json.loads((folder / "summary.json").read_text())
+    return found | {"rows": [digits(row) for row in rows(folder)], "summary": digits(summary), "weights": weights}
+
+
+def same(found: Path, expected: Path) -> None:
+    one, other = everything(found), everything(expected)
+    assert one.keys() == other.keys()
+    for name, value in other.items():
+        assert one[name] == value, name
+
+
+def patched(owner: Any, name: str, at: int, act: Callable[[], Any], patch: pytest.MonkeyPatch) -> None:
+    """`act` comes before the `at`-th call of a method or function."""
+    real, calls = getattr(owner, name), iter(range(1, 1000))
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == at:
+            act()
+        return real(*arguments, **named)
+
+    patch.setattr(owner, name, call)
+
+
+def killed(folder: Path, words: list[str], owner: Any, name: str, at: int) -> None:
+    """A run that is gone before the `at`-th call, in this process."""
+
+    def die() -> None:
+        patch.setattr(Saver, "save_last", lambda self: None)
+        raise KilledError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patched(owner, name, at, die, patch)
+        with pytest.raises(KilledError):
+            ran(folder, *words)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ran(tmp_path_factory.mktemp("unbroken"))
+
+
+# --- kill -9
+
+
+def _killed_run(folder: Path, point: str, at: int) -> None:
+    """In a process of its own."""
+    owner, name = POINTS[point]
+    patched(owner, name, at, lambda: os.kill(os.getpid(), signal.SIGKILL), pytest.MonkeyPatch())
+    ran(folder, "resume=true")
+
+
+POINTS: dict[str, tuple[Any, str]] = {
+    "sampling": (LocalEngine, "_sample"),
+    "updating": (Optimizer, "step"),
+    "updated": (LocalEngine, "_take_over_weights"),
+    "logging": (Jsonl, "log"),
+    "saving": (checkpoint, "save_file"),
+    "put": (checkpoint, "_put"),
+    "renaming": (os, "replace"),
+    "measuring": (evaluation, "describe"),
+}
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [("updating", 3), ("saving", 2), ("sampling", 1)],
+        pytest.param([("logging", 4), ("put", 3)], marks=pytest.mark.slow),
+        pytest.param([("sampling", 20), ("updating", 2), ("updated", 2), ("renaming", 5)], marks=pytest.mark.slow),
+        pytest.param([("logging", 8), ("saving", 1), ("measuring", 1), ("measuring", 2)], marks=pytest.mark.slow),
+    ],
+)
+def test_killed_runs_end_with_the_digits_of_one_that_never_was(
+    deaths: list[tuple[str, int]], tmp_path: Path, unbroken: Path
+) -> None:
+    for point, at in deaths:
+        process = ANEW.Process(target=_killed_run, args=(tmp_path, point, at))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    same(ran(tmp_path, "resume=true"), unbroken)
+
+
+def test_a_run_that_is_not_there_begins_and_one_that_is_done_is_left_as_it_is(tmp_path: Path, unbroken: Path) -> None:
+    folder = ran(tmp_path / "run", "resume=true")
+    same(folder, unbroken)
+    before = (folder / "metrics.jsonl").read_bytes()
+    ran(folder, "resume=true")
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    same(folder, unbroken)
+
+
+def test_a_run_goes_on_in_another_folder_and_further(tmp_path: Path, unbroken: Path) -> None:
+    from_there = unbroken / "checkpoints" / "step_000004"
+    folder = ran(tmp_path / "run", f"resume={from_there}")
+    assert rows(folder)[0]["step"] == 5
+    last = [row for row in rows(unbroken) if row["step"] == 5]
+    assert [digits(row) for row in rows(folder)][:1] == [digits(row) for row in last]
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step_000004", "step_000005"]
+    ran(folder, "resume=true", "trainer.steps=6")
+    steps = [row["step"] for row in rows(folder) if row["stage"] == "reinforcement learning"]
+    assert steps == [5, 6]
+
+
+# --- everything that an update depends on
+
+
+def base(folder: Path) -> Path:
+    """A model that can be adapted."""
+    save_model(load_model(ModelSettings("tiny"), 0), load_tokenizer("tiny"), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model.lora.rank=4 sft.steps=0",
+        "algorithm=ppo advantage=gae model.value_head=true sft.steps=0",
+        "kl.coef=0.1 kl.target=0.001 reference.ema=0.3",
+        "kl.coef=0.1 reference.update_every=2 optimizer.kind=muon",
+        "trainer.minibatch_trajectories=2 trainer.updates_per_batch=2 kl.coef=0.1",
+        "filter.zero_variance=true filter.refill=true",
+        "eval.every_steps=0 checkpoint.every_steps=1 rollout.prompts_per_step=3",
+    ],
+)
+@pytest.mark.parametrize("at", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_way_to_learn_goes_on_to_the_last_digit(words: str, at: int, tmp_path: Path) -> None:
+    given = [f"model.name={base(tmp_path / 'base')}", *words.split()]
+    unbroken = ran(tmp_path / "unbroken", *given)
+    learned = [row for row in rows(unbroken) if row["stage"] == "reinforcement learning"]
+    assert all(row["policy/grad_norm"] > 0 for row in learned), "nothing is learned: the test is too easy"
+    killed(tmp_path / "run", given, trainer, "update", at)
+    same(ran(tmp_path / "run", *given, "resume=true"), unbroken)
+
+
+def test_groups_ahead_of_the_trainer_are_trained_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of them were quick: a run that is killed four times trains no task twice and skips none."""
+    trained: list[str] = []
+    update, one = trainer.update, RolloutRunner.run_group
+
+    async def noted(run: Any, updater: Any, groups: list[Group], step: int) -> Any:
+        result = await update(run, updater, groups, step)
+        by_step[step] = [group.task.id for group in groups]  # the last time that it is trained is what counts
+        return result
+
+    async def slow(self: RolloutRunner, task: Task, *rest: Any) -> Group:
+        if self.scope.startswith("train"):
+            await asyncio.sleep(0.2 * (int(task.id.rpartition("/")[2]) % 3 == 0))
+        return await one(self, task, *rest)
+
+    by_step: dict[int, list[str]] = {}
+    monkeypatch.setattr(trainer, "update", noted)
+    monkeypatch.setattr(RolloutRunner, "run_group", slow)
+    words = ["sft.steps=0", "rollout.max_staleness=2", "trainer.steps=10", "eval.every_steps=0"]
+    killed(tmp_path, words, trainer, "describe_step", 5)
+    for at in (1, 4, 3):
+        killed(tmp_path, [*words, "resume=true"], trainer, "describe_step", at)
+    ran(tmp_path, *words, "resume=true")
+    trained = [task for step in range(1, 11) for task in by_step[step]]
+    assert len(trained) == 20
+    assert set(Counter(trained).values()) == {1}
+    numbers = sorted(int(task.rpartition("/")[2]) for task in trained)
+    assert len(set(range(20)) - set(numbers)) <= 4, "what is missing was still running at the end"
+
+
+# --- endings
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "at", "error", "last"),
+    [
+        (Optimizer, "step", 3, RuntimeError, 0),  # in the warm start
+        (Stream, "batch", 4, EngineError, 3),
+        (Policy, "judge", 2, MemoryError, 0),
+        (Optimizer, "step", 8, MemoryError, 3),
+        (evaluation, "describe", 3, EngineError, 2),  # while the policy after step 2 is measured
+        (Jsonl, "log", 8, OSError, 3),
+        (trainer, "describe_step", 4, KeyboardInterrupt, 2),  # after the update, before its step is whole
+    ],
+)
+def test_whatever_ends_a_run_the_last_whole_step_is_saved(
+    owner: Any, name: str, at: int, error: type[BaseException], last: int, tmp_path: Path, unbroken: Path
+) -> None:
+    def fail() -> None:
+        raise error("the world ends")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(error):
+        patched(owner, name, at, fail, patch)
+        ran(tmp_path)
+    saved = checkpoint.newest(tmp_path, print)
+    assert saved is not None and saved.step == last
+    notes = (tmp_path / "notes.txt").read_text()
+    assert f"To go on: the same command with resume=true hydra.run.dir={tmp_path}" in notes
+    same(ran(tmp_path, "resume=true"), unbroken)
+
+
+def _ended_run(folder: Path, point: str, at: int, asked: list[str]) -> None:
+    """In a process of its own, whose output may be closed."""
+
+    def end() -> None:
+        if "output" in asked:
+            reading, writing = os.pipe()
+            os.close(reading)
+            os.dup2(writing, 1)
+        for name in asked:
+            if name != "output":
+                os.kill(os.getpid(), signal.Signals[name])
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as a terminal starts it
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+    owner, name = POINTS[point]
+    patched(owner, name, at, end, pytest.MonkeyPatch())
+    ran(folder, "log=[console,jsonl]")
+
+
+@pytest.mark.parametrize(
+    ("point", "at", "asked", "last"),
+    [
+        ("updating", 3, ["SIGTERM"], 0),  # in the warm start
+        ("sampling", 20, ["SIGHUP"], 0),
+        ("updating", 7, ["SIGINT", "SIGINT"], 3),  # the update is finished
+        ("measuring", 3, ["SIGINT"], 2),
+        ("logging", 8, ["output"], 2),
+    ],
+)
+def test_signals_and_a_closed_output_save_too(
+    point: str, at: int, asked: list[str], last: int, tmp_path: Path, unbroken: Path
+) -> None:
+    process = ANEW.Process(target=_ended_run, args=(tmp_path, point, at, asked))
+    process.start()
+    process.join()
+    assert process.exitcode == 1
+    saved = checkpoint.newest(tmp_path, print)
+    assert saved is not None and saved.step >= last
+    assert "To go on: the same command with resume=true" in (tmp_path / "notes.txt").read_text()
+    same(ran(tmp_path, "resume=true"), unbroken)
+
+
+def test_a_final_evaluation_that_fails_leaves_a_summary(tmp_path: Path, unbroken: Path) -> None:
+    def fail() -> None:
+        raise AllFailedError("the tool is gone")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AllFailedError):
+        patched(trainer, "evaluate_fully", 2, fail, patch)
+        ran(tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["train/steps"] == 5 and "eval/success/before" in summary and "eval/success/after" not in summary
+    same(ran(tmp_path, "resume=true"), unbroken)
+
+
+def test_the_warm_start_alone_goes_on(tmp_path: Path) -> None:
+    def learned(folder: Path, *words: str) -> list[dict[str, Any]]:
+        run_sft(compose(parse([*SMALL, *words])).experiment, folder)
+        return [digits(row) for row in rows(folder)]
+
+    expected = learned(tmp_path / "unbroken")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patched(Optimizer, "step", 4, lambda: 1 / 0, patch)
+        learned(tmp_path / "run")
+    assert learned(tmp_path / "run", "resume=true") == expected
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    def spoil(saver: Saver) -> Any:
+        if saver._mark is not None and saver._mark.step == 3:
+            next(iter(saver._run.model.parameters())).data.view(-1)[0] = math.nan
+        return real(saver)
+
+    real = Saver.save_last
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(EngineError):
+        patched(Stream, "batch", 4, lambda: _raise(EngineError("broken")), patch)
+        patch.setattr(Saver, "save_last", spoil)
+        ran(tmp_path)
+    saved = checkpoint.newest(tmp_path, print)
+    assert saved is not None and saved.step == 2
+    assert "is not finite: not saved" in (tmp_path / "notes.txt").read_text()
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Path, unbroken: Path) -> None:
+    ran(tmp_path)
+    (tmp_path / "checkpoints" / "step_000005" / "model.safetensors").write_bytes(b"")
+    same(ran(tmp_path, "resume=true"), unbroken)
+    notes = (tmp_path / "notes.txt").read_text()
+    assert "step_000005/model.safetensors: it has 0 bytes instead of" in notes and "the one before it is taken" in notes
+    for path in (tmp_path / "checkpoints").glob("step_*"):
+        (path / "state.json").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged"):
+        ran(tmp_path, "resume=true")
+
+
+def test_other_settings_are_told(tmp_path: Path) -> None:
+    record = tmp_path / ".hydra"
+    record.mkdir()
+    (record / "config.yaml").write_text("optimizer: {lr: 1.0e-3}\nresume: ''\nseed: 0\n")
+    ran(tmp_path, "trainer.steps=1", "sft.steps=0")
+    (record / "config.yaml").write_text("optimizer: {lr: 2.0e-3}\nresume: 'true'\nseed: 0\n")
+    ran(tmp_path, "trainer.steps=2", "sft.steps=0", "resume=true")
+    assert "with other settings than before: optimizer.lr=0.002 (was 0.001)\n" in (tmp_path / "notes.txt").read_text()
