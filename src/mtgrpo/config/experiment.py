@@ -118,6 +118,7 @@ class Experiment:
     advantage: AdvantageEstimator
     engine: Engine
     seed: int = 0
+    watchdog_s: float = 3600.0  # without a turn sampled or a micro-batch trained: the run says why, and ends; 0 = off
     kl: KL = field(default_factory=KL)
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)
     correction: Correction = field(default_factory=Correction)
@@ -137,6 +138,8 @@ class Experiment:
     profile: Profile = field(default_factory=Profile)
 
     def __post_init__(self) -> None:
+        if self.watchdog_s < 0:
+            raise ConfigError(f"watchdog_s must be >= 0 seconds (0 = off), got {self.watchdog_s}")
         self.algorithm.check(self.rollout.group_size)
         self.advantage.check(self.algorithm)
         self._check_critic()
@@ -227,18 +230,15 @@ class Experiment:
             )
 
     def _check_deterministic(self) -> None:
-        hurried = {
-            "sampling.timeout_s": self.sampling.timeout_s,
-            "rollout.timeout_s": self.rollout.timeout_s,
-            "rollout.score_timeout_s": self.rollout.score_timeout_s,
-            "rollout.extra_samples": self.rollout.extra_samples,
-            "rollout.max_staleness": self.rollout.max_staleness,
-        }
-        for name, value in hurried.items():
-            if value and self.deterministic:
+        hurried = ("timeout_s", "score_timeout_s", "extra_samples", "max_staleness")
+        settings = [("sampling.timeout_s", self.sampling), *((f"rollout.{name}", self.rollout) for name in hurried)]
+        for name, section in settings:
+            field = name.rpartition(".")[2]
+            value, usual = getattr(section, field), getattr(type(section), field)
+            if value != usual and self.deterministic:
                 raise ConfigError(
                     f"{name}={value} makes results depend on the speed of the machine and of tools: "
-                    f"set trainer.deterministic=false, or {name}=0"
+                    f"set trainer.deterministic=false, or {name}={usual}"
                 )
 
     def check_warm_start(self) -> None:

@@ -9,7 +9,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -40,7 +40,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if name in tiny.SHAPES:
         return tiny.load_tokenizer()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place(name))
+        tokenizer = AutoTokenizer.from_pretrained(place(name), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(not_found(name, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -144,8 +144,8 @@ def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -
     if Path(base).is_dir():
         base = str(Path(base).resolve())  # an adapter's folder will name it, and may be read from anywhere
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype=weights)
-    except (OSError, ValueError) as error:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype=weights, trust_remote_code=False)
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(not_found(name, error, base if adapter else "")) from error
     if adapter:
         load_adapter(model, adapter, name, settings.lora)

@@ -10,12 +10,14 @@ from mtgrpo.strict_json import strict_json
 from mtgrpo.types import Group, Message, Trajectory, Turn
 
 
-def write(folder: Path, name: str, groups: Sequence[Group]) -> None:
-    """Write the trajectories of `groups`, in their order, to `name` under the run's `folder`."""
+def write(folder: Path, name: str, groups: Sequence[Group]) -> Path:
+    """Write the trajectories of `groups`, in their order, to `name` under the run's `folder`; returns the file."""
     target = folder / "trajectories"
     target.mkdir(parents=True, exist_ok=True)
     lines = [strict_json(_record(trajectory)) for group in groups for trajectory in group.trajectories]
-    (target / f"{name}.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    file = target / f"{name}.jsonl"
+    file.write_bytes(b"".join(line + b"\n" for line in lines))
+    return file
 
 
 def _record(trajectory: Trajectory) -> dict[str, Any]:

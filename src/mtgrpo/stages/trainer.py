@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.errors import RunError
 from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.record import trajectories
@@ -20,6 +21,7 @@ from mtgrpo.stages.evaluate import AllFailedError, evaluate, evaluate_fully
 from mtgrpo.stages.metrics import describe_conversations, describe_failures, describe_step
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.stages.sft import warm_start
+from mtgrpo.stages.trends import Trends
 from mtgrpo.stages.update import make_stream, make_updater, save, update
 
 MISMATCH = "in a conversation the engine's log-probabilities differ from the trainer's"
@@ -56,12 +58,13 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
 async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
     """Roll out, update, repeat, until the first limit; returns steps and seconds, evaluation and saving not counted."""
     updater, stream, budget = make_updater(run), make_stream(run), Budget(run.experiment.trainer)
+    trends = Trends()
     run.sinks.stage("reinforcement learning", run.experiment.trainer.steps)
     for note in run.experiment.notes:
         run.sinks.note(note)
     try:
         while not (reached := budget.reached(stream.epoch)):
-            await _step(run, updater, stream, budget, curve)
+            await _step(run, updater, stream, budget, curve, trends)
     except asyncio.CancelledError:  # Ctrl-C
         save(run, updater, budget.steps)
         trajectories.write(run.folder, "untrained", stream.finished)
@@ -77,15 +80,19 @@ async def reinforce(run: Run, curve: Curve) -> tuple[int, float]:
     return budget.steps, budget.seconds
 
 
-async def _step(run: Run, updater: PolicyUpdater, stream: Stream, budget: Budget, curve: Curve) -> None:
+async def _step(run: Run, updater: PolicyUpdater, stream: Stream, budget: Budget, curve: Curve, trends: Trends) -> None:
     """One rollout batch, one update, and where it is due an evaluation and a checkpoint."""
     experiment, policy = run.experiment, updater.policy
     began, step = time.perf_counter(), budget.steps + 1
     batch = await stream.batch(version=budget.steps)
-    metrics, train_s, interrupted = await update(run, updater, batch.trained, step)
-    if experiment.engine.exact:
-        policy.judge(metrics.get("policy/mismatch/worst_trajectory", 0.0), MISMATCH)
-    for notes in (run.engine.notes, policy.notes):
+    evidence = trajectories.write(run.folder, f"step_{step:06d}", batch.groups)
+    try:
+        metrics, train_s, interrupted = await update(run, updater, batch.trained, step)
+        if experiment.engine.exact:
+            policy.judge(metrics.get("policy/mismatch/worst_trajectory", 0.0), MISMATCH)
+    except RunError as error:
+        raise RunError(f"{error}; what it was trained on is in {evidence}") from error
+    for notes in (run.engine.notes, policy.notes, run.tasks.notes):
         run.sinks.tell(notes)
     seconds = time.perf_counter() - began
     metrics |= describe_step(batch, experiment, step - 1, seconds - train_s, train_s)
@@ -99,9 +106,8 @@ async def _step(run: Run, updater: PolicyUpdater, stream: Stream, budget: Budget
     except AllFailedError as error:  # an outage, which may be over at the next step
         run.sinks.note(str(error))
     finally:  # also when Ctrl-C ends the evaluation
-        for text in describe_failures(batch.groups):
+        for text in (*describe_failures(batch.groups), *trends.warnings(metrics)):
             run.sinks.note(f"step {step}: {text}")
-        trajectories.write(run.folder, f"step_{step:06d}", batch.groups)
         run.sinks.log(metrics, step)
         curve.reward.append(metrics["reward/mean"])
     if interrupted:

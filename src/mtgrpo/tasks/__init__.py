@@ -37,6 +37,7 @@ class Split(Enum):
 class TaskStream(Protocol):
     """Iterates over tasks. `epoch` counts completed passes over the data (0 during the first, always if `endless`)."""
 
+    notes: list[str]  # for the user, not shown yet
     epoch: int
     endless: bool  # a generated source: it never repeats
 
@@ -93,7 +94,8 @@ class IndexedStream:
     `task_at(index)` makes task `index` of `length`. `length` None is an endless generated source: the order is
     0, 1, 2, ... and `epoch` stays 0. `blocks` are the sizes of runs of rows that are stored together (their sum is
     `length`): the shuffle then orders the runs and the rows inside each, so that every run is read once per epoch.
-    The order is computed, not stored: memory and the cost of resuming do not grow with the data.
+    The order is computed, not stored: memory and the cost of resuming do not grow with the data. With `skips` a task
+    that `task_at` refuses with ConfigError is passed over, which the first time is noted in `notes`.
     """
 
     def __init__(
@@ -103,7 +105,11 @@ class IndexedStream:
         seed: int,
         repeat: bool = True,
         blocks: Sequence[int] = (),
+        skips: bool = False,
     ) -> None:
+        self.notes: list[str] = []  # for the user, not shown yet
+        self.skipped = 0  # tasks passed over so far
+        self._skips = skips
         self.epoch = 0
         self.endless = length is None
         self._position = 0  # rows delivered in this epoch
@@ -119,14 +125,25 @@ class IndexedStream:
         return self
 
     def __next__(self) -> Task:
-        if self.epoch and not self._repeat:
-            raise StopIteration
-        task = self._task_at(self._index())
-        self._position += 1
-        if self._position == self._length:
-            self.epoch += 1
-            self._position = 0
-        return task
+        in_a_row = 0
+        while self._repeat or not self.epoch:
+            task = None
+            try:
+                task = self._task_at(self._index())
+            except ConfigError as error:
+                in_a_row += 1
+                if not self._skips or in_a_row == self._length:
+                    raise
+                if not self.skipped:
+                    self.notes.append(f"what cannot be used is skipped, the first time here: {error}")
+                self.skipped += 1
+            self._position += 1
+            if self._position == self._length:
+                self.epoch += 1
+                self._position = 0
+            if task is not None:
+                return task
+        raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream; JSON-serialisable."""
@@ -228,12 +245,16 @@ class Rows(ABC):
         """The id of a row that has none."""
 
     @abstractmethod
-    def ids(self, column: str) -> Iterator[str]:
-        """The id of every row, in order."""
+    def readings(self, column: str = "") -> Iterator[Callable[[], Mapping[str, Any]]]:
+        """Every row in order, each as a function that gives it, or that column of it, or raises ConfigError."""
 
-    def id_of(self, index: int, row: Mapping[str, Any], column: str) -> str:
-        """The id of `row`, which is row `index`: the value of `column`, else its default."""
-        return _scalar(row, "id", column, self.where(index)) or self.default_id(index)
+    def ids(self, column: str) -> Iterator[str]:
+        """The id of every row, in order: the value of `column`; its default where that cannot be used."""
+        for index, read in enumerate(self.readings(column)):
+            try:
+                yield _scalar(read(), "id", column, self.where(index)) or self.default_id(index)
+            except ConfigError:  # whoever uses the row finds out
+                yield self.default_id(index)
 
     def divided(self, split: Split, id_column: str, eval_fraction: float) -> Sequence[int]:
         """The rows of `split`, ascending, where rows are held out by their ids alone."""
@@ -352,13 +373,15 @@ def _message(value: Any, where: str) -> Message:
     if role not in get_args(Role):
         raise ConfigError(f"{where}: role must be one of {', '.join(get_args(Role))}, got {_shown(role)}")
     calls = fields.get("tool_calls")
+    if not isinstance(calls, list | None):
+        raise ConfigError(f"{where}: tool_calls must be a list, got {_shown(calls)}")
     content = fields.get("content")
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
         raise ConfigError(f"{where}: content must be a string, got {_shown(content)}")
     name = fields.get("name")
-    tool_calls = tuple(_tool_call(call, where) for call in calls or ())
+    tool_calls = tuple(_tool_call(call, where) for call in cast("list[Any]", calls or []))
     return Message(cast("Role", role), content, tool_calls=tool_calls, name=name if isinstance(name, str) else "")
 
 
@@ -370,7 +393,7 @@ def _tool_call(value: Any, where: str) -> ToolCall:
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         return ToolCall(str(function["name"]), dict(arguments))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{where}: a tool call must have a name and an object of arguments, got {_shown(value)}"
         ) from error
