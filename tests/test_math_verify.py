@@ -16,7 +16,7 @@ import pytest
 from mtgrpo.errors import ConfigError
 from mtgrpo.part import RunContext
 from mtgrpo.rewards import math_verify as module
-from mtgrpo.rewards import scores
+from mtgrpo.rewards import opened, scores
 from mtgrpo.rewards.math_verify import MathVerify
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
@@ -119,7 +119,7 @@ def test_the_event_loop_goes_on_meanwhile(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
                 ticks += 1
 
-        async with MathVerify(timeout_s=1).open(RunContext(tmp_path, print, {})) as reward:
+        async with opened(MathVerify(timeout_s=1), RunContext(tmp_path, print, {})) as reward:
             await scores(reward, [said("72", "72")])  # the processes start
             ticking = asyncio.create_task(tick())
             found = await scores(reward, [said(r"\boxed{9^{9^{9^9}}}", "72"), said("72", "72")])

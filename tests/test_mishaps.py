@@ -95,7 +95,7 @@ class Poisoned(Reward):
 
 async def test_a_trajectory_that_ends_its_process_fails_alone(tmp_path: Path) -> None:
     siblings = [told("poison"), told("b"), told("c"), told("d")]
-    async with Poisoned(retries=0).open(RunContext(tmp_path, print, os.environ)) as reward:
+    async with opened(Poisoned(retries=0), RunContext(tmp_path, print, os.environ)) as reward:
         first, *rest = await scores(reward, siblings)
         assert rest == [Score(1.0)] * 3
         assert isinstance(first, BrokenProcessPool)
@@ -123,7 +123,7 @@ class LeavesItsProcess(Leaves):
 
 @pytest.mark.parametrize("kind", [Leaves, LeavesItsProcess])
 async def test_a_reward_cannot_end_the_run(kind: type[Reward], tmp_path: Path) -> None:
-    async with kind().open(RunContext(tmp_path, print, os.environ)) as reward:
+    async with opened(kind(), RunContext(tmp_path, print, os.environ)) as reward:
         left, cancelled, good = await scores(reward, [told("exit"), told("cancel"), told("a")])
     assert (type(left), str(left)) == (RuntimeError, "SystemExit: 3")
     assert (type(cancelled), str(cancelled)) == (RuntimeError, "CancelledError")

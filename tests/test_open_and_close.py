@@ -23,7 +23,7 @@ from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import EngineError
 from mtgrpo.part import RunContext
-from mtgrpo.rewards import Score, scores
+from mtgrpo.rewards import Score, opened, scores
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.run import open_parts
 from mtgrpo.types import Completion, Finish, Message, Status, Task, Trajectory, Turn
@@ -136,7 +136,7 @@ async def test_a_reward_that_takes_long_lets_others_work(tmp_path: Path) -> None
             ticks += 1
             await asyncio.sleep(0.005)
 
-    async with counted.Burns(seconds=0.2).open(RunContext(tmp_path, print, os.environ)) as burns:
+    async with opened(counted.Burns(seconds=0.2), RunContext(tmp_path, print, os.environ)) as burns:
         for reward in (burns, counted.Judge(seconds=0.2)):
             ticking = asyncio.create_task(tick())
             ticks = 0
@@ -156,7 +156,7 @@ async def test_a_judge_that_cannot_tell_fails_that_trajectory_alone() -> None:
 
 
 async def test_a_process_that_dies_is_replaced(tmp_path: Path) -> None:
-    async with counted.Dies(folder=str(tmp_path)).open(RunContext(tmp_path, print, os.environ)) as reward:
+    async with opened(counted.Dies(folder=str(tmp_path)), RunContext(tmp_path, print, os.environ)) as reward:
         assert await scores(reward, [told("a")]) == [Score(1.0)]
     assert (tmp_path / "died").exists()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import math
@@ -13,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar, cast
 
 from mtgrpo import extension
-from mtgrpo.errors import ConfigError, harmless
+from mtgrpo.errors import ConfigError
 from mtgrpo.part import Part, RunContext, built, named
-from mtgrpo.together import together
+from mtgrpo.together import by_itself, together
 from mtgrpo.types import Trajectory
 from mtgrpo.workers import Workers, open_workers
 
@@ -79,22 +78,12 @@ class Reward(Part, ABC):
         """
         return ""
 
-    @asynccontextmanager
-    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
-        """With its processes, where it is `cpu_heavy`."""
-        if not self.cpu_heavy:
-            yield self
-            return
-        running = copy.copy(self)
-        with open_workers() as running._workers:
-            yield running
-
 
 @asynccontextmanager
 async def opened(reward: Reward, context: RunContext) -> AsyncGenerator[Reward]:
-    """The running reward, with its processes where it is `cpu_heavy`, also if it overrides `open`."""
+    """The running reward, with its processes where it is `cpu_heavy`."""
     async with reward.open(context) as running:
-        if not running.cpu_heavy or running._workers is not None:  # pyright: ignore[reportPrivateUsage]
+        if not running.cpu_heavy:
             yield running
             return
         running = copy.copy(running)
@@ -107,43 +96,16 @@ def _only_together(self: Reward, trajectory: Trajectory) -> float:
 
 
 async def tried(work: Callable[[], T | Awaitable[T]], retries: int) -> T | Exception:
-    """What `work` gives, or at last raises. ConfigError is the user's to mend, and comes through.
-
-    SystemExit and the like, which would end the whole program, become RuntimeError, and so does its own cancellation.
-    """
+    """What `work` gives, or at last raises (see `by_itself`). ConfigError is the user's to mend, and comes through."""
     while True:
         try:
-            return await _by_itself(work)
+            return await by_itself(work)
         except ConfigError:
             raise
         except Exception as error:
             if not retries:
                 return error
         retries -= 1
-
-
-async def _by_itself(work: Callable[[], T | Awaitable[T]]) -> T:
-    """In a task of its own, so that a cancellation from within is told from one from outside."""
-    task = asyncio.ensure_future(_found(work))
-    try:
-        await asyncio.wait({task})
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-    if task.cancelled():
-        raise RuntimeError("CancelledError")
-    return task.result()
-
-
-async def _found(work: Callable[[], T | Awaitable[T]]) -> T:
-    try:
-        found = work()
-        return cast(T, await found if inspect.isawaitable(found) else found)
-    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
-        raise  # the last three come from outside, or are told apart there
-    except BaseException as error:
-        raise harmless(error) from error
 
 
 async def scores(reward: Reward, siblings: Sequence[Trajectory]) -> list[Score | Exception]:
@@ -205,8 +167,8 @@ class OfRewards(Reward, ABC):
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         """With the others open."""
-        async with AsyncExitStack() as stack, super().open(context) as own:
-            running = copy.copy(own)
+        async with AsyncExitStack() as stack:
+            running = copy.copy(self)
             running._parts = {n: await stack.enter_async_context(opened(p, context)) for n, p in self._parts.items()}
             yield running
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 from mtgrpo import extension
 from mtgrpo.errors import ConfigError, harmless
 from mtgrpo.part import Part, built, named
+from mtgrpo.together import by_itself
 from mtgrpo.tools import schema
 from mtgrpo.tools.schema import ToolError as ToolError
 from mtgrpo.types import Task, ToolSpec
@@ -143,32 +144,14 @@ def _bound(name: str, function: Callable[..., Any], settings: dict[str, Any]) ->
 async def call(tool: Tool, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
     """What the tool answers to checked arguments, as a string. Raises CallTimeoutError after `timeout_s` seconds.
 
-    What the tool raises comes through if it is an Exception; SystemExit and the like, which would end the whole
-    program, become RuntimeError, and so do StopIteration, which no coroutine can raise, and its own cancellation.
-    A blocking tool runs in a thread of its own. Python cannot stop a thread: after a time-out it runs on, unheard.
+    What the tool raises comes through as `by_itself` has it. A blocking tool runs in a thread of its own. Python cannot
+    stop a thread: after a time-out it runs on, unheard.
     """
-    answer = asyncio.ensure_future(_answer(tool, name, arguments))
-    try:
-        # Unlike asyncio.timeout this takes an answer that came in time while the event loop was busy.
-        await asyncio.wait({answer}, timeout=timeout_s)
-        if not answer.done():
-            raise CallTimeoutError(f"no answer within {timeout_s:g} s")
-    finally:
-        if not answer.done():
-            answer.cancel()
-            await asyncio.wait({answer})
-    if answer.cancelled():
-        raise RuntimeError("CancelledError")
-    return answer.result()
 
-
-async def _answer(tool: Tool, name: str, arguments: Mapping[str, Any]) -> str:
-    try:
+    async def answer() -> str:
         return str(await tool.call(name, arguments))
-    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
-        raise  # the last three come from outside: this call is given up, or the person wants to stop
-    except BaseException as error:
-        raise harmless(error) from error
+
+    return await by_itself(answer, timeout_s, CallTimeoutError(f"no answer within {timeout_s:g} s"))
 
 
 def _in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
