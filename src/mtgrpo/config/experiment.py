@@ -235,7 +235,7 @@ class Experiment:
         for name, section in settings:
             field = name.rpartition(".")[2]
             value, usual = getattr(section, field), getattr(type(section), field)
-            if value != usual and self.deterministic:
+            if value not in (0, usual) and self.deterministic:
                 raise ConfigError(
                     f"{name}={value} makes results depend on the speed of the machine and of tools: "
                     f"set trainer.deterministic=false, or {name}={usual}"
