@@ -98,7 +98,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"there is no file {path}") from error
     except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split()):.500}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a mapping of options to values")
     return cast("dict[str, Any]", content)
