@@ -8,8 +8,9 @@ The parts, in the order of the data:
     errors        what ends a run, or is said before one
     extension     how a name on the command line becomes a class
     statistics    what an evaluation may claim: pass@k, intervals, comparison of two policies
+    resources     what a machine has left of memory and disk
     strict_json   JSON that every reader accepts
-    together      several things at once, none of which is left running
+    together      several things at once, none of which is left running; somebody's code, which must not end the program
     part          settings, and what is open while a run lasts: what all parts have in common
     workers       processes for what takes the processor for long
     tools         what a model may call; one file = one tool, or one family of tools
@@ -49,7 +50,7 @@ A part imports only from parts below it, and parts on one line never meet:
     environments | condensers | rewards | tasks | algorithms | model
     tools | batch
     part | workers
-    extension | statistics | strict_json | together
+    extension | statistics | strict_json | together | resources
     errors
     types
 
