@@ -31,7 +31,7 @@ from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.engines.local.kv_cache import KVCache
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.errors import ConfigError, EngineError, RunError
 from mtgrpo.model import tiny
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
@@ -350,7 +350,7 @@ def test_an_engine_that_breaks_now_and_then_costs_conversations_not_the_run() ->
     assert [[t.attempts for t in g.trajectories] for g in retried] == [[1, 2, 1]] * 2
     left_out = in_jumping_time(run(engine, 0))
     assert [[t.status is Status.FAILED for t in g.trajectories] for g in left_out] == [[False, True, False]] * 2
-    with pytest.raises(EngineError, match="every conversation failed: the card fell off the bus"):
+    with pytest.raises(RunError, match=r"6 of the 6 .* max_failed=0\.5 allows; 6 .* EngineError: the card fell off"):
         in_jumping_time(run(speaker(lambda key, turn: True), 1))
 
 

@@ -392,16 +392,6 @@ def test_a_wrong_configuration_is_not_a_failure() -> None:
         asyncio.run(runner.run_group(TASK, 2))
 
 
-def test_what_the_environment_pays_must_be_a_number() -> None:
-    @dataclass
-    class Generous(Talk):
-        async def step(self, message: Message) -> Reply:
-            return Reply(done=True, reward=float("nan"))
-
-    with pytest.raises(ConfigError, match="environment Generous paid nan for task task/1; it must be finite"):
-        asyncio.run(make_runner(ScriptedEngine(chatter), Generous()).run_group(TASK, 2))
-
-
 def test_no_more_conversations_are_open_than_allowed() -> None:
     now, most = 0, 0
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtgrpo.batch.forest import Batch, Forest, build_batch, build_forest
+from mtgrpo.errors import RunError
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 TOKENS = st.lists(st.integers(0, 2), max_size=7)  # few different tokens: much is shared
@@ -212,7 +213,7 @@ def test_what_was_kept_stays_with_its_entry_and_is_stored_once() -> None:
 
 def test_a_batch_is_cut_throughout_or_not_at_all() -> None:
     trajectories = [Trajectory(TASK, turns=[cut([5], [[5]])]), Trajectory(TASK, turns=[turn([1, 2], [7], False)])]
-    with pytest.raises(ValueError, match="1 of 2 sampled tokens say what"):
+    with pytest.raises(RunError, match="1 of 2 sampled tokens say what"):
         build_batch(trajectories)
 
 
@@ -244,5 +245,5 @@ WRONG = {
 def test_what_cannot_be_trained_on_is_refused(message: str) -> None:
     wrong, number = WRONG[message]
     trajectories = [Trajectory(TASK, turns=[FINE]), Trajectory(TASK, sample_index=3, turns=[FINE] * number + [wrong])]
-    with pytest.raises(ValueError, match=f"task 'test/0', sample 3, turn {number}: {message}"):
+    with pytest.raises(RunError, match=f"task 'test/0', sample 3, turn {number}: {message}"):
         build_batch(trajectories)

@@ -9,21 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from mtgrpo import rewards
+from mtgrpo.batch.forest import Batch
 from mtgrpo.config.compose import compose, parse
+from mtgrpo.engines.local import decoder, paged_attention
 from mtgrpo.engines.local import engine as local
-from mtgrpo.engines.local import paged_attention
 from mtgrpo.engines.local.batch_plan import BatchPlan, BatchPlanner, _Parts
 from mtgrpo.engines.local.decoder import _Product
 from mtgrpo.engines.local.kv_cache import KVCache
 from mtgrpo.engines.local.scheduler import Scheduler
+from mtgrpo.environments import Reply
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks
+from mtgrpo.model import tiny
 from mtgrpo.model.attention import Visibility
+from mtgrpo.model.load import ModelSettings, load_model, save_model
 from mtgrpo.model.scorer import Scorer
+from mtgrpo.policy import optimizer, updater
 from mtgrpo.record.curve import Curve
+from mtgrpo.rewards import Reward
+from mtgrpo.rollout import conversation
+from mtgrpo.stages import update
 from mtgrpo.stages.trainer import train
 
 ENVIRONMENT = '''
@@ -79,7 +89,7 @@ def changed(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
 
     def plant(monkeypatch: Patch) -> None:
         original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *arguments: change(original, *arguments))
+        monkeypatch.setattr(owner, name, lambda *arguments, **named: change(original, *arguments, **named))
 
     return plant
 
@@ -192,6 +202,73 @@ def shifted_rows(read: Any, model: Any, micro: Any, positions: Tensor) -> Tensor
     return read(model, replace(micro, ids=micro.ids.roll(1, 1)), positions)
 
 
+def other_weight(merge: Any, layer: Any) -> Any:
+    """One weight of each matrix in the engine's copy is another one."""
+    weight, bias = merge(layer)
+    weight = weight.detach().clone()
+    weight[0, 0] += 1
+    return weight, bias
+
+
+def without_adapter(merge: Any, layer: Any) -> Any:
+    return merge(layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer)
+
+
+def batch_with(change: Callable[[Batch], Batch]) -> Plant:
+    """What is trained is changed after it was laid out."""
+    return changed(update, "build_batch", lambda build, trajectories: change(build(trajectories)))
+
+
+def half_of_the_siblings(batch: Batch) -> Batch:
+    return replace(batch, trajectory=batch.trajectory.max() - batch.trajectory)
+
+
+def text_before(batch: Batch) -> Batch:
+    """The first sampled token of each turn gives way to the text before it."""
+    first = torch.cat([torch.tensor([True]), batch.turn.diff() != 0])
+    return replace(batch, node=torch.where(first, batch.forest.parent[batch.node], batch.node))
+
+
+def advantage_of_nothing(assign: Any, *arguments: Any) -> Any:
+    found = assign(*arguments)
+    return replace(found, advantage=found.advantage * torch.inf)
+
+
+def gradient_of_nothing(clip: Any, parameters: Any, *rest: Any) -> Tensor:
+    for parameter in parameters:
+        parameter.grad.fill_(torch.nan)
+    return clip(parameters, *rest)
+
+
+def weights_of_nothing(step: Any, optimizer: Any) -> float:
+    found = step(optimizer)
+    with torch.no_grad():
+        optimizer._parameters[0].fill_(torch.nan)
+    return found
+
+
+def logprobs_with(change: Callable[[list[float]], Any]) -> Plant:
+    """What the engine says of the tokens that it sampled."""
+
+    def turn(original: Any, *arguments: Any, **named: Any) -> Any:
+        return original(*arguments, **{**named, "logprobs": change(named["logprobs"])})
+
+    return changed(conversation, "Turn", turn)
+
+
+async def rewards_of_nothing(_original: Any, *_: Any) -> None: ...
+
+
+def outage(_original: Any, *_: Any, **__: Any) -> None:
+    raise OSError("the world is away")
+
+
+def not_reproducible(read: Any, model: Any, micro: Any, positions: Tensor) -> Tensor:
+    """It depends on whether there will be a gradient."""
+    found = read(model, micro, positions)
+    return found * 1.01 if torch.is_grad_enabled() else found
+
+
 def frozen_copy(monkeypatch: Patch) -> None:
     """The engine's copy of the weights is made once."""
     copied: set[int] = set()
@@ -229,9 +306,55 @@ FAULTS: dict[str, Plant] = {
     "a run misses the last token above it": changed(Visibility, "pieces", no_rest),
     "the hidden state before is read": in_trainer(wrong_parent),
     "positions of the trainer jump at 128": in_trainer(jump_in_trainer),
+    "a weight of the engine is another one": changed(decoder, "merged", other_weight),
+    "the adapter does not reach the engine": changed(decoder, "merged", without_adapter),
+    "the mask is shifted by one": batch_with(lambda b: replace(b, node=b.forest.parent[b.node])),
+    "the text of a tool is trained": batch_with(text_before),
+    "log-probabilities are shifted by one": batch_with(lambda b: replace(b, behaviour_logp=b.behaviour_logp.roll(1))),
+    "siblings are swapped": batch_with(half_of_the_siblings),
+    "the last sampled token is left out": batch_with(
+        lambda b: replace(
+            b, **{f: getattr(b, f)[:-1] for f in ("node", "behaviour_logp", "trajectory", "turn", "segment", "version")}
+        )
+    ),
+    "a sampled token has no log-probability": logprobs_with(lambda given: given[:-1]),
+    "a log-probability of the engine is NaN": logprobs_with(lambda given: [*given[:-1], float("nan")]),
+    "log-probabilities of the engine are 2 nats off": logprobs_with(lambda given: [one - 2 for one in given]),
+    "the loss is divided by half": changed(updater, "token_weights", lambda weigh, *rest: 2 * weigh(*rest)),
+    "what is masked is not counted by the normaliser": changed(
+        updater, "token_weights", lambda weigh, *rest: weigh(*rest) * 1.01
+    ),
+    "an advantage is infinite": changed(updater, "advantages", advantage_of_nothing),
+    "every gradient is NaN": changed(optimizer.nn.utils, "clip_grad_norm_", gradient_of_nothing),
+    "the weights are NaN": changed(optimizer.Optimizer, "step", weights_of_nothing),
+    "every reward is NaN": changed(rewards, "Score", lambda score, *_: score(float("nan"))),
+    "every reward is nothing": changed(Reward, "rewards", rewards_of_nothing),
+    "every answer of the environment fails": changed(Reply, "__init__", outage),
+    "the forward pass changes from one time to the next": in_trainer(not_reproducible),
 }
 
+SAID = {  # where it is not the difference of log-probabilities that shows
+    "the mask is shifted by one": "is not that of a sampled token",
+    "the text of a tool is trained": "is not that of a sampled token",
+    "log-probabilities are shifted by one": "is not that of a sampled token",
+    "siblings are swapped": "the trajectory of entry 0 of a batch is not that of a sampled token",
+    "the last sampled token is left out": "is not that of a sampled token",
+    "a sampled token has no log-probability": "the engine must report one for each sampled token",
+    "a log-probability of the engine is NaN": "has log-probability nan",
+    "the loss is divided by half": "the loss is divided wrongly",
+    "what is masked is not counted by the normaliser": "the loss is divided wrongly",
+    "an advantage is infinite": "an advantage is not finite",
+    "every gradient is NaN": "the weights stay as they were, 3 times in a row",
+    "the weights are NaN": "has log-probability nan",
+    "every reward is NaN": "give a finite number",
+    "every reward is nothing": "give one for each",
+    "every answer of the environment fails": "the world is away",
+    "the forward pass changes from one time to the next": "the forward pass is not reproducible",
+}
 WORDS = {
+    "the adapter does not reach the engine": ("model.lora.rank=4",),
+    "every gradient is NaN": ("trainer.steps=4",),
+    "the forward pass changes from one time to the next": ("trainer.minibatch_trajectories=2",),
     "positions depend on the whole forward pass": ("environment.max_context_length=512",),
     "the cache outlives an update": ("rollout.max_staleness=2", "rollout.ahead=3", "trainer.steps=8"),
 }
@@ -239,12 +362,24 @@ WORDS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_caught(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    words = WORDS.get(name, ())
+    if "model.lora.rank=4" in words:  # what is adapted has to be trained, and so to lie in a folder
+        save_model(load_model(ModelSettings("tiny"), 0), tiny.load_tokenizer(), tmp_path / "base")
+        words = (*words, f"model.name={tmp_path / 'base'}")
     FAULTS[name](monkeypatch)
     try:
-        told = run(tmp_path, monkeypatch, *WORDS.get(name, ()))
-    except (ConfigError, RuntimeError) as error:
+        told = run(tmp_path, monkeypatch, *words)
+    except (ConfigError, RuntimeError, ValueError) as error:
         told = [str(error)]
-    assert any("of which rounding explains" in text or "can compute exactly" in text for text in told)
+    signs = [SAID[name]] if name in SAID else ["of which rounding explains", "can compute exactly"]
+    assert any(sign in text for text in told for sign in signs), told
+
+
+def test_the_table_of_faults_is_what_is_tested() -> None:
+    usual = "the log-probabilities differ by more than rounding explains"
+    rows = [f"| {name} | {SAID.get(name, usual)} |" for name in FAULTS]
+    page = (Path(__file__).parent.parent / "docs" / "self_checks.md").read_text()
+    assert page.partition("| fault | what the run says |\n| --- | --- |\n")[2].splitlines() == rows
 
 
 def test_without_a_fault_nothing_is_said(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -300,7 +300,7 @@ class Leads(Environment):
 
 
 async def test_a_stop_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environments, "_STOP_S", 0.05)
+    monkeypatch.setattr(environments, "STOP_S", 0.05)
     runner = make_runner(ScriptedEngine(lambda key, turn: said("hello")), Leads(hangs=True), retries=0)
     found = await asyncio.wait_for(runner.run_one(TASK, 0), 5)
     assert found.status is Status.FAILED

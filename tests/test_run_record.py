@@ -55,7 +55,7 @@ def test_code_that_a_record_names_is_not_run_unasked(
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         taken_up(recorded(place, values, **choices))
-    assert f"executed: {named}; where you trust it, add trust_code=true" in str(refused.value)
+    assert f"{named}; where you trust it, add trust_code=true" in str(refused.value)
     assert not (place / "ran").exists()
 
 

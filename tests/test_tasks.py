@@ -24,7 +24,7 @@ from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.tasks import Columns, IndexedStream, Split, TaskSource, held_out, hub, permuted
 from mtgrpo.tasks.gsm8k import Gsm8k, solve_with_calculator
 from mtgrpo.tasks.hub import Hub, HubRows
-from mtgrpo.tasks.jsonl import Jsonl
+from mtgrpo.tasks.jsonl import BadRows, Jsonl
 from mtgrpo.tasks.ledger import PROMPT, Ledger
 from mtgrpo.tasks.parquet import Parquet
 from mtgrpo.tasks.word_problems import WordProblems
@@ -387,9 +387,9 @@ BAD_ROWS = {
 @pytest.mark.parametrize("row, parts", BAD_ROWS.values(), ids=list(BAD_ROWS))
 def test_bad_rows_are_named(tmp_path: Path, row: Any, parts: list[str]) -> None:
     path = write_jsonl(tmp_path / "bad.jsonl", [row, {"prompt": "good"}])
-    first = error_of(lambda: Jsonl(path=str(path), eval_fraction=0).stream(Split.train, 0))
+    first = error_of(lambda: Jsonl(path=str(path), eval_fraction=0, bad_rows=BadRows.stop).stream(Split.train, 0))
     path = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "good"}, row])
-    later = error_of(lambda: list(Jsonl(path=str(path), eval_fraction=0).stream(Split.train, 0, repeat=False)))
+    later = error_of(lambda: Jsonl(path=str(path), eval_fraction=0, bad_rows=BadRows.stop).stream(Split.train, 0))
     assert f"{path}, line 1" in first
     assert f"{path}, line 2" in later
     for part in parts:
@@ -400,7 +400,7 @@ def test_bad_rows_are_named(tmp_path: Path, row: Any, parts: list[str]) -> None:
 def test_broken_json_is_found_before_anything_is_computed(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"prompt": "good"}\n' * 3 + line + b"\n")
-    message = error_of(lambda: Jsonl(path=str(path)).stream(Split.train, 0))
+    message = error_of(lambda: Jsonl(path=str(path), bad_rows=BadRows.stop).stream(Split.train, 0))
     assert f"{path}, line 4" in message and "not valid JSON" in message
 
 
@@ -506,7 +506,8 @@ def test_parquet_resumes_exactly(tmp_path: Path) -> None:
 
 def test_parquet_errors_name_file_and_row(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", [{"prompt": text} for text in ["x", "y", None]], 2)
-    message = error_of(lambda: list(Parquet(path=str(path), eval_fraction=0).stream(Split.train, 0, repeat=False)))
+    source = Parquet(path=str(path), eval_fraction=0, bad_rows=BadRows.stop)
+    message = error_of(lambda: source.stream(Split.train, 0))
     assert f"{path}, row 3" in message and "task.columns.prompt=" in message
     bad = tmp_path / "b.parquet"
     bad.write_text("not a table")

@@ -398,7 +398,8 @@ def test_a_world_that_fails_from_the_start_ends_the_run_with_the_reason(tmp_path
 def test_an_outage_during_training_trains_nothing_and_passes(
     tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = experiment(*busy(own, "sft.steps=0", "trainer.steps=3", "eval.every_steps=1", "environment.backoff_s=0"))
+    made = experiment(*busy(own, "sft.steps=0", "trainer.steps=3", "eval.every_steps=1", "environment.backoff_s=0",
+                            "rollout.max_failed=1"))  # fmt: skip
     down = vars(type(made.environment))["step"].__globals__["down"]
     batch, evaluate = Stream.batch, trainer.evaluate
 

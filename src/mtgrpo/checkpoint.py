@@ -24,9 +24,10 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.model.load import save_weights, saved_weights
 from mtgrpo.model.value import FILE as VALUE_HEAD
+from mtgrpo.resources import check_disk
 
 STATE = "state.json"
 _TENSORS = "optimizer.safetensors"
@@ -86,13 +87,14 @@ def write(
     Those of the steps `best` stay too. The checkpoint appears whole or not at all, whenever the process dies; one of
     the same step is replaced. `model` gives its configuration alone. One is written at a time.
 
-    Raises RuntimeError, before anything is written or removed, when a tensor is not finite.
+    Raises RunError, before anything is written or removed, when a tensor is not finite or the disk is too full.
     """
     for name, tensor in (*snapshot.weights.items(), *snapshot.tensors.items()):
         if not tensor.isfinite().all():
-            raise RuntimeError(f"after step {snapshot.step} {name} is not finite: not saved; older checkpoints stay")
+            raise RunError(f"after step {snapshot.step} {name} is not finite: not saved; older checkpoints stay")
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
+    check_disk(checkpoints, sum(tensor.nbytes for tensor in (*snapshot.weights.values(), *snapshot.tensors.values())))
     for leftover in (*checkpoints.glob(".step_*"), *checkpoints.glob("step_*.replaced")):
         if leftover not in _by_step(checkpoints).values():
             shutil.rmtree(leftover)

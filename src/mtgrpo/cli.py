@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mtgrpo import __version__
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, RunError
 
 # What reads a configuration takes a while to import. `mtgrpo --help` and a mistyped command do without.
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except ConfigError as error:
         print(f"mtgrpo: {error}", file=sys.stderr)
         code = 2
+    except RunError as error:
+        print(f"mtgrpo: {error}", file=sys.stderr)
+        code = 1
     except KeyboardInterrupt:
         print("mtgrpo: interrupted", file=sys.stderr)
         code = 130
@@ -276,12 +279,14 @@ def checked(command: str, config: DictConfig) -> Composed:
     try:
         if command == "eval":  # the checkpoint brings its own tokenizer
             name = str(_checkpoint(config.hydra))
-            check(replace(experiment, resume="", model=replace(experiment.model, name=name)))
+            notes = check(replace(experiment, resume="", model=replace(experiment.model, name=name)))
         else:
-            check(experiment)
+            notes = check(experiment)
             experiment.check_warm_start()
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename or 'the input'}: {error.strerror or error}") from error
+    for note in notes:
+        print(f"mtgrpo: {note}", file=sys.stderr)
     return composed
 
 

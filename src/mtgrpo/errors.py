@@ -11,7 +11,11 @@ class ConfigError(ValueError):
     """The user's configuration or input is wrong; the message says what, the value seen and how to fix it."""
 
 
-class EngineError(RuntimeError):
+class RunError(RuntimeError):
+    """The run cannot go on; the message says why, what was measured and what to change."""
+
+
+class EngineError(RunError):
     """The engine itself is broken (its cause says how): ends the run, unlike a tool that fails."""
 
 

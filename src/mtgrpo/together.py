@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar, cast
@@ -10,6 +11,7 @@ from typing import Any, TypeVar, cast
 from mtgrpo.errors import harmless
 
 T = TypeVar("T")
+GRACE_S = 1.0  # for what is cancelled to end by itself
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -24,12 +26,16 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def by_itself(
-    work: Callable[[], T | Awaitable[T]], timeout_s: float | None = None, late: Exception | None = None
+    work: Callable[[], T | Awaitable[T]],
+    timeout_s: float | None = None,
+    late: Exception | None = None,
+    grace_s: float = GRACE_S,
 ) -> T:
     """What `work` gives, in a task of its own, so that a cancellation from within is told from one from outside.
 
     What it raises comes through if it is an Exception; SystemExit and the like, which would end the whole program,
     become RuntimeError, and so does its own cancellation. Raises `late` after `timeout_s` seconds; None = no limit.
+    When it is given up it is cancelled, and ended by force where it has not ended `grace_s` seconds later.
     """
 
     async def found() -> T:
@@ -41,7 +47,8 @@ async def by_itself(
         except BaseException as error:
             raise harmless(error) from error
 
-    task = asyncio.ensure_future(found())
+    coroutine = found()
+    task = asyncio.create_task(coroutine)
     try:
         # Unlike asyncio.timeout this takes what came in time while the event loop was busy.
         await asyncio.wait({task}, timeout=timeout_s)
@@ -50,7 +57,14 @@ async def by_itself(
     finally:
         if not task.done():
             task.cancel()
-            await asyncio.wait({task})
+            await asyncio.wait({task}, timeout=grace_s)
+        if not task.done():  # it has swallowed its cancellation
+            with contextlib.suppress(RuntimeError):  # it may swallow this too, and is then left behind
+                coroutine.close()
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks for it
+            task.cancel()
     if task.cancelled():
         raise RuntimeError("CancelledError")
+    if isinstance(error := task.exception(), GeneratorExit):
+        raise harmless(error)
     return task.result()

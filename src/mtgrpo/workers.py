@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import resource
 import signal
+import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 A = TypeVar("A")
 R = TypeVar("R")
+LIMIT_S = 10  # of processor time, for somebody else's code that is tried first
+LIMIT_BYTES = 2**30
 NICE = 10  # how far the processes give way to decoding and training, of 19
 
 
@@ -95,3 +100,34 @@ def _terminate(pool: ProcessPoolExecutor) -> None:
     processes: dict[int, multiprocessing.Process] = getattr(pool, "_processes", None) or {}
     for process in list(processes.values()):
         process.terminate()
+
+
+def fails_within_limits(work: Callable[[], object]) -> str:
+    """How `work`, somebody else's code, fails in a process of its own that may use 10 s and 1 GiB more; "" = not."""
+    context = multiprocessing.get_context("fork")  # at once, and nothing has to be picklable; no thread is used there
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        process = context.Process(target=_limited, args=(work,))
+        process.start()
+    process.join(3 * LIMIT_S)
+    process.kill()
+    process.join()
+    found = process.exitcode
+    process.close()
+    if found in (0, 1):
+        return "took more memory than 1 GiB" if found else ""
+    return f"took longer than {LIMIT_S} s" if found in (-signal.SIGXCPU, -signal.SIGKILL) else f"ended with {found}"
+
+
+def _limited(work: Callable[[], object]) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+    if (statm := Path("/proc/self/statm")).exists():  # Linux
+        used = int(statm.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT_BYTES, used + LIMIT_BYTES))
+    try:
+        work()
+    except MemoryError:
+        os._exit(1)
+    except Exception:  # whoever asked meets it again
+        os._exit(0)
+    os._exit(0)

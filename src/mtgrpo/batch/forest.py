@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtgrpo.errors import RunError
 from mtgrpo.types import Trajectory, Turn
 
 
@@ -182,7 +183,7 @@ def _number(new: NDArray[np.bool_], column: NDArray[np.int64]) -> NDArray[np.int
 def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
     """Lay the turns out as a forest: one row per segment, where a turn that extends the one before continues its row.
 
-    Raises ValueError for turns that cannot be trained on, naming the turn and what is wrong.
+    Raises RunError for turns that cannot be trained on, naming the turn and what is wrong.
     """
     rows: list[list[int]] = []
     places: list[tuple[int, int, int]] = []  # of each turn's output: row, start, stop
@@ -199,7 +200,7 @@ def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
             row.extend(turn.new_context)
             problem = _problem(turn, first=number == 0, context_length=len(row))
             if problem:
-                raise ValueError(
+                raise RunError(
                     f"task {trajectory.task.id!r}, sample {trajectory.sample_index}, turn {number}: {problem}"
                 )
             places.append((len(rows) - 1, len(row), len(row) + len(turn.output)))
@@ -209,7 +210,7 @@ def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
             versions.extend(turn.versions)
             kept.extend(turn.kept)
     if kept and len(kept) != len(behaviour):
-        raise ValueError(
+        raise RunError(
             f"{len(kept)} of {len(behaviour)} sampled tokens say what top-k, top-p or min-p kept: a batch is sampled "
             "from the whole vocabulary throughout, or cut throughout"
         )

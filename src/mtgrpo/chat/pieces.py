@@ -40,13 +40,15 @@ class Template:
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False) -> str:
         """The conversation as text, with the generation prompt if `prompt`. Raises jinja2's TemplateError."""
-        return self._tokenizer.apply_chat_template(
-            [self._as_dict(message) for message in messages],
-            tools=[self._safe.escaped_tool(tool) for tool in tools] or None,
-            chat_template=self.source,
-            add_generation_prompt=prompt,
-            tokenize=False,
-        )
+        written, offered = [self._as_dict(message) for message in messages], map(self._safe.escaped_tool, tools)
+        try:
+            return self._tokenizer.apply_chat_template(
+                written, list(offered) or None, chat_template=self.source, add_generation_prompt=prompt, tokenize=False
+            )
+        except (TemplateError, MemoryError):
+            raise
+        except Exception as error:  # a template is somebody's code, and may raise anything
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
 
     def try_render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False
@@ -54,7 +56,7 @@ class Template:
         """As `render`, but None where the template raises."""
         try:
             return self.render(messages, tools, prompt=prompt)
-        except (TemplateError, TypeError, ValueError, KeyError):
+        except TemplateError:
             return None
 
     def render_or_refuse(self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, prompt: bool) -> str:

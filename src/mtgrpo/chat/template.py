@@ -26,6 +26,7 @@ from mtgrpo.chat.pieces import (
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import Message, ToolSpec
+from mtgrpo.workers import fails_within_limits
 
 
 def chatml() -> str:
@@ -74,6 +75,11 @@ class TemplateChat(Chat):
 
     def __init__(self, tokenizer: Any, source: str, settings: ChatSettings, ends: Sequence[int] = ()) -> None:
         self._safe = SafeTokenizer(tokenizer)
+        if why := fails_within_limits(lambda: lacks_for_tools(Template(tokenizer, source, self._safe))):
+            raise ConfigError(
+                f"the chat template cannot be used: to render it {why}; choose another one with "
+                "chat.template=chatml or chat.template=PATH"
+            )
         self._template = Template(tokenizer, source, self._safe)
         lacking = lacks_for_tools(self._template)
         in_prompt = bool(lacking) if settings.tools is Tools.auto else settings.tools is Tools.prompt

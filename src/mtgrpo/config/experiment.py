@@ -80,7 +80,12 @@ class CheckpointSettings:
     keep_best: int = 1  # beside them, the best by held-out success; steps after which that was measured are saved
 
     def __post_init__(self) -> None:
-        require(self, every_steps=">= 0 (0 = only where a stage or the run ends)", keep_last=">= 0 (0 = all)", keep_best=">= 0")
+        require(
+            self,
+            every_steps=">= 0 (0 = only where a stage or the run ends)",
+            keep_last=">= 0 (0 = all)",
+            keep_best=">= 0",
+        )
 
 
 class Advantages(Enum):
@@ -111,6 +116,7 @@ class Experiment:
     engine: Engine
     seed: int = 0
     resume: str = ""  # true: go on in hydra.run.dir=FOLDER; or PATH of a checkpoint to go on from in a new folder
+    watchdog_s: float = 3600.0  # without a turn sampled or a micro-batch trained: the run says why, and ends; 0 = off
     kl: KL = field(default_factory=KL)
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)
     correction: Correction = field(default_factory=Correction)
@@ -132,6 +138,7 @@ class Experiment:
     def __post_init__(self) -> None:
         if self.resume.lower() in (LATEST, "false"):
             self.resume = LATEST if self.resume.lower() == LATEST else ""
+        require(self, watchdog_s=">= 0 (0 = off)")
         self.algorithm.check(self.rollout.group_size)
         self.advantage.check(self.algorithm)
         self._check_critic()
@@ -222,18 +229,15 @@ class Experiment:
             )
 
     def _check_deterministic(self) -> None:
-        hurried = {
-            "sampling.timeout_s": self.sampling.timeout_s,
-            "rollout.timeout_s": self.rollout.timeout_s,
-            "rollout.score_timeout_s": self.rollout.score_timeout_s,
-            "rollout.extra_samples": self.rollout.extra_samples,
-            "rollout.max_staleness": self.rollout.max_staleness,
-        }
-        for name, value in hurried.items():
-            if value and self.deterministic:
+        hurried = ("timeout_s", "score_timeout_s", "extra_samples", "max_staleness")
+        settings = [("sampling.timeout_s", self.sampling), *((f"rollout.{name}", self.rollout) for name in hurried)]
+        for name, section in settings:
+            field = name.rpartition(".")[2]
+            value, usual = getattr(section, field), getattr(type(section), field)
+            if value not in (0, usual) and self.deterministic:
                 raise ConfigError(
                     f"{name}={value} makes results depend on the speed of the machine and of tools: "
-                    f"set trainer.deterministic=false, or {name}=0"
+                    f"set trainer.deterministic=false, or {name}={usual}"
                 )
 
     def check_warm_start(self) -> None:

@@ -97,8 +97,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError as error:
         raise ConfigError(f"there is no file {path}") from error
-    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split()):.500}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a mapping of options to values")
     return cast("dict[str, Any]", content)

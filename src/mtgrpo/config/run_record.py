@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -13,11 +14,14 @@ from mtgrpo.config.options import groups
 from mtgrpo.config.recipe import Recipe, read_yaml
 from mtgrpo.errors import ConfigError
 
+_RESOLVER = re.compile(r"\$\{[^}]*:")
+
 
 def read_run(folder: Path, trusted: bool = False) -> Recipe:
     """What a run used, from the record that it keeps in its folder; what it gave Hydra is left out.
 
-    trusted: the record may name Python files, which will be run. Raises ConfigError.
+    trusted: the record may name Python files, which will be run, and resolvers such as ${oc.env:KEY}. Raises
+    ConfigError.
     """
     try:
         chosen = read_yaml(folder / ".hydra" / "hydra.yaml")["hydra"]["runtime"]["choices"]
@@ -34,14 +38,20 @@ def read_run(folder: Path, trusted: bool = False) -> Recipe:
     named = sorted({text for text in _texts([choices, resolved]) if ".py:" in text or "${" in text})
     if named and not trusted:
         raise ConfigError(
-            f"the record of run {folder} names code, which would be executed: {', '.join(named)}; "
+            f"the record of run {folder} names code or values of this machine, which would be executed or read: "
+            f"{', '.join(named)}; "
             "where you trust it, add trust_code=true"
         )
     return Recipe(f"run {folder}", choices, values if named else resolved)
 
 
 def _resolved(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without interpolations, or as they are where one of them needs what is not there."""
+    """The values without interpolations, or as they are where one needs what is not there, or this machine's secrets.
+
+    A resolver such as ${oc.env:KEY} would put what it finds into the record of the new run.
+    """
+    if any(_RESOLVER.search(text) for text in _texts(values)):
+        return values
     try:
         return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.create(values), resolve=True))
     except OmegaConfBaseException:

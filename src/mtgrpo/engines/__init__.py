@@ -43,6 +43,11 @@ class RunningEngine(Protocol):
         ...
 
     @property
+    def requests(self) -> list[str]:
+        """The requests in flight, each as a line for people."""
+        ...
+
+    @property
     def attend(self) -> Attend | None:
         """Measures attention; None: this engine cannot."""
         ...

@@ -34,6 +34,11 @@ class ScriptedEngine:
         self._going.set()
         self._closed = False
 
+    @property
+    def requests(self) -> list[str]:
+        """None: it answers at once."""
+        return []
+
     @asynccontextmanager
     async def conversation(self, key: Key) -> AsyncGenerator[Sample]:
         """Open a conversation."""

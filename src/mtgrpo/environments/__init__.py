@@ -19,9 +19,10 @@ from typing import Any, Self
 
 from mtgrpo.errors import ConfigError, require
 from mtgrpo.part import Part
+from mtgrpo.together import by_itself
 from mtgrpo.types import Message, Task, ToolSpec
 
-_STOP_S = 30.0  # seconds for the end of a conversation; what takes longer would keep the run from ending
+STOP_S = 30.0  # seconds for the end of a conversation; what takes longer would keep the run from ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,8 @@ async def _to_its_end(work: Coroutine[Any, Any, None], cancelled: asyncio.Cancel
 
     A cancellation, that one or the one that `work` follows, prevails over an error of `work`, which is noted on it.
     """
-    task = asyncio.ensure_future(asyncio.wait_for(work, _STOP_S))
+    late = TimeoutError(f"stop() took longer than {STOP_S:g} s")
+    task = asyncio.ensure_future(by_itself(lambda: work, STOP_S, late))
     while not task.done():
         try:
             await asyncio.wait({task})

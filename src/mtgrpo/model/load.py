@@ -10,7 +10,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -41,8 +41,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if name in tiny.SHAPES:
         return tiny.load_tokenizer()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place(name))
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(place(name), trust_remote_code=False)
+    except Exception as error:  # a missing name, a missing network and a damaged file have no common base
         raise ConfigError(not_found(name, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(f"model.name={name}: its tokenizer is {type(tokenizer).__name__}, a fast one is needed")
@@ -139,15 +139,17 @@ def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -
         adapter = find_adapter(name)
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:
+    except Exception as error:  # as for a tokenizer
         raise ConfigError(not_found(name, error)) from error
     base = str(adapter.base_model_name_or_path) if adapter else name
     if Path(base).is_dir():
         base = str(Path(base).resolve())  # an adapter's folder will name it, and may be read from anywhere
     loaded: Any
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(base, dtype=weights, output_loading_info=True)
-    except (OSError, ValueError, SafetensorError) as error:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            base, dtype=weights, output_loading_info=True, trust_remote_code=False
+        )
+    except Exception as error:
         raise ConfigError(not_found(name, error, base if adapter else "")) from error
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):

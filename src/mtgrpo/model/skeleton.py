@@ -149,7 +149,9 @@ def _architecture(settings: ModelSettings) -> PreTrainedModel:
     name = place(settings.name)
     try:
         adapter = find_adapter(name)
-        config = AutoConfig.from_pretrained(str(adapter.base_model_name_or_path) if adapter else name)
+        config = AutoConfig.from_pretrained(
+            str(adapter.base_model_name_or_path) if adapter else name, trust_remote_code=False
+        )
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=weights)
     except ConfigError:
         raise

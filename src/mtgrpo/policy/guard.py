@@ -1,15 +1,20 @@
-"""Whether micro-batches are computed as the model's own forward pass computes each context alone."""
+"""Whether what is trained is what was sampled, computed as the model's own forward pass computes each context alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mtgrpo.algorithms.average import Average
+from mtgrpo.batch.forest import Batch
 from mtgrpo.batch.packing import MicroBatch
+from mtgrpo.errors import RunError
 from mtgrpo.model.rounding import distance, reference
 from mtgrpo.model.scorer import Scorer
+from mtgrpo.types import Trajectory
 
 CHECKED = 4  # contexts that are computed again: the shortest, the longest, and between them
 
@@ -75,6 +80,48 @@ def _chosen(micro: MicroBatch) -> Tensor:
     order = parents[micro.position.flatten()[parents].argsort(stable=True)]
     picks = torch.linspace(0, len(order) - 1, min(CHECKED, len(order))).round().long()
     return order[picks]
+
+
+def check_provenance(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
+    """Raise RunError unless the tokens of `batch` are what `trajectories` sampled, each after the token before it.
+
+    So neither the text of a tool nor a token without a log-probability of its own is ever trained.
+    """
+    token: list[int] = []
+    before: list[int] = []
+    logprobs: list[float] = []
+    owner: list[int] = []
+    for number, trajectory in enumerate(trajectories):
+        last = -1
+        for turn in trajectory.turns:
+            row = [*(turn.new_context[-1:] or [last]), *turn.output]
+            token += row[1:]
+            before += row[:-1]
+            logprobs += turn.logprobs
+            owner += [number] * len(turn.output)
+            last = row[-1]
+    parent = batch.forest.parent[batch.node]
+    compared = {
+        "token": (batch.token, torch.tensor(token)),
+        "token before": (batch.forest.token[parent], torch.tensor(before)),
+        "log-probability": (batch.behaviour_logp, torch.tensor(logprobs, dtype=torch.float64)),
+        "trajectory": (batch.trajectory, torch.tensor(owner)),
+    }
+    for what, (found, expected) in compared.items():
+        if len(found) != len(expected) or not torch.equal(found, expected.to(found)):
+            wrong = (found[: len(expected)] != expected[: len(found)]).nonzero()[:, 0]
+            place = int(wrong[0]) if len(wrong) else min(len(found), len(expected))
+            raise RunError(
+                f"the {what} of entry {place} of a batch is not that of a sampled token ({len(found)} entries, "
+                f"{len(expected)} sampled tokens): what was sampled and what would be trained differ"
+            )
+
+
+def check_weights(weights: Tensor, average: Average) -> None:
+    """Raise RunError unless `weights` [tokens] of an optimiser step sum to 1; average=constant has any sum."""
+    total = weights.sum().item()
+    if average is not Average.constant and not abs(total - 1) < 1e-9:
+        raise RunError(f"the weights of an update's tokens sum to {total}, not to 1: the loss is divided wrongly")
 
 
 def worst_trajectory(log_rho: Tensor, trajectory: Tensor) -> float:

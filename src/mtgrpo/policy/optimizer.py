@@ -39,16 +39,15 @@ class Optimizer:
     def step(self) -> float:
         """Clip the gradient, update, advance the schedule; returns the gradient norm before clipping.
 
-        Raises RuntimeError, before any weight changes, when the gradient is not finite.
+        A gradient that is not finite is dropped: weights, optimiser and schedule stay as they are.
         """
-        norm = nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm)
-        if not norm.isfinite():
-            raise RuntimeError(f"the gradient's norm is {norm.item()}: the loss is not finite; weights are unchanged")
+        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm))
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
-            optimizer.step()
+            if math.isfinite(norm):
+                optimizer.step()
+                scheduler.step()
             optimizer.zero_grad(set_to_none=True)
-            scheduler.step()
-        return float(norm)
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step depends on, beside weights and gradients."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import Batch
 from mtgrpo.batch.packing import Layout, MicroBatch, Packing, pack
+from mtgrpo.errors import RunError
 from mtgrpo.model.attention import Attention
 from mtgrpo.model.rounding import ends_the_run, reference
 from mtgrpo.model.scorer import Scorer, Scores, flops_of, layout_of
@@ -24,6 +25,7 @@ from mtgrpo.profile import Profiler
 Metrics = dict[str, float]
 T = TypeVar("T")
 WORST = 3.0  # how many times what is usual the differences of one micro-batch or trajectory of many may be
+MOST_SKIPPED = 3  # updates in a row without a finite gradient
 CooperativeTask = Generator[None, None, T]  # work that pauses between micro-batches; in the end its result
 TokenLoss = Callable[[Tensor, Scores], PerToken]  # (entries of the batch, their scores with gradient)
 
@@ -60,6 +62,7 @@ class Policy:
         self._context = torch.zeros(0)  # one of them, and
         self._bound = 0.0  # nats, how far rounding may move its log-probabilities
         self._noted = 0.0  # nats, the last difference that was noted
+        self._skipped = 0  # updates in a row whose gradient was not finite
 
     def pack(self, batch: Batch, entries: Tensor) -> Packing:
         """The micro-batches of this rank that read `entries` [n]."""
@@ -76,7 +79,7 @@ class Policy:
     def _checked(self, packing: Packing, batch: Batch, entries: Tensor) -> Packing:
         """`packing`, compared with plain forward passes; padded rows from here on where a forest is wrong, they right.
 
-        Raises RuntimeError where both are wrong by more than rounding and than is harmless.
+        Raises RunError where both are wrong by more than rounding and than is harmless.
         """
         found = compare(self._own, deepest(packing.micro_batches))
         self._context, self._bound = found.context, WORST * found.bound
@@ -93,31 +96,31 @@ class Policy:
             self.model.set_attn_implementation(Attention.forest.value)
         text = f"the log-probabilities of {type(self.model).__name__}, however it is laid out, {found}"
         if ends_the_run(found.apart, WORST * found.bound):
-            raise RuntimeError(f"{text}: such contexts cannot be trained; set environment.max_context_length lower")
+            raise RunError(f"{text}: such contexts cannot be trained; set environment.max_context_length lower")
         self.notes.append(text)
         return packing
 
     def judge(self, apart: float, what: str) -> None:
-        """Note, or raise RuntimeError, where log-probabilities are `apart` nats apart, more than rounding explains."""
+        """Note, or raise RunError, where log-probabilities are `apart` nats apart, more than rounding explains."""
         if apart <= max(self._bound, 2 * self._noted):
             return
         self._bound = WORST * reference(self.model, self._context, first=-1).bound  # of the present weights
         text = f"{what} by {apart:.2g} nats, of which rounding explains {self._bound:.2g}"
         if ends_the_run(apart, self._bound):
-            raise RuntimeError(text)
+            raise RunError(text)
         if apart > self._bound:
             self._noted = apart
             self.notes.append(text)
 
     def score(self, micro: MicroBatch, reference: ReferencePolicy | None = None) -> Scores:
-        """The scores of a micro-batch, by `reference` if it is given. Raises RuntimeError if they are not finite."""
+        """The scores of a micro-batch, by `reference` if it is given. Raises RunError if they are not finite."""
         if reference is None:
             scores = self.scorer(micro, self._temperature)
         else:
             scores = self._own.with_weights(reference.weights, micro, self._temperature)
         wrong = (~scores.logp.detach().isfinite()).nonzero()[:, 0]
         if len(wrong):
-            raise RuntimeError(
+            raise RunError(
                 f"the log-probability of {len(wrong)} of {len(scores.logp)} sampled tokens is not finite, the first "
                 f"that of token {int(micro.token[wrong[0].cpu()])} with {scores.logp[wrong[0]].item()}: the weights "
                 "have diverged, or what was sampled has probability 0 under the policy"
@@ -178,11 +181,25 @@ class Policy:
         lr = self.optimizer.lr
         with self.profiler.measure("update"):
             metrics = {"loss": total, "lr": lr, "grad_norm": self.optimizer.step()}
+        metrics["skipped"] = self._count_skipped(total, metrics["grad_norm"])
         metrics |= {
             "computed_tokens": float(packing.computed),
             "repeated_tokens": float(packing.computed - packing.distinct),
         }
         return metrics | {name: amount / weight for name, amount in sums.items() if weight}
+
+    def _count_skipped(self, loss: float, norm: float) -> float:
+        """1 where the optimiser left the weights as they are, since the gradient is not finite; else 0.
+
+        Raises RunError for the last of `MOST_SKIPPED` in a row.
+        """
+        self._skipped = 0 if math.isfinite(norm) else self._skipped + 1
+        text = f"the gradient's norm is {norm}, with a loss of {loss:.3g}: the weights stay as they were"
+        if self._skipped == MOST_SKIPPED:
+            raise RunError(f"{text}, {MOST_SKIPPED} times in a row; set optimizer.lr or optimizer.max_grad_norm lower")
+        if self._skipped:
+            self.notes.append(text)
+        return float(self._skipped > 0)
 
 
 def at_once(work: CooperativeTask[T]) -> T:

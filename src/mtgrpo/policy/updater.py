@@ -20,8 +20,9 @@ from mtgrpo.algorithms.correction import Correction, OldPolicy, diagnostics, int
 from mtgrpo.algorithms.kl import KL, Estimator, Place, estimate
 from mtgrpo.algorithms.ratio import is_clamped
 from mtgrpo.batch.forest import Batch
+from mtgrpo.errors import RunError
 from mtgrpo.model.scorer import Scores
-from mtgrpo.policy.guard import worst_trajectory
+from mtgrpo.policy.guard import check_weights, worst_trajectory
 from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.policy.settings import ReferenceSettings, Updates
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy, at_once
@@ -113,6 +114,7 @@ class PolicyUpdater:
                 continue
             weights = torch.zeros(len(batch), dtype=torch.float64)
             weights[inside] = token_weights(learning.algorithm.average, members[inside], learning.length)
+            check_weights(weights, learning.algorithm.average)
             yield from objective.begin(entries, weights, first=not collected)
             collected.append((yield from self.policy.updating(batch, entries, weights, objective)))
         metrics = _mean(collected)
@@ -153,6 +155,8 @@ class PolicyUpdater:
             rewards = replace(rewards, per_token=-self.kl_coef * penalty)
         assigned = self._assign(batch, rewards, before, seed)
         entries = self._with_gradient(assigned.advantage, rewards).nonzero()[:, 0]
+        if not assigned.advantage[entries].isfinite().all():
+            raise RunError("an advantage is not finite: see the rewards in the trajectories of this step")
         correction = learning.correction
         old = correction.resolved(learning.stale, algorithm.uses_behaviour_policy)
         weigh = correction.active and old is OldPolicy.trainer

@@ -11,14 +11,15 @@ from mtgrpo.strict_json import strict_json
 from mtgrpo.types import Group, Message, Trajectory, Turn
 
 
-def write(folder: Path, name: str, groups: Sequence[Group]) -> None:
-    """Write the trajectories of `groups`, in their order, to `name` under the run's `folder`: all of them or none."""
+def write(folder: Path, name: str, groups: Sequence[Group]) -> Path:
+    """Write the trajectories of `groups` to `name` under the run's `folder`, all or none; returns the file."""
     target = folder / "trajectories"
     target.mkdir(parents=True, exist_ok=True)
     lines = [strict_json(_record(trajectory)) for group in groups for trajectory in group.trajectories]
-    partial = target / f".{name}.partial"
+    partial, file = target / f".{name}.partial", target / f"{name}.jsonl"
     partial.write_bytes(b"".join(line + b"\n" for line in lines))
-    os.replace(partial, target / f"{name}.jsonl")
+    os.replace(partial, file)
+    return file
 
 
 def _record(trajectory: Trajectory) -> dict[str, Any]:

@@ -109,33 +109,34 @@ async def tried(work: Callable[[], T | Awaitable[T]], retries: int) -> T | Excep
 async def scores(reward: Reward, siblings: Sequence[Trajectory]) -> list[Score | Exception]:
     """What `reward` gives each of the siblings, tried again where it raises; an exception where that did not help.
 
-    Raises ConfigError for what only the user can mend: a number that is not finite, not one for each trajectory or
-    not one for each turn.
+    So too where it gives what is no finite number, not one for each trajectory or not one for each turn.
     """
     if not siblings:
         return []
-    given = await tried(lambda: reward.rewards(siblings), reward.retries)
+    given: Any = await tried(lambda: reward.rewards(siblings), reward.retries)
     if isinstance(given, Exception):
         return [given] * len(siblings)
-    name = f"reward {type(reward).__name__}"
-    if len(given) != len(siblings):
-        raise ConfigError(
-            f"{name} gave {len(given)} rewards for the {len(siblings)} trajectories of task {siblings[0].task.id}; it "
-            "must give one for each"
-        )
-    return [_checked(one, trajectory, name) for one, trajectory in zip(given, siblings, strict=True)]
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(cast("Sequence[Any]", given)) != len(siblings):
+        wrong = TypeError(f"gave {given!r:.200} for {len(siblings)} trajectories; give one for each")
+        return [wrong] * len(siblings)
+    return [_checked(one, trajectory) for one, trajectory in zip(cast("Sequence[Any]", given), siblings, strict=True)]
 
 
-def _checked(given: Given, trajectory: Trajectory, name: str) -> Score | Exception:
+def _checked(given: Any, trajectory: Trajectory) -> Score | Exception:
     if isinstance(given, Exception):
         return given
-    score = given if isinstance(given, Score) else Score(float(given))
-    if wrong := [amount for amount in (score.total, *score.turns) if not math.isfinite(amount)]:
-        raise ConfigError(f"{name} gave {wrong[0]} for task {trajectory.task.id}; it must be finite")
+    try:
+        amounts: list[Any] = [given]
+        if isinstance(given, Score):
+            amounts = [given.total, *given.turns, *given.components.values()]
+        if any(isinstance(amount, str | bytes) or not math.isfinite(amount) for amount in amounts):
+            raise ValueError("not finite numbers")
+        score = given if isinstance(given, Score) else Score(float(given))
+    except (TypeError, ValueError, OverflowError, AttributeError):
+        return TypeError(f"gave {given!r:.200}; give a finite number, or a Score of finite numbers")
     if len(score.turns) not in (0, len(trajectory.turns)):
-        raise ConfigError(
-            f"{name} gave {len(score.turns)} rewards for the {len(trajectory.turns)} turns of task "
-            f"{trajectory.task.id}; give one for each, or none"
+        return TypeError(
+            f"gave {len(score.turns)} rewards for {len(trajectory.turns)} turns; give one for each, or none"
         )
     return score
 

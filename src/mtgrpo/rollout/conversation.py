@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 from mtgrpo.chat import Chat
 from mtgrpo.chat.safe_tokenizer import shared_length
@@ -20,6 +21,9 @@ from mtgrpo.types import Attend, Finish, Message, Sample, Sampling, Status, Task
 CONDENSE = ToolSpec(
     "condense", "Make room: forget the older part of this conversation.", {"type": "object", "properties": {}}
 )
+
+
+CHARS_PER_TOKEN = 16  # more than a tokenizer makes into one on average; an answer of more exceeds max_tool_tokens
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,10 @@ async def run_rollout(
     hold the opening, or that gives other messages than it may.
     """
     sampling = dataclasses.replace(sampling, stop_ids=[*sampling.stop_ids, *chat.stop_ids])
-    async with environment.conversation(task) as (running, opening):
+    async with environment.conversation(task) as (running, given):
+        opening: Any = given
+        if not isinstance(opening, Opening):
+            raise TypeError(f"{type(environment).__name__}.start gave {opening!r:.200}; give an Opening")
         state = RolloutState(Trajectory(task), opening, chat, sample, sampling, limits, condenser or Whole(), attend)
         trajectory = state.trajectory
         try:
@@ -85,17 +92,15 @@ async def _converse(state: RolloutState, environment: Environment) -> None:
         if environment.settled(turn.message, turn.logprobs):
             return
         message, asked = state.requested(turn.message)
-        reply = Reply()
+        reply: Any = Reply()
         if message is not None:
             began = time.perf_counter()
             reply = await environment.step(message)
             trajectory.tool_s += time.perf_counter() - began
-        if not math.isfinite(reply.reward):
-            name = type(environment).__name__
-            raise ConfigError(
-                f"environment {name} paid {reply.reward} for task {trajectory.task.id}; it must be finite"
-            )
-        turn.observations, turn.paid = (*reply.messages, *asked), float(reply.reward)
+        if not isinstance(reply, Reply) or not math.isfinite(reply.reward):
+            raise TypeError(f"{type(environment).__name__}.step gave {reply!r:.200}; give a Reply with a finite reward")
+        messages = tuple(_shortened(one, environment.max_tool_tokens * CHARS_PER_TOKEN) for one in reply.messages)
+        turn.observations, turn.paid = (*messages, *asked), float(reply.reward)
         trajectory.tool_calls += reply.tool_calls
         trajectory.tool_errors += reply.tool_errors
         trajectory.tool_timeouts += reply.tool_timeouts
@@ -104,8 +109,20 @@ async def _converse(state: RolloutState, environment: Environment) -> None:
         if reply.done:
             return
         if spoken < environment.max_turns:
-            await state.go_on(turn, reply.messages, environment.max_tool_tokens, asked)
+            await state.go_on(turn, messages, environment.max_tool_tokens, asked)
     raise _LimitError("max_turns")
+
+
+def _shortened(message: Message, most: int) -> Message:
+    """`message` with at most about `most` characters of its content, those of head and tail.
+
+    To tokenise a text that is far too long would hold up all conversations.
+    """
+    text = message.content
+    if len(text) <= most:
+        return message
+    cut = f"\n[{len(text) - most} of {len(text)} characters left out]\n"
+    return dataclasses.replace(message, content=text[: most // 2] + cut + text[len(text) - most // 2 :])
 
 
 class RolloutState:

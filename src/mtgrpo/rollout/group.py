@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 
 from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser
-from mtgrpo.environments import Environment
+from mtgrpo.environments import STOP_S, Environment
 from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rollout.conversation import Limits, run_rollout
+from mtgrpo.together import by_itself
 from mtgrpo.types import Attend, Group, Sample, Sampling, Status, Task, Trajectory
 
 OpenConversation = Callable[[str, str, int], AbstractAsyncContextManager[Sample]]  # (scope, task id, sample)
@@ -96,20 +98,17 @@ class RolloutRunner:
             return [TimeoutError(why)] * len(valid)
 
     async def _attempt(self, task: Task, sample_index: int, attempt: int) -> Trajectory:
-        deadline = asyncio.timeout(self.timeout_s or None)
+        late = TimeoutError(f"it took longer than rollout.timeout_s={self.timeout_s}")
         try:
-            async with (
-                deadline,
-                self.open_conversation(f"{self.scope}/attempt{attempt}", task.id, sample_index) as sample,
-            ):
-                return await run_rollout(
-                    task, self.environment, self.chat, sample, self.sampling, self.limits, self.condenser, self.attend
+            async with self.open_conversation(f"{self.scope}/attempt{attempt}", task.id, sample_index) as sample:
+                conversation = functools.partial(
+                    run_rollout,
+                    *(task, self.environment, self.chat, sample),
+                    *(self.sampling, self.limits, self.condenser, self.attend),
                 )
+                return await by_itself(conversation, self.timeout_s or None, late, grace_s=2 * STOP_S)
         except ConfigError:
             raise
-        except TimeoutError as error:
-            why = f"it took longer than rollout.timeout_s={self.timeout_s}" if deadline.expired() else str(error)
-            return Trajectory(task, status=Status.FAILED, reason=f"TimeoutError: {why}")
         except Exception as error:  # whatever a tool or an environment raises is data: it is counted and shown
             return Trajectory(task, status=Status.FAILED, reason=f"{type(error).__name__}: {error}")
 

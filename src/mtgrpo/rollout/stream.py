@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtgrpo.errors import EngineError
+from mtgrpo.errors import RunError
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.tasks import TaskStream
@@ -104,7 +104,7 @@ class Stream:
     async def batch(self, version: int) -> RolloutBatch:
         """The groups to be trained by the policy of this version.
 
-        Raises EngineError when the engine failed in every conversation of the batch.
+        Raises RunError when more of its conversations failed than `rollout.max_failed` allows.
         """
         trained: list[Group] = []
         queue_s: list[float] = []
@@ -132,8 +132,8 @@ class Stream:
         self._admit(version)
         while (chosen := self._chosen(version)) is None:
             await asyncio.wait([p.group for p in self._pending if not p.group.done()], return_when="FIRST_COMPLETED")
+        _check_failed([pending.group.result() for pending in chosen], self._settings.max_failed)
         self._hand_out(chosen)
-        _check_engine([pending.group.result() for pending in chosen])
         return chosen
 
     async def close(self) -> None:
@@ -186,9 +186,13 @@ class Stream:
         self._pending = [pending for pending in self._pending if pending not in chosen]
 
 
-def _check_engine(groups: list[Group]) -> None:
-    """Raise EngineError when every conversation failed, and the engine is why: it will not get better."""
+def _check_failed(groups: list[Group], allowed: float) -> None:
+    """Raise RunError when more than the share `allowed` of the conversations failed."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    name = f"{EngineError.__name__}: "
-    if all(t.status is Status.FAILED and t.reason.startswith(name) for t in trajectories):
-        raise EngineError(f"every conversation failed: {trajectories[0].reason.removeprefix(name)}")
+    causes = Counter(t.reason for t in trajectories if t.status is Status.FAILED)
+    if causes.total() > allowed * len(trajectories):
+        why, often = causes.most_common(1)[0]
+        raise RunError(
+            f"{causes.total()} of the {len(trajectories)} conversations of a batch failed, more than "
+            f"rollout.max_failed={allowed} allows; {often} of them because of {why}"
+        )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.errors import RunError
 from mtgrpo.record import trajectories
 from mtgrpo.record.reading import AFTER
 from mtgrpo.record.summary import write_summary
@@ -18,7 +19,7 @@ from mtgrpo.together import together
 from mtgrpo.types import Group, Task
 
 
-class AllFailedError(RuntimeError):
+class AllFailedError(RunError):
     """Every conversation of an evaluation failed: there is nothing to measure. The message gives a reason."""
 
 

@@ -11,6 +11,7 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.policy.step import Metrics
 from mtgrpo.profile import Profile
 from mtgrpo.rollout.stream import RolloutBatch
+from mtgrpo.tools import abandoned
 from mtgrpo.types import Group, Status, Trajectory
 
 
@@ -128,6 +129,7 @@ def _speed(trajectories: Sequence[Trajectory], seconds: float) -> Metrics:
     return {
         **{f"perf/{name}_share": share / max(1e-9, sum(waited.values())) for name, share in waited.items()},
         "perf/conversations_open": (waited["decode"] + waited["tool"]) / seconds,
+        "perf/abandoned_calls": float(abandoned()),
         "perf/tokens_per_s": sum(t.sampled_tokens for t in trajectories) / seconds,
     }
 

@@ -33,6 +33,7 @@ from mtgrpo.rewards import opened
 from mtgrpo.rollout.conversation import Limits, visible_tools
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.resume import take_up
+from mtgrpo.stages.watchdog import Watchdog, open_watchdog
 from mtgrpo.tasks import Split, TaskStream
 from mtgrpo.types import Attend, Message, Sample, Task
 
@@ -54,18 +55,22 @@ class Run:
     runner: RolloutRunner
     tasks: TaskStream
     held_out: list[Task]
+    watchdog: Watchdog
     resumed: Checkpoint | None = None  # from which the run goes on
 
 
-def check(experiment: Experiment) -> None:
-    """Raise ConfigError for whatever the user got wrong, as far as nothing has to be open and no weights be loaded."""
+def check(experiment: Experiment) -> list[str]:
+    """Raise ConfigError for whatever the user got wrong, as far as nothing has to be open and no weights be loaded.
+
+    Returns what the user should know of the tasks.
+    """
     for name in experiment.log:
         sink_class(name)
     if experiment.resume not in ("", LATEST):
         checkpoint.read(Path(experiment.resume))
-    if not opens(experiment.task):
-        open_tasks(experiment)
+    notes = [] if opens(experiment.task) else open_tasks(experiment)[0].notes
     open_tokenizer(experiment)
+    return notes
 
 
 def open_tasks(experiment: Experiment) -> tuple[TaskStream, list[Task]]:
@@ -127,6 +132,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         context = replace(context, note=sinks.note)
         experiment = await stack.enter_async_context(open_parts(experiment, context))
         tasks, held_out = open_tasks(experiment)
+        sinks.tell(tasks.notes)
         tokenizer, chat = open_tokenizer(experiment)
         settings = experiment.model
         if trains and torch.cuda.is_available():
@@ -142,6 +148,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         for note in (*chat.notes, describe_attention(model)):
             sinks.note(note)
         sinks.tell(engine.notes)
+        watchdog = stack.enter_context(open_watchdog(experiment.watchdog_s, folder, engine))
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through it for garbage takes longer than some training steps
         stack.callback(gc.unfreeze)
@@ -153,10 +160,11 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             chat=chat,
             model=model,
             engine=engine,
-            runner=make_runner(experiment, chat, engine.conversation, engine.attend, longest),
+            runner=make_runner(experiment, chat, watchdog.sampling(engine.conversation), engine.attend, longest),
             tasks=tasks,
             held_out=held_out,
             resumed=resumed,
+            watchdog=watchdog,
         )
 
 

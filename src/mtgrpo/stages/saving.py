@@ -82,6 +82,10 @@ class Saver:
         if self._mark is not None and not self._mark.saved:
             self._write(self._mark)
 
+    def close(self) -> None:
+        """End the thread once it has written."""
+        self._thread.shutdown()
+
     def save_last(self) -> None:
         """Write the step that ended last, unless it is, and return when all is on disk.
 
@@ -134,4 +138,4 @@ def saving(run: Run, curve: Curve) -> Generator[Saver]:
                 run.sinks.note(f"{how}; saved in {saver.path}. To go on: {again}")
         raise
     finally:
-        saver._thread.shutdown()
+        saver.close()

@@ -79,7 +79,7 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
         batch = build_batch([await anext(fitting) for _ in range(settings.batch_size)])
         weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
         work = policy.updating(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
-        metrics, _ = await beside(run.engine, work)
+        metrics, _ = await beside(run.engine, run.watchdog.training(work))
         run.sinks.tell(policy.notes)
         elapsed_s = saver.summary["time/sft_s"] = time.perf_counter() - began
         run.sinks.log({"sft/loss": metrics["loss"], "sft/lr": metrics["lr"], "time/sft_s": elapsed_s}, step)

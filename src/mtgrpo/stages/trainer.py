@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.errors import RunError
 from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.record import trajectories
@@ -24,6 +25,7 @@ from mtgrpo.stages.resume import final_results
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.sft import warm_start
+from mtgrpo.stages.trends import Trends
 from mtgrpo.stages.update import make_stream, make_updater, update
 
 MISMATCH = "in a conversation the engine's log-probabilities differ from the trainer's"
@@ -65,7 +67,7 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
 async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
     """Roll out, update, repeat, until the first limit; returns steps and seconds, evaluation and saving not counted."""
     budget = Budget(run.experiment.trainer, **saver.state.get("budget", {}))
-    training = _Training(run, make_updater(run), make_stream(run), budget, saver, curve)
+    training = _Training(run, make_updater(run), make_stream(run), budget, saver, curve, Trends())
     run.sinks.stage("reinforcement learning", run.experiment.trainer.steps)
     for note in run.experiment.notes:
         run.sinks.note(note)
@@ -95,6 +97,7 @@ class _Training:
     budget: Budget
     saver: Saver
     curve: Curve
+    trends: Trends
 
     @property
     def reached(self) -> str:
@@ -123,19 +126,22 @@ class _Training:
         run, experiment, policy = self.run, self.run.experiment, self.updater.policy
         began, step = time.perf_counter(), self.budget.steps + 1
         batch = await self.stream.batch(version=self.budget.steps)
-        metrics, train_s, interrupted = await update(run, self.updater, batch.trained, step)
-        if experiment.engine.exact:
-            policy.judge(metrics.get("policy/mismatch/worst_trajectory", 0.0), MISMATCH)
-        for notes in (run.engine.notes, policy.notes):
+        evidence = trajectories.write(run.folder, f"step_{step:06d}", batch.groups)
+        try:
+            metrics, train_s, interrupted = await update(run, self.updater, batch.trained, step)
+            if experiment.engine.exact:
+                policy.judge(metrics.get("policy/mismatch/worst_trajectory", 0.0), MISMATCH)
+        except RunError as error:
+            raise RunError(f"{error}; what it was trained on is in {evidence}") from error
+        for notes in (run.engine.notes, policy.notes, run.tasks.notes):
             run.sinks.tell(notes)
         seconds = time.perf_counter() - began
         metrics |= describe_step(batch, experiment, step - 1, seconds - train_s, train_s)
         metrics |= policy.profiler.step(describe_conversations(batch.groups, experiment.profile), run.engine.sync_s)
         self.budget.count(batch.groups, seconds)
         self.mark(metrics)
-        for text in describe_failures(batch.groups):
+        for text in (*describe_failures(batch.groups), *self.trends.warnings(metrics)):
             run.sinks.note(f"step {step}: {text}")
-        trajectories.write(run.folder, f"step_{step:06d}", batch.groups)
         await self.conclude(metrics, interrupted)
 
     async def conclude(self, metrics: Metrics, interrupted: bool = False) -> None:

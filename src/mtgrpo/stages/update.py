@@ -10,6 +10,7 @@ from mtgrpo.advantages.rewards import comparable, rewards_of
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines import RunningEngine
+from mtgrpo.policy.guard import check_provenance
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy, at_once
@@ -88,7 +89,7 @@ async def _train_and_load(
     engine, in_step = run.engine, not run.experiment.rollout.max_staleness
     if in_step:
         await engine.sleep()
-    metrics, seconds = await beside(engine, learn(run, updater, groups, step))
+    metrics, seconds = await beside(engine, run.watchdog.training(learn(run, updater, groups, step)))
     await engine.load_weights(run.model, step)  # before the engine has its next turn
     if in_step:
         await engine.wake()
@@ -125,6 +126,7 @@ def learn(run: Run, updater: PolicyUpdater, groups: Sequence[Group], step: int) 
     with profiler.trace(step, run.folder):
         with profiler.measure("packing"):
             batch = build_batch([trajectory for group in compared for trajectory in group.trajectories])
+            check_provenance(batch, [trajectory for group in compared for trajectory in group.trajectories])
             rewards = rewards_of(compared, experiment.algorithm, batch.trajectory, batch.turn)
         metrics = yield from updater.training(batch, rewards, step - 1, experiment.seed * 1_000_003 + step)
     return {f"policy/{name}": value for name, value in metrics.items()}

@@ -6,20 +6,21 @@ A stream never loads all of its data, and resumes exactly from its `state_dict`.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import json
 import reprlib
 from abc import ABC, abstractmethod
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Protocol, cast, get_args
+from typing import Any, cast, get_args
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.part import Part
+from mtgrpo.tasks.stream import IndexedStream as IndexedStream
+from mtgrpo.tasks.stream import TaskStream, hashed
+from mtgrpo.tasks.stream import permuted as permuted
 from mtgrpo.types import SUMMARY, Message, Role, Task, ToolCall
 
 MATHS_SYSTEM_PROMPT = "Solve the problem. End with #### and the answer as a plain number."
@@ -32,18 +33,6 @@ class Split(Enum):
 
     train = "train"
     eval = "eval"
-
-
-class TaskStream(Protocol):
-    """Iterates over tasks. `epoch` counts completed passes over the data (0 during the first, always if `endless`)."""
-
-    epoch: int
-    endless: bool  # a generated source: it never repeats
-
-    def __iter__(self) -> Iterator[Task]: ...
-    def __next__(self) -> Task: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -87,112 +76,9 @@ class TaskSource(Part, ABC):
         return tuple(message for example in shown for message in example if message.name != SUMMARY)
 
 
-class IndexedStream:
-    """A stream over tasks that can be reached by number, in a new order every epoch.
-
-    `task_at(index)` makes task `index` of `length`. `length` None is an endless generated source: the order is
-    0, 1, 2, ... and `epoch` stays 0. `blocks` are the sizes of runs of rows that are stored together (their sum is
-    `length`): the shuffle then orders the runs and the rows inside each, so that every run is read once per epoch.
-    The order is computed, not stored: memory and the cost of resuming do not grow with the data.
-    """
-
-    def __init__(
-        self,
-        length: int | None,
-        task_at: Callable[[int], Task],
-        seed: int,
-        repeat: bool = True,
-        blocks: Sequence[int] = (),
-    ) -> None:
-        self.epoch = 0
-        self.endless = length is None
-        self._position = 0  # rows delivered in this epoch
-        self._length = length
-        self._task_at = task_at
-        self._seed = seed
-        self._repeat = repeat
-        self._blocks = blocks or (() if length is None else (length,))
-        self._starts = [0, *itertools.accumulate(self._blocks)]
-        self._plan: tuple[int, list[int], list[int]] = (-1, [], [])  # epoch, its order of blocks, where each ends
-
-    def __iter__(self) -> Iterator[Task]:
-        return self
-
-    def __next__(self) -> Task:
-        if self.epoch and not self._repeat:
-            raise StopIteration
-        task = self._task_at(self._index())
-        self._position += 1
-        if self._position == self._length:
-            self.epoch += 1
-            self._position = 0
-        return task
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the stream; JSON-serialisable."""
-        return {"epoch": self.epoch, "position": self._position, "rows": self._length}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, which a stream opened with the same arguments gave.
-
-        Raises ConfigError when the number of rows is not what it was: the order would be another one.
-        """
-        if state["rows"] != self._length:
-            raise ConfigError(
-                f"the data had {state['rows']} rows when the state was saved and has {self._length} now; "
-                "continue with the data of that run, or start a new run"
-            )
-        self.epoch, self._position = state["epoch"], state["position"]
-
-    def _index(self) -> int:
-        if self._length is None or not self._repeat:
-            return self._position
-        if self._plan[0] != self.epoch:
-            count = len(self._blocks)
-            order = [permuted(number, count, self._key("blocks")) for number in range(count)]
-            self._plan = (self.epoch, order, list(itertools.accumulate(self._blocks[block] for block in order)))
-        _, order, ends = self._plan
-        nth = bisect_right(ends, self._position)
-        block = order[nth]
-        size = self._blocks[block]
-        return self._starts[block] + permuted(self._position - (ends[nth] - size), size, self._key(block))
-
-    def _key(self, part: int | str) -> int:
-        return _hash(f"{self._seed}/{self.epoch}/{part}")
-
-
-def permuted(index: int, length: int, key: int) -> int:
-    """The image of `index` under the permutation of range(length) that `key` draws, in constant time and memory.
-
-    A Feistel network over the next power of four, walked until it lands inside the range (Black and Rogaway, "Ciphers
-    with Arbitrary Finite Domains", 2002). Good for shuffling, not for secrecy.
-    """
-    half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
-    mask = (1 << half_bits) - 1
-    while True:
-        left, right = index >> half_bits, index & mask
-        for round_number in range(12):
-            left, right = right, left ^ (_mix(right + key + (round_number << 32)) & mask)
-        index = left << half_bits | right
-        if index < length:
-            return index
-
-
-def _mix(value: int) -> int:
-    """The output function of SplitMix64 (Steele, Lea and Flood 2014): 64 well-mixed bits."""
-    value = (value * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return value ^ value >> 31
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-
-
 def held_out(task_id: str, fraction: float) -> bool:
     """Whether the task of this id belongs to the held-out `fraction`; depends on nothing else, so it never changes."""
-    return _hash(task_id) < fraction * 2**64
+    return hashed(task_id) < fraction * 2**64
 
 
 @dataclass
@@ -228,12 +114,16 @@ class Rows(ABC):
         """The id of a row that has none."""
 
     @abstractmethod
-    def ids(self, column: str) -> Iterator[str]:
-        """The id of every row, in order."""
+    def readings(self, column: str = "") -> Iterator[Callable[[], Mapping[str, Any]]]:
+        """Every row in order, each as a function that gives it, or that column of it, or raises ConfigError."""
 
-    def id_of(self, index: int, row: Mapping[str, Any], column: str) -> str:
-        """The id of `row`, which is row `index`: the value of `column`, else its default."""
-        return _scalar(row, "id", column, self.where(index)) or self.default_id(index)
+    def ids(self, column: str) -> Iterator[str]:
+        """The id of every row, in order: the value of `column`; its default where that cannot be used."""
+        for index, read in enumerate(self.readings(column)):
+            try:
+                yield _scalar(read(), "id", column, self.where(index)) or self.default_id(index)
+            except ConfigError:  # whoever uses the row finds out
+                yield self.default_id(index)
 
     def divided(self, split: Split, id_column: str, eval_fraction: float) -> Sequence[int]:
         """The rows of `split`, ascending, where rows are held out by their ids alone."""
@@ -352,13 +242,15 @@ def _message(value: Any, where: str) -> Message:
     if role not in get_args(Role):
         raise ConfigError(f"{where}: role must be one of {', '.join(get_args(Role))}, got {_shown(role)}")
     calls = fields.get("tool_calls")
+    if not isinstance(calls, list | None):
+        raise ConfigError(f"{where}: tool_calls must be a list, got {_shown(calls)}")
     content = fields.get("content")
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
         raise ConfigError(f"{where}: content must be a string, got {_shown(content)}")
     name = fields.get("name")
-    tool_calls = tuple(_tool_call(call, where) for call in calls or ())
+    tool_calls = tuple(_tool_call(call, where) for call in cast("list[Any]", calls or []))
     return Message(cast("Role", role), content, tool_calls=tool_calls, name=name if isinstance(name, str) else "")
 
 
@@ -370,7 +262,7 @@ def _tool_call(value: Any, where: str) -> ToolCall:
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         return ToolCall(str(function["name"]), dict(arguments))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{where}: a tool call must have a name and an object of arguments, got {_shown(value)}"
         ) from error

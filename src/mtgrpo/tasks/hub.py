@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -59,6 +59,7 @@ class HubStream:
     endless = False
 
     def __init__(self, source: Hub, data: Any, repeat: bool) -> None:
+        self.notes: list[str] = []
         self.epoch = 0
         self._position = 0  # rows delivered in this epoch
         self._source = source
@@ -150,10 +151,9 @@ class HubRows(Rows):
         """The split and the row's number."""
         return f"{self._split}/{index + 1}"
 
-    def ids(self, column: str) -> Iterator[str]:
-        """The id of every row."""
-        for index, row in enumerate(self._data):
-            yield self.id_of(index, row, column)
+    def readings(self, column: str = "") -> Iterator[Callable[[], Mapping[str, Any]]]:
+        """Every row in order."""
+        return (lambda row=row: row for row in self._data)
 
 
 def _load(path: str, subset: str, split: str, streaming: bool, cure: str) -> Any:

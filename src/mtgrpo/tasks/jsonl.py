@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from abc import abstractmethod
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from enum import Enum
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.tasks import Columns, IndexedStream, Rows, Split, TaskSource, TaskStream, task_from_row
 from mtgrpo.types import Task
+
+CHECKED_BYTES = 100_000_000  # files of less in all are checked whole at the start
+
+
+class BadRows(Enum):
+    """What becomes of a row that cannot be used."""
+
+    skip = "skip"  # it is passed over, counted and the first one shown
+    stop = "stop"  # the run does not begin; one that is found later ends it
 
 
 @dataclass
@@ -27,6 +38,7 @@ class FileSource(TaskSource):
     val_files: list[str] = field(default_factory=list[str])  # files and folders held out; [] = see `eval_fraction`
     eval_fraction: float = 0.1  # without `val_files`, the share of rows, by a hash of the id, that is never trained on
     columns: Columns = field(default_factory=Columns)
+    bad_rows: BadRows = BadRows.skip  # files below 100 MB in all are checked whole at the start
 
     suffix: ClassVar[str]  # of the files that are read from a folder
 
@@ -35,7 +47,10 @@ class FileSource(TaskSource):
         """Random access to the rows of `files`, each with its name in ids. Raises ConfigError for bad files."""
 
     def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
-        """A stream over `split`. Raises ConfigError for missing files, an empty split and a bad first row."""
+        """A stream over `split`. Raises ConfigError for missing files, an empty split, and rows as `bad_rows` says.
+
+        Files that hold no row that can be used are refused whatever it says.
+        """
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"task.eval_fraction must be in [0, 1), got {self.eval_fraction}")
         training, held_out = self._files()
@@ -50,13 +65,33 @@ class FileSource(TaskSource):
             )
 
         def task_at(index: int) -> Task:
-            row = chosen[index]
-            task = task_from_row(rows[row], self.columns, rows.where(row), rows.default_id(row))
-            return Task(task.id, self.with_prompt(task.messages), task.answer, task.metadata)
+            return self._task(rows, chosen[index], rows[chosen[index]])
 
-        task_at(0)
         bounds = [bisect_left(chosen, start) for start in (0, *accumulate(rows.blocks))]
-        return IndexedStream(len(chosen), task_at, seed, repeat, [end - start for start, end in pairwise(bounds)])
+        blocks = [end - start for start, end in pairwise(bounds)]
+        stream = IndexedStream(len(chosen), task_at, seed, repeat, blocks, self.bad_rows is BadRows.skip)
+        if split is Split.train or held_out:
+            stream.notes += self._checked(rows, files)
+        return stream
+
+    def _task(self, rows: Rows, number: int, row: Mapping[str, Any]) -> Task:
+        task = task_from_row(row, self.columns, rows.where(number), rows.default_id(number))
+        return Task(task.id, self.with_prompt(task.messages), task.answer, task.metadata)
+
+    def _checked(self, rows: Rows, files: Sequence[Path]) -> list[str]:
+        """What to say of the rows that cannot be used, by all of them, of large files by the first thousand."""
+        large = sum(file.stat().st_size for file in files) > CHECKED_BYTES
+        bad: list[ConfigError] = []
+        count = 0
+        for count, read in enumerate(islice(rows.readings(), 1000 if large else None), 1):
+            try:
+                self._task(rows, count - 1, read())
+            except ConfigError as error:
+                bad.append(error)
+        if bad and (len(bad) == count or self.bad_rows is BadRows.stop):
+            raise bad[0]
+        said = f"{len(bad)} of the {count} rows that were checked cannot be used and are skipped; the first: "
+        return [f"{said}{bad[0]}"] if bad else []
 
     def _chosen(self, rows: Rows, split: Split) -> Sequence[int]:
         if self.val_files or (split is Split.train and not self.eval_fraction):
@@ -186,20 +221,20 @@ class JsonlRows(Rows):
         """The name of the file and the line's number."""
         return f"{self._names[self._file_of[index]]}/{self._line_of[index]}"
 
-    def ids(self, column: str) -> Iterator[str]:
-        """The id of every row; reads the files once."""
+    def readings(self, column: str = "") -> Iterator[Callable[[], Mapping[str, Any]]]:
+        """Every row in order; reads the files once."""
         index = 0
         for path in self._files:
             with path.open("rb") as file:
                 for line in file:
                     if not line.isspace():
-                        yield self.id_of(index, self._parse(line, index), column)
+                        yield functools.partial(self._parse, line, index)
                         index += 1
 
     def _parse(self, line: bytes, index: int) -> Mapping[str, Any]:
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.where(index)}: not valid JSON ({error}): {line[:80]!r}") from error
         if not isinstance(row, dict):
             raise ConfigError(

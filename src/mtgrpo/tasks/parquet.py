@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -88,13 +88,12 @@ class ParquetRows(Rows):
         number, row = self._locate(index)
         return f"{self._groups[number].name}/{self._groups[number].first_row + row + 1}"
 
-    def ids(self, column: str) -> Iterator[str]:
-        """The id of every row; reads that column alone."""
-        for number, group in enumerate(self._groups):
+    def readings(self, column: str = "") -> Iterator[Callable[[], Mapping[str, Any]]]:
+        """Every row in order; reads `column` alone where it is given."""
+        for group in self._groups:
             # A nested column is stored under its dotted path; a name that is not there selects no column at all.
-            table = group.file.read_row_group(group.number, columns=[column])
-            for row, values in enumerate(table.to_pylist(), self._starts[number]):
-                yield self.id_of(row, values, column)
+            table = group.file.read_row_group(group.number, columns=[column] if column else None)
+            yield from (lambda row=row: row for row in table.to_pylist())
 
     def _locate(self, index: int) -> tuple[int, int]:
         """Number of the row group and row within it."""

@@ -22,6 +22,9 @@ from mtgrpo.tools import schema
 from mtgrpo.tools.schema import ToolError as ToolError
 from mtgrpo.types import Task, ToolSpec
 
+MOST_ABANDONED = 64  # calls that took too long and still run
+_abandoned: set[threading.Thread] = set()
+
 
 class CallTimeoutError(ToolError):
     """A call took too long: what it was asked to do may have no end, so the model sees this too."""
@@ -145,7 +148,7 @@ async def call(tool: Tool, name: str, arguments: Mapping[str, Any], timeout_s: f
     """What the tool answers to checked arguments, as a string. Raises CallTimeoutError after `timeout_s` seconds.
 
     What the tool raises comes through as `by_itself` has it. A blocking tool runs in a thread of its own. Python cannot
-    stop a thread: after a time-out it runs on, unheard.
+    stop a thread: after a time-out it runs on, unheard. While `MOST_ABANDONED` do so, such calls raise RuntimeError.
     """
 
     async def answer() -> str:
@@ -154,11 +157,19 @@ async def call(tool: Tool, name: str, arguments: Mapping[str, Any], timeout_s: f
     return await by_itself(answer, timeout_s, CallTimeoutError(f"no answer within {timeout_s:g} s"))
 
 
+def abandoned() -> int:
+    """How many calls of tools still run in threads although nobody waits for them any more."""
+    _abandoned.difference_update([thread for thread in _abandoned if not thread.is_alive()])
+    return len(_abandoned)
+
+
 def _in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
     """Run `work` in a daemon thread of its own.
 
     Unlike in a pool, calls never queue behind others that hang, and a call that hangs cannot keep a program alive.
     """
+    if (count := abandoned()) >= MOST_ABANDONED:
+        raise RuntimeError(f"{count} calls that took too long still run, each in a thread; no more are begun meanwhile")
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()  # from here on the asyncio side may give up without an error in the thread
 
@@ -172,5 +183,8 @@ def _in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
         except BaseException as error:
             result.set_exception(harmless(error))
 
-    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
-    return asyncio.wrap_future(result)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
+    thread.start()
+    awaited = asyncio.wrap_future(result)
+    awaited.add_done_callback(lambda ended: _abandoned.add(thread) if ended.cancelled() else None)
+    return awaited

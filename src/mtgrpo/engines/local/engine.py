@@ -123,6 +123,15 @@ class LocalEngine:
         """Weight updates that the behaviour policy has seen, as `load_weights` last got it."""
         return self._version
 
+    @property
+    def requests(self) -> list[str]:
+        """The requests in flight, each as a line for people."""
+        return [
+            f"{r.conversation.key}: sampled {len(r.logprobs)} of at most {r.sampling.max_new_tokens} tokens, "
+            f"{r.pending} of {len(r.tokens)} still to be computed"
+            for r in self._scheduler.requests
+        ]
+
     def check(self) -> None:
         """Compare with the model's own forward pass, through the KV cache; leaves fused decoding where that is wrong.
 

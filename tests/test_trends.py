@@ -1,0 +1,65 @@
+"""Warnings name the setting to change, after some steps in a row, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtgrpo import resources
+from mtgrpo.errors import RunError
+from mtgrpo.stages import trends
+from mtgrpo.stages.trends import PATIENCE, Trends
+
+FINE = {
+    "reward/success": 0.4,
+    "reward/groups_with_variance": 0.5,
+    "rollout/truncated": 0.1,
+    "policy/entropy": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("bad", "setting"),
+    [
+        ({"policy/entropy": 0.05}, "algorithm.entropy_coef"),
+        ({"reward/groups_with_variance": 0.0}, "rollout.group_size"),
+        ({"rollout/truncated": 0.8}, "`reason`"),
+    ],
+)
+def test_what_stays_bad_is_said_once(bad: dict[str, float], setting: str) -> None:
+    watched = Trends()
+    said = [watched.warnings({**FINE, **change}) for change in [{}, *[bad] * (2 * PATIENCE), {}, *[bad] * PATIENCE]]
+    assert [len(texts) for texts in said] == [0] * PATIENCE + [1] + [0] * (PATIENCE + 1) + [0] * (PATIENCE - 1) + [1]
+    assert setting in said[PATIENCE][0]
+
+
+def test_a_policy_that_solves_its_tasks_may_be_sure_of_itself() -> None:
+    watched = Trends()
+    watched.warnings(FINE)
+    sure = {**FINE, "policy/entropy": 0.01, "reward/success": 0.95}
+    assert not any(watched.warnings(sure) for _ in range(2 * PATIENCE))
+
+
+def test_scarce_memory_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trends, "memory_left", lambda: (2**30, 2**34))
+    (said,) = Trends().warnings(FINE)
+    assert said.startswith("1.0 of 16.0 GiB of memory are left") and "batch.token_budget" in said
+
+
+def test_what_is_left_of_memory_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, total = resources.memory_left()
+    assert 0 < left < total and resources.resident_bytes() > 2**20
+    resources.check_disk(tmp_path, 1)
+    with pytest.raises(RunError, match=r"for a checkpoint and its disk has .* left; make room"):
+        resources.check_disk(tmp_path, 2**60)
+    for name, text in (
+        ("max", f"{2**30}\n"),
+        ("current", f"{2**30 - 2**20}"),
+        ("stat", "anon 5\ninactive_file 1024\n"),
+    ):
+        (tmp_path / f"memory.{name}").write_text(text)
+    monkeypatch.setattr(resources, "_CGROUP", tmp_path)
+    assert resources.memory_left() == (2**20 + 1024, 2**30)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert resources.memory_left()[1] == total
