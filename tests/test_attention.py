@@ -423,7 +423,7 @@ def test_flash_attention_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_flash_attention_needs_sixteen_bits() -> None:
     with pytest.raises(ConfigError, match=r"set `dtype=bfloat16`"):
-        ModelSettings("tiny", attention=Attention.flash_attention_2)
+        ModelSettings("tiny", DType.float32, attention=Attention.flash_attention_2)
 
 
 def test_rows_and_forest_agree() -> None:

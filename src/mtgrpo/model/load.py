@@ -88,9 +88,11 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
             "such models are not supported, choose another"
         )
     model.eval()
-    model.to(device=_device())  # pyright: ignore[reportCallIssue, reportArgumentType]
-    compute_in(model, settings.dtype)
-    choose_attention(model, settings.attention)
+    device = _device()
+    compute_in(model, resolved(settings.dtype, device.type))
+    choose_attention(model, settings.attention)  # looks at the model in the precision of its weights
+    round_frozen(model)
+    model.to(device=device)  # pyright: ignore[reportCallIssue, reportArgumentType]
     use_onednn(model)
     use_fused_rms_norm(model)
     if settings.checkpointing:
@@ -113,6 +115,13 @@ def _device() -> torch.device:
     return device
 
 
+def resolved(dtype: DType, device_type: str) -> DType:
+    """What `auto` means on a device of this type."""
+    if dtype is not DType.auto:
+        return dtype
+    return DType.bfloat16 if device_type == "cuda" else DType.float32
+
+
 def compute_in(model: PreTrainedModel, dtype: DType) -> None:
     """Make the model's forward compute in `dtype`; its weights become fp64 for float64 and stay what they are else."""
     body = model.base_model  # the methods are bound, so that a copy of the model runs its own weights
@@ -129,6 +138,14 @@ def computes_in(model: PreTrainedModel) -> torch.dtype:
     """What the forward computes in."""
     rounds = model.dtype is torch.float32 and "forward" in vars(model.base_model)
     return torch.bfloat16 if rounds else model.dtype
+
+
+def round_frozen(model: PreTrainedModel) -> None:
+    """Keep the frozen linear layers of a body that computes in bfloat16 in bfloat16, which changes no result."""
+    layers = [module for module in model.base_model.modules() if isinstance(module, nn.Linear)]
+    for layer in layers if computes_in(model) is torch.bfloat16 else []:
+        if not any(weight.requires_grad for weight in layer.parameters()):
+            layer.to(torch.bfloat16)
 
 
 def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -> PreTrainedModel:
@@ -197,7 +214,7 @@ def _check_head(model: PreTrainedModel, settings: ModelSettings) -> None:
 
 
 def _bfloat16_forward(body: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch.autocast(body.device.type, torch.bfloat16):
+    with torch.autocast(body.device.type, torch.bfloat16, cache_enabled=False):  # each weight is used once
         return type(body).forward(body, *args, **kwargs)
 
 

@@ -25,7 +25,7 @@ from mtgrpo.model import tiny
 from mtgrpo.model.attention import of_one_size
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
-from mtgrpo.model.load import compute_in, computes_in, not_found, place
+from mtgrpo.model.load import compute_in, computes_in, not_found, place, resolved, round_frozen
 from mtgrpo.model.logprobs import KEPT_BYTES, TILE_BYTES
 from mtgrpo.model.lora import add_adapter, add_peft_adapter, find_adapter
 from mtgrpo.model.onednn_linear import use_onednn
@@ -48,7 +48,8 @@ class Skeleton:
         self._cpu = device_type == "cpu"
         self.model = _build(settings)
         self.model.eval()
-        compute_in(self.model, settings.dtype)
+        compute_in(self.model, resolved(settings.dtype, device_type))
+        round_frozen(self.model)
         with self._mode:
             _to_cpu(self.model)
         if self._cpu:

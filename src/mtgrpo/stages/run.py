@@ -114,12 +114,11 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         experiment = await stack.enter_async_context(open_parts(experiment, context))
         tasks, held_out = open_tasks(experiment)
         tokenizer, chat = open_tokenizer(experiment)
-        settings = experiment.model
         if trains and torch.cuda.is_available():
             planned = plan(experiment, torch.cuda.get_device_properties(0).total_memory, "cuda")
             sinks.note(planned.describe())
-            settings = replace(settings, checkpointing=planned.checkpointing)
-        model = load_model(settings, experiment.seed)
+            experiment = planned.experiment
+        model = load_model(experiment.model, experiment.seed)
         model.generation_config.eos_token_id = list(chat.stop_ids)  # and ends its turns so
         longest = longest_context(experiment, model)
         engine = experiment.engine.start(model, experiment.deterministic, longest)
@@ -175,7 +174,7 @@ def longest_context(experiment: Experiment, model: PreTrainedModel) -> int:
     if not own and not asked:
         raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")
     check_length(model, asked)
-    return asked or min(own, experiment.batch.token_budget)
+    return asked or min(own, experiment.batch.tokens)
 
 
 def make_runner(
