@@ -35,7 +35,7 @@ def loss(entries: Tensor, scores: Scores) -> PerToken:
 def trained(
     played: Sequence[Trajectory], budget: int, family: str = "qwen3", dtype: DType = DType.float64, twice: bool = False
 ) -> tuple[dict[str, float], dict[str, Tensor], Tensor]:
-    """Metrics and gradient of one update, and the log-probabilities, of which the micro-batches hold `budget` tokens."""
+    """Metrics and gradient of one update in micro-batches of `budget` tokens, and the log-probabilities."""
     model = make_model(family, dtype)
     if twice:
         checkpoint_layers(model)

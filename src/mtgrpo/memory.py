@@ -18,9 +18,10 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import copy_bytes
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, whole_blocks
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.settings import FROM_SCRATCH
+from mtgrpo.model.settings import FROM_SCRATCH, Quantization
 from mtgrpo.model.skeleton import Skeleton
 from mtgrpo.policy.optimizer import make_optimizers
+from mtgrpo.policy.settings import Kind
 
 USABLE = 0.95  # of the device's memory; the rest is lost between the blocks of the allocator
 LIBRARIES = {"cpu": 600_000_000, "cuda": 1_000_000_000}  # bytes that torch and transformers, or the CUDA context, take
@@ -128,6 +129,8 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Pla
     skeleton = Skeleton(experiment.model, device_type)
     tokens = experiment.batch.tokens
     trained = sum(weight.nbytes for weight in skeleton.trained)
+    # Offloaded gradients leave one by one.
+    gradients = max(w.nbytes for w in skeleton.trained) if experiment.optimizer.offload else trained
     state, scratch = _optimizer_bytes(skeleton, experiment, device_type)
     learning = (Phase.training, Phase.update)
     activations = skeleton.training_bytes(tokens)
@@ -140,7 +143,7 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Pla
         Row("weights", sum(weight.nbytes for weight in skeleton.model.parameters())),
         Row("optimiser state", state),
         Row("reference", trained if experiment.kl.coef else 0),
-        Row("gradients", trained, learning),
+        Row("gradients", gradients, learning),
         Row(counted, max(activations - head, 0), (Phase.training,)),
         Row("keys and values of a context", path, (Phase.training,)),
         Row("head, in tiles", head, (Phase.training,)),
@@ -153,8 +156,13 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Pla
 
 def _optimizer_bytes(skeleton: Skeleton, experiment: Experiment, device_type: str) -> tuple[int, int]:
     """What the optimisers keep, and what they make for a moment while they step."""
-    state = scratch = 0
-    for optimizer in make_optimizers(skeleton.model, experiment.optimizer):
+    settings, state, scratch = experiment.optimizer, 0, 0
+    trained = sum(weight.nbytes for weight in skeleton.trained)
+    if settings.offload:
+        return 0, 0
+    if settings.kind is Kind.adamw_8bit:  # two moments of a byte a number, and two fp32 numbers for each 256 of each
+        return trained // 2 + trained // 128, 0
+    for optimizer in make_optimizers(skeleton.model, settings, {weight: weight for weight in skeleton.trained}):
         sizes = [weight.nbytes for group in optimizer.param_groups for weight in group["params"]]
         if isinstance(optimizer, torch.optim.Muon):  # one moment; a matrix at a time, in bfloat16
             state, scratch = state + sum(sizes), scratch + 2 * max(sizes)
@@ -242,12 +250,28 @@ def _half_budget(experiment: Experiment) -> _Step:
     return f"batch.token_budget={half}", replace(experiment, batch=replace(experiment.batch, token_budget=half))
 
 
+def _offloaded(experiment: Experiment) -> _Step:
+    if experiment.optimizer.offload or experiment.optimizer.kind is Kind.adamw_8bit:
+        return None
+    return "optimizer.offload=true", replace(experiment, optimizer=replace(experiment.optimizer, offload=True))
+
+
 def _adapters(experiment: Experiment) -> _Step:
     model = experiment.model
     if model.lora.rank or model.name in FROM_SCRATCH:
         return None
     adapted = replace(model, lora=replace(model.lora, rank=ADAPTER_RANK))
     return f"model.lora.rank={ADAPTER_RANK}", replace(experiment, model=adapted)
+
+
+def _quantized(experiment: Experiment) -> _Step:
+    if not experiment.model.lora.rank or experiment.model.quantization is not Quantization.none:
+        return None
+    try:
+        model = replace(experiment.model, quantization=Quantization.nf4)
+    except ConfigError:  # bitsandbytes is not installed
+        return None
+    return "model.quantization=nf4", replace(experiment, model=model)
 
 
 def _small_cache(experiment: Experiment) -> _Step:
@@ -277,7 +301,9 @@ def _half_contexts(experiment: Experiment) -> _Step:
 _CHEAPER: tuple[tuple[tuple[Phase, ...], Callable[[Experiment], _Step]], ...] = (
     ((Phase.training,), _twice),
     ((Phase.training,), _half_budget),
+    ((Phase.training, Phase.update), _offloaded),
     (tuple(Phase), _adapters),
+    (tuple(Phase), _quantized),
     (tuple(Phase), _small_cache),
     ((Phase.sampling,), _few_conversations),
     ((Phase.training, Phase.sampling), _half_contexts),

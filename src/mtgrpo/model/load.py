@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -29,7 +30,7 @@ from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
 from mtgrpo.model.logprobs import head_logits
 from mtgrpo.model.lora import add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
 from mtgrpo.model.onednn_linear import use_onednn
-from mtgrpo.model.settings import DType, ModelSettings
+from mtgrpo.model.settings import DType, ModelSettings, Quantization
 from mtgrpo.model.value import add_value_head, save_value_head, without_value_head
 
 logging.disable_progress_bar()  # it would write through the console's own
@@ -142,10 +143,11 @@ def computes_in(model: PreTrainedModel) -> torch.dtype:
 
 def round_frozen(model: PreTrainedModel) -> None:
     """Keep the frozen linear layers of a body that computes in bfloat16 in bfloat16, which changes no result."""
-    layers = [module for module in model.base_model.modules() if isinstance(module, nn.Linear)]
-    for layer in layers if computes_in(model) is torch.bfloat16 else []:
-        if not any(weight.requires_grad for weight in layer.parameters()):
+    for layer in model.base_model.modules() if computes_in(model) is torch.bfloat16 else []:
+        if type(layer) is nn.Linear and not any(weight.requires_grad for weight in layer.parameters()):
             layer.to(torch.bfloat16)
+        elif hasattr(layer, "compute_dtype"):  # a layer of bitsandbytes
+            setattr(layer, "compute_dtype", torch.bfloat16)  # noqa: B010
 
 
 def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -> PreTrainedModel:
@@ -161,14 +163,26 @@ def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -
     if Path(base).is_dir():
         base = str(Path(base).resolve())  # an adapter's folder will name it, and may be read from anywhere
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype=weights)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype=weights, **_quantized(settings))
     except (OSError, ValueError) as error:
         raise ConfigError(not_found(name, error, base if adapter else "")) from error
     if adapter:
         load_adapter(model, adapter, name, settings.lora)
     elif settings.lora.rank:
         add_adapter(model, settings.lora, seed)
+    elif settings.quantization is not Quantization.none:
+        raise ConfigError(
+            f"model.quantization={settings.quantization.value}: such layers are not trained; set model.lora.rank=16"
+        )
     return model
+
+
+def _quantized(settings: ModelSettings) -> dict[str, Any]:
+    """What transformers has to be told of quantization."""
+    if settings.quantization is Quantization.none:
+        return {}
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    return {"quantization_config": how, "device_map": {"": _device()}}
 
 
 def place(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_package
 
 FROM_SCRATCH = ("tiny", "tiny-2m", "tiny-30m")  # models that have no weights to be loaded; `tiny.py` has their shapes
 
@@ -44,6 +44,15 @@ class DType(Enum):
     float64 = "float64"
 
 
+class Quantization(Enum):
+    """In what the frozen layers of a model with adapters are kept; they compute in `model.dtype`."""
+
+    none = "none"
+    nf4 = (
+        "nf4"  # 4 bits a weight (QLoRA, arXiv:2305.14314), more slowly; needs bitsandbytes
+    )
+
+
 @dataclass
 class ModelSettings:
     """Which model is trained. `tiny`, `tiny-2m` and `tiny-30m` are Qwen3-shaped models from scratch.
@@ -55,6 +64,7 @@ class ModelSettings:
     dtype: DType = DType.auto  # what the forward computes in; weights that are trained stay fp32
     attention: Attention = Attention.auto  # how a training batch is laid out, and the kernel
     lora: LoRA = field(default_factory=LoRA)
+    quantization: Quantization = Quantization.none  # of the frozen layers below adapters
     checkpointing: bool | None = None  # compute layers twice and keep less; null: where memory asks for it
     value_head: bool = False  # for algorithms that learn what return to expect; starts at zero, or as it was saved
 
@@ -66,3 +76,7 @@ class ModelSettings:
                 f"`lora.rank={self.lora.rank}`: `name={self.name}` is a model from scratch, so there is "
                 "nothing to adapt; train it first with `lora.rank=0`, then give `name=FOLDER`"
             )
+        if self.quantization is not Quantization.none:
+            refuse_without_package("bitsandbytes", f"`quantization={self.quantization.value}`")
+            if self.name in FROM_SCRATCH or self.dtype is DType.float64:
+                raise ConfigError(f"`quantization` is for the base of adapters, not in float64: got `name={self.name}`")

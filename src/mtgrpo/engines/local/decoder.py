@@ -150,7 +150,7 @@ def copy_bytes(model: PreTrainedModel, device_type: str) -> int:
     merged_in = ("lora_A.", "lora_B.")
     products = [m for name, m in layers if isinstance(m, nn.Linear) and not any(part in name for part in merged_in)]
     head = cast(nn.Linear, model.get_output_embeddings())
-    weights = sum(product.weight.numel() for product in products)
+    weights = sum(product.weight.numel() for product in products if product.weight.is_floating_point())
     packed_head = head.weight.nbytes if device_type == "cpu" else 0
     return weights * computes_in(model).itemsize + packed_head
 
