@@ -151,6 +151,20 @@ def update(model: PreTrainedModel, kind: Kind = Kind.adamw) -> None:
     optimizer.step()
 
 
+def test_quantization_needs_a_package_and_adapters(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    four_bits = ModelSettings(str(bases["llama"]), quantization=Quantization.nf4)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(
+        ConfigError, match=r"model\.quantization=nf4 needs the package bitsandbytes: pip install mtgrpo"
+    ):
+        load_model(four_bits, 0)
+    monkeypatch.setattr("mtgrpo.model.load._quantized", lambda _: {})
+    with pytest.raises(
+        ConfigError, match=r"model\.quantization=nf4: such layers are not trained; set model\.lora\.rank"
+    ):
+        load_model(four_bits, 0)
+
+
 # --- new adapters ---
 
 

@@ -183,7 +183,7 @@ def test_a_description_is_aligned(tmp_path: Path) -> None:
     lines = estimate(experiment(tmp_path), 80 * GB, "cuda").describe().splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[0].split() == ["GB", "sampling", "training", "update"]
-    assert lines[-1].split() == ["usable", "76.0", "76.0", "76.0"]
+    assert lines[-1].split() == ["usable", "73.6", "73.6", "73.6"]
 
 
 def test_layers_are_computed_twice_where_memory_asks_for_it(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_what_is_proposed_is_enough(tmp_path: Path) -> None:
     words = ("batch.token_budget=4096", "model.checkpointing=true")
     least = plan(experiment(tmp_path, *words, "model.lora.rank=16"), 80 * GB, "cuda")
     weights = row(estimate(experiment(tmp_path, *words), 80 * GB, "cuda"), "weights").bytes
-    device = int((least.peak - row(least, "KV cache").bytes + weights) / (0.95 - 0.3))
+    device = int((least.peak - row(least, "KV cache").bytes + weights) / (0.92 - 0.3))
     with pytest.raises(ConfigError, match=r": set (.*)$") as refused:
         plan(experiment(tmp_path, *words), device, "cuda")
     proposed = re.findall(r"([\w.]+=\S+) \(", str(refused.value).partition(": set ")[2])
@@ -240,7 +240,7 @@ def test_a_gpu_settles_what_is_left_open(tmp_path: Path) -> None:
         assert isinstance(engine, Local) and found.fits
         cache = row(found, "KV cache").bytes
         assert cache == pytest.approx(engine.fraction * size * GB, rel=1e-6)
-        left = 0.95 * size * GB - found.needed(Phase.sampling) + cache
+        left = 0.92 * size * GB - found.needed(Phase.sampling) + cache
         assert cache == pytest.approx(min(500 * 4096 * 4096, left), rel=1e-6)
     assert settled[80] == (False, 65_536)
     assert settled[6][0] is False and 16_384 <= settled[6][1] < 65_536
@@ -255,6 +255,24 @@ def test_a_frozen_base_is_held_and_shared_in_bfloat16(tmp_path: Path) -> None:
     adapters = row(found, "gradients").bytes
     assert row(found, "weights").bytes == row(full, "weights").bytes - 2 * products + adapters
     assert row(found, "engine's copy").bytes == row(full, "engine's copy").bytes == 2 * products
+
+
+def test_four_bits_a_weight(tmp_path: Path) -> None:
+    words = ("model.dtype=auto", "model.lora.rank=4", "model.quantization=nf4")
+    half, quarter = (estimate(experiment(tmp_path, *words[:count]), 80 * GB, "cuda") for count in (2, 3))
+    products = 4 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512)
+    saved = row(half, "weights").bytes - row(quarter, "weights").bytes
+    assert saved == 2 * products - products * 33 // 64
+    assert not [r for r in quarter.rows if r.name.startswith("engine's copy")]
+
+
+def test_offloading_leaves_the_weights_on_the_device(tmp_path: Path) -> None:
+    full, found = (
+        estimate(experiment(tmp_path, f"optimizer.offload={on}"), 80 * GB, "cuda") for on in ("false", "true")
+    )
+    assert row(found, "weights") == row(full, "weights")
+    assert row(found, "gradients").bytes == 4 * 4096 * 256  # the largest
+    assert not [r for r in found.rows if r.name.startswith("optimiser")]
 
 
 def test_a_run_on_a_gpu_is_planned_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,6 @@ from mtgrpo.model import scorer
 from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.model.logprobs import sampled_logprobs
 from mtgrpo.model.scorer import Scores
-from mtgrpo.model.settings import Quantization
 from mtgrpo.policy import guard
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings, Schedule, factor
 from mtgrpo.policy.reference import ReferencePolicy
@@ -701,12 +700,8 @@ def test_an_offloaded_optimizer_that_is_gone_takes_no_gradient() -> None:
 
 def test_what_needs_bitsandbytes_is_refused_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(
-        ConfigError, match=r"`kind=adamw_8bit` needs the package bitsandbytes: pip install mtgrpo"
-    ):
+    with pytest.raises(ConfigError, match=r"`kind=adamw_8bit` needs the package bitsandbytes: pip install mtgrpo"):
         OptimizerSettings(kind=Kind.adamw_8bit)
-    with pytest.raises(ConfigError, match=r"`quantization=nf4` needs the package bitsandbytes"):
-        ModelSettings("some/model", quantization=Quantization.nf4)
 
 
 @pytest.mark.parametrize("kind", [Kind.adamw, Kind.muon])

@@ -23,7 +23,7 @@ from mtgrpo.model.skeleton import Skeleton
 from mtgrpo.policy.optimizer import make_optimizers
 from mtgrpo.policy.settings import Kind
 
-USABLE = 0.95  # of the device's memory; the rest is lost between the blocks of the allocator
+USABLE = 0.92  # of the device's memory; the rest is lost between the blocks of the allocator
 LIBRARIES = {"cpu": 600_000_000, "cuda": 1_000_000_000}  # bytes that torch and transformers, or the CUDA context, take
 LEAST_BUDGET = LEAST_CONTEXT = 1024  # tokens
 BUDGETS = [2**power for power in range(16, 9, -1)]  # tokens, what batch.token_budget=null may become, the best first
@@ -267,10 +267,7 @@ def _adapters(experiment: Experiment) -> _Step:
 def _quantized(experiment: Experiment) -> _Step:
     if not experiment.model.lora.rank or experiment.model.quantization is not Quantization.none:
         return None
-    try:
-        model = replace(experiment.model, quantization=Quantization.nf4)
-    except ConfigError:  # bitsandbytes is not installed
-        return None
+    model = replace(experiment.model, quantization=Quantization.nf4)
     return "model.quantization=nf4", replace(experiment, model=model)
 
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.model import smollm2, tiny
 from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
@@ -181,6 +181,7 @@ def _quantized(settings: ModelSettings) -> dict[str, Any]:
     """What transformers has to be told of quantization."""
     if settings.quantization is Quantization.none:
         return {}
+    refuse_without_package("bitsandbytes", f"model.quantization={settings.quantization.value}")
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     return {"quantization_config": how, "device_map": {"": _device()}}
 

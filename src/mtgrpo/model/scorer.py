@@ -59,10 +59,10 @@ class Scorer(nn.Module):
         if len(micro.parent) == 0 and not micro.opens:
             return self(_one_token(micro), temperature).at(torch.arange(0))
         parents, row = torch.unique(micro.parent, return_inverse=True)
-        hidden = self.hidden(micro, parents, prefix)
-        if len(parents) == 0:
-            nothing = hidden.sum(-1)
+        if len(parents) == 0:  # but others continue it; reads one state, for some layers take no empty input
+            nothing = self.hidden(micro, torch.tensor([micro.given]), prefix).sum(-1)[:0]
             return Scores(nothing, nothing, nothing if has_value_head(self.model) else None)
+        hidden = self.hidden(micro, parents, prefix)
         drawn, kept = row, None  # the distribution that each target was drawn from
         if micro.kept is not None:  # several may follow one parent
             sets = micro.kept.sets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
 
 FROM_SCRATCH = ("tiny", "tiny-2m", "tiny-30m")  # models that have no weights to be loaded; `tiny.py` has their shapes
 
@@ -48,9 +48,7 @@ class Quantization(Enum):
     """In what the frozen layers of a model with adapters are kept; they compute in `model.dtype`."""
 
     none = "none"
-    nf4 = (
-        "nf4"  # 4 bits a weight (QLoRA, arXiv:2305.14314), more slowly; needs bitsandbytes
-    )
+    nf4 = "nf4"  # 4 bits a weight (QLoRA, arXiv:2305.14314), more slowly; needs bitsandbytes
 
 
 @dataclass
@@ -76,7 +74,5 @@ class ModelSettings:
                 f"`lora.rank={self.lora.rank}`: `name={self.name}` is a model from scratch, so there is "
                 "nothing to adapt; train it first with `lora.rank=0`, then give `name=FOLDER`"
             )
-        if self.quantization is not Quantization.none:
-            refuse_without_package("bitsandbytes", f"`quantization={self.quantization.value}`")
-            if self.name in FROM_SCRATCH or self.dtype is DType.float64:
-                raise ConfigError(f"`quantization` is for the base of adapters, not in float64: got `name={self.name}`")
+        if self.quantization is not Quantization.none and (self.name in FROM_SCRATCH or self.dtype is DType.float64):
+            raise ConfigError(f"`quantization` is for the base of adapters, not in float64: got `name={self.name}`")
