@@ -6,8 +6,9 @@
     8b_full_offload     Qwen3-8B, all weights, the optimiser on the host, contexts of 32,768, the budget that fits
     plan_error          of five small models on this CPU: the largest |planned / measured - 1|
 
-The KV cache takes what is left while sampling, so training is the number to look at. Nothing is downloaded: the shapes stand here. The measured side is a
-process of its own for each model: two micro-batches and one step of the optimiser, resident bytes at their most.
+The KV cache takes what is left while sampling, so training is the number to look at. Nothing is downloaded: the shapes
+stand here. The measured side is a process of its own for each model: two micro-batches and one step of the optimiser,
+resident bytes at their most.
 """
 
 from __future__ import annotations

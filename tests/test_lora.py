@@ -44,6 +44,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
 from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer, save_model
 from mtgrpo.model.lora import LoRA, save_adapter
+from mtgrpo.model.settings import Quantization
 from mtgrpo.model.value import values
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings
 from mtgrpo.policy.reference import ReferencePolicy
@@ -154,14 +155,10 @@ def update(model: PreTrainedModel, kind: Kind = Kind.adamw) -> None:
 def test_quantization_needs_a_package_and_adapters(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     four_bits = ModelSettings(str(bases["llama"]), quantization=Quantization.nf4)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(
-        ConfigError, match=r"model\.quantization=nf4 needs the package bitsandbytes: pip install mtgrpo"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.quantization=nf4 needs the package bitsandbytes: pip"):
         load_model(four_bits, 0)
     monkeypatch.setattr("mtgrpo.model.load._quantized", lambda _: {})
-    with pytest.raises(
-        ConfigError, match=r"model\.quantization=nf4: such layers are not trained; set model\.lora\.rank"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.quantization=nf4: such layers are not trained; set"):
         load_model(four_bits, 0)
 
 

@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help(tmp_path: Path) -> No
     asked = experiment(
         tmp_path, "batch.token_budget=1024", "environment.max_context_length=32768", "engine.memory_fraction=0.05"
     )
-    cure = r"rank=16 \(1\.\d+ GB\), then environment\.max_context_length=16384 \("
+    cure = r"set optimizer\.offload=true \(1\.\d+ GB\), then environment\.max_context_length=16384 \("
     with pytest.raises(ConfigError, match=cure):
         plan(asked, int(1.35 * GB), "cuda")
     with pytest.raises(ConfigError, match=r"choose a smaller model; .* even with model\.lora\.rank=16"):

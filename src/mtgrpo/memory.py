@@ -98,11 +98,13 @@ def plan(experiment: Experiment, device_bytes: int, device_type: str) -> Plan:
     that leaves a budget of the usual size. Raises ConfigError, with what would help, when there is no room at all, and
     when there is no such model.
     """
-    tried = experiment
-    for tried in _settled(experiment, device_type):
-        found = estimate(tried, device_bytes, device_type)
+    settled = list(_settled(experiment, device_type))
+    for candidates in settled:
+        found = estimate(candidates[-1], device_bytes, device_type)
         if found.fits:
-            return found
+            larger = (estimate(candidate, device_bytes, device_type) for candidate in candidates[:-1])
+            return next((candidate for candidate in larger if candidate.fits), found)
+    tried = settled[-1][-1]
     found = estimate(tried, device_bytes, device_type)
     twice = "even with layers computed twice " if tried.model.checkpointing else ""
     raise ConfigError(
@@ -112,16 +114,15 @@ def plan(experiment: Experiment, device_bytes: int, device_type: str) -> Plan:
     )
 
 
-def _settled(experiment: Experiment, device_type: str) -> Iterator[Experiment]:
-    """`experiment` with model.checkpointing and batch.token_budget as they may become, the best first."""
+def _settled(experiment: Experiment, device_type: str) -> Iterator[list[Experiment]]:
+    """What model.checkpointing may become, the best first, each with the budgets there may be, the largest first."""
     auto = experiment.batch.token_budget is None and device_type == "cuda"
-    budgets = BUDGETS if auto else [experiment.batch.tokens]
     asked = experiment.model.checkpointing
     for checkpointing in (False, True) if asked is None else (asked,):
-        for budget in budgets:
-            if budget >= DEFAULT_BUDGET or not auto or asked is not None or checkpointing:
-                model = replace(experiment.model, checkpointing=checkpointing)
-                yield replace(experiment, model=model, batch=replace(experiment.batch, token_budget=budget))
+        model = replace(experiment.model, checkpointing=checkpointing)
+        least = DEFAULT_BUDGET if asked is None and not checkpointing else LEAST_BUDGET
+        budgets = [budget for budget in BUDGETS if budget >= least] if auto else [experiment.batch.tokens]
+        yield [replace(experiment, model=model, batch=replace(experiment.batch, token_budget=b)) for b in budgets]
 
 
 def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Plan:
@@ -136,7 +137,8 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Pla
     activations = skeleton.training_bytes(tokens)
     head = skeleton.head_bytes(tokens)
     # Of a context beyond the budget each layer's keys and values are kept, and their gradients.
-    path = 2 * _longest_context(skeleton, experiment) * skeleton.kv_cache_bytes()
+    token_bytes = skeleton.kv_cache_bytes()
+    path = 2 * _longest_context(skeleton, experiment) * token_bytes
     counted = f"activations, {tokens:,} tokens" if activations else "activations are not known"
     rows = [
         Row("libraries and context", LIBRARIES[device_type]),
@@ -149,7 +151,7 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Pla
         Row("head, in tiles", head, (Phase.training,)),
         Row("optimiser step", scratch, (Phase.update,)),
     ]
-    rows += _engine_rows(skeleton, experiment, Plan(rows, device_bytes, experiment), device_type)
+    rows += _engine_rows(skeleton, token_bytes, Plan(rows, device_bytes, experiment), device_type)
     kept = [row for row in rows if row.bytes or row.name == counted]
     return Plan(kept, device_bytes, _with_cache(experiment, kept, device_bytes))
 
@@ -171,8 +173,9 @@ def _optimizer_bytes(skeleton: Skeleton, experiment: Experiment, device_type: st
     return state, scratch
 
 
-def _engine_rows(skeleton: Skeleton, experiment: Experiment, found: Plan, device_type: str) -> list[Row]:
+def _engine_rows(skeleton: Skeleton, token_bytes: int, found: Plan, device_type: str) -> list[Row]:
     """Of the local engine, beside what is `found`; others have a memory of their own."""
+    experiment = found.experiment
     engine, rollout = experiment.engine, experiment.rollout
     if not isinstance(engine, Local):
         return []
@@ -187,7 +190,6 @@ def _engine_rows(skeleton: Skeleton, experiment: Experiment, found: Plan, device
         Row("engine's copy of weights", copy_bytes(skeleton.model, device_type), phases),
         Row("logits of a decoding step", 3 * 4 * open_at_once * vocabulary, (Phase.sampling,)),
     ]
-    token_bytes = skeleton.kv_cache_bytes()
     conversation = token_bytes * whole_blocks(_longest_context(skeleton, experiment))
     room = int(engine.fraction * found.device_bytes)
     if engine.memory_fraction is None and device_type == "cuda" and asleep:  # what is left, for one at least
