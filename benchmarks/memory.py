@@ -2,8 +2,8 @@
 
     1.7b_full           Qwen3-1.7B, all weights, batch.token_budget=16384, contexts of up to 32,768 tokens
     8b_lora_32k         Qwen3-8B, adapters of rank 16, contexts and batch.token_budget of 32,768
-    8b_nf4              the same with a base of 4 bits a weight on a GPU of 40 GB, the budget that fits
-    8b_full_offload     Qwen3-8B, all weights, the optimiser on the host, contexts of 32,768, the budget that fits
+    8b_nf4              the same with a base of 4 bits a weight on a GPU of 40 GB, a budget of 16,384
+    8b_full_offload     Qwen3-8B, all weights, the optimiser on the host, contexts of 32,768, a budget of 16,384
     plan_error          of five small models on this CPU: the largest |planned / measured - 1|
 
 The KV cache takes what is left while sampling, so training is the number to look at. Nothing is downloaded: the shapes
@@ -53,12 +53,13 @@ QWEN3_8B = Qwen3Config(
     **QWEN3, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
     tie_word_embeddings=False,
 )  # fmt: skip
-CONTEXTS = "environment.max_context_length=32768"
+CONTEXTS = "environment.max_context_length=32768"  # tokens
+USUAL = "batch.token_budget=16384"
 LARGE: dict[str, tuple[PreTrainedConfig, float, tuple[str, ...]]] = {  # model, GB, settings
-    "memory.1.7b_full_gb": (QWEN3_1_7B, 80, ("batch.token_budget=16384", CONTEXTS)),
+    "memory.1.7b_full_gb": (QWEN3_1_7B, 80, (USUAL, CONTEXTS)),
     "memory.8b_lora_32k_gb": (QWEN3_8B, 80, ("batch.token_budget=32768", CONTEXTS, "model.lora.rank=16")),
-    "memory.8b_nf4_gb": (QWEN3_8B, 40, (CONTEXTS, "model.lora.rank=16", "model.quantization=nf4")),
-    "memory.8b_full_offload_gb": (QWEN3_8B, 80, (CONTEXTS, "optimizer.offload=true")),
+    "memory.8b_nf4_gb": (QWEN3_8B, 40, (USUAL, CONTEXTS, "model.lora.rank=16", "model.quantization=nf4")),
+    "memory.8b_full_offload_gb": (QWEN3_8B, 80, (USUAL, CONTEXTS, "optimizer.offload=true")),
 }
 SMALL = {"vocab_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 
@@ -111,7 +112,8 @@ def planned() -> dict[str, Plan]:
     found: dict[str, Plan] = {}
     for name, (config, size, words) in LARGE.items():
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = plan(experiment(config, folder, *words), int(size * 10**9), "cuda")
+            run = experiment(config, folder, *words, "model.checkpointing=true")
+            found[name] = plan(run, int(size * 10**9), "cuda")
         print(f"{name}\n{found[name].describe()}\n", file=sys.stderr, flush=True)
     return found
 

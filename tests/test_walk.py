@@ -19,6 +19,8 @@ from mtgrpo.model.checkpointing import checkpoint_layers
 from mtgrpo.model.load import DType
 from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.scorer import Scorer, Scores, flops_of
+from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.settings import OptimizerSettings
 from mtgrpo.policy.step import Policy
 from mtgrpo.types import Trajectory
 from test_attention import conversation, make_model, trajectories
@@ -163,3 +165,37 @@ def test_padded_rows_are_not_cut() -> None:
     policy = Policy(model, Descent(model, 0.0), 20, 0.8)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"padded row longer than batch\.token_budget=20"):
         policy.pack(build_batch(conversation()), torch.arange(40))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_walk_on_a_gpu(twice: bool) -> None:
+    """Against the same tree in one micro-batch, in fp32 and by FlexAttention."""
+    found: list[tuple[dict[str, float], dict[str, Tensor]]] = []
+    for budget in (NO_CUT, 20):
+        model = make_model("qwen3", DType.float32).cuda()
+        if twice:
+            checkpoint_layers(model)
+        descent = Descent(model, 0.0)
+        policy = Policy(model, descent, budget, 0.8)  # type: ignore[arg-type]
+        batch = build_batch(conversation())
+        weights = torch.linspace(-1, 2, len(batch), dtype=torch.float64)
+        found.append((policy.update(batch, torch.arange(len(batch)), weights, loss), descent.gradients[0]))
+    assert found[1][0]["loss"] == pytest.approx(found[0][0]["loss"], rel=1e-2)
+    for name, expected in found[0][1].items():
+        assert (found[1][1][name] - expected).norm() <= 2e-2 * max(1.0, expected.norm().item()), name
+
+
+@pytest.mark.gpu
+def test_an_offloaded_optimizer_on_a_gpu() -> None:
+    batch = build_batch(conversation())
+    weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
+    found: list[dict[str, Tensor]] = []
+    for offload in (False, True):
+        model = make_model("qwen3", DType.float32).cuda()
+        policy = Policy(model, Optimizer(model, OptimizerSettings(lr=1e-3, offload=offload), 0), NO_CUT, 0.8)
+        for _ in range(2):
+            policy.update(batch, torch.arange(len(batch)), weights, loss)
+        found.append({name: weight.detach() for name, weight in model.named_parameters()})
+    for name, expected in found[0].items():
+        assert torch.allclose(found[1][name], expected, atol=1e-4), name

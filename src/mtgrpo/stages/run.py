@@ -22,7 +22,7 @@ from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, open_sinks, sink_class
 from mtgrpo.memory import plan
-from mtgrpo.model.attention import describe_attention
+from mtgrpo.model.attention import describe_attention, uses_forest
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.traits import check_length, traits
 from mtgrpo.part import RunContext, opens
@@ -174,6 +174,11 @@ def longest_context(experiment: Experiment, model: PreTrainedModel) -> int:
     if not own and not asked:
         raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")
     check_length(model, asked)
+    if asked > experiment.batch.tokens and not uses_forest(model):
+        raise ConfigError(
+            f"environment.max_context_length={asked}: padded rows of that length do not fit "
+            f"batch.token_budget={experiment.batch.tokens}; set batch.token_budget to at least {asked}"
+        )
     return asked or min(own, experiment.batch.tokens)
 
 
