@@ -1,16 +1,20 @@
 """What training needs: planned for one GPU of 80 GB by fake tensors, and the plan against what small models take.
 
-    1.7b_full       Qwen3-1.7B, all weights, batch.token_budget=16384
-    8b_lora_32k     Qwen3-8B, adapters of rank 16, contexts and batch.token_budget of 32,768
-    plan_error      of five small models on this CPU: the largest |planned / measured - 1|
+    1.7b_full           Qwen3-1.7B, all weights, batch.token_budget=16384, contexts of up to 32,768 tokens
+    8b_lora_32k         Qwen3-8B, adapters of rank 16, contexts and batch.token_budget of 32,768
+    8b_nf4              the same with a base of 4 bits a weight on a GPU of 40 GB, a budget of 16,384
+    8b_full_offload     Qwen3-8B, all weights, the optimiser on the host, contexts of 32,768, a budget of 16,384
+    plan_error          of five small models on this CPU: the largest |planned / measured - 1|
 
-What is not built has no number, but a reason. Nothing is downloaded: the shapes stand here. The measured side is a
-process of its own for each model: two micro-batches and one step of the optimiser, resident bytes at their most.
+The KV cache takes what is left while sampling, so training is the number to look at. Nothing is downloaded: the shapes
+stand here. The measured side is a process of its own for each model: two micro-batches and one step of the optimiser,
+resident bytes at their most.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -29,14 +33,14 @@ from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.compose import preset
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.memory import Phase, Plan, estimate
+from mtgrpo.memory import Phase, Plan, estimate, plan
 from mtgrpo.model.load import load_model
 from mtgrpo.model.scorer import Scores
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
-DEVICE_BYTES = 80 * 10**9
+CPU_BYTES = 80 * 10**9
 QWEN3 = {
     "vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960,
     "architectures": ["Qwen3ForCausalLM"],
@@ -49,9 +53,13 @@ QWEN3_8B = Qwen3Config(
     **QWEN3, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
     tie_word_embeddings=False,
 )  # fmt: skip
-NOT_BUILT = {
-    "memory.8b_nf4_gb": "model.quantization=nf4 is not built",
-    "memory.8b_full_offload_gb": "optimizer.offload is not built",
+CONTEXTS = "environment.max_context_length=32768"  # tokens
+USUAL = "batch.token_budget=16384"
+LARGE: dict[str, tuple[PreTrainedConfig, float, tuple[str, ...]]] = {  # model, GB, settings
+    "memory.1.7b_full_gb": (QWEN3_1_7B, 80, (USUAL, CONTEXTS)),
+    "memory.8b_lora_32k_gb": (QWEN3_8B, 80, ("batch.token_budget=32768", CONTEXTS, "model.lora.rank=16")),
+    "memory.8b_nf4_gb": (QWEN3_8B, 40, (USUAL, CONTEXTS, "model.lora.rank=16", "model.quantization=nf4")),
+    "memory.8b_full_offload_gb": (QWEN3_8B, 80, (USUAL, CONTEXTS, "optimizer.offload=true")),
 }
 SMALL = {"vocab_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 
@@ -96,26 +104,16 @@ def experiment(model: str | PreTrainedConfig, folder: str, *words: str, weights:
         torch.manual_seed(0)
         (AutoModelForCausalLM.from_config(model) if weights else model).save_pretrained(folder)
         name = folder
-    return preset("calculator", f"model.name={name}", "sft.steps=0", *words)
+    return preset("calculator", f"model.name={name}", "sft.steps=0", "batch.token_budget=null", *words)
 
 
 def planned() -> dict[str, Plan]:
-    """The plans for the GPU; layers are computed twice where there is no room otherwise."""
-    large = {
-        "memory.1.7b_full_gb": (QWEN3_1_7B, ("batch.token_budget=16384",)),
-        "memory.8b_lora_32k_gb": (
-            QWEN3_8B,
-            ("batch.token_budget=32768", "environment.max_context_length=32768", "model.lora.rank=16"),
-        ),
-    }
+    """The plans for the GPU; raises ConfigError where a model does not fit."""
     found: dict[str, Plan] = {}
-    for name, (config, words) in large.items():
+    for name, (config, size, words) in LARGE.items():
         with tempfile.TemporaryDirectory() as folder:
-            for checkpointing in ("false", "true"):
-                asked = (*words, "model.dtype=bfloat16", f"model.checkpointing={checkpointing}")
-                found[name] = estimate(experiment(config, folder, *asked), DEVICE_BYTES, "cuda")
-                if found[name].fits:
-                    break
+            run = experiment(config, folder, *words, "model.checkpointing=true")
+            found[name] = plan(run, int(size * 10**9), "cuda")
         print(f"{name}\n{found[name].describe()}\n", file=sys.stderr, flush=True)
     return found
 
@@ -146,11 +144,12 @@ def train(name: str) -> None:
 
 
 def update_twice(run: Experiment) -> None:
-    """Two steps of the optimiser, of two micro-batches each, beside an engine; the second has everything in place."""
+    """Two steps of the optimiser, of two micro-batches each, while an engine sleeps; the second has all in place."""
     model = load_model(run.model, 0)
     engine = run.engine.start(model, True, 512)
-    policy = Policy(model, Optimizer(model, run.optimizer, 2), run.batch.token_budget, 1.0)
-    batch = build_batch(trajectories(int(model.config.vocab_size), run.batch.token_budget))
+    asyncio.run(engine.sleep())
+    policy = Policy(model, Optimizer(model, run.optimizer, 2), run.batch.tokens, 1.0)
+    batch = build_batch(trajectories(int(model.config.vocab_size), run.batch.tokens))
     weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
     nothing_clipped = torch.zeros(len(batch), dtype=torch.bool)
 
@@ -166,7 +165,8 @@ def compared(name: str) -> dict[str, float]:
     """Planned and measured bytes of a small model, and how far the plan is off."""
     small = SMALL_MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
-        found = estimate(experiment(small.model, folder, *small.words), DEVICE_BYTES, "cpu")
+        short = "environment.max_context_length=512"
+        found = estimate(experiment(small.model, folder, *small.words, short), CPU_BYTES, "cpu")
     most = max(found.needed(Phase.training), found.needed(Phase.update)) - found.rows[0].bytes  # which are libraries
     # What is freed goes back to the system at once, so that what is resident is what is held.
     given_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
@@ -192,13 +192,10 @@ def main() -> None:
     plans = planned()
     small = {name: compared(name) for name in arguments.models}
     ratios: dict[str, float | None] = {name: round(found.peak / 1e9, 2) for name, found in plans.items()}
-    ratios |= dict.fromkeys(NOT_BUILT)
     ratios["memory.plan_error"] = round(max((abs(row["error"]) for row in small.values()), default=0.0), 4)
     detail: dict[str, Any] = {
-        "device_gb": DEVICE_BYTES / 1e9,
         "plans": {name: describe(found) for name, found in plans.items()},
         "small": small,
-        "not_built": NOT_BUILT,
     }
     finish("memory", ratios, detail, "memory.json" if len(small) == len(SMALL_MODELS) else None)
 
@@ -209,7 +206,9 @@ def describe(found: Plan) -> dict[str, Any]:
         row.name: {"gb": round(row.bytes / 1e9, 3), "in": [phase.value for phase in row.phases]} for row in found.rows
     }
     peak = {phase.value: round(found.needed(phase) / 1e9, 2) for phase in Phase}
-    return {"rows": rows, "peak_gb": peak, "checkpointing": found.checkpointing, "fits": found.fits}
+    settled = found.experiment
+    chosen = {"token_budget": settled.batch.tokens, "checkpointing": settled.model.checkpointing}
+    return {"rows": rows, "peak_gb": peak, "device_gb": found.device_bytes / 1e9, **chosen}
 
 
 if __name__ == "__main__":

@@ -35,8 +35,10 @@ CASES = {
 }
 
 PLANS = {
-    "memory.1.7b_full_gb": "Qwen3-1.7B, all weights, budget 16,384",
-    "memory.8b_lora_32k_gb": "Qwen3-8B, LoRA of rank 16, contexts and budget 32,768",
+    "memory.1.7b_full_gb": "Qwen3-1.7B, all weights",
+    "memory.8b_lora_32k_gb": "Qwen3-8B, LoRA of rank 16",
+    "memory.8b_nf4_gb": "Qwen3-8B, LoRA of rank 16 over NF4",
+    "memory.8b_full_offload_gb": "Qwen3-8B, all weights, optimiser on the host",
 }
 OUTAGES = {
     "never": "no attempt fails",
@@ -314,10 +316,12 @@ def memory() -> str:
     rows: list[list[str]] = []
     for name, plan in detail["plans"].items():
         phases = [f"{gb:.1f}" for gb in plan["peak_gb"].values()]
-        rows.append(
-            [PLANS[name], *phases, "twice" if plan["checkpointing"] else "once", "yes" if plan["fits"] else "no"]
-        )
-    return table(["", "sampling, GB", "training", "update", "layers are computed", "fits 80 GB"], rows)
+        cache = next(row for row in plan["rows"] if row.startswith("KV cache")).removeprefix("KV cache, ")
+        layers = "twice" if plan["checkpointing"] else "once"
+        rows.append([PLANS[name], f"{plan['device_gb']:.0f}", *phases, f"{plan['token_budget']:,}", layers, cache])
+    return table(
+        ["", "GPU, GB", "sampling", "training", "update", "token budget", "layers are computed", "KV cache"], rows
+    )
 
 
 def memory_small() -> str:

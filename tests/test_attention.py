@@ -48,6 +48,7 @@ from mtgrpo.policy.guard import compare
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 TASK = Task("test/0", (Message("user", "?"),))
+FLEX_FORESTS = 100
 SIZES: dict[str, Any] = {
     "vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
@@ -347,6 +348,40 @@ def test_tiles_of_flex_attention(window: int, length: int) -> None:
                 assert not tile.all()
 
 
+def flex(
+    visibility: Visibility, inputs: list[Tensor], window: int, weights: Tensor, attend: Any
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Output [1, heads, rows, size] and gradients of FlexAttention."""
+    found = attend(*inputs, block_mask=visibility.block_mask(window), scale=0.3, enable_gqa=True)
+    return found, torch.autograd.grad(found, inputs, weights)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_flex_attention_equals_the_rule_on_random_forests(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, by its eager kernels on the CPU; also below a path that is given."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    attend = torch.compile(attention.flex_attention, backend="aot_eager", dynamic=True)
+    for seed in range(FLEX_FORESTS):
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        rows = [[rng.randrange(3) for _ in range(rng.randrange(1, 90))] for _ in range(rng.randrange(1, 5))]
+        start = [rng.randrange(3) for _ in range(rng.choice([3, 40, 140]))]
+        forest, _ = build_forest([start + row for row in rows])
+        given = rng.choice([0, 3, len(start) - 1])
+        count = len(forest) - given
+        inputs = [
+            torch.randn(1, heads, size, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+            for heads, size in ((4, count), (2, len(forest)), (2, len(forest)))
+        ]
+        weights = torch.randn(1, 4, count, 16, generator=generator, dtype=torch.float64)
+        visibility = Visibility(forest.depth, forest.subtree_end, given=given)
+        found, gradients = flex(visibility, inputs, window, weights, attend)
+        mask = by_hand(forest, window)[given:]
+        expected = nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask, scale=0.3, enable_gqa=True)
+        assert torch.allclose(found, expected, atol=1e-9)
+        for one, other in zip(gradients, torch.autograd.grad(expected, inputs, weights), strict=True):
+            assert torch.allclose(one, other, atol=1e-9)
+
+
 @pytest.mark.gpu
 def test_a_bfloat16_model_on_a_gpu() -> None:
     """The whole pass: body in bfloat16, last layer at the rows that are read, head in fp32, and back."""
@@ -423,7 +458,7 @@ def test_flash_attention_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_flash_attention_needs_sixteen_bits() -> None:
     with pytest.raises(ConfigError, match=r"set `dtype=bfloat16`"):
-        ModelSettings("tiny", attention=Attention.flash_attention_2)
+        ModelSettings("tiny", DType.float32, attention=Attention.flash_attention_2)
 
 
 def test_rows_and_forest_agree() -> None:

@@ -151,7 +151,39 @@ def test_the_memory_benchmark_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.update_twice(run)
     found = memory.describe(memory.estimate(run, 10**9, "cpu"))
     assert json.loads(json.dumps(found)) == found
-    assert found["fits"] and set(found["peak_gb"]) == {"sampling", "training", "update"}
+    assert found["token_budget"] == 512 and set(found["peak_gb"]) == {"sampling", "training", "update"}
+
+
+def test_the_first_benchmark_of_a_gpu_runs_at_toy_size(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    first = load_file(RECORD.parent / "gpu" / "first.py")
+    monkeypatch.setattr(sys, "argv", ["first.py", "--size=toy"])
+    first.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("missing: ")
+    line = json.loads(lines[-1])
+    assert not [name for name, found in line["detail"].items() if isinstance(found, dict) and "failed" in found]
+    measured = (
+        "gpu.mfu",
+        "gpu.mfu_checkpointed",
+        "gpu.decode_of_bandwidth",
+        "gpu.decode_vs_generate",
+        "gpu.forest_eta",
+    )
+    assert all(line["ratios"][f"gpu.{name}"] > 0 for name in measured)
+
+
+def test_the_learning_benchmark_of_a_gpu_runs_at_toy_size(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    learn = load_file(RECORD.parent / "gpu" / "learn.py")
+    small = ("trainer.steps=1", "rollout.prompts_per_step=1", "rollout.group_size=2", "eval.tasks=1", "eval.samples=1")
+    learn.main(["model.name=tiny", *small, "sampling.max_new_tokens=4", "task.examples=[]"])
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["ratios"].keys() == {"gpu.learn_gain", "gpu.learn_seconds"} and len(line["detail"]["success"]) == 1
 
 
 @pytest.mark.parametrize("name", ["BENCHMARKS.md", "README.md"])

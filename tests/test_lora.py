@@ -44,6 +44,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
 from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer, save_model
 from mtgrpo.model.lora import LoRA, save_adapter
+from mtgrpo.model.settings import Quantization
 from mtgrpo.model.value import values
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings
 from mtgrpo.policy.reference import ReferencePolicy
@@ -151,6 +152,16 @@ def update(model: PreTrainedModel, kind: Kind = Kind.adamw) -> None:
     optimizer.step()
 
 
+def test_quantization_needs_a_package_and_adapters(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    four_bits = ModelSettings(str(bases["llama"]), quantization=Quantization.nf4)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"model\.quantization=nf4 needs the package bitsandbytes: pip"):
+        load_model(four_bits, 0)
+    monkeypatch.setattr("mtgrpo.model.load._quantized", lambda _: {})
+    with pytest.raises(ConfigError, match=r"model\.quantization=nf4: such layers are not trained; set"):
+        load_model(four_bits, 0)
+
+
 # --- new adapters ---
 
 
@@ -164,7 +175,11 @@ def test_new_adapters_change_nothing_and_are_all_that_is_trained(
     assert torch.equal(logits(model), logits(plain))
     assert not model.training
     precision = torch.float64 if dtype is DType.float64 else torch.float32
-    assert {weight.dtype for weight in model.parameters()} == {precision}
+    assert {weight.dtype for weight in model.parameters() if weight.requires_grad} == {precision}
+    frozen = [
+        part for part in model.base_model.modules() if isinstance(part, nn.Linear) and not part.weight.requires_grad
+    ]
+    assert {part.weight.dtype for part in frozen} == {torch.bfloat16 if dtype is DType.bfloat16 else precision}
     names = [name.split(".") for name in trained(model)]
     assert {name[-4] for name in names} == LINEAR
     assert len(names) == 2 * len(LINEAR) * LAYERS
@@ -344,7 +359,7 @@ def test_adapters_that_are_more_than_a_product_decode_as_they_are(
 # --- training ---
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", [Kind.adamw, Kind.muon])
 def test_an_update_moves_the_adapters_alone(bases: dict[str, Path], kind: Kind) -> None:
     model = adapt(bases["qwen3"])
     before, names = state(model), trained(model).keys()

@@ -15,6 +15,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedCo
 
 from mtgrpo.config.compose import preset
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.engines.local import Local
 from mtgrpo.errors import ConfigError
 from mtgrpo.memory import Phase, Plan, Row, estimate, plan
 from mtgrpo.model.load import load_model
@@ -35,7 +36,8 @@ def named(folder: Path, config: PreTrainedConfig = LLAMA) -> str:
 
 
 def experiment(folder: Path, *words: str) -> Experiment:
-    return preset("calculator", f"model.name={named(folder)}", "sft.steps=0", "batch.token_budget=4096", *words)
+    fixed = ("sft.steps=0", "batch.token_budget=4096", "engine.memory_fraction=0.3", "model.dtype=float32")
+    return preset("calculator", f"model.name={named(folder)}", *fixed, *words)
 
 
 def row(found: Plan, name: str) -> Row:
@@ -150,7 +152,7 @@ def test_rows_of_a_plan(tmp_path: Path) -> None:
     assert weights == 4 * (2 * 4096 * 256 + 4 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512 + 2 * 256) + 256)
     assert row(found, "gradients").bytes == weights and row(found, "optimiser state").bytes == 2 * weights
     assert row(found, "KV cache") == Row(f"KV cache, {24 * GB // 4096:,} tokens", 24 * GB, (Phase.sampling,))
-    assert row(found, "engine's copy").bytes == weights - 4 * 4096 * 256 - 4 * 256 * 9
+    assert row(found, "engine's copy").bytes == weights - 2 * 4 * 4096 * 256 - 4 * 256 * 9
     assert row(estimate(kl, 80 * GB, "cuda"), "reference").bytes == weights
     assert found.peak == found.needed(found.peak_phase) == max(found.needed(phase) for phase in Phase)
 
@@ -181,16 +183,16 @@ def test_a_description_is_aligned(tmp_path: Path) -> None:
     lines = estimate(experiment(tmp_path), 80 * GB, "cuda").describe().splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[0].split() == ["GB", "sampling", "training", "update"]
-    assert lines[-1].split() == ["usable", "76.0", "76.0", "76.0"]
+    assert lines[-1].split() == ["usable", "73.6", "73.6", "73.6"]
 
 
 def test_layers_are_computed_twice_where_memory_asks_for_it(tmp_path: Path) -> None:
     words = ("engine.memory_fraction=0.1",)
     plain = plan(experiment(tmp_path, *words), 80 * GB, "cuda")
-    assert not plain.checkpointing
+    assert not plain.experiment.model.checkpointing
     tight = int(0.9 * plain.needed(Phase.training))
     found = plan(experiment(tmp_path, *words), tight, "cuda")
-    assert found.checkpointing and found.peak < plain.peak
+    assert found.experiment.model.checkpointing and found.peak < plain.peak
     with pytest.raises(ConfigError, match=r"\(training\).*: set model\.checkpointing=true \(\d\.\d\d GB\)$"):
         plan(experiment(tmp_path, *words, "model.checkpointing=false"), tight, "cuda")
 
@@ -199,13 +201,13 @@ def test_what_does_not_fit_is_refused_with_what_would_help(tmp_path: Path) -> No
     asked = experiment(tmp_path, "batch.token_budget=16384", "engine.memory_fraction=0.05")
     with pytest.raises(ConfigError, match=r"twice needs .*training.*: set batch\.token_budget=4096 \(1\.\d+ GB\)$"):
         plan(asked, int(1.35 * GB), "cuda")
-    long = experiment(
-        tmp_path, "batch.token_budget=16384", "environment.max_context_length=16384", "engine.memory_fraction=0.05"
+    asked = experiment(
+        tmp_path, "batch.token_budget=1024", "environment.max_context_length=32768", "engine.memory_fraction=0.05"
     )
-    cure = r"rank=16 \(1\.\d+ GB\), then environment\.max_context_length=8192 batch\.token_budget=8192 \("
+    cure = r"set optimizer\.offload=true \(1\.\d+ GB\), then environment\.max_context_length=16384 \("
     with pytest.raises(ConfigError, match=cure):
-        plan(long, int(1.35 * GB), "cuda")
-    with pytest.raises(ConfigError, match=r"choose a smaller model; .* even with batch\.token_budget=1024"):
+        plan(asked, int(1.35 * GB), "cuda")
+    with pytest.raises(ConfigError, match=r"choose a smaller model; .* even with model\.lora\.rank=16"):
         plan(asked, GB, "cuda")
 
 
@@ -214,7 +216,7 @@ def test_what_is_proposed_is_enough(tmp_path: Path) -> None:
     words = ("batch.token_budget=4096", "model.checkpointing=true")
     least = plan(experiment(tmp_path, *words, "model.lora.rank=16"), 80 * GB, "cuda")
     weights = row(estimate(experiment(tmp_path, *words), 80 * GB, "cuda"), "weights").bytes
-    device = int((least.peak - row(least, "KV cache").bytes + weights) / (0.95 - 0.3))
+    device = int((least.peak - row(least, "KV cache").bytes + weights) / (0.92 - 0.3))
     with pytest.raises(ConfigError, match=r": set (.*)$") as refused:
         plan(experiment(tmp_path, *words), device, "cuda")
     proposed = re.findall(r"([\w.]+=\S+) \(", str(refused.value).partition(": set ")[2])
@@ -223,7 +225,54 @@ def test_what_is_proposed_is_enough(tmp_path: Path) -> None:
 
 def test_a_cpu_takes_memory_for_a_cache_when_it_is_used(tmp_path: Path) -> None:
     few = experiment(tmp_path, "rollout.max_concurrent=2", "environment.max_context_length=100")
-    assert row(estimate(few, 80 * GB, "cpu"), "KV cache").bytes == 2 * 100 * 4096
+    assert row(estimate(few, 80 * GB, "cpu"), "KV cache").bytes == 2 * 128 * 4096  # whole blocks
+
+
+def test_a_gpu_settles_what_is_left_open(tmp_path: Path) -> None:
+    """The largest budget that fits; layers are computed twice rather than a small one; the cache gets the rest."""
+    words = ("batch.token_budget=null", "engine.memory_fraction=null", "model.checkpointing=null")
+    open_ = experiment(tmp_path, *words, "environment.max_context_length=4096", "rollout.max_concurrent=500")
+    settled: dict[float, tuple[bool | None, int]] = {}
+    for size in (80, 6, 1.5):
+        found = plan(open_, int(size * GB), "cuda")
+        settled[size] = (found.experiment.model.checkpointing, found.experiment.batch.tokens)
+        engine = found.experiment.engine
+        assert isinstance(engine, Local) and found.fits
+        cache = row(found, "KV cache").bytes
+        assert cache == pytest.approx(engine.fraction * size * GB, rel=1e-6)
+        left = 0.92 * size * GB - found.needed(Phase.sampling) + cache
+        assert cache == pytest.approx(min(500 * 4096 * 4096, left), rel=1e-6)
+    assert settled[80] == (False, 65_536)
+    assert settled[6][0] is False and 16_384 <= settled[6][1] < 65_536
+    assert settled[1.5] == (True, 8192)
+    assert plan(open_, 80 * GB, "cpu").experiment.batch.tokens == 16_384
+
+
+def test_a_frozen_base_is_held_and_shared_in_bfloat16(tmp_path: Path) -> None:
+    words = ("model.dtype=auto", "model.lora.rank=4")
+    full, found = (estimate(experiment(tmp_path, *words[:count]), 80 * GB, "cuda") for count in (1, 2))
+    products = 4 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512)
+    adapters = row(found, "gradients").bytes
+    assert row(found, "weights").bytes == row(full, "weights").bytes - 2 * products + adapters
+    assert row(found, "engine's copy").bytes == row(full, "engine's copy").bytes == 2 * products
+
+
+def test_four_bits_a_weight(tmp_path: Path) -> None:
+    words = ("model.dtype=auto", "model.lora.rank=4", "model.quantization=nf4")
+    half, quarter = (estimate(experiment(tmp_path, *words[:count]), 80 * GB, "cuda") for count in (2, 3))
+    products = 4 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512)
+    saved = row(half, "weights").bytes - row(quarter, "weights").bytes
+    assert saved == 2 * products - products * 33 // 64
+    assert not [r for r in quarter.rows if r.name.startswith("engine's copy")]
+
+
+def test_offloading_leaves_the_weights_on_the_device(tmp_path: Path) -> None:
+    full, found = (
+        estimate(experiment(tmp_path, f"optimizer.offload={on}"), 80 * GB, "cuda") for on in ("false", "true")
+    )
+    assert row(found, "weights") == row(full, "weights")
+    assert row(found, "gradients").bytes == 4 * 4096 * 256  # the largest
+    assert not [r for r in found.rows if r.name.startswith("optimiser")]
 
 
 def test_a_run_on_a_gpu_is_planned_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -667,7 +667,44 @@ def test_muon_moves_hidden_matrices_alone(build: Callable[[], PreTrainedModel]) 
     assert optimizer.lr == 1e-12
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", [Kind.adamw, Kind.muon])
+def test_an_offloaded_optimizer_takes_the_same_steps(kind: Kind) -> None:
+    """Of several micro-batches each; the gradients are gone from the weights as soon as they are there."""
+    batch = build_batch(PLAYED)
+    weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
+    found: list[PreTrainedModel] = []
+    for offload in (False, True):
+        model = copy.deepcopy(MODEL)
+        optimizer = Optimizer(model, OptimizerSettings(kind=kind, lr=1e-3, offload=offload), 0)
+        policy = Policy(model, optimizer, 50, TEMPERATURE)
+
+        def loss(entries: Tensor, scores: Scores, model: PreTrainedModel = model, offload: bool = offload) -> PerToken:
+            assert not offload or all(weight.grad is None for weight in model.parameters())
+            return PerToken(-scores.logp, torch.zeros(len(entries), dtype=torch.bool))
+
+        for _ in range(3):
+            policy.update(batch, torch.arange(len(batch)), weights, loss)
+        found.append(model)
+    plain, offloaded = (dict(model.named_parameters()) for model in found)
+    assert largest_difference(offloaded, plain) <= 1e-12
+    assert largest_difference(plain, dict(MODEL.named_parameters())) > 1e-3
+
+
+def test_an_offloaded_optimizer_that_is_gone_takes_no_gradient() -> None:
+    model = load_model(ModelSettings("tiny"), 0)
+    optimizer = Optimizer(model, OptimizerSettings(offload=True), 0)
+    del optimizer
+    model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_what_needs_bitsandbytes_is_refused_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"`kind=adamw_8bit` needs the package bitsandbytes: pip install mtgrpo"):
+        OptimizerSettings(kind=Kind.adamw_8bit)
+
+
+@pytest.mark.parametrize("kind", [Kind.adamw, Kind.muon])
 def test_an_optimizer_continues_from_its_state(kind: Kind) -> None:
     chosen = OptimizerSettings(kind=kind, lr=1e-3, schedule=Schedule.cosine, warmup_steps=2, weight_decay=0.1)
     model = load_model(ModelSettings("tiny"), 0)

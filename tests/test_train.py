@@ -494,10 +494,12 @@ async def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) ->
     assert len({metrics["policy/loss"] for metrics in found["forest"]}) == 5
 
 
-async def test_the_layout_is_told_and_a_context_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
-    long = experiment("environment.max_context_length=600", "batch.token_budget=512")
-    with pytest.raises(ConfigError, match=r"max_context_length=600.*batch\.token_budget=512.*to at least 600"):
-        await train(long, tmp_path / "long", Curve())
+async def test_a_context_may_be_longer_than_the_budget_but_not_as_a_padded_row(tmp_path: Path) -> None:
+    long = ("environment.max_context_length=600", "batch.token_budget=512")
+    async with open_run(experiment(*long), tmp_path / "long") as run:
+        assert run.runner.limits.context_tokens == 600
+    with pytest.raises(ConfigError, match=r"max_context_length=600: .*rows.*batch\.token_budget=512.*to at least 600"):
+        await train(experiment(*long, "model.attention=sdpa"), tmp_path / "rows", Curve())
     async with open_run(experiment("batch.token_budget=512"), tmp_path / "short") as run:
         assert run.runner.limits.context_tokens == 512
 

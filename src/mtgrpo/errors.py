@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import operator
 from typing import Any
 
@@ -42,6 +43,12 @@ def refuse_without_effect(settings: Any, names: tuple[str, ...], needs: str) -> 
         if field.name in names and (value := getattr(settings, field.name)) != default:
             shown = str(value).lower() if isinstance(value, bool) else value
             raise ConfigError(f"`{field.name}={shown}` has no effect: {needs}, or leave it out")
+
+
+def refuse_without_package(package: str, setting: str) -> None:
+    """Raise ConfigError where `package`, which `setting` needs, is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{setting} needs the package {package}: pip install mtgrpo[gpu], or leave it out")
 
 
 def harmless(error: BaseException) -> RuntimeError:

@@ -6,23 +6,28 @@ steps. The peak is the largest of the three.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 
+from mtgrpo.batch.settings import DEFAULT_BUDGET
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import copy_bytes
+from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, whole_blocks
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.settings import FROM_SCRATCH
+from mtgrpo.model.settings import FROM_SCRATCH, Quantization
 from mtgrpo.model.skeleton import Skeleton
 from mtgrpo.policy.optimizer import make_optimizers
+from mtgrpo.policy.settings import Kind
 
-USABLE = 0.95  # of the device's memory; the rest is lost between the blocks of the allocator
+USABLE = 0.92  # of the device's memory; the rest is lost between the blocks of the allocator
 LIBRARIES = {"cpu": 600_000_000, "cuda": 1_000_000_000}  # bytes that torch and transformers, or the CUDA context, take
-LEAST_BUDGET = 1024  # tokens, where contexts have no limit of their own
+LEAST_BUDGET = LEAST_CONTEXT = 1024  # tokens
+BUDGETS = [2**power for power in range(16, 9, -1)]  # tokens, what batch.token_budget=null may become, the best first
+CACHE = "KV cache"
 WORTH = 0.99  # what of the peak a setting must leave to be proposed
 ADAPTER_RANK = 16  # of what is proposed, as are
 LEAST_FRACTION = 0.1
@@ -48,11 +53,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs of a device with `device_bytes` of memory."""
+    """What `experiment`, in which nothing is left open, needs of a device with `device_bytes` of memory."""
 
     rows: list[Row]
     device_bytes: int
-    checkpointing: bool  # whether layers are computed twice: what model.checkpointing=null amounts to
+    experiment: Experiment
 
     def needed(self, phase: Phase) -> int:
         """Bytes that are held in `phase`."""
@@ -89,64 +94,88 @@ class Plan:
 def plan(experiment: Experiment, device_bytes: int, device_type: str) -> Plan:
     """What `experiment` needs of a "cuda" or "cpu" device with `device_bytes` of memory; loads no weights.
 
-    With model.checkpointing=null layers are computed twice where there is no room otherwise. Raises ConfigError, with
-    what would help, when there is no room at all, and when there is no such model.
+    model.checkpointing=null and batch.token_budget=null become what there is room for: layers are computed once where
+    that leaves a budget of the usual size. Raises ConfigError, with what would help, when there is no room at all, and
+    when there is no such model.
     """
-    found = estimate(experiment, device_bytes, device_type)
-    if not found.fits and experiment.model.checkpointing is None:
-        experiment = _checkpointed(experiment)
-        found = estimate(experiment, device_bytes, device_type)
-    if found.fits:
-        return found
-    twice = "even with layers computed twice " if found.checkpointing else ""
+    settled = list(_settled(experiment, device_type))
+    for candidates in settled:
+        found = estimate(candidates[-1], device_bytes, device_type)
+        if found.fits:
+            larger = (estimate(candidate, device_bytes, device_type) for candidate in candidates[:-1])
+            return next((candidate for candidate in larger if candidate.fits), found)
+    tried = settled[-1][-1]
+    found = estimate(tried, device_bytes, device_type)
+    twice = "even with layers computed twice " if tried.model.checkpointing else ""
     raise ConfigError(
-        f"model.name={experiment.model.name} with batch.token_budget={experiment.batch.token_budget} {twice}needs "
+        f"model.name={tried.model.name} with batch.token_budget={tried.batch.tokens} {twice}needs "
         f"{_gb(found.peak)} GB at its peak ({found.peak_phase.value}), and of {_gb(device_bytes)} GB "
-        f"{_gb(int(USABLE * device_bytes))} can be used: {_advice(experiment, found, device_type)}"
+        f"{_gb(int(USABLE * device_bytes))} can be used: {_advice(tried, found, device_type)}"
     )
+
+
+def _settled(experiment: Experiment, device_type: str) -> Iterator[list[Experiment]]:
+    """What model.checkpointing may become, the best first, each with the budgets there may be, the largest first."""
+    auto = experiment.batch.token_budget is None and device_type == "cuda"
+    asked = experiment.model.checkpointing
+    for checkpointing in (False, True) if asked is None else (asked,):
+        model = replace(experiment.model, checkpointing=checkpointing)
+        least = DEFAULT_BUDGET if asked is None and not checkpointing else LEAST_BUDGET
+        budgets = [budget for budget in BUDGETS if budget >= least] if auto else [experiment.batch.tokens]
+        yield [replace(experiment, model=model, batch=replace(experiment.batch, token_budget=b)) for b in budgets]
 
 
 def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Plan:
     """As `plan`, but computes layers twice only with model.checkpointing=true, and refuses nothing."""
     skeleton = Skeleton(experiment.model, device_type)
-    tokens = experiment.batch.token_budget
+    tokens = experiment.batch.tokens
     trained = sum(weight.nbytes for weight in skeleton.trained)
-    state, scratch = _optimizer_bytes(skeleton, experiment)
-    reference = trained if experiment.kl.coef else 0
+    # Offloaded gradients leave one by one.
+    gradients = max(w.nbytes for w in skeleton.trained) if experiment.optimizer.offload else trained
+    state, scratch = _optimizer_bytes(skeleton, experiment, device_type)
     learning = (Phase.training, Phase.update)
     activations = skeleton.training_bytes(tokens)
     head = skeleton.head_bytes(tokens)
+    # Of a context beyond the budget each layer's keys and values are kept, and their gradients.
+    token_bytes = skeleton.kv_cache_bytes()
+    path = 2 * _longest_context(skeleton, experiment) * token_bytes
     counted = f"activations, {tokens:,} tokens" if activations else "activations are not known"
     rows = [
         Row("libraries and context", LIBRARIES[device_type]),
         Row("weights", sum(weight.nbytes for weight in skeleton.model.parameters())),
         Row("optimiser state", state),
-        Row("reference", reference),
-        *_engine_rows(skeleton, experiment, device_bytes, device_type),
-        Row("gradients", trained, learning),
+        Row("reference", trained if experiment.kl.coef else 0),
+        Row("gradients", gradients, learning),
         Row(counted, max(activations - head, 0), (Phase.training,)),
+        Row("keys and values of a context", path, (Phase.training,)),
         Row("head, in tiles", head, (Phase.training,)),
         Row("optimiser step", scratch, (Phase.update,)),
     ]
-    return Plan(
-        [row for row in rows if row.bytes or row.name == counted], device_bytes, bool(experiment.model.checkpointing)
-    )
+    rows += _engine_rows(skeleton, token_bytes, Plan(rows, device_bytes, experiment), device_type)
+    kept = [row for row in rows if row.bytes or row.name == counted]
+    return Plan(kept, device_bytes, _with_cache(experiment, kept, device_bytes))
 
 
-def _optimizer_bytes(skeleton: Skeleton, experiment: Experiment) -> tuple[int, int]:
+def _optimizer_bytes(skeleton: Skeleton, experiment: Experiment, device_type: str) -> tuple[int, int]:
     """What the optimisers keep, and what they make for a moment while they step."""
-    state = scratch = 0
-    for optimizer in make_optimizers(skeleton.model, experiment.optimizer):
+    settings, state, scratch = experiment.optimizer, 0, 0
+    trained = sum(weight.nbytes for weight in skeleton.trained)
+    if settings.offload:
+        return 0, 0
+    if settings.kind is Kind.adamw_8bit:  # two moments of a byte a number, and two fp32 numbers for each 256 of each
+        return trained // 2 + trained // 128, 0
+    for optimizer in make_optimizers(skeleton.model, settings, {weight: weight for weight in skeleton.trained}):
         sizes = [weight.nbytes for group in optimizer.param_groups for weight in group["params"]]
         if isinstance(optimizer, torch.optim.Muon):  # one moment; a matrix at a time, in bfloat16
             state, scratch = state + sum(sizes), scratch + 2 * max(sizes)
-        else:  # two moments; the root of one of them, of all weights at once
-            state, scratch = state + 2 * sum(sizes), scratch + sum(sizes)
+        else:  # two moments; on a CPU the root of one of them, of all weights at once
+            state, scratch = state + 2 * sum(sizes), scratch + (sum(sizes) if device_type == "cpu" else 0)
     return state, scratch
 
 
-def _engine_rows(skeleton: Skeleton, experiment: Experiment, device_bytes: int, device_type: str) -> list[Row]:
-    """Of the local engine; others have a memory of their own."""
+def _engine_rows(skeleton: Skeleton, token_bytes: int, found: Plan, device_type: str) -> list[Row]:
+    """Of the local engine, beside what is `found`; others have a memory of their own."""
+    experiment = found.experiment
     engine, rollout = experiment.engine, experiment.rollout
     if not isinstance(engine, Local):
         return []
@@ -154,22 +183,34 @@ def _engine_rows(skeleton: Skeleton, experiment: Experiment, device_bytes: int, 
     ahead = rollout.ahead if rollout.max_staleness else 1.0
     evaluated = experiment.eval.tasks * experiment.eval.samples
     open_at_once = min(rollout.max_concurrent, max(int(siblings * rollout.prompts_per_step * ahead), evaluated))
-    token_bytes = skeleton.kv_cache_bytes()
-    room = int(engine.memory_fraction * device_bytes)
-    if device_type == "cpu":  # where memory is taken when it is first used
-        room = min(room, open_at_once * _longest_context(skeleton, experiment) * token_bytes)
     asleep = not rollout.max_staleness and (device_type == "cpu" or not experiment.sft.steps)
+    phases = (Phase.sampling,) if asleep else tuple(Phase)
     vocabulary = int(skeleton.model.config.get_text_config().vocab_size)
-    tokens = f", {room // token_bytes:,} tokens" if token_bytes else ""
-    return [
-        Row("engine's copy of weights", copy_bytes(skeleton.model)),
-        Row(f"KV cache{tokens}", room, (Phase.sampling,) if asleep else tuple(Phase)),
+    rows = [
+        Row("engine's copy of weights", copy_bytes(skeleton.model, device_type), phases),
         Row("logits of a decoding step", 3 * 4 * open_at_once * vocabulary, (Phase.sampling,)),
     ]
+    conversation = token_bytes * whole_blocks(_longest_context(skeleton, experiment))
+    room = int(engine.fraction * found.device_bytes)
+    if engine.memory_fraction is None and device_type == "cuda" and asleep:  # what is left, for one at least
+        left = USABLE * found.device_bytes - found.needed(Phase.sampling) - sum(row.bytes for row in rows)
+        room = max(min(int(left), open_at_once * conversation), conversation + token_bytes * BLOCK_SIZE)
+    if device_type == "cpu":  # where memory is taken when it is first used
+        room = min(room, open_at_once * conversation)
+    tokens = f", {room // token_bytes:,} tokens" if token_bytes else ""
+    return [*rows, Row(f"{CACHE}{tokens}", room, phases)]
+
+
+def _with_cache(experiment: Experiment, rows: list[Row], device_bytes: int) -> Experiment:
+    """`experiment` with the KV cache of `rows`."""
+    cache = sum(row.bytes for row in rows if row.name.startswith(CACHE))
+    if not isinstance(experiment.engine, Local) or not cache:
+        return experiment
+    return replace(experiment, engine=replace(experiment.engine, memory_fraction=cache / device_bytes))
 
 
 def _longest_context(skeleton: Skeleton, experiment: Experiment) -> int:
-    budget = experiment.batch.token_budget
+    budget = experiment.batch.tokens
     own = int(getattr(skeleton.model.config, "max_position_embeddings", None) or budget)
     return experiment.environment.max_context_length or min(own, budget)
 
@@ -205,10 +246,16 @@ def _twice(experiment: Experiment) -> _Step:
 
 
 def _half_budget(experiment: Experiment) -> _Step:
-    half = experiment.batch.token_budget // 2
-    if half < max(experiment.environment.max_context_length, LEAST_BUDGET):
+    half = experiment.batch.tokens // 2
+    if half < LEAST_BUDGET:
         return None
     return f"batch.token_budget={half}", replace(experiment, batch=replace(experiment.batch, token_budget=half))
+
+
+def _offloaded(experiment: Experiment) -> _Step:
+    if experiment.optimizer.offload or experiment.optimizer.kind is Kind.adamw_8bit:
+        return None
+    return "optimizer.offload=true", replace(experiment, optimizer=replace(experiment.optimizer, offload=True))
 
 
 def _adapters(experiment: Experiment) -> _Step:
@@ -219,9 +266,16 @@ def _adapters(experiment: Experiment) -> _Step:
     return f"model.lora.rank={ADAPTER_RANK}", replace(experiment, model=adapted)
 
 
+def _quantized(experiment: Experiment) -> _Step:
+    if not experiment.model.lora.rank or experiment.model.quantization is not Quantization.none:
+        return None
+    model = replace(experiment.model, quantization=Quantization.nf4)
+    return "model.quantization=nf4", replace(experiment, model=model)
+
+
 def _small_cache(experiment: Experiment) -> _Step:
     engine = experiment.engine
-    if not isinstance(engine, Local) or engine.memory_fraction <= LEAST_FRACTION:
+    if not isinstance(engine, Local) or engine.fraction <= LEAST_FRACTION:
         return None
     smaller = replace(engine, memory_fraction=LEAST_FRACTION)
     return f"engine.memory_fraction={LEAST_FRACTION}", replace(experiment, engine=smaller)
@@ -235,22 +289,23 @@ def _few_conversations(experiment: Experiment) -> _Step:
 
 
 def _half_contexts(experiment: Experiment) -> _Step:
-    half = experiment.batch.token_budget // 2
-    if half < LEAST_BUDGET:
+    half = (experiment.environment.max_context_length or experiment.batch.tokens) // 2
+    if half < LEAST_CONTEXT:
         return None
     environment = replace(experiment.environment, max_context_length=half)
-    shorter = replace(experiment, environment=environment, batch=replace(experiment.batch, token_budget=half))
-    return f"environment.max_context_length={half} batch.token_budget={half}", shorter
+    return f"environment.max_context_length={half}", replace(experiment, environment=environment)
 
 
 # By price: first what costs time, then what is learnt, then contexts; and the phases in which it needs less.
 _CHEAPER: tuple[tuple[tuple[Phase, ...], Callable[[Experiment], _Step]], ...] = (
     ((Phase.training,), _twice),
     ((Phase.training,), _half_budget),
+    ((Phase.training, Phase.update), _offloaded),
     (tuple(Phase), _adapters),
+    (tuple(Phase), _quantized),
     (tuple(Phase), _small_cache),
     ((Phase.sampling,), _few_conversations),
-    ((Phase.training,), _half_contexts),
+    ((Phase.training, Phase.sampling), _half_contexts),
 )
 
 

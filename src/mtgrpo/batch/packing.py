@@ -1,15 +1,17 @@
 """Forest -> micro-batches under a token budget, spread over ranks.
 
 Only what is needed is computed: the parents of the entries' nodes (their hidden states predict the entries) and their
-ancestors. A tree is computed whole where the budget allows; a larger one is cut into pieces that repeat ancestors.
+ancestors. A tree is computed whole where the budget allows. A larger one is walked depth first: a chain of nodes where
+it must be cut, and below it micro-batches that get the chain's keys and values; see `visits`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -48,6 +50,37 @@ class MicroBatch:
     target: Tensor  # [n] int64, the target of each entry; entries of the same node that kept the same set share one
     cost: float
     kept: Kept | None = None  # [targets], what top-k, top-p or min-p kept; None = all
+    given: int = 0  # the first nodes, a path: earlier micro-batches have computed their keys and values
+    opens: bool = False  # the other nodes are a chain below that path, which later micro-batches are given too
+    held: bool = True  # such a chain's activations are within the budget with those below; else it is computed again
+
+    @property
+    def computed(self) -> int:
+        """Its own tokens, which are not given."""
+        return self.ids.numel() - self.given
+
+    def unread(self, cost: Cost) -> MicroBatch:
+        """The same nodes with nothing to be read from them."""
+        none = torch.empty(0, dtype=torch.long)
+        kept = None if self.kept is None else replace(self.kept, number=none)
+        rest = self.cost - cost.read * len(self.parent.unique())
+        return replace(self, parent=none, token=none, entries=none, target=none, kept=kept, cost=rest)
+
+
+def visits(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+    """Each micro-batch as it comes (True), and each that opens a chain once more (False), after all that continue it.
+
+    A gradient is taken at the last visit: that of a chain's keys and values is then complete.
+    """
+    opened: list[MicroBatch] = []
+    for micro in micro_batches:
+        while sum(chain.computed for chain in opened) > micro.given:
+            yield opened.pop(), False
+        yield micro, True
+        if micro.opens:
+            opened.append(micro)
+    for chain in reversed(opened):
+        yield chain, False
 
 
 @dataclass(frozen=True)
@@ -59,7 +92,7 @@ class Packing:
 
     micro_batches: list[MicroBatch]
     distinct: int  # nodes that have to be computed
-    computed: int  # tokens in all micro-batches, repeated ancestors and padding included
+    computed: int  # tokens in all micro-batches: padding, and what is computed again, included
 
 
 def pack(
@@ -72,35 +105,76 @@ def pack(
 ) -> list[Packing]:
     """Cover `entries` [n] int64 with micro-batches of at most `token_budget` tokens, each entry read exactly once.
 
-    Returns what each rank computes.
-
-    Raises ConfigError when a single path is longer than the budget.
+    Returns what each rank computes. Raises ConfigError when a padded row is longer than the budget.
     """
     if len(entries) == 0:
         return [Packing([], distinct=0, computed=0) for _ in range(ranks)]
     needed = _Needed.of(batch, entries)
-    longest = int(needed.forest.depth.max()) + 1
-    if longest > token_budget:
-        raise ConfigError(
-            f"a context of {longest} tokens does not fit batch.token_budget={token_budget}; "
-            f"set it to at least {longest}"
-        )
     if layout is Layout.forest:
         laid_out = _as_forests(needed, token_budget, cost, ranks)
     else:
         laid_out = _as_padded_rows(needed, token_budget, ranks)
-    found = needed.read_from(laid_out, cost)
-    by_rank = _spread([micro.cost for micro in found], [1] * len(found), ranks, len(found) // ranks)
-    assert by_rank is not None, "their number is a multiple of ranks"
-    computed = sum(micro.ids.numel() for micro in found)
-    return [Packing([found[i] for i in members], len(needed.forest), computed) for members in by_rank]
+    by_rank = _share_out(needed.read_from(laid_out, cost), cost, ranks)
+    computed = sum(micro.computed * (1 if micro.held else 2) for of_rank in by_rank for micro in of_rank)
+    return [Packing(of_rank, len(needed.forest), computed) for of_rank in by_rank]
+
+
+def _share_out(found: list[MicroBatch], cost: Cost, ranks: int) -> list[list[MicroBatch]]:
+    """The micro-batches of each rank, of similar cost and equally many.
+
+    A walk that several ranks share is cut between two micro-batches, and the open chains are computed by both.
+    """
+    units: list[list[MicroBatch]] = []
+    total = sum(micro.cost for micro in found)
+    for walk in _walks(found):
+        before = [0.0, *accumulate(micro.cost for micro in walk)]
+        share = max(total / ranks, 1e-9)
+        for number in range(ranks):
+            part = [i for i in range(len(walk)) if min(int(before[i] / share), ranks - 1) == number]
+            if part:
+                units.append([*(chain.unread(cost) for chain in _open_before(walk, part[0])), *(walk[i] for i in part)])
+    costs, sizes = [sum(micro.cost for micro in unit) for unit in units], [len(unit) for unit in units]
+    capacity = -(-sum(sizes) // ranks)
+    while (by_rank := _spread(costs, sizes, ranks, capacity)) is None:
+        capacity += 1
+    shared = [[micro for i in members for micro in units[i]] for members in by_rank]
+    longest = max(map(len, shared))
+    nothing = _empty(found[0])
+    return [[*of_rank, *[nothing] * (longest - len(of_rank))] for of_rank in shared]
+
+
+def _walks(found: list[MicroBatch]) -> Iterator[list[MicroBatch]]:
+    """Runs of micro-batches that belong together: the first is given nothing, the others are."""
+    starts = [i for i, micro in enumerate(found) if not micro.given]
+    for start, stop in zip(starts, [*starts[1:], len(found)], strict=True):
+        yield found[start:stop]
+
+
+def _open_before(walk: list[MicroBatch], place: int) -> list[MicroBatch]:
+    """The chains of `walk` that the micro-batch at `place` is given."""
+    opened: list[MicroBatch] = []
+    for micro, entered in visits(walk[: place + 1]):
+        if micro is walk[place]:
+            break
+        if not entered:
+            opened.pop()
+        elif micro.opens:
+            opened.append(micro)
+    return opened
+
+
+def _empty(like: MicroBatch) -> MicroBatch:
+    """One with nothing to compute, laid out like another."""
+    none = torch.empty(0, dtype=torch.long)
+    forest = None if like.forest is None else like.forest.subset(none)
+    return replace(_inputs(none[None], none[None], forest), kept=like.unread(Cost(0, 0, 0)).kept)
 
 
 @dataclass(frozen=True)
 class _LaidOut:
     """The inputs of the micro-batches, and where each node is in them."""
 
-    inputs: list[tuple[Tensor, Tensor, Forest | None]]  # ids, position and forest of each micro-batch
+    inputs: list[MicroBatch]  # in which nothing is read yet
     home: Tensor  # [nodes], the micro-batch where the hidden state of each node is read
     index: Tensor  # [nodes], row * width + column there
 
@@ -138,24 +212,28 @@ class _Needed:
             kept=kept,
         )
 
+    def costs(self, cost: Cost) -> Tensor:
+        """Of every node."""
+        of_node = cost.token + cost.pair * (self.forest.depth.double() + 1)
+        of_node[self.parent.unique()] += cost.read
+        return of_node
+
     def read_from(self, laid_out: _LaidOut, cost: Cost) -> list[MicroBatch]:
         """The micro-batches with the targets and entries that are read in each."""
         home = laid_out.home[self.parent]
         targets = _by_label(home, len(laid_out.inputs))
         places = _by_label(home[self.target], len(laid_out.inputs))
         micro_batches: list[MicroBatch] = []
-        for (ids, position, forest), mine, place in zip(laid_out.inputs, targets, places, strict=True):
-            pairs, reads = int((position + 1).sum()), len(self.parent[mine].unique())
+        for inputs, mine, place in zip(laid_out.inputs, targets, places, strict=True):
+            pairs, reads = int((inputs.position.flatten()[inputs.given :] + 1).sum()), len(self.parent[mine].unique())
             micro_batches.append(
-                MicroBatch(
-                    ids=ids,
-                    position=position,
-                    forest=forest,
+                replace(
+                    inputs,
                     parent=laid_out.index[self.parent[mine]],
                     token=self.token[mine],
                     entries=self.entries[place],
                     target=torch.searchsorted(mine, self.target[place]),
-                    cost=cost.token * ids.numel() + cost.pair * pairs + cost.read * reads,
+                    cost=cost.token * inputs.computed + cost.pair * pairs + cost.read * reads,
                     kept=None if self.kept is None else replace(self.kept, number=self.kept.number[mine]),
                 )
             )
@@ -164,28 +242,97 @@ class _Needed:
 
 def _as_forests(needed: _Needed, token_budget: int, cost: Cost, ranks: int) -> _LaidOut:
     forest = needed.forest
-    pieces = _Cutter(needed, token_budget, cost).pieces()
-    costs, sizes = [piece.cost for piece in pieces], [piece.size for piece in pieces]
+    roots = [*(forest.depth == 0).nonzero()[:, 0].tolist(), len(forest)]
+    trees = list(pairwise(roots))
+    small = [(start, stop) for start, stop in trees if stop - start <= token_budget]
+    groups = _group(small, needed.costs(cost), token_budget, ranks)
+    home, index = torch.empty(2, len(forest), dtype=torch.long)
+    inputs: list[MicroBatch] = []
+
+    def add(path: Tensor, own: Tensor, opens: bool = False, held: bool = True) -> None:
+        home[own], index[own] = len(inputs), len(path) + torch.arange(len(own))
+        local = forest.subset(torch.cat([path, own]))
+        inputs.append(_inputs(local.token[None], local.depth[None], local, len(path), opens, held))
+
+    none = torch.empty(0, dtype=torch.long)
+    for members in groups:
+        add(none, torch.cat([none, *(torch.arange(*small[i]) for i in sorted(members))]))
+    for root, stop in trees:
+        if stop - root > token_budget:
+            for part in _parts(forest, root, stop, token_budget):
+                path = root + (forest.subtree_end[root : part.start] > part.start).nonzero()[:, 0]
+                add(path, torch.arange(part.start, part.stop), part.opens, part.held)
+    return _LaidOut(inputs, home, index)
+
+
+def _group(trees: list[tuple[int, int]], costs: Tensor, token_budget: int, ranks: int) -> list[list[int]]:
+    """Trees that are computed together: as few groups as the budget allows, as many for each rank, of similar cost."""
+    sizes = [stop - start for start, stop in trees]
+    of_tree = [float(costs[start:stop].sum()) for start, stop in trees]
     fewest = max(-(-sum(sizes) // token_budget), sum(2 * size > token_budget for size in sizes))
     count = ranks * -(-fewest // ranks)
-    while (groups := _spread(costs, sizes, count, token_budget)) is None:
+    while (groups := _spread(of_tree, sizes, count, token_budget)) is None:
         count += ranks
-    home, index = torch.empty(2, len(forest), dtype=torch.long)
-    inputs: list[tuple[Tensor, Tensor, Forest | None]] = []
-    none = torch.empty(0, dtype=torch.long)  # so that there is something to join in an empty micro-batch
-    for number, members in enumerate(groups):
-        nodes = torch.cat([none, *(pieces[i].nodes(forest) for i in members)]).unique()
-        own = torch.cat([none, *(torch.arange(pieces[i].start, pieces[i].stop) for i in members)])
-        home[own] = number
-        index[own] = torch.searchsorted(nodes, own)
-        local = forest.subset(nodes)
-        inputs.append((local.token[None], local.depth[None], local))
-    return _LaidOut(inputs, home, index)
+    return groups
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some nodes of a tree beyond the budget, computed below the path to the first of them."""
+
+    start: int
+    stop: int
+    opens: bool = False  # a chain, which later parts continue; else nothing is below it
+    held: bool = True
+
+
+def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> list[_Part]:
+    """A tree, depth-first: what fits beside the chains that are open, or one more chain.
+
+    Where a whole path fits the budget all its chains are held; else they are computed again, one by one.
+    """
+    continues = (forest.depth[1:] == forest.depth[:-1] + 1) & (forest.subtree_end[1:] == forest.subtree_end[:-1])
+    branches: list[int] = [*((~continues).nonzero()[:, 0] + 1).tolist(), len(forest)]  # where chains end
+    ends: list[int] = forest.subtree_end.tolist()
+    chains = [(stop, 0)]  # those that are open: where what is below ends, and how many tokens are held
+    parts: list[_Part] = []
+    start = root
+    while start < stop:
+        while chains[-1][0] <= start:
+            chains.pop()
+        room = token_budget - sum(held for _, held in chains)
+        closed = start
+        while closed < chains[-1][0] and ends[closed] - start <= room:
+            closed = ends[closed]
+        if closed > start:
+            parts.append(_Part(start, closed))
+            start = closed
+            continue
+        below = forest.depth[start : ends[start]]
+        held = int(below.max()) - int(below[0]) < room
+        chain = min(branches[bisect_right(branches, start)], start + room)
+        chains.append((ends[start], chain - start if held else 0))
+        parts.append(_Part(start, chain, opens=True, held=held))
+        start = chain
+    return parts
+
+
+def _inputs(
+    ids: Tensor, position: Tensor, forest: Forest | None, given: int = 0, opens: bool = False, held: bool = True
+) -> MicroBatch:
+    """A micro-batch in which nothing is read yet."""
+    none = torch.empty(0, dtype=torch.long)
+    return MicroBatch(ids, position, forest, none, none, none, none, 0.0, None, given, opens, held)
 
 
 def _as_padded_rows(needed: _Needed, token_budget: int, ranks: int) -> _LaidOut:
     forest = needed.forest
     paths = sorted(forest.leaf_paths(), key=len, reverse=True)
+    if len(paths[0]) > token_budget:
+        raise ConfigError(
+            f"a context of {len(paths[0])} tokens is a padded row longer than batch.token_budget={token_budget}; "
+            f"set it to at least {len(paths[0])}"
+        )
     groups: list[list[Tensor]] = []
     start = 0
     while start < len(paths):
@@ -197,7 +344,7 @@ def _as_padded_rows(needed: _Needed, token_budget: int, ranks: int) -> _LaidOut:
         half = -(-len(groups[largest]) // 2)  # of a single row: the row, and an empty micro-batch
         groups[largest : largest + 1] = [groups[largest][:half], groups[largest][half:]]
     home, index = torch.empty(2, len(forest), dtype=torch.long)
-    inputs: list[tuple[Tensor, Tensor, Forest | None]] = []
+    inputs: list[MicroBatch] = []
     for number in reversed(range(len(groups))):  # backwards, so that the first row that holds a node is its home
         group = groups[number]
         width = len(group[0]) if group else 0
@@ -207,91 +354,8 @@ def _as_padded_rows(needed: _Needed, token_budget: int, ranks: int) -> _LaidOut:
             ids[row, : len(path)] = forest.token[path]
             home[path] = number
             index[path] = row * width + torch.arange(len(path))
-        inputs.append((ids, torch.arange(width).expand(len(group), width), None))
+        inputs.append(_inputs(ids, torch.arange(width).expand(len(group), width), None))
     return _LaidOut(inputs[::-1], home, index)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A tree, or the paths to some neighbouring leaves of one.
-
-    Every node is in the range of exactly one piece; the ancestors of the range are computed once more.
-    """
-
-    root: int
-    start: int
-    stop: int
-    size: int  # tokens computed
-    cost: float
-
-    def nodes(self, forest: Forest) -> Tensor:
-        """The range and its ancestors: the nodes before its stop whose subtrees reach beyond its start."""
-        return self.root + (forest.subtree_end[self.root : self.stop] > self.start).nonzero()[:, 0]
-
-
-class _Cutter:
-    """Cuts the trees that are larger than the budget. Cuts fall behind leaves, so that no path is in two pieces."""
-
-    def __init__(self, needed: _Needed, token_budget: int, cost: Cost) -> None:
-        depth, ends = needed.forest.depth, needed.forest.leaf_ends()
-        of_node = cost.token + cost.pair * (depth.double() + 1)
-        of_node[needed.parent.unique()] += cost.read
-        before = torch.cat([torch.zeros(1), of_node.cumsum(0)])  # [k] = cost of all nodes before node k
-        self._budget = token_budget
-        self._cost = cost
-        self._roots: list[int] = (depth == 0).nonzero()[:, 0].tolist()
-        self._depth: list[int] = depth.tolist()
-        self._before: list[float] = before.tolist()
-        self._ends: list[int] = ends.tolist()  # where a cut may fall
-        self._before_ends: list[float] = before[ends].tolist()
-
-    def pieces(self) -> list[_Piece]:
-        """All trees, depth-first; those beyond the budget in as few pieces as possible, of similar cost."""
-        pieces: list[_Piece] = []
-        for root, stop in zip(self._roots, [*self._roots[1:], len(self._depth)], strict=True):
-            tree = self._piece(root, root, stop)
-            pieces += [tree] if tree.size <= self._budget else self._balanced(tree)
-        return pieces
-
-    def _balanced(self, tree: _Piece) -> list[_Piece]:
-        """Bisection on the cost of the costliest piece, to 1 %; the number of pieces is what the budget forces."""
-        best = self._cut(tree, cap=tree.cost)
-        count, low, high = len(best), tree.cost / len(best), _costliest(best)
-        while high - low > 0.01 * high:
-            cap = (low + high) / 2
-            cut = self._cut(tree, cap)
-            if len(cut) <= count:
-                best, high = min(best, cut, key=_costliest), cap
-            else:
-                low = cap
-        return best
-
-    def _cut(self, tree: _Piece, cap: float) -> list[_Piece]:
-        """Each piece takes as many leaves as budget and cap allow, but at least one."""
-        pieces: list[_Piece] = []
-        start = tree.start
-        while start < tree.stop:
-            above = self._depth[start]
-            fits = bisect_right(self._ends, start + self._budget - above)
-            cheap = bisect_right(self._before_ends, self._before[start] + cap - self._cost_above(start))
-            least = bisect_right(self._ends, start) + 1
-            stop = min(self._ends[max(least, min(fits, cheap)) - 1], tree.stop)
-            pieces.append(self._piece(tree.root, start, stop))
-            start = stop
-        return pieces
-
-    def _piece(self, root: int, start: int, stop: int) -> _Piece:
-        cost = self._before[stop] - self._before[start] + self._cost_above(start)
-        return _Piece(root, start, stop, size=self._depth[start] + stop - start, cost=cost)
-
-    def _cost_above(self, node: int) -> float:
-        """The cost of computing the ancestors of a node once more; the head does not run there again."""
-        above = self._depth[node]
-        return self._cost.token * above + self._cost.pair * above * (above + 1) / 2
-
-
-def _costliest(pieces: list[_Piece]) -> float:
-    return max(piece.cost for piece in pieces)
 
 
 def _spread(costs: Sequence[float], sizes: Sequence[int], bins: int, capacity: int) -> list[list[int]] | None:

@@ -6,13 +6,20 @@ from dataclasses import dataclass
 
 from mtgrpo.errors import ConfigError
 
+DEFAULT_BUDGET = 16_384
+
 
 @dataclass
 class BatchSettings:
     """How much is computed at once."""
 
-    token_budget: int = 16_384  # computed tokens per micro-batch; no context may be longer
+    token_budget: int | None = None  # tokens computed at once; null: what a GPU's memory holds, 16,384 on a CPU
+
+    @property
+    def tokens(self) -> int:
+        """The budget; what null amounts to on a GPU is planned before a run begins."""
+        return self.token_budget or DEFAULT_BUDGET
 
     def __post_init__(self) -> None:
-        if self.token_budget < 1:
+        if self.token_budget is not None and self.token_budget < 1:
             raise ConfigError(f"`token_budget` must be >= 1, got {self.token_budget}")

@@ -250,11 +250,5 @@ class Experiment:
 
     def check_training(self) -> None:
         """Raise ConfigError for what can be evaluated but not trained."""
-        longest, budget = self.environment.max_context_length, self.batch.token_budget
-        if longest > budget:
-            raise ConfigError(
-                f"environment.max_context_length={longest}: such a context does not fit batch.token_budget={budget}; "
-                f"set batch.token_budget to at least {longest}"
-            )
         if self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 is greedy: nothing is explored; training needs a value above 0")

@@ -27,6 +27,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.eager import eagerly
+from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.settings import Attention
 from mtgrpo.model.traits import EXTRAS, traits
 
@@ -87,20 +88,25 @@ class Piece:
 class Visibility:
     """Who sees whom in a forest: made once per micro-batch, used by every layer.
 
-    depth, subtree_end: [nodes] int64, in depth-first order, on the model's device. read: [n] int64, the nodes whose
-    final states are wanted; None = all. On CPU the last layer attends from these alone, as nobody reads the others.
+    depth, subtree_end: [nodes] int64, in depth-first order, on the model's device. The first `given` nodes are a path
+    whose keys and values `prefix` has: the others are the rows that attend. read: [n] int64, the rows whose final
+    states are wanted; None = all. On CPU the last layer attends from these alone, as nobody reads the others.
     """
 
     depth: Tensor
     subtree_end: Tensor
     read: Tensor | None = None
+    given: int = 0
+    prefix: Prefix | None = None
     _cache: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False)
 
     def sees(self, window: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The rule, as FlexAttention's `mask_mod`; window 0 = none."""
+        """The rule, as FlexAttention's `mask_mod`, of rows and columns; window 0 = none."""
         depth, subtree_end = self.depth, self.subtree_end
+        given = torch.tensor(self.given, device=depth.device)  # each number would be compiled anew
 
-        def rule(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        def rule(_batch: Tensor, _head: Tensor, row: Tensor, k: Tensor) -> Tensor:
+            q = row + given
             visible = (k <= q) & (q < subtree_end[k])
             return visible & (depth[q] - depth[k] < window) if window else visible
 
@@ -115,8 +121,10 @@ class Visibility:
         if key not in self._cache:
             if window:
                 self._cache[key] = self._window_pieces(window, dtype)
+            elif only or self.given:
+                self._cache[key] = self._row_pieces(only)
             else:
-                self._cache[key] = self._read_pieces() if only else self._run_pieces()
+                self._cache[key] = self._run_pieces()
         return self._cache[key]
 
     def _run_pieces(self) -> list[Piece]:
@@ -129,11 +137,10 @@ class Visibility:
         above = [Piece(b, e, slice(a, b), first=False) for (a, b), e in zip(runs, below, strict=True) if e > b]
         return own + above
 
-    def _read_pieces(self) -> list[Piece]:
-        """The runs' pieces, without rows before the first and after the last one in each that is read."""
-        assert self.read is not None
+    def _row_pieces(self, only_read: bool) -> list[Piece]:
+        """The runs' pieces, without nodes before the first and after the last one in each that is a row, or is read."""
         wanted = torch.zeros(len(self.depth), dtype=torch.bool)
-        wanted[self.read] = True
+        wanted[self.given + self.read if only_read and self.read is not None else slice(self.given, None)] = True
         found: list[Piece] = []
         for piece in self._run_pieces():
             rows = wanted[piece.start : piece.end].nonzero()[:, 0]
@@ -146,22 +153,22 @@ class Visibility:
             found.append(Piece(start, end, slice(start, end), causal=True))
             if start > piece.start:
                 found.append(Piece(start, end, slice(piece.start, start), first=False))
-        return found
+        return [replace(piece, start=piece.start - self.given, end=piece.end - self.given) for piece in found]
 
     def _window_pieces(self, window: int, dtype: torch.dtype) -> list[Piece]:
         nodes = torch.arange(len(self.depth))
         rule = self.sees(window)
         found: list[Piece] = []
-        for start in range(0, len(nodes), WINDOW_ROWS):
+        for start in range(self.given, len(nodes), WINDOW_ROWS):
             rows = nodes[start : start + WINDOW_ROWS, None]
             end = start + len(rows)
             reachable = (self.subtree_end[:end] > start) & (
                 self.depth[:end] > int(self.depth[start:end].min()) - window
             )
             columns = reachable.nonzero()[:, 0]
-            visible = rule(rows, rows, rows, columns)
+            visible = rule(rows, rows, rows - self.given, columns)
             mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
-            found.append(Piece(start, end, columns, mask=mask))
+            found.append(Piece(start - self.given, end - self.given, columns, mask=mask))
         return found
 
     def block_mask(self, window: int) -> BlockMask:
@@ -171,23 +178,18 @@ class Visibility:
         return self._cache[window]
 
     def _build_block_mask(self, window: int) -> BlockMask:
-        count = len(self.depth)
-        tiles = -(-count // BLOCK)
-        start = torch.arange(tiles, device=self.depth.device) * BLOCK
-        padding = tiles * BLOCK - count
-        ends = nn.functional.pad(self.subtree_end, (0, padding)).view(tiles, BLOCK)
-        last = nn.functional.pad(self.subtree_end, (0, padding), value=count).view(tiles, BLOCK).amin(1)
-        below = start[:, None] > start  # tile of columns entirely before tile of rows
-        seen = (ends.amax(1) > start[:, None]) & (below | (start[:, None] == start))
-        full = below & (last >= (start[:, None] + BLOCK).clamp(max=count))
+        count, rows, ends = len(self.depth), self.depth[self.given :], self.subtree_end
+        above = torch.arange(-(-len(rows) // BLOCK), device=rows.device)[:, None] * BLOCK + self.given  # first nodes of
+        left = torch.arange(-(-count // BLOCK), device=rows.device) * BLOCK  # the tiles of rows, and of columns
+        seen = (_tiles(ends, 0).amax(1) > above) & (left < (above + BLOCK).clamp(max=count))
+        full = (left + BLOCK <= above + 1) & (_tiles(ends, count).amin(1) >= (above + BLOCK).clamp(max=count))
         if window:
-            depth = nn.functional.pad(self.depth, (0, padding), value=-1).view(tiles, BLOCK)
-            lowest = nn.functional.pad(self.depth, (0, padding), value=2**31).view(tiles, BLOCK).amin(1)
-            seen &= lowest[:, None] - depth.amax(1) < window
-            full &= depth.amax(1)[:, None] - lowest < window
+            highest, lowest = ([_tiles(depth, pad) for depth in (rows, self.depth)] for pad in (-1, 2**31))
+            seen &= lowest[0].amin(1)[:, None] - highest[1].amax(1) < window
+            full &= highest[0].amax(1)[:, None] - lowest[1].amin(1) < window
         tables = [_tile_table(seen & ~full), _tile_table(full)]
         return BlockMask.from_kv_blocks(
-            *tables[0], *tables[1], BLOCK_SIZE=BLOCK, mask_mod=self.sees(window), seq_lengths=(count, count)
+            *tables[0], *tables[1], BLOCK_SIZE=BLOCK, mask_mod=self.sees(window), seq_lengths=(len(rows), count)
         )
 
 
@@ -200,6 +202,11 @@ def _causal(start: int, end: int) -> list[Piece]:
     return [*_causal(start, middle), *_causal(middle, end), lower_left]
 
 
+def _tiles(values: Tensor, beyond: int) -> Tensor:
+    """[n] -> [tiles, BLOCK], with the number `beyond` after the last."""
+    return nn.functional.pad(values, (0, -len(values) % BLOCK), value=beyond).view(-1, BLOCK)
+
+
 def _tile_table(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """[row tiles, column tiles] bool -> how many columns each row has, and which: the first that many are meant."""
     indices = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
@@ -207,7 +214,10 @@ def _tile_table(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _ForestAttention(torch.autograd.Function):
-    """The pieces on CPU. Tensors are [key heads, query heads per key head, nodes, head size]; keys may be expanded."""
+    """The pieces on CPU. Tensors are [key heads, query heads per key head, nodes, head size]; keys may be expanded.
+
+    The rows of pieces are those of the query, the columns those of keys and values, which may be more.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: list[Piece], scale: float) -> Tensor:
@@ -242,7 +252,7 @@ class _ForestAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, output, sums = ctx.saved_tensors
-        written = _covers(ctx.pieces, query.shape[2])
+        written = key.shape[2] == query.shape[2] and _covers(ctx.pieces, query.shape[2])
         grads = [torch.empty_like(t) if written else torch.zeros_like(t) for t in (query, key, value)]
         for p in ctx.pieces:
             rows, columns = slice(p.start, p.end), p.columns
@@ -251,7 +261,7 @@ class _ForestAttention(torch.autograd.Function):
                 sums[:, :, rows], 0.0, p.causal, attn_mask=p.mask, scale=ctx.scale,
             )  # fmt: skip
             for total, part, place in zip(grads, parts, (rows, columns, columns), strict=True):
-                if p.causal:
+                if p.causal and written:
                     total[:, :, place] = part
                 elif isinstance(place, slice):
                     total[:, :, place] += part
@@ -297,6 +307,9 @@ def forest_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     size = value.shape[-1]
     query, key, value = of_one_size(query, key, value)
+    layer = getattr(module, "layer_idx", None)
+    if forest.prefix is not None:
+        key, value = eagerly(forest.prefix.extend, layer, key, value)
     window = sliding_window or 0
     if query.is_cuda:
         output = _compiled_flex_attention()(
@@ -306,7 +319,7 @@ def forest_attention(
         groups = key.shape[1]
         by_group = query[0].unflatten(0, (groups, -1))
         shared = [tensor[0][:, None].expand(-1, by_group.shape[1], -1, -1) for tensor in (key, value)]
-        layer, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
+        config = getattr(module, "config", None)
         last = layer is not None and config is not None and layer == config.num_hidden_layers - 1
         pieces = eagerly(forest.pieces, window, query.dtype, last)
         output = eagerly(_ForestAttention.apply, by_group, *shared, pieces, scale).flatten(0, 1)[None]

@@ -16,13 +16,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.model import smollm2, tiny
 from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
@@ -30,7 +31,7 @@ from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
 from mtgrpo.model.logprobs import head_logits
 from mtgrpo.model.lora import add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
 from mtgrpo.model.onednn_linear import use_onednn
-from mtgrpo.model.settings import DType, ModelSettings
+from mtgrpo.model.settings import DType, ModelSettings, Quantization
 from mtgrpo.model.value import add_value_head, save_value_head, split_value_head
 
 logging.disable_progress_bar()  # it would write through the console's own
@@ -89,9 +90,11 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
             "such models are not supported, choose another"
         )
     model.eval()
-    model.to(device=_device())  # pyright: ignore[reportCallIssue, reportArgumentType]
-    compute_in(model, settings.dtype)
-    choose_attention(model, settings.attention)
+    device = _device()
+    compute_in(model, resolved(settings.dtype, device.type))
+    choose_attention(model, settings.attention)  # looks at the model in the precision of its weights
+    round_frozen(model)
+    model.to(device=device)  # pyright: ignore[reportCallIssue, reportArgumentType]
     use_onednn(model)
     use_fused_rms_norm(model)
     if settings.checkpointing:
@@ -114,6 +117,13 @@ def _device() -> torch.device:
     return device
 
 
+def resolved(dtype: DType, device_type: str) -> DType:
+    """What `auto` means on a device of this type."""
+    if dtype is not DType.auto:
+        return dtype
+    return DType.bfloat16 if device_type == "cuda" else DType.float32
+
+
 def compute_in(model: PreTrainedModel, dtype: DType) -> None:
     """Make the model's forward compute in `dtype`; its weights become fp64 for float64 and stay what they are else."""
     body = model.base_model  # the methods are bound, so that a copy of the model runs its own weights
@@ -132,6 +142,15 @@ def computes_in(model: PreTrainedModel) -> torch.dtype:
     return torch.bfloat16 if rounds else model.dtype
 
 
+def round_frozen(model: PreTrainedModel) -> None:
+    """Keep the frozen linear layers of a body that computes in bfloat16 in bfloat16, which changes no result."""
+    for layer in model.base_model.modules() if computes_in(model) is torch.bfloat16 else []:
+        if type(layer) is nn.Linear and not any(weight.requires_grad for weight in layer.parameters()):
+            layer.to(torch.bfloat16)
+        elif hasattr(layer, "compute_dtype"):  # a layer of bitsandbytes
+            setattr(layer, "compute_dtype", torch.bfloat16)  # noqa: B010
+
+
 def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -> PreTrainedModel:
     """The model that `settings.name` says, with its own adapter, a new one or none."""
     name = place(settings.name)
@@ -147,7 +166,7 @@ def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -
     loaded: Any
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            base, dtype=weights, output_loading_info=True, trust_remote_code=False
+            base, dtype=weights, output_loading_info=True, trust_remote_code=False, **_quantized(settings)
         )
     except Exception as error:
         raise ConfigError(not_found(name, error, base if adapter else "")) from error
@@ -158,7 +177,20 @@ def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -
         load_adapter(model, adapter, name, settings.lora)
     elif settings.lora.rank:
         add_adapter(model, settings.lora, seed)
+    elif settings.quantization is not Quantization.none:
+        raise ConfigError(
+            f"model.quantization={settings.quantization.value}: such layers are not trained; set model.lora.rank=16"
+        )
     return model
+
+
+def _quantized(settings: ModelSettings) -> dict[str, Any]:
+    """What transformers has to be told of quantization."""
+    if settings.quantization is Quantization.none:
+        return {}
+    refuse_without_package("bitsandbytes", f"model.quantization={settings.quantization.value}")
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    return {"quantization_config": how, "device_map": {"": _device()}}
 
 
 def place(name: str) -> str:
@@ -204,7 +236,7 @@ def _check_head(model: PreTrainedModel, settings: ModelSettings) -> None:
 
 
 def _bfloat16_forward(body: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch.autocast(body.device.type, torch.bfloat16):
+    with torch.autocast(body.device.type, torch.bfloat16, cache_enabled=False):  # each weight is used once
         return type(body).forward(body, *args, **kwargs)
 
 

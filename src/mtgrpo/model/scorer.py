@@ -21,6 +21,7 @@ from mtgrpo.model.eager import eagerly
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import Kept, head_logits, sampled_logprobs
 from mtgrpo.model.onednn_linear import GRID, onednn
+from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.value import has_value_head, values
 
 
@@ -48,16 +49,20 @@ class Scorer(nn.Module):
         self.model = model
         _AtRead.register(model)
 
-    def forward(self, micro: MicroBatch, temperature: float) -> Scores:
+    def forward(self, micro: MicroBatch, temperature: float, prefix: Prefix | None = None) -> Scores:
         """Log-probability, entropy and value of every target; the head runs once at each distinct parent.
 
+        `prefix` has what `micro` is given and keeps what it opens; without it everything is computed here.
         A micro-batch without targets gives empty scores, whose gradient is 0 for every weight: a rank that has nothing
         to compute takes part in what all ranks do together.
         """
-        if len(micro.parent) == 0:
+        if len(micro.parent) == 0 and not micro.opens:
             return self(_one_token(micro), temperature).at(torch.arange(0))
         parents, row = torch.unique(micro.parent, return_inverse=True)
-        hidden = self.hidden(micro, parents)
+        if len(parents) == 0:  # but others continue it; reads one state, for some layers take no empty input
+            nothing = self.hidden(micro, torch.tensor([micro.given]), prefix).sum(-1)[:0]
+            return Scores(nothing, nothing, nothing if has_value_head(self.model) else None)
+        hidden = self.hidden(micro, parents, prefix)
         drawn, kept = row, None  # the distribution that each target was drawn from
         if micro.kept is not None:  # several may follow one parent
             sets = micro.kept.sets
@@ -72,33 +77,36 @@ class Scorer(nn.Module):
         """Log-probabilities of the next token at flat `positions` [n], each given once: [n, vocabulary]."""
         return head_logits(self.model, self.hidden(micro, positions)).log_softmax(-1)
 
-    def hidden(self, micro: MicroBatch, positions: Tensor) -> Tensor:
+    def hidden(self, micro: MicroBatch, positions: Tensor, prefix: Prefix | None = None) -> Tensor:
         """Final hidden states [n, hidden] at flat `positions` [n] of the micro-batch, each given once."""
         device, body = self.model.device, self.model.base_model
         positions = positions.to(device)
         if micro.forest is None:
             return body(input_ids=micro.ids.to(device), use_cache=False).last_hidden_state.flatten(0, 1)[positions]
         # Rounded up to the grid by a chain of nodes that nobody reads, after all others and apart from them.
-        count = len(micro.forest)
-        extra = torch.arange(-count % (GRID if onednn(device, computes_in(self.model)) else 1))
-        ids = torch.cat([micro.ids[0], torch.zeros_like(extra)]).to(device)
+        count, given = len(micro.forest), micro.given if prefix is not None else 0
+        extra = torch.arange((given - count) % (GRID if onednn(device, computes_in(self.model)) else 1))
+        ids = torch.cat([micro.ids[0, given:], torch.zeros_like(extra)]).to(device)
+        rows = positions - given
         depth = torch.cat([micro.position[0], extra]).to(device)
         ends = torch.cat([micro.forest.subtree_end, torch.full_like(extra, count + len(extra))]).to(device)
         unused = torch.zeros(1, 1, 1, 1, device=device)  # of four dimensions: transformers then builds no mask itself
         output = body(
             input_ids=ids[None],
-            position_ids=depth[None],
+            position_ids=depth[None, given:],
             attention_mask=unused,
             use_cache=False,
-            forest=Visibility(depth, ends, positions),
+            forest=Visibility(depth, ends, rows, given, prefix),
         )
-        return output.last_hidden_state[0, positions]
+        return output.last_hidden_state[0, rows]
 
-    def with_weights(self, weights: dict[str, Tensor], micro: MicroBatch, temperature: float) -> Scores:
+    def with_weights(
+        self, weights: dict[str, Tensor], micro: MicroBatch, temperature: float, prefix: Prefix | None = None
+    ) -> Scores:
         """The scores if some of the model's weights were these, by name; all others are its own. No gradient."""
         named = {f"model.{name}": weight for name, weight in weights.items()}
         with torch.no_grad():
-            return functional_call(self, named, (micro, temperature))
+            return functional_call(self, named, (micro, temperature, prefix))
 
 
 class _AtRead:
@@ -151,7 +159,9 @@ def _one_token(micro: MicroBatch) -> MicroBatch:
     """A micro-batch that computes one token and reads it, laid out as `micro` is."""
     zero = torch.zeros(1, dtype=torch.long)
     forest = None if micro.forest is None else Forest(token=zero, parent=zero - 1, depth=zero, subtree_end=zero + 1)
-    return replace(micro, ids=zero[None], position=zero[None], forest=forest, parent=zero, token=zero, kept=None)
+    return replace(
+        micro, ids=zero[None], position=zero[None], forest=forest, parent=zero, token=zero, kept=None, given=0
+    )
 
 
 def layout_of(model: PreTrainedModel) -> Layout:

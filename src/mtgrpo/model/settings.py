@@ -33,11 +33,22 @@ class LoRA:
 
 
 class DType(Enum):
-    """What the forward computes in. Weights are fp32 (fp64 for float64); bfloat16 means autocast, with an fp32 head."""
+    """What the forward computes in. Weights are fp32 (fp64 for float64); bfloat16 means autocast, with an fp32 head.
 
+    With bfloat16 the frozen layers of a model with adapters are kept in bfloat16 too, as which they compute anyway.
+    """
+
+    auto = "auto"  # bfloat16 on a GPU, float32 on a CPU
     float32 = "float32"
     bfloat16 = "bfloat16"
     float64 = "float64"
+
+
+class Quantization(Enum):
+    """In what the frozen layers of a model with adapters are kept; they compute in `model.dtype`."""
+
+    none = "none"
+    nf4 = "nf4"  # 4 bits a weight (QLoRA, arXiv:2305.14314), more slowly; needs bitsandbytes
 
 
 @dataclass
@@ -48,17 +59,20 @@ class ModelSettings:
     """
 
     name: str = "tiny"  # or a folder, or a name on the Hugging Face hub
-    dtype: DType = DType.float32  # what the forward computes in; weights stay fp32
+    dtype: DType = DType.auto  # what the forward computes in; weights that are trained stay fp32
     attention: Attention = Attention.auto  # how a training batch is laid out, and the kernel
     lora: LoRA = field(default_factory=LoRA)
+    quantization: Quantization = Quantization.none  # of the frozen layers below adapters
     checkpointing: bool | None = None  # compute layers twice and keep less; null: where memory asks for it
     value_head: bool = False  # for algorithms that learn what return to expect; starts at zero, or as it was saved
 
     def __post_init__(self) -> None:
-        if self.attention is Attention.flash_attention_2 and self.dtype is not DType.bfloat16:
+        if self.attention is Attention.flash_attention_2 and self.dtype not in (DType.auto, DType.bfloat16):
             raise ConfigError("`attention=flash_attention_2` computes in 16 bits: set `dtype=bfloat16`")
         if self.lora.rank and self.name in FROM_SCRATCH:
             raise ConfigError(
                 f"`lora.rank={self.lora.rank}`: `name={self.name}` is a model from scratch, so there is "
                 "nothing to adapt; train it first with `lora.rank=0`, then give `name=FOLDER`"
             )
+        if self.quantization is not Quantization.none and (self.name in FROM_SCRATCH or self.dtype is DType.float64):
+            raise ConfigError(f"`quantization` is for the base of adapters, not in float64: got `name={self.name}`")

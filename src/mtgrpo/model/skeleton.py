@@ -25,11 +25,11 @@ from mtgrpo.model import tiny
 from mtgrpo.model.attention import of_one_size
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
-from mtgrpo.model.load import compute_in, computes_in, not_found, place
+from mtgrpo.model.load import compute_in, computes_in, not_found, place, resolved, round_frozen
 from mtgrpo.model.logprobs import KEPT_BYTES, TILE_BYTES
 from mtgrpo.model.lora import add_adapter, add_peft_adapter, find_adapter
 from mtgrpo.model.onednn_linear import use_onednn
-from mtgrpo.model.settings import DType, ModelSettings
+from mtgrpo.model.settings import DType, ModelSettings, Quantization
 from mtgrpo.model.traits import attending_by
 from mtgrpo.model.value import add_value_head
 
@@ -48,7 +48,8 @@ class Skeleton:
         self._cpu = device_type == "cpu"
         self.model = _build(settings)
         self.model.eval()
-        compute_in(self.model, settings.dtype)
+        compute_in(self.model, resolved(settings.dtype, device_type))
+        round_frozen(self.model)
         with self._mode:
             _to_cpu(self.model)
         if self._cpu:
@@ -157,6 +158,11 @@ def _architecture(settings: ModelSettings) -> PreTrainedModel:
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(not_found(name, error)) from error
+    if settings.quantization is not Quantization.none:
+        for layer in model.base_model.modules():
+            if type(layer) is nn.Linear:
+                layer.__class__ = _Quantized
+                layer.weight = nn.Parameter(torch.empty(layer.weight.numel() * 33 // 64, dtype=torch.uint8), False)
     if adapter:
         add_peft_adapter(model, adapter)
     elif settings.lora.rank:
@@ -200,6 +206,30 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, *_ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _Quantized(nn.Linear):
+    """Four bits a weight, scales included a little more; the weights are made in bfloat16 wherever they are needed."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _Dequantized.apply(input, self.in_features, self.out_features)
+
+
+class _Dequantized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, out: int) -> Tensor:
+        ctx.size, ctx.out = size, out
+        made = x.new_empty(out, size, dtype=torch.bfloat16), x.new_empty(x.shape, dtype=torch.bfloat16)
+        output = x.new_empty(*x.shape[:-1], out)
+        del made
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        made = grad.new_empty(ctx.out, ctx.size, dtype=torch.bfloat16)
+        found = grad.new_empty(*grad.shape[:-1], ctx.size)
+        del made
+        return found, None, None
 
 
 class _Head(torch.autograd.Function):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
@@ -27,8 +30,13 @@ class Optimizer:
                 "not limited: set the stage's steps above 0 or optimizer.schedule=constant"
             )
         self._settings = settings
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizers = make_optimizers(model, settings)
+        self._weights = [p for p in model.parameters() if p.requires_grad]
+        # Of each weight, what is stepped: the weight itself, or its copy on the host.
+        self._stepped = {weight: _on_host(weight) if settings.offload else weight for weight in self._weights}
+        self._optimizers = make_optimizers(model, settings, self._stepped)
+        if settings.offload:
+            hooks = [w.register_post_accumulate_grad_hook(partial(_offload_grad, c)) for w, c in self._stepped.items()]
+            weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         self._schedulers = [LambdaLR(o, lambda n: factor(settings, n, total_steps)) for o in self._optimizers]
 
     @property
@@ -41,12 +49,15 @@ class Optimizer:
 
         A gradient that is not finite is dropped: weights, optimiser and schedule stay as they are.
         """
-        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm))
+        norm = float(nn.utils.clip_grad_norm_(self._stepped.values(), self._settings.max_grad_norm))
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
             if math.isfinite(norm):
                 optimizer.step()
                 scheduler.step()
             optimizer.zero_grad(set_to_none=True)
+        for weight, stepped in self._stepped.items():
+            if stepped is not weight:
+                weight.detach().copy_(stepped.detach(), non_blocking=True)
         return norm
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,8 +88,24 @@ def factor(settings: OptimizerSettings, step: int, total_steps: int) -> float:
     return 1.0
 
 
-def make_optimizers(model: PreTrainedModel, settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
-    """Those of the weights that are trained, the one with the learning rate `lr` last."""
+def _on_host(weight: Tensor) -> nn.Parameter:
+    """A copy in the host's memory; pinned, which the GPU reads and writes at full speed."""
+    pinned = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda, requires_grad=False)
+    return nn.Parameter(pinned.copy_(weight.detach()))
+
+
+def _offload_grad(copy: nn.Parameter, weight: Tensor) -> None:
+    """A gradient is complete: add it to that of the copy, and free it."""
+    assert weight.grad is not None, "it was just accumulated"
+    grad = _on_host(weight.grad).detach()
+    copy.grad = grad if copy.grad is None else copy.grad.add_(grad)
+    weight.grad = None
+
+
+def make_optimizers(
+    model: PreTrainedModel, settings: OptimizerSettings, stepped: Mapping[nn.Parameter, nn.Parameter]
+) -> list[torch.optim.Optimizer]:
+    """Those of the weights that are trained, the one with the learning rate `lr` last; they step what is `stepped`."""
     heads = (model.get_output_embeddings(), getattr(model, "value_head", None))
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module in heads]
     outer_weights = {id(parameter) for module in outer for parameter in module.parameters()}
@@ -88,12 +115,18 @@ def make_optimizers(model: PreTrainedModel, settings: OptimizerSettings) -> list
         if not parameter.requires_grad:
             continue
         hidden_matrix = parameter.dim() == 2 and id(parameter) not in outer_weights
-        (matrices if settings.kind is Kind.muon and hidden_matrix else others).append(parameter)
+        (matrices if settings.kind is Kind.muon and hidden_matrix else others).append(stepped[parameter])
     found: list[torch.optim.Optimizer] = []
     if matrices:
         found.append(torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay))
     first, second = settings.betas
     decay = settings.weight_decay
-    if others:  # adapters are all matrices
-        found.append(torch.optim.AdamW(others, lr=settings.lr, betas=(first, second), weight_decay=decay, foreach=True))
+    rest: dict[str, Any] = {"lr": settings.lr, "betas": (first, second), "weight_decay": decay}
+    if others and settings.kind is Kind.adamw_8bit:
+        from bitsandbytes.optim import AdamW8bit  # noqa: PLC0415  an extra  # pyright: ignore[reportMissingImports]
+
+        found.append(AdamW8bit(others, **rest))
+    elif others:  # adapters are all matrices
+        how = "fused" if others[0].is_cuda else "foreach"
+        found.append(torch.optim.AdamW(others, **rest, **{how: True}))
     return found

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mtgrpo.errors import ConfigError, refuse_without_effect
+from mtgrpo.errors import ConfigError, refuse_without_effect, refuse_without_package
 
 
 class Kind(Enum):
     """AdamW (arXiv:1711.05101), or Muon (Jordan 2024) for matrices with AdamW for embeddings and vectors."""
 
     adamw = "adamw"
+    adamw_8bit = "adamw_8bit"  # moments in 8 bits (arXiv:2110.02861), a quarter of the memory; needs bitsandbytes
     muon = "muon"
 
 
@@ -28,7 +29,8 @@ class Schedule(Enum):
 class OptimizerSettings:
     """The optimiser of one training stage."""
 
-    kind: Kind = Kind.adamw  # muon: for hidden matrices, with AdamW for the rest
+    kind: Kind = Kind.adamw  # adamw_8bit: moments in 8 bits; muon: for hidden matrices, with AdamW for the rest
+    offload: bool = False  # gradients, moments and the step in the host's memory, 16 bytes a weight; slower
     lr: float = 1e-6
     muon_lr: float = 0.02  # of the matrices when kind=muon; `lr` is that of the rest
     weight_decay: float = 0.0
@@ -40,6 +42,10 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.muon_lr <= 0:
             raise ConfigError(f"`lr` and `muon_lr` must be > 0, got {self.lr} and {self.muon_lr}")
+        if self.kind is Kind.adamw_8bit:
+            refuse_without_package("bitsandbytes", "`kind=adamw_8bit`")
+            if self.offload:
+                raise ConfigError("`offload=true` steps on the host, `kind=adamw_8bit` on the GPU: choose one of them")
         if self.kind is not Kind.muon:
             refuse_without_effect(self, ("muon_lr",), "set `kind=muon`")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -12,11 +12,14 @@ from transformers import PreTrainedModel
 
 from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import Batch
-from mtgrpo.batch.packing import Layout, MicroBatch, Packing, pack
-from mtgrpo.errors import RunError
+from mtgrpo.batch.packing import Layout, MicroBatch, Packing, pack, visits
+from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.model.attention import Attention
+from mtgrpo.model.out_of_memory import explained
+from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.rounding import ends_the_run, reference
 from mtgrpo.model.scorer import Scorer, Scores, flops_of, layout_of
+from mtgrpo.model.traits import traits
 from mtgrpo.policy.guard import compare, deepest, depth
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.reference import ReferencePolicy
@@ -49,7 +52,7 @@ class Policy:
         ranks: int = 1,
     ) -> None:
         self.model = model
-        self.scorer: Callable[[MicroBatch, float], Scores] = Scorer(model)
+        self.scorer: Callable[[MicroBatch, float, Prefix | None], Scores] = Scorer(model)
         self._own = Scorer(model)
         self._rank, self._ranks = rank, ranks
         self.profiler = profiler or Profiler()
@@ -74,7 +77,15 @@ class Policy:
 
     def _pack(self, batch: Batch, entries: Tensor) -> Packing:
         with self.profiler.measure("packing"):
-            return pack(batch, entries, self._token_budget, self._cost, self._layout, self._ranks)[self._rank]
+            found = pack(batch, entries, self._token_budget, self._cost, self._layout, self._ranks)[self._rank]
+        calls, layers = len(traits(self.model).caches), self.model.config.get_text_config().num_hidden_layers
+        if calls != layers and any(micro.opens for micro in found.micro_batches):
+            raise ConfigError(
+                f"a tree of tokens is larger than batch.token_budget={self._token_budget}, and "
+                f"{type(self.model).__name__} calls its attention {calls} times in {layers} layers, so that no part of "
+                f"it can be computed first: set batch.token_budget higher, or model.attention=sdpa"
+            )
+        return found
 
     def _checked(self, packing: Packing, batch: Batch, entries: Tensor) -> Packing:
         """`packing`, compared with plain forward passes; padded rows from here on where a forest is wrong, they right.
@@ -112,12 +123,14 @@ class Policy:
             self._noted = apart
             self.notes.append(text)
 
-    def score(self, micro: MicroBatch, reference: ReferencePolicy | None = None) -> Scores:
+    def score(
+        self, micro: MicroBatch, reference: ReferencePolicy | None = None, prefix: Prefix | None = None
+    ) -> Scores:
         """The scores of a micro-batch, by `reference` if it is given. Raises RunError if they are not finite."""
         if reference is None:
-            scores = self.scorer(micro, self._temperature)
+            scores = self.scorer(micro, self._temperature, prefix)
         else:
-            scores = self._own.with_weights(reference.weights, micro, self._temperature)
+            scores = self._own.with_weights(reference.weights, micro, self._temperature, prefix)
         wrong = (~scores.logp.detach().isfinite()).nonzero()[:, 0]
         if len(wrong):
             raise RunError(
@@ -141,9 +154,15 @@ class Policy:
         nothing = torch.full((len(batch),), torch.nan, dtype=torch.float64)
         found = Scores(nothing.clone(), nothing.clone(), nothing.clone())
         assert found.value is not None
-        for micro in self.pack(batch, entries).micro_batches:
+        above: Prefix | None = None
+        for micro, entered in visits(self.pack(batch, entries).micro_batches):
+            if not entered:
+                above = above and above.above
+                continue
+            prefix = Prefix(micro, above)
+            above = prefix if micro.opens else above
             with self.profiler.measure("forward"), torch.no_grad():
-                here = self.score(micro, reference)
+                here = self.score(micro, reference, prefix)
             found.logp[micro.entries] = here.logp.double().cpu()[micro.target]
             found.entropy[micro.entries] = here.entropy.double().cpu()[micro.target]
             if here.value is not None:
@@ -161,25 +180,27 @@ class Policy:
         entries [n] int64: what has a loss; weights [len(batch)]: the share of each token (see average.py). A token that
         several trajectories share is computed once and has one loss, and one weight, for each of them.
         """
-        total, weight = 0.0, 0.0
-        sums: Metrics = {}
+        sums: Metrics = {"loss": 0.0, "weight": 0.0}
         packing = self.pack(batch, entries)
-        for micro in packing.micro_batches:
-            with self.profiler.measure("forward"):
-                scores = self.score(micro).at(micro.target)
-                per_token = loss(micro.entries, scores)
-                share = weights[micro.entries].to(scores.logp)
-                value = (per_token.loss * share).sum()
-            with self.profiler.measure("backward"):
-                value.backward()
-            total += value.item()
-            weight += share.sum().item()
-            found = per_token.metrics | {"clip_fraction": per_token.clipped, "entropy": scores.entropy.detach()}
-            for name, amounts in found.items():
-                sums[name] = sums.get(name, 0.0) + (amounts * share).sum().item()
+        above: Prefix | None = None
+        for micro, entered in visits(packing.micro_batches):
+            prefix = Prefix(micro, above) if entered else above
+            assert prefix is not None, "what is left was entered"
+            above = prefix if entered and micro.opens else prefix.above
+            with self.profiler.measure("forward"), explained("training"):
+                if entered and not micro.held:
+                    with torch.no_grad():
+                        self.scorer(micro.unread(self._cost), self._temperature, prefix)
+                    prefix.forget()
+                elif entered or not micro.held:
+                    prefix.loss = self._weighted(micro, prefix, weights, loss, sums)
+            if entered and micro.opens:
+                continue
+            with self.profiler.measure("backward"), explained("training"):
+                prefix.backward()
             yield
-        lr = self.optimizer.lr
-        with self.profiler.measure("update"):
+        lr, weight, total = self.optimizer.lr, sums.pop("weight"), sums.pop("loss")
+        with self.profiler.measure("update"), explained("update"):
             metrics = {"loss": total, "lr": lr, "grad_norm": self.optimizer.step()}
         metrics["skipped"] = self._count_skipped(total, metrics["grad_norm"])
         metrics |= {
@@ -200,6 +221,19 @@ class Policy:
         if self._skipped:
             self.notes.append(text)
         return float(self._skipped > 0)
+
+    def _weighted(self, micro: MicroBatch, prefix: Prefix, weights: Tensor, loss: TokenLoss, sums: Metrics) -> Tensor:
+        """The share of a micro-batch in the loss, with its gradient; adds the metrics of its tokens to `sums`."""
+        scores = self.score(micro, prefix=prefix).at(micro.target)
+        per_token = loss(micro.entries, scores)
+        share = weights[micro.entries].to(scores.logp)
+        value = (per_token.loss * share).sum()
+        found = per_token.metrics | {"clip_fraction": per_token.clipped, "entropy": scores.entropy.detach()}
+        weighted = {name: (amounts * share).sum() for name, amounts in found.items()}
+        weighted |= {"loss": value.detach(), "weight": share.sum()}
+        for name, amount in weighted.items():
+            sums[name] = sums.get(name, 0.0) + amount.item()
+        return value
 
 
 def at_once(work: CooperativeTask[T]) -> T:

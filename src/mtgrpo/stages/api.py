@@ -61,7 +61,7 @@ async def rollout_with_advantages(
     if experiment.condenser.attends and attend is None:
         raise ConfigError(f"condenser {experiment.condenser.name} goes by attention: give attend=")
     chat = open_chat(tokenizer, experiment.chat)
-    longest = experiment.environment.max_context_length or experiment.batch.token_budget
+    longest = experiment.environment.max_context_length or experiment.batch.tokens
 
     @asynccontextmanager
     async def conversation(key: Key) -> AsyncGenerator[Sample]:

@@ -24,7 +24,7 @@ from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, open_sinks, sink_class
 from mtgrpo.memory import plan
-from mtgrpo.model.attention import describe_attention
+from mtgrpo.model.attention import describe_attention, uses_forest
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.traits import check_length, traits
 from mtgrpo.part import RunContext, opens
@@ -134,13 +134,12 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         tasks, held_out = open_tasks(experiment)
         sinks.tell(tasks.notes)
         tokenizer, chat = open_tokenizer(experiment)
-        settings = experiment.model
         if trains and torch.cuda.is_available():
             planned = plan(experiment, torch.cuda.get_device_properties(0).total_memory, "cuda")
             sinks.note(planned.describe())
-            settings = replace(settings, checkpointing=planned.checkpointing)
-        from_there = replace(settings, name=str(resumed.path)) if resumed else settings
-        model = load_model(from_there, experiment.seed)
+            experiment = planned.experiment
+        settings = replace(experiment.model, name=str(resumed.path)) if resumed else experiment.model
+        model = load_model(settings, experiment.seed)
         model.generation_config.eos_token_id = list(chat.stop_ids)  # and ends its turns so
         longest = longest_context(experiment, model)
         engine = experiment.engine.start(model, experiment.deterministic, longest)
@@ -208,7 +207,12 @@ def longest_context(experiment: Experiment, model: PreTrainedModel) -> int:
     if not own and not asked:
         raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")
     check_length(model, asked)
-    return asked or min(own, experiment.batch.token_budget)
+    if asked > experiment.batch.tokens and not uses_forest(model):
+        raise ConfigError(
+            f"environment.max_context_length={asked}: padded rows of that length do not fit "
+            f"batch.token_budget={experiment.batch.tokens}; set batch.token_budget to at least {asked}"
+        )
+    return asked or min(own, experiment.batch.tokens)
 
 
 def make_runner(

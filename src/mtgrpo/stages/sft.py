@@ -65,13 +65,13 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
     began = time.perf_counter() - before_s
     run.sinks.stage("warm start", settings.steps)
     optimizer = Optimizer(run.model, settings.optimizer, settings.steps)
-    policy = Policy(run.model, optimizer, experiment.batch.token_budget, temperature=1.0)
+    policy = Policy(run.model, optimizer, experiment.batch.tokens, temperature=1.0)
     stream = experiment.task.stream(Split.train, experiment.seed + DEMONSTRATION_SEED)
     if run.resumed and begun["step"]:
         optimizer.load_state_dict(run.resumed.training())
         stream.load_state_dict(begun["tasks"])
     examples = demonstrations(experiment.task, stream, run.runner, experiment.seed)
-    limit, name = experiment.batch.token_budget, f"batch.token_budget={experiment.batch.token_budget}"
+    limit, name = experiment.batch.tokens, f"batch.token_budget={experiment.batch.tokens}"
     if longest := traits(run.model).longest:
         limit, name = min((limit, name), (longest, f"the {longest} tokens that the model computes exactly"))
     fitting = within(examples, limit, name, run.sinks.note)

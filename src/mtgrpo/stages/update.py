@@ -44,7 +44,7 @@ def make_updater(run: Run) -> PolicyUpdater:
     policy = Policy(
         run.model,
         Optimizer(run.model, experiment.optimizer, experiment.trainer.steps * per_batch),
-        experiment.batch.token_budget,
+        experiment.batch.tokens,
         experiment.sampling.temperature,
         Profiler(experiment.profile, run.engine.sync_s),
     )

@@ -13,19 +13,26 @@ if TYPE_CHECKING:
 
     from mtgrpo.engines.local.engine import LocalEngine
 
+DEFAULT_FRACTION = 0.3
+
 
 @dataclass
 class Local(Engine):
     """Decode in this process (CPU or one GPU)."""
 
-    memory_fraction: float = 0.3  # of this machine's memory (or the GPU's), at most, for the KV cache
+    memory_fraction: float | None = None  # of all memory, at most, for the KV cache; null: what a GPU has left, or 0.3
     keep_stale_cache: bool = False  # open conversations keep that of older weights; else it is reset at every update
 
     attends: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.memory_fraction < 1:
+        if self.memory_fraction is not None and not 0 < self.memory_fraction < 1:
             raise ConfigError(f"engine.memory_fraction must be in (0, 1), got {self.memory_fraction}")
+
+    @property
+    def fraction(self) -> float:
+        """Of all memory; what null amounts to on a GPU is planned before a run begins."""
+        return self.memory_fraction or DEFAULT_FRACTION
 
     @property
     def exact(self) -> bool:
@@ -39,4 +46,4 @@ class Local(Engine):
         """
         from mtgrpo.engines.local.engine import start_engine  # noqa: PLC0415  settings alone import no library
 
-        return start_engine(model, deterministic, longest_context, self.memory_fraction, self.keep_stale_cache)
+        return start_engine(model, deterministic, longest_context, self.fraction, self.keep_stale_cache)

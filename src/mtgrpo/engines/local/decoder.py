@@ -59,6 +59,11 @@ class Forward:
         if self._fused:
             self._fused.copy_weights()
 
+    def release(self) -> None:
+        """Give the memory of the copied weights back until `update`."""
+        if self._fused:
+            self._fused.release()
+
     @torch.no_grad()
     def logprobs(self, context: Tensor) -> Tensor:
         """Of the next token at every position of `context` [n], which nothing precedes: [n, vocabulary]."""
@@ -137,7 +142,7 @@ def _delegate(
 AttentionInterface.register(DELEGATED, _delegate)
 
 
-def copy_bytes(model: PreTrainedModel) -> int:
+def copy_bytes(model: PreTrainedModel, device_type: str) -> int:
     """Of the copy of the weights that the fast path takes; 0 for models that go through their own modules."""
     if not _like_llama(model):
         return 0
@@ -145,8 +150,9 @@ def copy_bytes(model: PreTrainedModel) -> int:
     merged_in = ("lora_A.", "lora_B.")
     products = [m for name, m in layers if isinstance(m, nn.Linear) and not any(part in name for part in merged_in)]
     head = cast(nn.Linear, model.get_output_embeddings())
-    weights = sum(product.weight.numel() for product in products)
-    return weights * computes_in(model).itemsize + head.weight.numel() * model.dtype.itemsize
+    weights = sum(product.weight.numel() for product in products if product.weight.is_floating_point())
+    packed_head = head.weight.nbytes if device_type == "cpu" else 0
+    return weights * computes_in(model).itemsize + packed_head
 
 
 def _like_llama(model: PreTrainedModel) -> bool:
@@ -184,9 +190,13 @@ class _Fused:
     @torch.no_grad()
     def copy_weights(self) -> None:
         """Bring the products up to date; norms and embedding are the model's own."""
-        self.head.copy_weights()
-        for layer in self._layers:
-            layer.copy_weights()
+        for part in (self.head, *self._layers):
+            part.copy_weights()
+
+    def release(self) -> None:
+        """Drop the copies; without them every layer is computed as it is."""
+        for product in (self.head, *(product for layer in self._layers for product in layer.products)):
+            product.release()
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x: Tensor = self._body.embed_tokens(ids)
@@ -217,6 +227,7 @@ class _Layer:
         self.out = _Product([attention.o_proj], dtype)
         self.gate_up = _Product([mlp.gate_proj, mlp.up_proj], dtype)
         self.down = _Product([mlp.down_proj], dtype)
+        self.products = (self.qkv, self.out, self.gate_up, self.down)
         self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
         self.scale = float(attention.scaling)
         normed = hasattr(attention, "q_norm")
@@ -226,7 +237,7 @@ class _Layer:
 
     def copy_weights(self) -> None:
         """The weights have changed."""
-        for product in (self.qkv, self.out, self.gate_up, self.down):
+        for product in self.products:
             product.copy_weights()
         if self._norms:
             self.head_norm = torch.stack([norm.weight for norm in self._norms])  # [query and key heads, size]
@@ -256,11 +267,16 @@ class _Product:
         biases = [bias for _, bias in plain if bias is not None]
         if len(plain) < len(parts) or len(biases) not in (0, len(parts)):
             return
-        self._weight = torch.cat([weight for weight, _ in plain]).to(self._dtype)
+        weights = [weight for weight, _ in plain]
+        self._weight = (torch.cat(weights) if len(weights) > 1 else weights[0].detach()).to(self._dtype)
         self._bias = torch.cat(biases).to(self._dtype) if biases else None
         self._packed = packs(self._weight)
         if self._packed:
             self._weight = pack(self._weight)
+
+    def release(self) -> None:
+        """Drop the copy until the next one is made."""
+        self._weight = self._bias = None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._weight is not None:

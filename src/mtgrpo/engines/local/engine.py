@@ -30,6 +30,7 @@ from mtgrpo.engines.local.sampling import sample, stream_key, uniforms
 from mtgrpo.engines.local.scheduler import Conversation, Request, Scheduler
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import computes_in
+from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.rounding import MARGIN, Reference, distance, plain_logprobs, reference
 from mtgrpo.model.traits import check_length, traits
 from mtgrpo.types import Completion, Finish, Sample, Sampling
@@ -248,11 +249,12 @@ class LocalEngine:
         self._going.set()
 
     async def sleep(self) -> None:
-        """Pause and give the memory of the KV cache back. Open conversations prefill their contexts again later."""
+        """Pause and give the memory of KV cache and copied weights back; open conversations prefill again later."""
         await self.pause()
         self._scheduler.reset_cache()
         self._kv_cache.release()
-        self._asleep = True
+        self._forward.release()
+        self._asleep, self._weights = True, -1  # which are taken over before the next step
 
     async def wake(self) -> None:
         """Take the memory again and resume."""
@@ -276,7 +278,8 @@ class LocalEngine:
             while self._scheduler.requests:
                 await self._settle()
                 if self._going.is_set():
-                    self._step()
+                    with explained("sampling"):
+                        self._step()
                 else:
                     await self._going.wait()
         except Exception as error:

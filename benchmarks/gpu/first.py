@@ -1,0 +1,285 @@
+"""What one GPU does, the first time there is one: at most nine minutes on an H100 or H200.
+
+    python benchmarks/gpu/first.py [--size 1.7b|toy]
+
+Says first what is missing here. Then, with the shapes of Qwen3-1.7B and random weights:
+
+    rollout     128 conversations of recipe gsm8k's size: tokens/s against bandwidth and transformers' generate
+    step        one optimiser step on them, layers computed once and twice: MFU on distinct tokens, peak against plan
+    attention   the same step on rows, by flash attention where it is installed: time against the ideal by operations
+    compiled    how many graphs torch.compile made in all
+
+Peak bandwidth and peak operations are measured here, by a copy and a matrix product. `--size toy` runs anywhere.
+Nothing is downloaded. What fails is null, with the reason, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3Config
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from record import finish
+
+from mtgrpo.algorithms import PerToken
+from mtgrpo.batch.forest import Batch, build_batch
+from mtgrpo.batch.packing import Layout, pack
+from mtgrpo.config.compose import preset
+from mtgrpo.engines import Key
+from mtgrpo.engines.local import Local
+from mtgrpo.memory import Phase, estimate
+from mtgrpo.model.attention import choose_attention
+from mtgrpo.model.checkpointing import checkpoint_layers
+from mtgrpo.model.load import compute_in
+from mtgrpo.model.scorer import Scores, flops_of
+from mtgrpo.model.settings import Attention, DType
+from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.settings import OptimizerSettings
+from mtgrpo.policy.step import Policy
+from mtgrpo.types import Message, Sampling, Task, Trajectory, Turn
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and what it samples and trains."""
+
+    config: Qwen3Config
+    tasks: int
+    siblings: int
+    prompt: int
+    output: int
+    token_budget: int
+
+
+SIZES = {
+    "1.7b": Size(
+        Qwen3Config(
+            vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+            num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"],
+        ),
+        tasks=16, siblings=8, prompt=300, output=256, token_budget=16_384,
+    ),
+    "toy": Size(
+        Qwen3Config(
+            vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"],
+        ),
+        tasks=2, siblings=3, prompt=20, output=6, token_budget=64,
+    ),
+}  # fmt: skip
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def missing() -> list[str]:
+    """What the comparison would like to have, and this machine has not."""
+    found = [] if DEVICE.type == "cuda" else ["a GPU: everything runs on the CPU, which shows only that it runs"]
+    if DEVICE.type == "cuda" and not torch.cuda.is_bf16_supported():
+        found.append("bfloat16 on this GPU")
+    if find_spec("flash_attn") is None:
+        found.append("the package flash-attn: rows are computed by torch's own attention")
+    return found
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """What `work` takes, once it has run before."""
+    wait()
+    began = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - began
+
+
+def wait() -> None:
+    """Until the GPU is done."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def peaks() -> Found:
+    """Bytes and bfloat16 operations a second, measured."""
+    many, wide = (2**28, 8192) if DEVICE.type == "cuda" else (2**20, 256)
+    source, target = torch.zeros(2, many, device=DEVICE)
+    matrix = torch.ones(wide, wide, device=DEVICE, dtype=torch.bfloat16)
+    target.copy_(source), matrix @ matrix
+    moved = seconds(lambda: [target.copy_(source) for _ in range(10)])
+    computed = seconds(lambda: [matrix @ matrix for _ in range(10)])
+    return {"bytes_per_s": 10 * 2 * source.nbytes / moved, "flops_per_s": 10 * 2 * wide**3 / computed}
+
+
+def build(size: Size, layout: Layout = Layout.forest) -> PreTrainedModel:
+    """Random weights; computes in bfloat16 on a GPU."""
+    torch.manual_seed(0)
+    with DEVICE:
+        model = AutoModelForCausalLM.from_config(size.config, dtype=torch.float32).eval()
+    compute_in(model, DType.bfloat16 if DEVICE.type == "cuda" else DType.float32)
+    flash = DEVICE.type == "cuda" and find_spec("flash_attn") is not None
+    rows = Attention.flash_attention_2 if flash else Attention.sdpa
+    choose_attention(model, Attention.forest if layout is Layout.forest else rows)
+    return model
+
+
+def rollout(size: Size, peak: Found) -> tuple[list[Trajectory], Found]:
+    """Conversations of one turn each, sampled by the local engine, and how fast."""
+    model = build(size)
+    rng, count = random.Random(0), size.tasks * size.siblings
+    prompts = [[rng.randrange(size.config.vocab_size) for _ in range(size.prompt)] for _ in range(size.tasks)]
+    engine = Local(0.2 if DEVICE.type == "cuda" else 0.001).start(model, False, size.prompt + size.output)
+    sampling = Sampling(max_new_tokens=size.output)
+
+    async def one(number: int, scope: str) -> Trajectory:
+        prompt = prompts[number // size.siblings]
+        async with engine.conversation(Key(0, scope, str(number // size.siblings), number)) as sample:
+            found = await sample(prompt, sampling)
+        message = Message("assistant")
+        turn = Turn(prompt, found.tokens, found.logprobs, found.versions, found.finish, message, False)
+        return Trajectory(Task(str(number), (Message("user", "?"),)), turns=[turn])
+
+    async def everything(scope: str) -> list[Trajectory]:
+        return list(await asyncio.gather(*(one(number, scope) for number in range(count))))
+
+    asyncio.run(everything("warm-up"))
+    played: list[Trajectory] = []
+    took = seconds(lambda: played.extend(asyncio.run(everything("measured"))))
+    step = took / size.output
+    layers, key_heads = size.config.num_hidden_layers, size.config.num_key_value_heads
+    cached = count * (size.prompt + size.output / 2) * layers * key_heads * size.config.head_dim * 2 * 2
+    least = (2 * sum(weight.numel() for weight in model.base_model.parameters()) + cached) / peak["bytes_per_s"]
+    ids = torch.tensor([prompts[number // size.siblings] for number in range(count)], device=DEVICE)
+    model.set_attn_implementation("sdpa")
+    how = GenerationConfig(
+        max_new_tokens=size.output, min_new_tokens=size.output, do_sample=True, top_k=0, pad_token_id=0
+    )
+    with torch.inference_mode():
+        rival = seconds(lambda: model.generate(input_ids=ids, generation_config=how))
+    asyncio.run(engine.close())
+    return played, {
+        "tokens_per_s": count * size.output / took,
+        "step_ms": 1e3 * step,
+        "of_bandwidth": least / step,
+        "generate_tokens_per_s": count * size.output / rival,
+    }
+
+
+def loss(entries: torch.Tensor, scores: Scores) -> PerToken:
+    """A descent whose gradient is that of a first GRPO update."""
+    return PerToken(-scores.logp, torch.zeros(len(entries), dtype=torch.bool, device=scores.logp.device))
+
+
+def step(size: Size, batch: Batch, peak: Found, layout: Layout, twice: bool) -> Found:
+    """The second of two optimiser steps on the batch; memory is the peak of both."""
+    model = build(size, layout)
+    if twice:
+        checkpoint_layers(model)
+    policy = Policy(model, Optimizer(model, OptimizerSettings(), 0), size.token_budget, 1.0)
+    entries = torch.arange(len(batch))
+    weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    policy.update(batch, entries, weights, loss)
+    took = seconds(lambda: policy.update(batch, entries, weights, loss))
+    distinct = pack(batch, entries, 10**9, flops_of(model))[0].micro_batches
+    needed = 3 * sum(micro.cost for micro in distinct)
+    packed = pack(batch, entries, size.token_budget, flops_of(model), layout)[0].micro_batches
+    found = {
+        "seconds": took,
+        "mfu": needed / took / peak["flops_per_s"],
+        "operations": 3 * sum(micro.cost for micro in packed),
+        "notes": policy.notes,
+    }
+    if DEVICE.type == "cuda":
+        found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return found
+
+
+def planned(size: Size, twice: bool) -> float:
+    """The most that training and update hold by the plan, without libraries and engine, in GB."""
+    with tempfile.TemporaryDirectory() as folder:
+        size.config.save_pretrained(folder)
+        words = [f"model.name={folder}", f"batch.token_budget={size.token_budget}", "sft.steps=0"]
+        words += [f"model.checkpointing={str(twice).lower()}", f"environment.max_context_length={size.prompt + 1}"]
+        found = estimate(preset("calculator", *words), 80 * 10**9, "cuda")
+    most = max(found.needed(Phase.training), found.needed(Phase.update)) - found.rows[0].bytes
+    return most / 1e9
+
+
+def tried(work: Callable[[], Found]) -> Found:
+    """What `work` found, or why it did not; what it held is freed."""
+    found: Found
+    try:
+        found = work()
+    except Exception as error:  # whatever it is, the other parts are still worth the machine
+        found = {"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+    print(found, flush=True)
+    return found
+
+
+def ratio(above: Found, below: Found, name: str) -> float | None:
+    """Of two numbers, where both were found."""
+    return above[name] / below[name] if name in above and name in below else None
+
+
+def main() -> None:
+    """Everything in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="1.7b")
+    size = SIZES[parser.parse_args().size]
+    for what in missing():
+        print(f"missing: {what}", flush=True)
+    peak = peaks()
+    played: list[Trajectory] = []
+
+    def sample() -> Found:
+        found, how_fast = rollout(size, peak)
+        played.extend(found)
+        return how_fast
+
+    detail: Found = {"missing": missing(), "peak": peak, "rollout": tried(sample)}
+    batch = build_batch(played)
+    for name, layout, twice in (
+        ("once", Layout.forest, False),
+        ("twice", Layout.forest, True),
+        ("rows", Layout.padded, True),
+    ):
+        detail[name] = tried(lambda layout=layout, twice=twice: step(size, batch, peak, layout, twice))
+        if layout is Layout.forest:
+            detail[name]["planned_gb"] = planned(size, twice)
+    with contextlib.suppress(AttributeError):
+        detail["compiled"] = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    once, twice_, rows = detail["once"], detail["twice"], detail["rows"]
+    gained, ideal = ratio(rows, twice_, "seconds"), ratio(rows, twice_, "operations")
+    ratios: dict[str, float | None] = {
+        "gpu.mfu": once.get("mfu"),
+        "gpu.mfu_checkpointed": twice_.get("mfu"),
+        "gpu.decode_of_bandwidth": detail["rollout"].get("of_bandwidth"),
+        "gpu.decode_vs_generate": ratio(
+            detail["rollout"], {"tokens_per_s": detail["rollout"].get("generate_tokens_per_s", 1)}, "tokens_per_s"
+        ),
+        "gpu.forest_eta": gained / ideal if gained and ideal else None,
+        "gpu.plan_error": twice_["planned_gb"] / twice_["peak_gb"] - 1 if "peak_gb" in twice_ else None,
+        "gpu.compilations": detail.get("compiled"),
+    }
+    finish("gpu_first", ratios, detail, "gpu_first.json" if DEVICE.type == "cuda" else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Keys and values of a path that several micro-batches continue: computed once, with their gradients gathered.
+
+A tree beyond the token budget is walked depth first (`batch/packing.py`). Attention below a chain sees the chain's
+keys and values as leaves of its own graph, so each backward pass below adds to the gradients of these leaves. The
+chain's own backward pass comes last and starts from its loss and from what was gathered: the gradient of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mtgrpo.batch.packing import MicroBatch
+
+
+class Prefix:
+    """What a pass over `micro` sees of the chains `above` it, and keeps of its own nodes if it opens a chain.
+
+    Layers are told apart by their numbers, so that one that is computed again in the backward pass sees the same.
+    """
+
+    def __init__(self, micro: MicroBatch, above: Prefix | None) -> None:
+        self.above = above
+        self.loss: Tensor | None = None  # of the micro-batch, until its gradient is taken
+        self._count = micro.computed if micro.opens else 0
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # [1, heads, nodes, size] with history, where one is wanted
+        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # the same without; what is below adds to their gradients
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, heads, nodes, size] of a pass, after those of the path above it."""
+        if self._count and layer not in self._own:
+            own = key[:, :, : self._count], value[:, :, : self._count]
+            self._own[layer] = own
+            self._leaves.setdefault(layer, (_leaf(own[0]), _leaf(own[1])))
+        path = [chain._leaves[layer] for chain in self._chains_above()][::-1]
+        if not path:
+            return key, value
+        keys, values = zip(*path, strict=True)
+        return torch.cat([*keys, key], dim=2), torch.cat([*values, value], dim=2)
+
+    def forget(self) -> None:
+        """The nodes will be computed again; what is below goes on with what it saw."""
+        self._own.clear()
+
+    def backward(self) -> None:
+        """The gradient of the loss, and of what those below have gathered; then nothing is left of the pass."""
+        assert self.loss is not None, "the micro-batch has been scored"
+        roots: list[Tensor] = [self.loss]
+        gathered: list[Tensor | None] = [None]
+        for layer, leaves in self._leaves.items():
+            for own, leaf in zip(self._own[layer], leaves, strict=True):
+                if leaf.grad is not None and own.requires_grad:
+                    roots.append(own)
+                    gathered.append(leaf.grad)
+        self.loss, self._count = None, 0  # a layer that is computed again keeps nothing
+        self._own.clear()
+        torch.autograd.backward(roots, gathered)
+        self._leaves.clear()
+
+    def _chains_above(self) -> Iterator[Prefix]:
+        chain = self.above
+        while chain is not None:
+            yield chain
+            chain = chain.above
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()

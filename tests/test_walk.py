@@ -1,0 +1,201 @@
+"""Trees beyond the token budget: walked depth first, every token computed once, and the gradient that of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mtgrpo.algorithms import PerToken
+from mtgrpo.batch.forest import build_batch
+from mtgrpo.batch.packing import MicroBatch, pack, visits
+from mtgrpo.errors import ConfigError
+from mtgrpo.model.attention import Attention
+from mtgrpo.model.checkpointing import checkpoint_layers
+from mtgrpo.model.load import DType
+from mtgrpo.model.prefix import Prefix
+from mtgrpo.model.scorer import Scorer, Scores, flops_of
+from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.settings import OptimizerSettings
+from mtgrpo.policy.step import Policy
+from mtgrpo.types import Trajectory
+from test_attention import conversation, make_model, trajectories
+from test_packing import COST, star
+from test_policy import Descent
+
+NO_CUT = 10**6
+
+
+def loss(entries: Tensor, scores: Scores) -> PerToken:
+    return PerToken(scores.logp + 0.1 * scores.entropy, torch.zeros(len(entries), dtype=torch.bool))
+
+
+def trained(
+    played: Sequence[Trajectory], budget: int, family: str = "qwen3", dtype: DType = DType.float64, twice: bool = False
+) -> tuple[dict[str, float], dict[str, Tensor], Tensor]:
+    """Metrics and gradient of one update in micro-batches of `budget` tokens, and the log-probabilities."""
+    model = make_model(family, dtype)
+    if twice:
+        checkpoint_layers(model)
+    descent = Descent(model, 0.0)
+    policy = Policy(model, descent, budget, 0.8)  # type: ignore[arg-type]
+    batch = build_batch(played)
+    logp = policy.scores(batch, torch.arange(len(batch))).logp
+    weights = torch.linspace(-1, 2, len(batch), dtype=torch.float64)
+    metrics = policy.update(batch, torch.arange(len(batch)), weights, loss)
+    return metrics, descent.gradients[0], logp
+
+
+def assert_as_uncut(
+    played: Sequence[Trajectory], budget: int, tolerance: float = 1e-10, **how: object
+) -> dict[str, float]:
+    expected, found = (trained(played, size, **how) for size in (NO_CUT, budget))  # type: ignore[arg-type]
+    names = ("loss", "entropy", "clip_fraction")
+    assert [found[0][name] for name in names] == pytest.approx([expected[0][name] for name in names], rel=tolerance)
+    assert (found[2] - expected[2]).abs().max() <= tolerance
+    for name, gradient in expected[1].items():
+        assert (found[1][name] - gradient).norm() <= tolerance * max(1.0, gradient.norm().item()), name
+    return found[0]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "deepseek"])
+@pytest.mark.parametrize("budget", [48, 20, 3])
+def test_a_budget_of_any_size(family: str, budget: int, twice: bool) -> None:
+    """The longest context here has 43 tokens: below that chains are computed again."""
+    metrics = assert_as_uncut(conversation(), budget, family=family, twice=twice)
+    assert (metrics["repeated_tokens"] == 0) == (budget == 48)
+
+
+@settings(max_examples=10, deadline=None)
+@given(batch=trajectories(), budget=st.integers(1, 40), twice=st.booleans())
+def test_random_forests(batch: list[Trajectory], budget: int, twice: bool) -> None:
+    assert_as_uncut(batch, budget, twice=twice)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_in_fp32_and_bfloat16(twice: bool) -> None:
+    assert_as_uncut(conversation(), 20, 2e-5, dtype=DType.float32, twice=twice)
+    assert_as_uncut(conversation(), 20, 0.1, dtype=DType.bfloat16, twice=twice)
+
+
+def test_a_prompt_that_nearly_fills_the_budget_is_computed_once() -> None:
+    """The proportions of 2 x 8 siblings, a prompt of 30,000 tokens, answers of 1,500, a budget of 32,000."""
+    played = [*star(300, [15] * 8, first=1), *star(300, [15] * 8, first=2)]
+    batch = build_batch(played)
+    (packing,) = pack(batch, torch.arange(len(batch)), 320, COST)
+    assert packing.computed / packing.distinct == 1.0
+    assert held_at_once(packing.micro_batches) <= 320
+
+
+def held_at_once(micro_batches: Sequence[MicroBatch]) -> int:
+    """The most tokens whose activations a walk holds."""
+    most, held = 0, list[int]()
+    for micro, entered in visits(micro_batches):
+        if not entered:
+            held.pop()
+        most = max(most, sum(held) + micro.computed)
+        if entered and micro.opens:
+            held.append(micro.computed if micro.held else 0)
+    return most
+
+
+@settings(max_examples=60)
+@given(batch=trajectories(), budget=st.integers(1, 60), ranks=st.integers(1, 3))
+def test_no_more_than_the_budget_is_held(batch: list[Trajectory], budget: int, ranks: int) -> None:
+    whole = build_batch(batch)
+    for rank in pack(whole, torch.arange(len(whole)), budget, COST, ranks=ranks):
+        assert held_at_once(rank.micro_batches) <= budget
+        assert all(not micro.given or micro.forest is not None for micro in rank.micro_batches)
+
+
+@settings(max_examples=8, deadline=None)
+@given(batch=trajectories(), budget=st.integers(5, 40))
+def test_ranks_share_a_tree(batch: list[Trajectory], budget: int) -> None:
+    """The gradients of all ranks add up to that of one."""
+    whole = build_batch(batch)
+    entries, weights = torch.arange(len(whole)), torch.linspace(-1, 2, len(whole), dtype=torch.float64)
+    found: list[dict[str, Tensor]] = []
+    for rank, ranks in ((0, 1), (0, 3), (1, 3), (2, 3)):
+        model = make_model("qwen3")
+        descent = Descent(model, 0.0)
+        policy = Policy(model, descent, budget, 0.8, rank=rank, ranks=ranks)  # type: ignore[arg-type]
+        policy.update(whole, entries, weights, loss)
+        found.append(descent.gradients[0])
+    for name, expected in found[0].items():
+        together = sum(part[name] for part in found[1:])
+        assert (together - expected).norm() <= 1e-10 * max(1.0, expected.norm().item())
+
+
+def test_a_micro_batch_by_itself_computes_what_it_is_not_given() -> None:
+    """As the comparison with plain forward passes needs it."""
+    model, batch = make_model("qwen3"), build_batch(conversation())
+    (packing,) = pack(batch, torch.arange(len(batch)), 20, flops_of(model))
+    scorer, above = Scorer(model), None
+    compared = 0
+    for micro, entered in visits(packing.micro_batches):
+        if not entered:
+            above = above and above.above
+            continue
+        prefix = Prefix(micro, above)
+        above = prefix if micro.opens else above
+        with torch.no_grad():
+            found = scorer(micro, 0.8, prefix).logp
+            if len(found):
+                assert torch.allclose(found, scorer(micro, 0.8).logp, atol=1e-10)
+                compared += bool(micro.given)
+    assert compared > 2
+
+
+def test_a_model_that_attends_several_times_in_a_layer_is_refused() -> None:
+    model = make_model("qwen3")
+    model.config.num_hidden_layers = 1
+    policy = Policy(model, Descent(model, 0.0), 20, 0.8)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"calls its attention 2 times in 1 layers.*batch\.token_budget higher"):
+        policy.pack(build_batch(conversation()), torch.arange(40))
+
+
+def test_padded_rows_are_not_cut() -> None:
+    model = make_model("qwen3")
+    model.set_attn_implementation(Attention.sdpa.value)
+    policy = Policy(model, Descent(model, 0.0), 20, 0.8)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"padded row longer than batch\.token_budget=20"):
+        policy.pack(build_batch(conversation()), torch.arange(40))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_walk_on_a_gpu(twice: bool) -> None:
+    """Against the same tree in one micro-batch, in fp32 and by FlexAttention."""
+    found: list[tuple[dict[str, float], dict[str, Tensor]]] = []
+    for budget in (NO_CUT, 20):
+        model = make_model("qwen3", DType.float32).cuda()
+        if twice:
+            checkpoint_layers(model)
+        descent = Descent(model, 0.0)
+        policy = Policy(model, descent, budget, 0.8)  # type: ignore[arg-type]
+        batch = build_batch(conversation())
+        weights = torch.linspace(-1, 2, len(batch), dtype=torch.float64)
+        found.append((policy.update(batch, torch.arange(len(batch)), weights, loss), descent.gradients[0]))
+    assert found[1][0]["loss"] == pytest.approx(found[0][0]["loss"], rel=1e-2)
+    for name, expected in found[0][1].items():
+        assert (found[1][1][name] - expected).norm() <= 2e-2 * max(1.0, expected.norm().item()), name
+
+
+@pytest.mark.gpu
+def test_an_offloaded_optimizer_on_a_gpu() -> None:
+    batch = build_batch(conversation())
+    weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
+    found: list[dict[str, Tensor]] = []
+    for offload in (False, True):
+        model = make_model("qwen3", DType.float32).cuda()
+        policy = Policy(model, Optimizer(model, OptimizerSettings(lr=1e-3, offload=offload), 0), NO_CUT, 0.8)
+        for _ in range(2):
+            policy.update(batch, torch.arange(len(batch)), weights, loss)
+        found.append({name: weight.detach() for name, weight in model.named_parameters()})
+    for name, expected in found[0].items():
+        assert torch.allclose(found[1][name], expected, atol=1e-4), name
