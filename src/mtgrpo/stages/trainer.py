@@ -84,7 +84,10 @@ async def _step(run: Run, updater: PolicyUpdater, stream: Stream, budget: Budget
     """One rollout batch, one update, and where it is due an evaluation and a checkpoint."""
     experiment, policy = run.experiment, updater.policy
     began, step = time.perf_counter(), budget.steps + 1
-    batch = await stream.batch(version=budget.steps)
+    try:
+        batch = await stream.batch(version=budget.steps)
+    except RunError as error:
+        raise RunError(f"{error}; see {trajectories.write(run.folder, 'untrained', stream.finished)}") from error
     evidence = trajectories.write(run.folder, f"step_{step:06d}", batch.groups)
     try:
         metrics, train_s, interrupted = await update(run, updater, batch.trained, step)
