@@ -259,7 +259,7 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
     if dry:
         return
     place, chosen = _resolved(config, "hydra.sweep.dir"), _gives(words, "hydra.sweep.dir")
-    with claimed(place, chosen, str(config.resume).lower() == "true") as place:
+    with claimed(place, chosen, command != "eval" and str(config.resume).lower() == "true") as place:
         words = [*words, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={_quoted(place)}"]
         hydra.multirun("base", functools.partial(run_job, command), words)
 

@@ -34,7 +34,7 @@ class _Mark:
 class Saver:
     """Keeps what a run has come to; writes checkpoints in a thread of its own, one at a time."""
 
-    def __init__(self, run: Run, curve: Curve) -> None:
+    def __init__(self, run: Run, curve: Curve, thread: ThreadPoolExecutor) -> None:
         """Where the run is resumed, `curve` is filled with what was there."""
         self._run, self._curve = run, curve
         self.state: dict[str, Any] = run.resumed.state if run.resumed else {}  # what the run goes on from
@@ -44,7 +44,7 @@ class Saver:
         self._began = time.perf_counter() - self.state.get("seconds", 0.0)
         self._tokenizer = checkpoint.tokenizer_files(run.tokenizer)
         self._settings = read_settings(run.folder)
-        self._thread = ThreadPoolExecutor(1)
+        self._thread = thread
         self._writing: Future[Path] | None = None
         self._mark: _Mark | None = None
         self.path = run.resumed.path if run.resumed else None  # of the checkpoint that was last seen whole
@@ -82,10 +82,6 @@ class Saver:
         if self._mark is not None and not self._mark.saved:
             self._write(self._mark)
 
-    def close(self) -> None:
-        """End the thread once it has written."""
-        self._thread.shutdown()
-
     def save_last(self) -> None:
         """Write the step that ended last, unless it is, and return when all is on disk.
 
@@ -122,20 +118,20 @@ class Saver:
 @contextmanager
 def saving(run: Run, curve: Curve) -> Generator[Saver]:
     """A saver; whatever ends what is done within, the last whole step is on disk afterwards."""
-    saver = Saver(run, curve)
-    try:
-        yield saver
-        saver.save_last()
-    except BaseException as error:
-        with suppress(OSError, SystemExit):  # the console may be gone
-            try:
-                saver.save_last()
-            except Exception as worse:
-                run.sinks.note(f"nothing more could be saved: {worse}")
-            if saver.path:
-                how = "interrupted" if isinstance(error, asyncio.CancelledError) else f"ended by {type(error).__name__}"
-                again = f"the same command with resume=true hydra.run.dir={run.folder}"
-                run.sinks.note(f"{how}; saved in {saver.path}. To go on: {again}")
-        raise
-    finally:
-        saver.close()
+    with ThreadPoolExecutor(1) as thread:
+        saver = Saver(run, curve, thread)
+        try:
+            yield saver
+            saver.save_last()
+        except BaseException as error:
+            with suppress(OSError, SystemExit):  # the console may be gone
+                try:
+                    saver.save_last()
+                except Exception as worse:
+                    run.sinks.note(f"nothing more could be saved: {worse}")
+                if saver.path:
+                    interrupted = isinstance(error, asyncio.CancelledError)
+                    how = "interrupted" if interrupted else f"ended by {type(error).__name__}"
+                    again = f"the same command with resume=true hydra.run.dir={run.folder}"
+                    run.sinks.note(f"{how}; saved in {saver.path}. To go on: {again}")
+            raise
