@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from record import RESULTS
+from record import RESULTS, machine
 
 FALL = 0.15
 PARTS = (
@@ -32,7 +32,10 @@ def main() -> None:
     """Measure and compare."""
     print(f"{'ratio':40}{'now':>8}{'committed':>11}")
     for name, *options in PARTS:
-        committed = json.loads((RESULTS / f"{name}.json").read_text())["ratios"]
+        results = json.loads((RESULTS / f"{name}.json").read_text())
+        committed = results["ratios"]
+        if results["machine"] != machine():
+            print(f"{name}: the committed ratios are of another machine, {results['machine']}: measure both sides here")
         for ratio, now in measure(name, *options).items():
             fell = "  more than 15 % lower" if now < (1 - FALL) * committed[ratio] else ""
             print(f"{ratio:40}{now:8.2f}{committed[ratio]:11.2f}{fell}", flush=True)

@@ -7,7 +7,7 @@ For every recipe and seed, from the weights as they were published:
     grpo       the recipe as it is
     shuffled   the same with advantages permuted over the batch, half of the steps: has no signal
     own        supervised steps on the policy's own successes, sampled anew each step, for as many seconds as GRPO took
-    lora       GRPO of adapters in place of the weights; one recipe and seed
+    lora       GRPO of adapters in place of the weights, one seed
 
 Every arm is a process of its own, `--jobs` of them at once, and is kept in `--folder` when it is done: what was
 interrupted goes on where it stopped. Success is measured before and after on the same held-out tasks at temperature 1,
@@ -46,7 +46,7 @@ MODEL = os.environ.get("MTGRPO_SMOLLM2", "smollm2")  # a folder, or the name tha
 RECIPES = ("smollm2", "smollm2_calculator")
 SEEDS = (12, 13)
 ARMS = ("grpo", "shuffled", "own", "lora")
-LORA = ("smollm2", 12)  # the recipe and the seed that it is measured on
+LORA_SEED = 12
 LORA_WORDS = ("model.lora.rank=16", "optimizer.lr=3e-4")
 EVALUATION = ("eval.tasks=100", "eval.samples=2")
 QUICK = (
@@ -157,7 +157,7 @@ def run_seed(start: Start, arms: Iterable[str], kept_only: bool) -> dict[str, Fo
     """The arms of one recipe and seed, one after another; perhaps those alone that are kept."""
     found: dict[str, Found] = {}
     for name in ("before", *arms):
-        if name == "lora" and (start.recipe, start.seed) != LORA:
+        if name == "lora" and start.seed != LORA_SEED:
             continue
         if kept_only and not (start.folder / name / "held_out" / "summary.json").exists():
             continue

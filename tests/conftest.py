@@ -12,10 +12,13 @@ from typing import TypeVar
 import hypothesis
 import pytest
 
+from mtgrpo import workers
+
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 PROJECT = Path(__file__).resolve().parent.parent
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test never depends on the network
+workers.NICE = 0  # beside other tests a process that gives way would wait for minutes
 hypothesis.settings.register_profile("mtgrpo", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("mtgrpo")
 if (

@@ -314,17 +314,20 @@ def test_a_table_without_results_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     assert "| 140 | TRL | 340.0 s | 8.0 s | 9.0 s | 20.0 | 5.0 GiB | 1 |\n" in report.versus_trl_135m()
 
 
-def test_the_worst_of_the_unseen_seeds_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unseen_seeds_are_added_and_the_worst_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(RECORD.parent)
     report, unseen = load_file(RECORD.parent / "report.py"), load_file(RECORD.parent / "unseen.py")
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    for module in (report, unseen, sys.modules["record"]):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
     for seed, after in ((31, 0.9), (32, 0.7)):
         folder = tmp_path / "calculator" / str(seed)
         folder.mkdir(parents=True)
         measured = {"eval/success/before": 0.25, "eval/success/after": after, "eval/greedy/after": 1.0}
         (folder / "summary.json").write_text(json.dumps(measured))
-    runs = {"calculator": {seed: unseen.run("calculator", seed, tmp_path) for seed in (31, 32)}}
-    (tmp_path / "unseen.json").write_text(json.dumps({"ratios": {}, "detail": {"goals": unseen.GOALS, "runs": runs}}))
+        words = ["--arms", "calculator", "--seeds", "31", str(seed), "--folder", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["unseen.py", *words])
+        unseen.main()
+        (folder / "summary.json").unlink()  # what was measured before is not asked again
     assert "| 0.25 -> 0.90, 0.25 -> 0.70 | 0.85 | 1 of 2 | 0.700 (seed 32) |" in report.unseen()
 
 

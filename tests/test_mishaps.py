@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import re
+import subprocess
 import sys
-import time
-from collections.abc import AsyncGenerator
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mtgrpo import environments
+from heavy_rewards import Elsewhere, Hangs, Leaves, LeavesItsProcess, Niceness, Poisoned
+from mtgrpo import environments, workers
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
@@ -80,19 +78,6 @@ def told(text: str) -> Trajectory:
     return Trajectory(TASK, turns=[Turn([], [], [], [], Finish.STOP, Message("assistant", text))])
 
 
-@dataclass
-class Poisoned(Reward):
-    """What it makes of the message "poison" ends its process."""
-
-    cpu_heavy = True
-
-    def reward(self, trajectory: Trajectory) -> float:
-        if trajectory.final == "poison":
-            os._exit(9)
-        time.sleep(0.2)
-        return 1.0
-
-
 async def test_a_trajectory_that_ends_its_process_fails_alone(tmp_path: Path) -> None:
     siblings = [told("poison"), told("b"), told("c"), told("d")]
     async with Poisoned(retries=0).open(RunContext(tmp_path, print, os.environ)) as reward:
@@ -100,25 +85,6 @@ async def test_a_trajectory_that_ends_its_process_fails_alone(tmp_path: Path) ->
         assert rest == [Score(1.0)] * 3
         assert isinstance(first, BrokenProcessPool)
         assert await scores(reward, [told("e")]) == [Score(1.0)]
-
-
-@dataclass
-class Leaves(Reward):
-    """Ends the program, or cancels what asks it, where the message says so."""
-
-    def reward(self, trajectory: Trajectory) -> float:
-        if trajectory.final == "exit":
-            sys.exit(3)
-        if trajectory.final == "cancel":
-            raise asyncio.CancelledError
-        return 1.0
-
-
-@dataclass
-class LeavesItsProcess(Leaves):
-    """The same in another process."""
-
-    cpu_heavy = True
 
 
 @pytest.mark.parametrize("kind", [Leaves, LeavesItsProcess])
@@ -247,23 +213,6 @@ def test_a_success_of_one_of_several_rewards_is_refused() -> None:
         Composed(of={"numeric": {"success_at": 0.5}})
 
 
-@dataclass
-class Elsewhere(Reward):
-    """Tells its process; it opens something of its own."""
-
-    cpu_heavy = True
-    index = 0
-
-    @asynccontextmanager
-    async def open(self, context: RunContext) -> AsyncGenerator[Elsewhere]:
-        running = copy.copy(self)
-        running.index = 1
-        yield running
-
-    def reward(self, trajectory: Trajectory) -> Score:
-        return Score(float(os.getpid()), {"index": self.index})
-
-
 async def test_a_reward_that_takes_long_runs_elsewhere_though_it_opens_something(tmp_path: Path) -> None:
     composed = Composed(of=["numeric"])
     composed._parts = {"elsewhere": Elsewhere()}
@@ -278,18 +227,6 @@ async def test_a_reward_that_takes_long_runs_elsewhere_though_it_opens_something
 # --- what hangs
 
 
-@dataclass
-class Hangs(Reward):
-    """Takes for ever over the task "bad"."""
-
-    cpu_heavy = True
-
-    def reward(self, trajectory: Trajectory) -> float:
-        if trajectory.task.id == "bad":
-            time.sleep(1000)
-        return 1.0
-
-
 async def test_scoring_that_hangs_fails(tmp_path: Path) -> None:
     runner = make_runner(ScriptedEngine(lambda key, turn: said("hello")), Leads())
     async with opened(Hangs(), RunContext(tmp_path, print, os.environ)) as reward:
@@ -299,6 +236,50 @@ async def test_scoring_that_hangs_fails(tmp_path: Path) -> None:
         assert failed.reason.endswith("TimeoutError: it took longer than rollout.score_timeout_s=1.0")
         found = await replace(quick, score_timeout_s=0.0).run_group(TASK, 2)
         assert [t.reward for t in found.trajectories] == [1.0, 1.0]
+
+
+GIVEN_UP = """
+import asyncio, os, time
+from pathlib import Path
+from mtgrpo.part import RunContext
+from mtgrpo.rewards import Reward, opened, scores
+from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+
+class Waits(Reward):
+    cpu_heavy = True
+
+    def reward(self, trajectory):
+        time.sleep(float(trajectory.task.answer))
+        return 1.0
+
+def told(answer):
+    return Trajectory(Task("one", (), answer), turns=[Turn([], [], [], [], Finish.STOP, Message("assistant", ""))])
+
+async def main():
+    async with opened(Waits(), RunContext(Path("."), print, os.environ)) as reward:
+        await scores(reward, [told("0")])  # the processes have begun
+        many = [asyncio.create_task(scores(reward, [told("1000")])) for _ in range(20)]
+        await asyncio.sleep(0.1)
+        for one in many:
+            one.cancel()
+        await asyncio.gather(*many, return_exceptions=True)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_scoring_that_is_given_up_says_nothing(tmp_path: Path) -> None:
+    """Neither the thread of the processes nor the event loop has an error that nobody asked for."""
+    (tmp_path / "given_up.py").write_text(GIVEN_UP)
+    done = subprocess.run([sys.executable, tmp_path / "given_up.py"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+async def test_what_takes_long_gives_way_to_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "NICE", 3)
+    async with opened(Niceness(), RunContext(tmp_path, print, os.environ)) as reward:
+        assert await scores(reward, [told("hello")]) == [Score(os.nice(0) + 3.0)]
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +14,7 @@ from typing import TypeVar
 
 A = TypeVar("A")
 R = TypeVar("R")
+NICE = 10  # how far the processes give way to decoding and training, of 19
 
 
 class Workers:
@@ -31,7 +33,7 @@ class Workers:
         """
         pool = self._pool
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, function, argument)
+            return await _found(pool, function, argument)
         except (BrokenProcessPool, asyncio.CancelledError) as error:
             if self._pool is pool:
                 self._pool = _new_pool()
@@ -41,7 +43,7 @@ class Workers:
         async with self._turn:
             lone = self._lone = self._lone or _new_pool(1)
             try:
-                return await asyncio.get_running_loop().run_in_executor(lone, function, argument)
+                return await _found(lone, function, argument)
             except (BrokenProcessPool, asyncio.CancelledError):
                 self._lone = None
                 _end(lone)
@@ -64,10 +66,24 @@ def open_workers() -> Generator[Workers]:
         workers.stop()
 
 
+async def _found(pool: ProcessPoolExecutor, function: Callable[[A], R], argument: A) -> R:
+    """Shielded: a pool whose processes are ended cannot tell a future that was cancelled, and its thread would fail."""
+    future = asyncio.get_running_loop().run_in_executor(pool, function, argument)
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio says that nobody asked
+    return await asyncio.shield(future)
+
+
 def _new_pool(count: int | None = None) -> ProcessPoolExecutor:
-    """Its processes leave Ctrl-C to the one that started them; count: None = as many as there are processors."""
+    """Of fresh processes; count: None = as many as there are processors."""
     context = multiprocessing.get_context("spawn")  # a fork would share the threads' locks, and the signal handlers
-    return ProcessPoolExecutor(count, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+    return ProcessPoolExecutor(count, context, initializer=_begin, initargs=(NICE,))
+
+
+def _begin(nice: int) -> None:
+    """In each process: Ctrl-C is left to the one that started it, and the processor to what cannot wait."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "nice"):  # Unix
+        os.nice(nice)
 
 
 def _end(pool: ProcessPoolExecutor) -> None:
