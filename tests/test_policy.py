@@ -698,6 +698,26 @@ def test_an_offloaded_optimizer_that_is_gone_takes_no_gradient() -> None:
     assert all(weight.grad is not None for weight in model.parameters())
 
 
+@pytest.mark.parametrize("phase", ["training", "update"])
+def test_a_gpu_that_runs_out_of_memory_says_when_and_what_would_help(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Scores:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.1 GiB in all. If reserved but unallocated ..."
+        )
+
+    policy = Watched(copy.deepcopy(MODEL))
+    if phase == "training":
+        policy.scorer = full
+    else:
+        monkeypatch.setattr(policy.descent, "step", full)
+    helps = {"training": "model.checkpointing=true, batch.token_budget", "update": "optimizer.offload=true"}[phase]
+    said = rf"not enough \({phase}\): CUDA out of memory\. Tried to allocate 2\.00 GiB\..* in all\. Set {helps}"
+    with pytest.raises(ConfigError, match=said):
+        train(policy)
+
+
 def test_what_needs_bitsandbytes_is_refused_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"`kind=adamw_8bit` needs the package bitsandbytes: pip install mtgrpo"):

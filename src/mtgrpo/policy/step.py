@@ -161,7 +161,7 @@ class Policy:
                 continue
             prefix = Prefix(micro, above)
             above = prefix if micro.opens else above
-            with self.profiler.measure("forward"), torch.no_grad():
+            with self.profiler.measure("forward"), explained("training"), torch.no_grad():
                 here = self.score(micro, reference, prefix)
             found.logp[micro.entries] = here.logp.double().cpu()[micro.target]
             found.entropy[micro.entries] = here.entropy.double().cpu()[micro.target]

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mtgrpo.model.load import computes_in
+from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.traits import traits
 
 BLOCK_SIZE = 32  # tokens in a block of a conversation
@@ -69,8 +70,9 @@ class BlockPool:
     def allocate(self) -> None:
         """Take the memory: keys and values [count, heads, length, size] of every layer."""
         shape = (self.count, self.heads, self.length, self.size)
-        self.keys = [_zeros(shape, self._dtype, self._device) for _ in range(self._layers)]
-        self.values = [_zeros(shape, self._dtype, self._device) for _ in range(self._layers)]
+        with explained("sampling"):
+            self.keys = [_zeros(shape, self._dtype, self._device) for _ in range(self._layers)]
+            self.values = [_zeros(shape, self._dtype, self._device) for _ in range(self._layers)]
 
     def release(self) -> None:
         """Give the memory back; nobody may have a block."""
