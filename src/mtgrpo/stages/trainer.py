@@ -128,7 +128,9 @@ class _Training:
         try:
             batch = await self.stream.batch(version=self.budget.steps)
         except RunError as error:
-            raise RunError(f"{error}; see {trajectories.write(run.folder, 'untrained', self.stream.finished)}") from error
+            raise RunError(
+                f"{error}; see {trajectories.write(run.folder, 'untrained', self.stream.finished)}"
+            ) from error
         evidence = trajectories.write(run.folder, f"step_{step:06d}", batch.groups)
         try:
             metrics, train_s, interrupted = await update(run, self.updater, batch.trained, step)
