@@ -128,6 +128,6 @@ def make_optimizers(
 
         found.append(AdamW8bit(others, **rest))
     elif others:  # adapters are all matrices
-        how = "fused" if others[0].is_cuda else "foreach"
-        found.append(torch.optim.AdamW(others, **rest, **{how: True}))
+        rest["fused" if others[0].is_cuda else "foreach"] = True
+        found.append(torch.optim.AdamW(others, **rest))
     return found
