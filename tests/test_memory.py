@@ -207,7 +207,9 @@ def test_what_does_not_fit_is_refused_with_what_would_help(tmp_path: Path) -> No
     cure = r"set optimizer\.offload=true \(1\.\d+ GB\), then environment\.max_context_length=16384 \("
     with pytest.raises(ConfigError, match=cure):
         plan(asked, int(1.35 * GB), "cuda")
-    with pytest.raises(ConfigError, match=r"choose a smaller model; .* even with model\.lora\.rank=16"):
+    with pytest.raises(
+        ConfigError, match=r"choose a smaller model; .* even with optimizer\.offload=true .*max_context_length=2048"
+    ):
         plan(asked, GB, "cuda")
 
 

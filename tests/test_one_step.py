@@ -94,7 +94,7 @@ def test_demonstrations_are_right() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"operators": "+x"}, r"got '\+x'"), ({"operators": ""}, "got ''"), ({"largest": 8}, "got 8 and 12")],
+    [({"operators": "+x"}, r"got '\+x'"), ({"operators": ""}, "got ''"), ({"largest": 8}, "`largest` must be >= 9")],
 )
 def test_impossible_settings_are_refused(settings: dict[str, str | int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -451,7 +451,7 @@ def test_only_tokens_of_high_entropy_are_trained() -> None:
         (lambda: GRPO(entropy_coef=-0.1), "entropy_coef"),
         (lambda: Correction(old_policy=OldPolicy.engine, weight=Weight.token), "`old_policy=trainer`"),
         (lambda: Correction(old_policy=OldPolicy.interpolated, reject=Reject.geometric), "one micro-batch"),
-        (lambda: Correction(low=1.5), "either side of 1"),
+        (lambda: Correction(low=1.5), "`low` must be >= 0 and < 1"),
         (lambda: ReferenceSettings(update_every=2, ema=0.1), "two ways"),
         (lambda: GRPO(dual_clip=1.1), "dual_clip"),
         (lambda: DAPO(overlong_tokens=5, overlong_buffer=9), "overlong_buffer"),

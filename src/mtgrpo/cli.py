@@ -65,7 +65,7 @@ mtgrpo COMMAND [KEY=VALUE ...]
   mtgrpo train recipe=[gsm8k,lora] optimizer.lr=1e-5    what stands to the right wins
   mtgrpo train seed=1,2,3 algorithm.clip_high=0.28 --multirun
   mtgrpo train reward=path/to/file.py:MyReward task=jsonl task.path=my.jsonl
-  mtgrpo train hydra.run.dir=FOLDER resume=true         goes on with what is there; anew where nothing is
+  mtgrpo train hydra.run.dir=FOLDER resume=true         goes on with what is there, if anything is
   mtgrpo eval checkpoint=PATH trust_code=true           runs the code files that its record names
 
 A run is kept in outputs/DATE/TIME, several in multirun/DATE/TIME; hydra.run.dir=PATH and

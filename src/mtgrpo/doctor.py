@@ -80,6 +80,8 @@ PACKAGES = (
     Package("langdetect", "langdetect", "reward=ifeval", 'pip install -e ".[ifeval]"'),
     Package("bm25s", "bm25s", "the search tool", 'pip install -e ".[search]"'),
     Package("Stemmer", "PyStemmer", "the search tool", 'pip install -e ".[search]"'),
+    Package("bitsandbytes", "bitsandbytes", "nf4 weights, 8-bit AdamW", 'pip install -e ".[gpu]"'),
+    Package("accelerate", "accelerate", "loading nf4 weights", 'pip install -e ".[gpu]"'),
     Package("gguf", "gguf", "mtgrpo data smollm2", 'pip install -e ".[smollm2]"'),
 )
 

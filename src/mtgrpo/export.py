@@ -70,7 +70,7 @@ def merged(path: Path) -> PreTrainedModel:
     assert config is not None
     base = str(config.base_model_name_or_path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the adapter's base {base} cannot be loaded ({error}); put that model back") from error
     with warnings.catch_warnings():
