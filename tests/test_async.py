@@ -622,7 +622,7 @@ def test_an_interrupted_run_saves_what_it_has(tmp_path: Path, staleness: int) ->
     assert saved.name == f"step_{steps:06d}"
     state = json.loads((saved / "state.json").read_text())
     updates = [json.loads(line).get("policy/updates", 0) for line in metrics.read_text().splitlines()]
-    assert state["training"]["optimizer"]["schedulers"][0]["last_epoch"] == sum(updates) > 0
+    assert state["training"]["optimizer"]["steps"] == sum(updates) > 0
     assert len(list((folder / "trajectories").glob("step_*.jsonl"))) == steps
     assert f"interrupted; saved in {saved}. To go on" in (folder / "notes.txt").read_text()
     assert (folder / "trajectories" / "untrained.jsonl").exists()

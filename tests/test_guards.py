@@ -270,7 +270,7 @@ def not_reproducible(read: Any, model: Any, micro: Any, positions: Tensor) -> Te
 
 
 def frozen_copy(monkeypatch: Patch) -> None:
-    """The engine's copy of the weights is made once."""
+    """The engine's copy of the weights is made once, and kept while it sleeps."""
     copied: set[int] = set()
     original = _Product.copy_weights
 
@@ -280,6 +280,7 @@ def frozen_copy(monkeypatch: Patch) -> None:
             original(self)
 
     monkeypatch.setattr(_Product, "copy_weights", once)
+    monkeypatch.setattr(_Product, "release", lambda _self: None)
 
 
 FAULTS: dict[str, Plant] = {

@@ -372,8 +372,8 @@ def test_the_optimizer_holds_what_is_trained_alone(bases: dict[str, Path]) -> No
     model = load(bases["qwen3"], rank=4, value_head=True)
     optimizer = Optimizer(model, OptimizerSettings(), total_steps=1)
     update(model)
-    groups = [group for part in optimizer.state_dict()["optimizers"] for group in part["param_groups"]]
-    held = [index for group in groups for index in group["params"]]
+    groups = [group for part in optimizer._optimizers for group in part.param_groups]
+    held = [weight for group in groups for weight in group["params"]]
     assert len(held) == len(trained(model)) == 2 * len(LINEAR) * LAYERS + 2
 
 

@@ -639,7 +639,7 @@ def test_gradients_are_clipped_at_max_grad_norm(norm: float, applied: float) -> 
     model = load_model(ModelSettings("tiny"), 0)
     optimizer = Optimizer(model, OptimizerSettings(max_grad_norm=0.5), 10)
     assert step_with(optimizer, model, seed=0, scale=norm) == pytest.approx(norm, rel=1e-5)
-    moments = optimizer.state_dict()["optimizers"][0]["state"].values()  # after one step: (1 - 0.9) * gradient
+    moments = optimizer.state_dict()["states"][0].values()  # after one step: (1 - 0.9) * gradient
     total = math.sqrt(sum(moment["exp_avg"].square().sum().item() for moment in moments))
     assert total == pytest.approx(0.1 * applied, rel=1e-4)
 
@@ -742,6 +742,22 @@ def test_an_optimizer_continues_from_its_state(kind: Kind) -> None:
             step_with(one, weights, seed)
     assert largest_difference(dict(model.named_parameters()), dict(resumed_model.named_parameters())) == 0
     assert largest_difference(dict(model.named_parameters()), dict(fresh_model.named_parameters())) > 0
+
+
+def test_an_optimizer_continues_with_the_settings_it_is_given_now() -> None:
+    model = load_model(ModelSettings("tiny"), 0)
+    before = Optimizer(model, OptimizerSettings(lr=1e-3, schedule=Schedule.linear), 10)
+    step_with(before, model, seed=0)
+    now = OptimizerSettings(lr=1e-5, weight_decay=0.5, betas=[0.8, 0.9], schedule=Schedule.linear)
+    after = Optimizer(model, now, 20)
+    after.load_state_dict(before.state_dict())
+    assert after.lr == pytest.approx(1e-5 * 19 / 20)
+    (part,) = after._optimizers
+    (group,) = part.param_groups
+    assert (group["weight_decay"], group["betas"]) == (0.5, (0.8, 0.9))
+    assert group["lr"] == after.lr
+    step_with(after, model, seed=1)
+    assert after.lr == pytest.approx(1e-5 * 18 / 20)
 
 
 @pytest.mark.parametrize(

@@ -371,11 +371,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Pat
         ran(tmp_path, "resume=true")
 
 
+def test_a_penalty_without_its_reference_is_refused(tmp_path: Path) -> None:
+    ran(tmp_path, "trainer.steps=1", "sft.steps=0")
+    with pytest.raises(ConfigError, match=r"kl\.coef was 0, so the reference was not kept"):
+        ran(tmp_path, "trainer.steps=2", "sft.steps=0", "resume=true", "kl.coef=0.1")
+
+
 def test_other_settings_are_told(tmp_path: Path) -> None:
     record = tmp_path / ".hydra"
     record.mkdir()
     (record / "config.yaml").write_text("optimizer: {lr: 1.0e-3}\nresume: ''\nseed: 0\n")
     ran(tmp_path, "trainer.steps=1", "sft.steps=0")
     (record / "config.yaml").write_text("optimizer: {lr: 2.0e-3}\nresume: 'true'\nseed: 0\n")
-    ran(tmp_path, "trainer.steps=2", "sft.steps=0", "resume=true")
+    ran(tmp_path, "trainer.steps=2", "sft.steps=0", "resume=true", "optimizer.lr=4e-3")
+    steps = [row for row in rows(tmp_path) if row["stage"] == "reinforcement learning"]
+    assert [row["policy/lr"] for row in steps] == pytest.approx([1e-3 / 3, 4e-3 * 2 / 3])  # of a warm-up of three
     assert "with other settings than before: optimizer.lr=0.002 (was 0.001)\n" in (tmp_path / "notes.txt").read_text()

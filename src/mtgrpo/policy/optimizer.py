@@ -37,7 +37,8 @@ class Optimizer:
         if settings.offload:
             hooks = [w.register_post_accumulate_grad_hook(partial(_offload_grad, c)) for w, c in self._stepped.items()]
             weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
-        self._schedulers = [LambdaLR(o, lambda n: factor(settings, n, total_steps)) for o in self._optimizers]
+        self._factor = lambda n: factor(settings, n, total_steps)
+        self._schedulers = [LambdaLR(optimizer, self._factor) for optimizer in self._optimizers]
 
     @property
     def lr(self) -> float:
@@ -61,16 +62,17 @@ class Optimizer:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next step depends on, beside weights and gradients."""
-        parts = {"optimizers": self._optimizers, "schedulers": self._schedulers}
-        return {name: [part.state_dict() for part in many] for name, many in parts.items()}
+        """Everything the next step depends on, beside weights, gradients and settings."""
+        return {
+            "states": [optimizer.state_dict()["state"] for optimizer in self._optimizers],
+            "steps": self._schedulers[-1].last_epoch,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
-        parts = {"optimizers": self._optimizers, "schedulers": self._schedulers}
-        for name, many in parts.items():
-            for part, saved in zip(many, state[name], strict=True):
-                part.load_state_dict(saved)
+        """Continue from `state`, with the settings that are given now."""
+        for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
+            optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
+        self._schedulers = [LambdaLR(o, self._factor, last_epoch=state["steps"] - 1) for o in self._optimizers]
 
 
 def factor(settings: OptimizerSettings, step: int, total_steps: int) -> float:

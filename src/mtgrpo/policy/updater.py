@@ -20,7 +20,7 @@ from mtgrpo.algorithms.correction import Correction, OldPolicy, diagnostics, int
 from mtgrpo.algorithms.kl import KL, Estimator, Place, estimate
 from mtgrpo.algorithms.ratio import is_clamped
 from mtgrpo.batch.forest import Batch
-from mtgrpo.errors import RunError
+from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.model.scorer import Scores
 from mtgrpo.policy.guard import check_weights, worst_trajectory
 from mtgrpo.policy.reference import ReferencePolicy
@@ -77,16 +77,23 @@ class PolicyUpdater:
         return {
             "optimizer": self.policy.optimizer.state_dict(),
             "reference": self._reference.weights if self._reference else {},
-            "kl_coef": self.kl_coef,
-            "target_met": self._target_met,
+            "kl": [self._learning.kl.coef, self.kl_coef, self._target_met],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
+        """Continue from `state`, with the settings that are given now.
+
+        Raises ConfigError where there was no KL penalty and is one now.
+        """
         self.policy.optimizer.load_state_dict(state["optimizer"])
-        if self._reference is not None:
-            self._reference.load(state["reference"])
-            self.kl_coef, self._target_met = state["kl_coef"], state["target_met"]
+        if self._reference is None:
+            return
+        if not state["reference"]:
+            raise ConfigError("kl.coef was 0, so the reference was not kept: resume with kl.coef=0, or begin anew")
+        self._reference.load(state["reference"])
+        first, adapted, target_met = state["kl"]
+        if first == self._learning.kl.coef:
+            self.kl_coef, self._target_met = adapted, target_met
 
     def train(self, batch: Batch, rewards: Rewards, version: int, seed: int) -> Metrics:
         """`training`, at once."""

@@ -194,5 +194,6 @@ def _check_failed(groups: list[Group], allowed: float) -> None:
         why, often = causes.most_common(1)[0]
         raise RunError(
             f"{causes.total()} of the {len(trajectories)} conversations of a batch failed, more than "
-            f"rollout.max_failed={allowed} allows; {often} of them because of {why}"
+            f"rollout.max_failed={allowed} allows; {often} of them because of {why}; "
+            "all are in trajectories/untrained.jsonl"
         )

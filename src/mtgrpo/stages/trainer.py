@@ -125,12 +125,7 @@ class _Training:
         """One rollout batch, one update, and where it is due an evaluation and a checkpoint."""
         run, experiment, policy = self.run, self.run.experiment, self.updater.policy
         began, step = time.perf_counter(), self.budget.steps + 1
-        try:
-            batch = await self.stream.batch(version=self.budget.steps)
-        except RunError as error:
-            raise RunError(
-                f"{error}; see {trajectories.write(run.folder, 'untrained', self.stream.finished)}"
-            ) from error
+        batch = await self.stream.batch(version=self.budget.steps)
         evidence = trajectories.write(run.folder, f"step_{step:06d}", batch.groups)
         try:
             metrics, train_s, interrupted = await update(run, self.updater, batch.trained, step)
