@@ -397,6 +397,16 @@ def test_flatten_then_unflatten_is_the_same(state: Any) -> None:
     assert_same(unflatten(tensors, json.loads(json.dumps(rest))), state)
 
 
+def test_a_tensor_that_is_there_twice_is_saved_once(saved: Save) -> None:
+    shared, same_shape = torch.arange(4.0), torch.arange(4.0)
+    path = saved(1, training={0: {"qmap": shared}, 1: {"qmap": shared[:], "own": same_shape}})
+    tensors, _ = flatten([shared, shared, torch.empty(0), torch.empty(0)])
+    assert list(tensors) == ["0", "2", "3"]
+    found = read(path).training()
+    assert found[0]["qmap"] is found[1]["qmap"] and torch.equal(found[1]["qmap"], shared)
+    assert torch.equal(found[1]["own"], same_shape)
+
+
 def test_flatten_refuses_what_it_cannot_restore() -> None:
     with pytest.raises(TypeError, match="a/1 is a set"):
         flatten({"a": [1, {2}]})

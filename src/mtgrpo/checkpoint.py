@@ -165,16 +165,19 @@ def read(path: Path) -> Checkpoint:
 def flatten(state_dict: Any) -> tuple[dict[str, Tensor], Any]:
     """Split nested dicts, lists and tuples into tensors by name and a rest that JSON can hold; see `unflatten`.
 
-    The tensors are those of `state_dict`, not copies. Raises TypeError for a leaf that is neither tensor nor JSON.
+    The tensors are those of `state_dict`, not copies, and one that is there twice is named once. Raises TypeError for a leaf that is neither tensor nor JSON.
     """
     tensors: dict[str, Tensor] = {}
+    paths: dict[tuple[Any, ...], str] = {}
 
     def encode(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
             if path in tensors:
                 raise TypeError(f"two tensors are called {path}")
-            tensors[path] = value
-            return {_TENSOR: path}
+            first = paths.setdefault(_place(value), path)
+            if first == path:
+                tensors[path] = value
+            return {_TENSOR: first}
         if isinstance(value, dict):
             items = [(key, encode(inner, f"{path}/{key}".lstrip("/"))) for key, inner in cast("Any", value).items()]
             plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in items)
@@ -207,14 +210,19 @@ def unflatten(tensors: Mapping[str, Tensor], rest: Any) -> Any:
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU; tensors that are the same memory, as tied weights are, still are afterwards."""
-    copies: dict[tuple[int, ...], Tensor] = {}
+    copies: dict[tuple[Any, ...], Tensor] = {}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), *tensor.shape)
+        place = _place(tensor)
         if place not in copies:
             copies[place] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         found[name] = copies[place]
     return found
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for tensors that are the same memory."""
+    return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _put(partial: Path, target: Path) -> None:
