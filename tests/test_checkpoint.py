@@ -350,6 +350,56 @@ def test_a_strange_state_file(tmp_path: Path, text: str) -> None:
         read(tmp_path)
 
 
+def forge(path: Path, **changes: Any) -> None:
+    """Change what `state.json` says, with the right checksum; None = left out."""
+    content = json.loads((path / "state.json").read_text())
+    del content["sha256"]
+    content = {name: value for name, value in {**content, **changes}.items() if value is not None}
+    (path / "state.json").write_text(json.dumps({"sha256": checkpoint._digest(content), **content}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": {"config.json": 5}},
+        {"files": {"config.json": {"bytes": 5}}},
+        {"files": []},
+        {"step": None},
+        {"step": "many"},
+        {"state": None},
+        {"state": 5},
+        {"training": None},
+    ],
+)
+def test_a_hostile_state_file_is_one_line(changes: dict[str, Any], saved: Save) -> None:
+    path = saved(1)
+    forge(path, **changes)
+    with pytest.raises(ConfigError, match=r"state\.json.*it cannot be read"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "sub/x", "..", ""])
+def test_a_checkpoint_names_no_file_outside_its_folder(name: str, saved: Save, tmp_path: Path) -> None:
+    path = saved(1)
+    (tmp_path / "x").write_bytes(b"x")
+    (path / "sub").mkdir()
+    (path / "sub" / "x").write_bytes(b"x")
+    forge(path, files={name: {"bytes": 1, "sha256": checkpoint._sha256(tmp_path / "x")}})
+    with pytest.raises(ConfigError, match=r"not in its folder|is missing"):
+        read(path)
+
+
+def test_a_file_that_cannot_be_read_is_damage(saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(1)
+
+    def broken(_: Path) -> str:
+        raise OSError("input/output error")
+
+    monkeypatch.setattr(checkpoint, "_sha256", broken)
+    with pytest.raises(ConfigError, match=r"it cannot be read \(input/output error\)"):
+        read(path)
+
+
 @pytest.mark.parametrize("setting", ["every_steps", "keep_last", "keep_best"])
 def test_negative_settings(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"`{setting}`.*-1"):

@@ -42,7 +42,7 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]  # what JSON can hold
-    files: Mapping[str, Any]  # size and checksum of each
+    files: Mapping[str, tuple[int, str]]  # size and checksum of each
     _training: Any
 
     def training(self) -> Any:
@@ -144,28 +144,35 @@ def read(path: Path) -> Checkpoint:
     try:
         content = json.loads((path / STATE).read_bytes())
         digest = content.pop("sha256")
-        files = dict[str, dict[str, Any]](content["files"])
+        files = {name: (expected["bytes"], expected["sha256"]) for name, expected in content["files"].items()}
+        found = Checkpoint(path, int(content["step"]), dict(content["state"]), files, content["training"])
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{path} is not a checkpoint: it has no {STATE}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(_damaged(path / STATE, "it cannot be read")) from error
     if digest != _digest(content):
         raise ConfigError(_damaged(path / STATE, "its checksum differs"))
-    for name, expected in files.items():
+    for name, (size, checksum) in files.items():
         file = path / name
+        if Path(name).name != name:
+            raise ConfigError(_damaged(path / STATE, f"it names the file {name!r}, which is not in its folder"))
         if not file.is_file():
             raise ConfigError(_damaged(file, "it is missing"))
-        if file.stat().st_size != expected["bytes"]:
-            raise ConfigError(_damaged(file, f"it has {file.stat().st_size} bytes instead of {expected['bytes']}"))
-        if _sha256(file) != expected["sha256"]:
-            raise ConfigError(_damaged(file, "its checksum differs"))
-    return Checkpoint(path, content["step"], content["state"], files, content["training"])
+        try:
+            if file.stat().st_size != size:
+                raise ConfigError(_damaged(file, f"it has {file.stat().st_size} bytes instead of {size}"))
+            if _sha256(file) != checksum:
+                raise ConfigError(_damaged(file, "its checksum differs"))
+        except OSError as error:
+            raise ConfigError(_damaged(file, f"it cannot be read ({error})")) from error
+    return found
 
 
 def flatten(state_dict: Any) -> tuple[dict[str, Tensor], Any]:
     """Split nested dicts, lists and tuples into tensors by name and a rest that JSON can hold; see `unflatten`.
 
-    The tensors are those of `state_dict`, not copies, and one that is there twice is named once. Raises TypeError for a leaf that is neither tensor nor JSON.
+    The tensors are those of `state_dict`, not copies; one that is there twice is named once. Raises TypeError for a
+    leaf that is neither tensor nor JSON.
     """
     tensors: dict[str, Tensor] = {}
     paths: dict[tuple[Any, ...], str] = {}
