@@ -287,6 +287,19 @@ def test_an_error_while_saving_leaves_nothing_behind(saved: Save, tmp_path: Path
     assert steps(tmp_path) == ["step_000001"]
 
 
+def test_what_a_kill_left_makes_room_for_the_next(
+    saved: Save, tmp_path: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(1)
+    left = tmp_path / "checkpoints" / ".step_000002.partial"
+    left.mkdir()
+    asked: list[tuple[bool, int]] = []
+    monkeypatch.setattr(checkpoint, "check_disk", lambda folder, needed: asked.append((left.exists(), needed)))
+    saved(2, training={})
+    distinct = {weight.data_ptr(): weight.nbytes for weight in model.state_dict().values()}
+    assert asked == [(False, sum(distinct.values()))]
+
+
 def test_every_kind_of_damage_is_found_and_named(saved: Save, tmp_path: Path) -> None:
     whole = saved(1)
     files = sorted(path.name for path in whole.iterdir())

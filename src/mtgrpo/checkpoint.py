@@ -87,17 +87,18 @@ def write(
     Those of the steps `best` stay too. The checkpoint appears whole or not at all, whenever the process dies; one of
     the same step is replaced. `model` gives its configuration alone. One is written at a time.
 
-    Raises RunError, before anything is written or removed, when a tensor is not finite or the disk is too full.
+    Raises RunError, before anything is written, when a tensor is not finite or the disk is too full.
     """
     for name, tensor in (*snapshot.weights.items(), *snapshot.tensors.items()):
         if not tensor.isfinite().all():
             raise RunError(f"after step {snapshot.step} {name} is not finite: not saved; older checkpoints stay")
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
-    check_disk(checkpoints, sum(tensor.nbytes for tensor in (*snapshot.weights.values(), *snapshot.tensors.values())))
     for leftover in (*checkpoints.glob(".step_*"), *checkpoints.glob("step_*.replaced")):
         if leftover not in _by_step(checkpoints).values():
             shutil.rmtree(leftover)
+    distinct = {_place(tensor): tensor.nbytes for tensor in (*snapshot.weights.values(), *snapshot.tensors.values())}
+    check_disk(checkpoints, sum(distinct.values()))
     target = checkpoints / f"step_{snapshot.step:06d}"
     partial = checkpoints / f".{target.name}.partial"
     partial.mkdir()
