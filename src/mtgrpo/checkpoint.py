@@ -42,7 +42,7 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]  # what JSON can hold
-    files: Mapping[str, tuple[int, str]]  # size and checksum of each
+    files: Mapping[str, Any]  # size and checksum of each
     _training: Any
 
     def training(self) -> Any:
@@ -146,7 +146,7 @@ def read(path: Path) -> Checkpoint:
         content = json.loads((path / STATE).read_bytes())
         digest = content.pop("sha256")
         files = {name: (expected["bytes"], expected["sha256"]) for name, expected in content["files"].items()}
-        found = Checkpoint(path, int(content["step"]), dict(content["state"]), files, content["training"])
+        found = Checkpoint(path, int(content["step"]), dict(content["state"]), content["files"], content["training"])
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{path} is not a checkpoint: it has no {STATE}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
