@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import json
+import math
 import random
 import signal
 import statistics
@@ -627,3 +628,15 @@ def test_an_interrupted_run_saves_what_it_has(tmp_path: Path, staleness: int) ->
     assert f"interrupted; saved in {saved}. To go on" in (folder / "notes.txt").read_text()
     assert (folder / "trajectories" / "untrained.jsonl").exists()
     assert "Traceback" not in (tmp_path / "err").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *[("group_size", 0), ("ahead", math.nan), ("ahead", 1), ("max_failed", math.nan), ("max_failed", 2)],
+        *[("timeout_s", math.nan), ("score_timeout_s", -1), ("max_staleness", -1)],
+    ],
+)
+def test_rollout_settings_out_of_bounds_are_refused(name: str, wrong: float) -> None:
+    with pytest.raises(ConfigError, match=f"`{name}` must be .* got {wrong}"):
+        RolloutSettings(**{name: wrong})

@@ -287,6 +287,19 @@ def test_an_error_while_saving_leaves_nothing_behind(saved: Save, tmp_path: Path
     assert steps(tmp_path) == ["step_000001"]
 
 
+def test_what_a_kill_left_makes_room_for_the_next(
+    saved: Save, tmp_path: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(1)
+    left = tmp_path / "checkpoints" / ".step_000002.partial"
+    left.mkdir()
+    asked: list[tuple[bool, int]] = []
+    monkeypatch.setattr(checkpoint, "check_disk", lambda folder, needed: asked.append((left.exists(), needed)))
+    saved(2, training={})
+    distinct = {weight.data_ptr(): weight.nbytes for weight in model.state_dict().values()}
+    assert asked == [(False, sum(distinct.values()))]
+
+
 def test_every_kind_of_damage_is_found_and_named(saved: Save, tmp_path: Path) -> None:
     whole = saved(1)
     files = sorted(path.name for path in whole.iterdir())
@@ -350,6 +363,56 @@ def test_a_strange_state_file(tmp_path: Path, text: str) -> None:
         read(tmp_path)
 
 
+def forge(path: Path, **changes: Any) -> None:
+    """Change what `state.json` says, with the right checksum; None = left out."""
+    content = json.loads((path / "state.json").read_text())
+    del content["sha256"]
+    content = {name: value for name, value in {**content, **changes}.items() if value is not None}
+    (path / "state.json").write_text(json.dumps({"sha256": checkpoint._digest(content), **content}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": {"config.json": 5}},
+        {"files": {"config.json": {"bytes": 5}}},
+        {"files": []},
+        {"step": None},
+        {"step": "many"},
+        {"state": None},
+        {"state": 5},
+        {"training": None},
+    ],
+)
+def test_a_hostile_state_file_is_one_line(changes: dict[str, Any], saved: Save) -> None:
+    path = saved(1)
+    forge(path, **changes)
+    with pytest.raises(ConfigError, match=r"state\.json.*it cannot be read"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "sub/x", "..", ""])
+def test_a_checkpoint_names_no_file_outside_its_folder(name: str, saved: Save, tmp_path: Path) -> None:
+    path = saved(1)
+    (tmp_path / "x").write_bytes(b"x")
+    (path / "sub").mkdir()
+    (path / "sub" / "x").write_bytes(b"x")
+    forge(path, files={name: {"bytes": 1, "sha256": checkpoint._sha256(tmp_path / "x")}})
+    with pytest.raises(ConfigError, match=r"not in its folder|is missing"):
+        read(path)
+
+
+def test_a_file_that_cannot_be_read_is_damage(saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(1)
+
+    def broken(_: Path) -> str:
+        raise OSError("input/output error")
+
+    monkeypatch.setattr(checkpoint, "_sha256", broken)
+    with pytest.raises(ConfigError, match=r"it cannot be read \(input/output error\)"):
+        read(path)
+
+
 @pytest.mark.parametrize("setting", ["every_steps", "keep_last", "keep_best"])
 def test_negative_settings(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"`{setting}`.*-1"):
@@ -395,6 +458,16 @@ NESTED = st.recursive(
 def test_flatten_then_unflatten_is_the_same(state: Any) -> None:
     tensors, rest = flatten(state)
     assert_same(unflatten(tensors, json.loads(json.dumps(rest))), state)
+
+
+def test_a_tensor_that_is_there_twice_is_saved_once(saved: Save) -> None:
+    shared, same_shape = torch.arange(4.0), torch.arange(4.0)
+    path = saved(1, training={0: {"qmap": shared}, 1: {"qmap": shared[:], "own": same_shape}})
+    tensors, _ = flatten([shared, shared, torch.empty(0), torch.empty(0)])
+    assert list(tensors) == ["0", "2", "3"]
+    found = read(path).training()
+    assert found[0]["qmap"] is found[1]["qmap"] and torch.equal(found[1]["qmap"], shared)
+    assert torch.equal(found[1]["own"], same_shape)
 
 
 def test_flatten_refuses_what_it_cannot_restore() -> None:

@@ -249,6 +249,10 @@ def test_domains_grade_as_the_rewards_that_they_name(text: str, answer: str) -> 
             worth_of(MATH, trajectory)
 
 
+def test_by_default_punctuation_of_any_script_does_not_count() -> None:
+    assert worth_of(ContextEfficiency(), told("\u300cRoma\u300d\u3002", answer="Roma")) == 1.0
+
+
 def test_general_accepts_any_of_the_answers() -> None:
     trajectory = told("Roma", answer="", metadata={"answers": ["Rome", "Roma"]})
     assert worth_of(ContextEfficiency(), trajectory) == 1.0

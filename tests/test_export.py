@@ -76,6 +76,17 @@ def test_the_card_says_what_was_trained_and_how_well_it_did(tmp_path: Path) -> N
     assert "| `algorithm` | `grpo` |" in card
 
 
+@pytest.mark.parametrize(
+    "state", [{}, {"settings": {}}, {"settings": 5, "success": {}}, {"settings": {}, "success": 5}]
+)
+def test_the_state_of_no_run_is_refused(state: dict[str, object], tmp_path: Path) -> None:
+    model = load_model(ModelSettings("tiny"), 0)
+    path = checkpoint.write(tmp_path, checkpoint.snapshot(20, model, {}, state), model, {})
+    with pytest.raises(ConfigError, match=r"its state\.json is not that of a run"):
+        export.main([str(path), "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
     with pytest.raises(ConfigError, match="holds all weights; give --to hf"):

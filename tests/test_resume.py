@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -325,6 +326,45 @@ def test_a_final_evaluation_that_fails_leaves_a_summary(tmp_path: Path, unbroken
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["train/steps"] == 5 and "eval/success/before" in summary and "eval/success/after" not in summary
     same(ran(tmp_path, "resume=true"), unbroken)
+
+
+def test_a_run_that_goes_on_beyond_its_end_and_dies_has_no_step_twice(tmp_path: Path, unbroken: Path) -> None:
+    shutil.copytree(unbroken, tmp_path / "run")
+    further = ["resume=true", "trainer.steps=8"]
+    killed(tmp_path / "run", further, Stream, "batch", 2)
+    ran(tmp_path / "run", *further)
+    steps = [row["step"] for row in rows(tmp_path / "run") if row["stage"] == "reinforcement learning"]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_the_first_entropy_is_remembered(unbroken: Path) -> None:
+    last = checkpoint.newest(unbroken, print)
+    first = next(row for row in rows(unbroken) if row["stage"] == "reinforcement learning")
+    assert last is not None and last.state["entropy"] == first["policy/entropy"]
+
+
+def test_a_full_disk_does_not_hide_what_ended_the_run(tmp_path: Path) -> None:
+    def full(folder: Path, name: str, groups: object) -> Path:
+        if name == "untrained":
+            raise OSError("no space left on device")
+        return real(folder, name, groups)
+
+    real: Any = trainer.trajectories.write
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(trainer.trajectories, "write", full)
+        patched(Optimizer, "step", 5, lambda: _raise(MemoryError), patch)
+        ran(tmp_path)
+
+
+def _raise(error: type[BaseException]) -> None:
+    raise error("the world ends")
+
+
+def test_what_is_saved_elsewhere_is_not_said_to_be_here(tmp_path: Path, unbroken: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        patched(trainer, "make_updater", 1, lambda: _raise(MemoryError), patch)
+        ran(tmp_path, f"resume={unbroken / 'checkpoints' / 'step_000004'}")
+    assert "To go on" not in (tmp_path / "notes.txt").read_text()
 
 
 def test_the_warm_start_alone_goes_on(tmp_path: Path) -> None:

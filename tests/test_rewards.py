@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -30,6 +33,34 @@ TASK = Task("task/1", (Message("user", "?"),))
 def said(text: str, answer: str, metadata: dict[str, Any] | None = None) -> Trajectory:
     task = Task("task/1", (Message("user", "?"),), answer, metadata or {})
     return Trajectory(task, turns=[Turn([], [], [], [], Finish.STOP, Message("assistant", text))])
+
+
+class Given(Reward):
+    """Gives what it was told to."""
+
+    what: Any = None
+
+    async def rewards(self, siblings: Sequence[Trajectory]) -> list[Any]:
+        return [self.what() for _ in siblings]
+
+
+async def test_a_score_of_other_numbers_becomes_floats() -> None:
+    reward = Given()
+    made = [np.array([1, 2]), torch.tensor([1, 2]), lambda: (one for one in (1, 2))]
+    for turns in made:
+        reward.what = lambda turns=turns: Score(
+            np.float32(1.5), {"part": np.int64(1)}, turns() if callable(turns) else turns, paid=True
+        )
+        one = replace(said("5", "5"), turns=said("5", "5").turns * 2)
+        assert await scores(reward, [one]) == [Score(1.5, {"part": 1.0}, (1.0, 2.0), 1.0)]
+
+
+@pytest.mark.parametrize("score", [Score(1, paid=math.nan), Score(1, turns=3), Score(1, ["part"]), Score(1, turns="1")])  # type: ignore[arg-type]
+async def test_a_score_of_what_is_no_number_fails(score: Score) -> None:
+    reward = Given()
+    reward.what = lambda: score
+    (found,) = await scores(reward, [said("5", "5")])
+    assert isinstance(found, TypeError) and "give a finite number" in str(found)
 
 
 def test_every_file_in_the_folder_is_one_option() -> None:

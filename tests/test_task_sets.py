@@ -23,6 +23,7 @@ from mtgrpo.rewards.code import Code
 from mtgrpo.rewards.em import EM, Convention
 from mtgrpo.rewards.ifeval import followed
 from mtgrpo.tasks import Split, TaskSource
+from mtgrpo.tasks.gsm8k import Gsm8k
 from mtgrpo.tasks.humaneval import HumanEval
 from mtgrpo.tasks.ifeval import IFEval
 from mtgrpo.tasks.math import Math, boxed
@@ -71,6 +72,11 @@ def said(task: Task, text: str) -> Trajectory:
 def test_a_missing_file_is_named(make: Callable[..., TaskSource], tmp_path: Path) -> None:
     message = refusal(functools.partial(tasks, make(path=str(tmp_path / "no.jsonl")), Split.eval))
     assert "there is no such file" in message and ".jsonl" in message
+
+
+def test_a_folder_without_its_files_is_said_to_be_one(tmp_path: Path) -> None:
+    message = refusal(functools.partial(tasks, Gsm8k(path=str(tmp_path)), Split.train))
+    assert message.endswith("give the folder of train.jsonl")
 
 
 @pytest.mark.parametrize("make", [IFEval, HumanEval, MBPP, TriviaQA, functools.partial(Math, path="nobody/math")])

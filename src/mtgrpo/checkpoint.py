@@ -87,17 +87,18 @@ def write(
     Those of the steps `best` stay too. The checkpoint appears whole or not at all, whenever the process dies; one of
     the same step is replaced. `model` gives its configuration alone. One is written at a time.
 
-    Raises RunError, before anything is written or removed, when a tensor is not finite or the disk is too full.
+    Raises RunError, before anything is written, when a tensor is not finite or the disk is too full.
     """
     for name, tensor in (*snapshot.weights.items(), *snapshot.tensors.items()):
         if not tensor.isfinite().all():
             raise RunError(f"after step {snapshot.step} {name} is not finite: not saved; older checkpoints stay")
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
-    check_disk(checkpoints, sum(tensor.nbytes for tensor in (*snapshot.weights.values(), *snapshot.tensors.values())))
     for leftover in (*checkpoints.glob(".step_*"), *checkpoints.glob("step_*.replaced")):
         if leftover not in _by_step(checkpoints).values():
             shutil.rmtree(leftover)
+    distinct = {_place(tensor): tensor.nbytes for tensor in (*snapshot.weights.values(), *snapshot.tensors.values())}
+    check_disk(checkpoints, sum(distinct.values()))
     target = checkpoints / f"step_{snapshot.step:06d}"
     partial = checkpoints / f".{target.name}.partial"
     partial.mkdir()
@@ -144,37 +145,47 @@ def read(path: Path) -> Checkpoint:
     try:
         content = json.loads((path / STATE).read_bytes())
         digest = content.pop("sha256")
-        files = dict[str, dict[str, Any]](content["files"])
+        files = {name: (expected["bytes"], expected["sha256"]) for name, expected in content["files"].items()}
+        found = Checkpoint(path, int(content["step"]), dict(content["state"]), content["files"], content["training"])
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{path} is not a checkpoint: it has no {STATE}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(_damaged(path / STATE, "it cannot be read")) from error
     if digest != _digest(content):
         raise ConfigError(_damaged(path / STATE, "its checksum differs"))
-    for name, expected in files.items():
+    for name, (size, checksum) in files.items():
         file = path / name
+        if Path(name).name != name:
+            raise ConfigError(_damaged(path / STATE, f"it names the file {name!r}, which is not in its folder"))
         if not file.is_file():
             raise ConfigError(_damaged(file, "it is missing"))
-        if file.stat().st_size != expected["bytes"]:
-            raise ConfigError(_damaged(file, f"it has {file.stat().st_size} bytes instead of {expected['bytes']}"))
-        if _sha256(file) != expected["sha256"]:
-            raise ConfigError(_damaged(file, "its checksum differs"))
-    return Checkpoint(path, content["step"], content["state"], files, content["training"])
+        try:
+            if file.stat().st_size != size:
+                raise ConfigError(_damaged(file, f"it has {file.stat().st_size} bytes instead of {size}"))
+            if _sha256(file) != checksum:
+                raise ConfigError(_damaged(file, "its checksum differs"))
+        except OSError as error:
+            raise ConfigError(_damaged(file, f"it cannot be read ({error})")) from error
+    return found
 
 
 def flatten(state_dict: Any) -> tuple[dict[str, Tensor], Any]:
     """Split nested dicts, lists and tuples into tensors by name and a rest that JSON can hold; see `unflatten`.
 
-    The tensors are those of `state_dict`, not copies. Raises TypeError for a leaf that is neither tensor nor JSON.
+    The tensors are those of `state_dict`, not copies; one that is there twice is named once. Raises TypeError for a
+    leaf that is neither tensor nor JSON.
     """
     tensors: dict[str, Tensor] = {}
+    paths: dict[tuple[Any, ...], str] = {}
 
     def encode(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
             if path in tensors:
                 raise TypeError(f"two tensors are called {path}")
-            tensors[path] = value
-            return {_TENSOR: path}
+            first = paths.setdefault(_place(value), path)
+            if first == path:
+                tensors[path] = value
+            return {_TENSOR: first}
         if isinstance(value, dict):
             items = [(key, encode(inner, f"{path}/{key}".lstrip("/"))) for key, inner in cast("Any", value).items()]
             plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in items)
@@ -207,14 +218,19 @@ def unflatten(tensors: Mapping[str, Tensor], rest: Any) -> Any:
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU; tensors that are the same memory, as tied weights are, still are afterwards."""
-    copies: dict[tuple[int, ...], Tensor] = {}
+    copies: dict[tuple[Any, ...], Tensor] = {}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), *tensor.shape)
+        place = _place(tensor)
         if place not in copies:
             copies[place] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         found[name] = copies[place]
     return found
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for tensors that are the same memory."""
+    return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _put(partial: Path, target: Path) -> None:

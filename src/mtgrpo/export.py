@@ -47,6 +47,10 @@ def main(arguments: Sequence[str]) -> int:
     if adapted != (given.to != "hf"):
         held, other = ("an adapter", "--to peft or --to merged") if adapted else ("all weights", "--to hf")
         raise ConfigError(f"--to {given.to}: {given.checkpoint} holds {held}; give {other}")
+    try:
+        about = card(found, given.to, out.name)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{given.checkpoint}: its {checkpoint.STATE} is not that of a run") from error
     if given.dry_run:
         return 0
     partial = out.with_name(f".{out.name}.partial")
@@ -58,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
             shutil.copyfile(given.checkpoint / name, partial / name)
     if given.to == "merged":
         merged(given.checkpoint).save_pretrained(partial)
-    (partial / "README.md").write_text(card(found, given.to, out.name), encoding="utf-8")
+    (partial / "README.md").write_text(about, encoding="utf-8")
     os.replace(partial, out)
     print(f"{TO[given.to]}: {out}")
     return 0

@@ -40,5 +40,5 @@ def check_disk(folder: Path, needed: int) -> None:
     if free < needed:
         raise RunError(
             f"{folder} needs {needed / 2**30:.2f} GiB for a checkpoint and its disk has {free / 2**30:.2f} left; make "
-            "room, or set checkpoint.keep_last lower; nothing was written or removed"
+            "room; nothing was written"
         )

@@ -116,7 +116,9 @@ class Experiment:
     engine: Engine
     seed: int = 0
     resume: str = ""  # true: go on in hydra.run.dir=FOLDER; or PATH of a checkpoint to go on from in a new folder
-    watchdog_s: float = 3600.0  # without a turn sampled or a micro-batch trained: the run says why, and ends; 0 = off
+    # without a turn sampled or a micro-batch trained, and never less than rollout.timeout_s and rollout.score_timeout_s
+    # with ten minutes more: the run says why, and ends; 0 = off
+    watchdog_s: float = 3600.0
     kl: KL = field(default_factory=KL)
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)
     correction: Correction = field(default_factory=Correction)

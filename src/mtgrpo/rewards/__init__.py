@@ -126,12 +126,9 @@ def _checked(given: Any, trajectory: Trajectory) -> Score | Exception:
     if isinstance(given, Exception):
         return given
     try:
-        amounts: list[Any] = [given]
-        if isinstance(given, Score):
-            amounts = [given.total, *given.turns, *given.components.values()]
-        if any(isinstance(amount, str | bytes) or not math.isfinite(amount) for amount in amounts):
-            raise ValueError("not finite numbers")
-        score = given if isinstance(given, Score) else Score(float(given))
+        score = given if isinstance(given, Score) else Score(given)
+        parts = {name: _finite(part) for name, part in score.components.items()}
+        score = Score(_finite(score.total), parts, tuple(map(_finite, score.turns)), _finite(score.paid))
     except (TypeError, ValueError, OverflowError, AttributeError):
         return TypeError(f"gave {given!r:.200}; give a finite number, or a Score of finite numbers")
     if len(score.turns) not in (0, len(trajectory.turns)):
@@ -141,17 +138,24 @@ def _checked(given: Any, trajectory: Trajectory) -> Score | Exception:
     return score
 
 
+def _finite(amount: Any) -> float:
+    """Raises ValueError, or what `isfinite` does, unless it is a finite number."""
+    if isinstance(amount, str | bytes) or not math.isfinite(amount):
+        raise ValueError("not a finite number")
+    return float(amount)
+
+
 @dataclass
 class OfRewards(Reward, ABC):
     """Base of rewards that go by other rewards, which are opened and closed with it."""
 
-    default: ClassVar[Sequence[str]] = ()  # the others where `of` is null
+    default: ClassVar[Mapping[str, Any]] = {}  # the others, with settings, where `of` is null
 
     of: Any = None  # [numeric, path/to/file.py:Name], or with settings {numeric: {require_marker: false}}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        of = list(self.default) if self.of is None else self.of
+        of = self.default if self.of is None else self.of
         self._parts: dict[str, Reward] = {}
         for name, settings in named(of, "reward.of", "numeric: {require_marker: false}").items():
             kind = extension.find_class(__name__, name, Reward)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from mtgrpo.errors import require
 from mtgrpo.rewards import Given, OfRewards
@@ -53,10 +53,10 @@ class ContextEfficiency(OfRewards):
     A truncated trajectory is graded by its final message, as other rewards do.
     """
 
-    default = ("em",)
+    default: ClassVar[Mapping[str, Any]] = {"em": {"convention": "unicode"}}  # punctuation of any script
 
     success_at: float = 1e-9  # below what any right answer is worth, in either form
-    of: Any = None  # the rewards that say whether an answer is right; null: [em]
+    of: Any = None  # the rewards that say whether an answer is right; null: em of unicode
     form: Form = Form.bounded  # what a right answer is worth
     bonus: float = 0.2  # form=bounded: the share of a right answer's reward that depends on length, in (0, 0.5)
 

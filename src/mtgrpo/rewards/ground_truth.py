@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Given, OfRewards, Score
@@ -21,7 +21,7 @@ _MARKER = re.compile(r"####|\\boxed\{")
 class GroundTruth(OfRewards):
     """The sum of the rewards `of`, which are told the answers of a file in place of the tasks' own."""
 
-    default = ("em",)
+    default: ClassVar[Mapping[str, Any]] = {"em": None}
 
     of: Any = None  # as reward=composed has it, without weights; null: [em]
     file: str = ""  # lines {"id": ..., "answer": ...}, which take precedence over the tasks' own answers

@@ -27,7 +27,7 @@ def take_up(resume: str, folder: Path, note: Callable[[str], None]) -> Checkpoin
     if resume == LATEST:
         _cut_back(folder, found)
     note(f"goes on from {found.path}" if found else f"there is no checkpoint in {folder} yet: begins at the start")
-    if found and (other := differences(found.state["settings"], read_settings(folder))):
+    if found and (other := differences(found.state.get("settings", {}), read_settings(folder))):
         note(f"with other settings than before: {'; '.join(other)}")
     return found
 

@@ -147,7 +147,9 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         for note in (*chat.notes, describe_attention(model)):
             sinks.note(note)
         sinks.tell(engine.notes)
-        watchdog = stack.enter_context(open_watchdog(experiment.watchdog_s, folder, engine))
+        slowest_s = max(experiment.rollout.timeout_s, experiment.rollout.score_timeout_s)  # nothing need move meanwhile
+        limit_s = experiment.watchdog_s and max(experiment.watchdog_s, slowest_s + 600 if slowest_s else 0)
+        watchdog = stack.enter_context(open_watchdog(limit_s, folder, engine))
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through it for garbage takes longer than some training steps
         stack.callback(gc.unfreeze)

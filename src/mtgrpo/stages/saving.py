@@ -129,7 +129,7 @@ def saving(run: Run, curve: Curve) -> Generator[Saver]:
                     saver.save_last()
                 except Exception as worse:
                     run.sinks.note(f"nothing more could be saved: {worse}")
-                if saver.path:
+                if saver.path and saver.path.is_relative_to(run.folder):  # else nothing of this run is saved
                     interrupted = isinstance(error, asyncio.CancelledError)
                     how = "interrupted" if interrupted else f"ended by {type(error).__name__}"
                     again = f"the same command with resume=true hydra.run.dir={run.folder}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +69,8 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
 async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
     """Roll out, update, repeat, until the first limit; returns steps and seconds, evaluation and saving not counted."""
     budget = Budget(run.experiment.trainer, **saver.state.get("budget", {}))
-    training = _Training(run, make_updater(run), make_stream(run), budget, saver, curve, Trends())
+    trends = Trends(saver.state.get("entropy", math.nan))
+    training = _Training(run, make_updater(run), make_stream(run), budget, saver, curve, trends)
     run.sinks.stage("reinforcement learning", run.experiment.trainer.steps)
     for note in run.experiment.notes:
         run.sinks.note(note)
@@ -77,7 +80,9 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
             await training.step()
         await saver.save()
     except BaseException:
-        trajectories.write(run.folder, "untrained", training.stream.finished)
+        with suppress(OSError):  # a full disk does not hide what went wrong
+            if training.stream.finished:
+                trajectories.write(run.folder, "untrained", training.stream.finished)
         raise
     finally:
         await training.stream.close()
@@ -125,6 +130,7 @@ class _Training:
         """One rollout batch, one update, and where it is due an evaluation and a checkpoint."""
         run, experiment, policy = self.run, self.run.experiment, self.updater.policy
         began, step = time.perf_counter(), self.budget.steps + 1
+        (run.folder / "summary.json").unlink(missing_ok=True)  # of a run that had ended before this step
         batch = await self.stream.batch(version=self.budget.steps)
         evidence = trajectories.write(run.folder, f"step_{step:06d}", batch.groups)
         try:
@@ -139,8 +145,9 @@ class _Training:
         metrics |= describe_step(batch, experiment, step - 1, seconds - train_s, train_s)
         metrics |= policy.profiler.step(describe_conversations(batch.groups, experiment.profile), run.engine.sync_s)
         self.budget.count(batch.groups, seconds)
+        warnings = [*describe_failures(batch.groups), *self.trends.warnings(metrics)]
         self.mark(metrics)
-        for text in (*describe_failures(batch.groups), *self.trends.warnings(metrics)):
+        for text in warnings:
             run.sinks.note(f"step {step}: {text}")
         await self.conclude(metrics, interrupted)
 
@@ -168,4 +175,4 @@ class _Training:
         """The run can go on from here; `row` are metrics of the last step that are still to be logged."""
         budget = {name: value for name, value in dataclasses.asdict(self.budget).items() if name != "settings"}
         state = {"budget": budget, "stream": self.stream.state_dict(), "row": row and dict(row)}
-        self.saver.mark(self.budget.steps, self.updater, **state)
+        self.saver.mark(self.budget.steps, self.updater, entropy=self.trends.entropy, **state)

@@ -19,24 +19,24 @@ SCARCE = 0.08  # the share of the memory that is left when the kernel may soon e
 class Trends:
     """Looks at each step's metrics. What is bad for `PATIENCE` steps in a row is said once, until it has been good."""
 
-    _entropy: float = math.nan  # of the first step
+    entropy: float = math.nan  # of the first step
     _in_a_row: Counter[str] = field(default_factory=Counter[str])
 
     def warnings(self, metrics: Metrics) -> list[str]:
         """What to tell the user after this step."""
         entropy, truncated = metrics.get("policy/entropy", math.nan), metrics.get("rollout/truncated", 0.0)
-        if math.isnan(self._entropy):
-            self._entropy = entropy
+        if math.isnan(self.entropy):
+            self.entropy = entropy
         unsolved = metrics["reward/success"] < 0.8  # a policy that solves its tasks may be sure of itself
         left, total = memory_left()
         found = {
-            "entropy": entropy < COLLAPSED * self._entropy and unsolved,
+            "entropy": entropy < COLLAPSED * self.entropy and unsolved,
             "variance": metrics["reward/groups_with_variance"] == 0,
             "truncated": truncated > TRUNCATED,
             "memory": left < SCARCE * total,
         }
         texts = {
-            "entropy": f"the policy's entropy fell from {self._entropy:.2g} to {entropy:.2g} nats while tasks are not "
+            "entropy": f"the policy's entropy fell from {self.entropy:.2g} to {entropy:.2g} nats while tasks are not "
             "solved: it explores little; set algorithm.entropy_coef or kl.coef above 0, or optimizer.lr lower",
             "variance": "in no group do rewards differ, so nothing is learned; choose easier or harder tasks, a reward "
             "with more levels, rollout.group_size higher, or sft.steps above 0",

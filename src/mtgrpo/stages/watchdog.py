@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from mtgrpo.policy.step import CooperativeTask
 from mtgrpo.types import Completion, Sample, Sampling
 
 T = TypeVar("T")
-CLOSING_S = 120.0  # for a run to end by itself; one whose event loop is blocked never would
+CLOSING_S = 120.0  # at least, for a run to save and end by itself; one whose event loop is blocked never would
 
 
 class Watchdog:
@@ -71,20 +71,25 @@ def open_watchdog(limit_s: float, folder: Path, engine: RunningEngine) -> Genera
     """A watchdog that looks on from a thread of its own until the run has ended; limit_s: 0 = it does nothing.
 
     After `limit_s` seconds in which nothing moves it writes `watchdog.txt` into the run's folder, says so, and sends
-    SIGTERM. Where that has not ended the run within `CLOSING_S` it ends the process.
+    SIGTERM. Where that has not ended the run after as long again, at least `CLOSING_S`, it ends the process.
     """
     watchdog, over, loop = Watchdog(), threading.Event(), asyncio.get_running_loop()
 
     def watch() -> None:
+        wait_s, path = min(5.0, limit_s / 4), folder / "watchdog.txt"
         while watchdog.still_s <= limit_s:
-            if over.wait(min(5.0, limit_s / 4)):
+            looked_s = time.monotonic()
+            if over.wait(wait_s):
                 return
-        path = folder / "watchdog.txt"
-        write_state(path, loop, engine)
-        said = f"mtgrpo: nothing has moved for watchdog_s={limit_s:g} seconds; what everything waits for is in {path}"
-        print(f"{said}; the run ends", file=sys.stderr, flush=True)
+            if time.monotonic() - looked_s > 2 * wait_s + 1:  # the whole process was suspended
+                watchdog.moved()
+        said = f"mtgrpo: nothing has moved for {limit_s:g} seconds (watchdog_s); what everything waits for is in {path}"
+        with suppress(Exception):  # the disk may be full
+            write_state(path, loop, engine)
+        with suppress(Exception):  # the terminal may be gone
+            print(f"{said}; the run ends", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
-        if not over.wait(CLOSING_S):
+        if not over.wait(max(CLOSING_S, limit_s)):
             print("mtgrpo: the run does not end by itself: the process does", file=sys.stderr, flush=True)
             os._exit(1)
 

@@ -32,7 +32,7 @@ class Gsm8k(Published):
         """Those of one split."""
         name = "train" if split is Split.train else "test"
         file = self.path and f"{self.path}/{name}.jsonl"
-        return file_rows(file, f"gsm8k/{name}.jsonl", ("openai/gsm8k", "main", name))
+        return file_rows(file, f"gsm8k/{name}.jsonl", ("openai/gsm8k", "main", name), folder=True)
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
         """The gold solution as calculator calls; None where the calculator does not reproduce it."""

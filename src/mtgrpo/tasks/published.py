@@ -94,18 +94,20 @@ def in_code_block(code: str) -> tuple[Message, ...]:
     return (Message("assistant", f"```python\n{code.strip()}\n```"),)
 
 
-def file_rows(path: str, place: str, on_hub: tuple[str, str, str]) -> Rows:
+def file_rows(path: str, place: str, on_hub: tuple[str, str, str], folder: bool = False) -> Rows:
     """The rows of the .jsonl file `path`, else of `place` in $MTGRPO_DATA, else of data set, subset and split `on_hub`.
 
-    Raises ConfigError where `path` is no file, and where the data set cannot be loaded.
+    folder: whether task.path is the file's folder. Raises ConfigError where `path` is no file, and where the data set
+    cannot be loaded.
     """
     local, name = data_folder(), Path(place).name
+    what = f"the folder of {name}" if folder else f"the file {name}"
     file = Path(path).expanduser() if path else local and local / place
     if file and file.is_file():
         return JsonlRows({file: file.stem})
     if path:
-        raise ConfigError(f"task.path={path}: there is no such file; give the file {name}")
-    cure = f"without a network, set task.path to the file {name}, or MTGRPO_DATA to the folder of all data sets"
+        raise ConfigError(f"task.path={path}: there is no such file; give {what}")
+    cure = f"without a network, set task.path to {what}, or MTGRPO_DATA to the folder of all data sets"
     return HubRows(*on_hub, cure)
 
 
