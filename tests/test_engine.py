@@ -219,6 +219,21 @@ def test_an_error_among_more_conversations_than_before_is_survived(deterministic
     assert [len(completion.tokens) for completion in after] == [5] * 5
 
 
+def test_running_out_of_memory_ends_the_run_with_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Local().start(make_model(), True, 1024)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved ...")
+
+    async def run() -> None:
+        async with engine.conversation(Key(0, "train/1", "t", 0)) as sample:
+            await sample([5, 6], Sampling(max_new_tokens=5))
+
+    monkeypatch.setattr(engine, "_step", full)
+    with pytest.raises(ConfigError, match=r"not enough \(sampling\).* Set .*engine\.memory_fraction lower"):
+        asyncio.run(run())
+
+
 def test_a_conversation_that_has_not_spoken_yet_survives_the_end_of_another() -> None:
     model = make_model()
     sampling = Sampling(max_new_tokens=5)

@@ -250,6 +250,14 @@ def test_a_gpu_settles_what_is_left_open(tmp_path: Path) -> None:
     assert plan(open_, 80 * GB, "cpu").experiment.batch.tokens == 16_384
 
 
+def test_how_long_contexts_grow_does_not_depend_on_the_room_for_them(tmp_path: Path) -> None:
+    made = experiment(tmp_path, "model.checkpointing=true", "batch.token_budget=null")
+    small, large = (plan(made, room, "cuda").experiment for room in (2 * GB, 80 * GB))
+    assert small.batch.tokens < large.batch.tokens
+    assert small.batch.context == large.batch.context == made.batch.context == 16_384
+    assert experiment(tmp_path, "batch.token_budget=512").batch.context == 512
+
+
 def test_a_frozen_base_is_held_and_shared_in_bfloat16(tmp_path: Path) -> None:
     words = ("model.dtype=auto", "model.lora.rank=4")
     full, found = (estimate(experiment(tmp_path, *words[:count]), 80 * GB, "cuda") for count in (1, 2))
@@ -275,6 +283,10 @@ def test_offloading_leaves_the_weights_on_the_device(tmp_path: Path) -> None:
     assert row(found, "weights") == row(full, "weights")
     assert row(found, "gradients").bytes == 4 * 4096 * 256  # the largest
     assert not [r for r in found.rows if r.name.startswith("optimiser")]
+    on_cpu = [
+        estimate(experiment(tmp_path, f"optimizer.offload={on}"), 80 * GB, "cpu").rows for on in ("false", "true")
+    ]
+    assert on_cpu[0] == on_cpu[1]
 
 
 def test_a_run_on_a_gpu_is_planned_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

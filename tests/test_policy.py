@@ -668,8 +668,9 @@ def test_muon_moves_hidden_matrices_alone(build: Callable[[], PreTrainedModel]) 
 
 
 @pytest.mark.parametrize("kind", [Kind.adamw, Kind.muon])
-def test_an_offloaded_optimizer_takes_the_same_steps(kind: Kind) -> None:
+def test_an_offloaded_optimizer_takes_the_same_steps(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several micro-batches each; the gradients are gone from the weights as soon as they are there."""
+    monkeypatch.setattr("mtgrpo.policy.optimizer._on_gpu", lambda _: True)
     batch = build_batch(PLAYED)
     weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
     found: list[PreTrainedModel] = []
@@ -690,12 +691,21 @@ def test_an_offloaded_optimizer_takes_the_same_steps(kind: Kind) -> None:
     assert largest_difference(plain, dict(MODEL.named_parameters())) > 1e-3
 
 
-def test_an_offloaded_optimizer_that_is_gone_takes_no_gradient() -> None:
+def test_an_offloaded_optimizer_that_is_gone_takes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtgrpo.policy.optimizer._on_gpu", lambda _: True)
     model = load_model(ModelSettings("tiny"), 0)
     optimizer = Optimizer(model, OptimizerSettings(offload=True), 0)
     del optimizer
     model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_weights_on_a_cpu_are_not_offloaded() -> None:
+    model = load_model(ModelSettings("tiny"), 0)
+    optimizer = Optimizer(model, OptimizerSettings(offload=True), 0)
+    model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    assert optimizer.step() > 0
 
 
 @pytest.mark.parametrize("phase", ["training", "update"])

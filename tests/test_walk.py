@@ -13,6 +13,7 @@ from torch import Tensor
 from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.batch.packing import MicroBatch, pack, visits
+from mtgrpo.config.compose import preset
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.attention import Attention
 from mtgrpo.model.checkpointing import checkpoint_layers
@@ -22,6 +23,7 @@ from mtgrpo.model.scorer import Scorer, Scores, flops_of
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import OptimizerSettings
 from mtgrpo.policy.step import Policy
+from mtgrpo.stages.run import longest_context
 from mtgrpo.types import Trajectory
 from test_attention import conversation, make_model, trajectories
 from test_packing import COST, star
@@ -151,12 +153,16 @@ def test_a_micro_batch_by_itself_computes_what_it_is_not_given() -> None:
     assert compared > 2
 
 
-def test_a_model_that_attends_several_times_in_a_layer_is_refused() -> None:
-    model = make_model("qwen3")
+def test_trees_of_a_model_that_attends_several_times_in_a_layer_become_padded_rows() -> None:
+    model, batch = make_model("qwen3"), build_batch(conversation())
     model.config.num_hidden_layers = 1
-    policy = Policy(model, Descent(model, 0.0), 20, 0.8)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"calls its attention 2 times in 1 layers.*batch\.token_budget higher"):
-        policy.pack(build_batch(conversation()), torch.arange(40))
+    assert longest_context(preset("calculator", "batch.token_budget=20"), model) == 20
+    with pytest.raises(ConfigError, match=r"max_context_length=50: padded rows.*batch\.token_budget=20"):
+        longest_context(preset("calculator", "batch.token_budget=20", "environment.max_context_length=50"), model)
+    policy = Policy(model, Descent(model, 0.0), 50, 0.8)  # type: ignore[arg-type]
+    packing = policy.pack(batch, torch.arange(len(batch)))
+    assert all(micro.forest is None for micro in packing.micro_batches)
+    assert "attends several times in a layer" in policy.notes[0]
 
 
 def test_padded_rows_are_not_cut() -> None:

@@ -12,7 +12,7 @@ from enum import Enum
 
 import torch
 
-from mtgrpo.batch.settings import DEFAULT_BUDGET
+from mtgrpo.batch.settings import DEFAULT_BUDGET, BatchSettings, PlannedBatch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import copy_bytes
@@ -122,7 +122,8 @@ def _settled(experiment: Experiment, device_type: str) -> Iterator[list[Experime
         model = replace(experiment.model, checkpointing=checkpointing)
         least = DEFAULT_BUDGET if asked is None and not checkpointing else LEAST_BUDGET
         budgets = [budget for budget in BUDGETS if budget >= least] if auto else [experiment.batch.tokens]
-        yield [replace(experiment, model=model, batch=replace(experiment.batch, token_budget=b)) for b in budgets]
+        batch = PlannedBatch if auto else BatchSettings
+        yield [replace(experiment, model=model, batch=batch(budget)) for budget in budgets]
 
 
 def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Plan:
@@ -131,14 +132,14 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Pla
     tokens = experiment.batch.tokens
     trained = sum(weight.nbytes for weight in skeleton.trained)
     # Offloaded gradients leave one by one.
-    gradients = max(w.nbytes for w in skeleton.trained) if experiment.optimizer.offload else trained
+    gradients = max(w.nbytes for w in skeleton.trained) if _offloads(experiment, device_type) else trained
     state, scratch = _optimizer_bytes(skeleton, experiment, device_type)
     learning = (Phase.training, Phase.update)
     activations = skeleton.training_bytes(tokens)
     head = skeleton.head_bytes(tokens)
-    # Of a context beyond the budget each layer's keys and values are kept, and their gradients.
+    # Of a context beyond the budget each layer's keys and values are kept, their gradients, and a copy below.
     token_bytes = skeleton.kv_cache_bytes()
-    path = 2 * _longest_context(skeleton, experiment) * token_bytes
+    path = 3 * _longest_context(skeleton, experiment) * token_bytes
     counted = f"activations, {tokens:,} tokens" if activations else "activations are not known"
     rows = [
         Row("libraries and context", LIBRARIES[device_type]),
@@ -156,11 +157,15 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Pla
     return Plan(kept, device_bytes, _with_cache(experiment, kept, device_bytes))
 
 
+def _offloads(experiment: Experiment, device_type: str) -> bool:
+    return experiment.optimizer.offload and device_type == "cuda"
+
+
 def _optimizer_bytes(skeleton: Skeleton, experiment: Experiment, device_type: str) -> tuple[int, int]:
     """What the optimisers keep, and what they make for a moment while they step."""
     settings, state, scratch = experiment.optimizer, 0, 0
     trained = sum(weight.nbytes for weight in skeleton.trained)
-    if settings.offload:
+    if _offloads(experiment, device_type):
         return 0, 0
     if settings.kind is Kind.adamw_8bit:  # two moments of a byte a number, and two fp32 numbers for each 256 of each
         return trained // 2 + trained // 128, 0
@@ -210,9 +215,9 @@ def _with_cache(experiment: Experiment, rows: list[Row], device_bytes: int) -> E
 
 
 def _longest_context(skeleton: Skeleton, experiment: Experiment) -> int:
-    budget = experiment.batch.tokens
-    own = int(getattr(skeleton.model.config, "max_position_embeddings", None) or budget)
-    return experiment.environment.max_context_length or min(own, budget)
+    most = experiment.batch.context
+    own = int(getattr(skeleton.model.config, "max_position_embeddings", None) or most)
+    return experiment.environment.max_context_length or min(own, most)
 
 
 def _advice(experiment: Experiment, found: Plan, device_type: str) -> str:
@@ -289,7 +294,7 @@ def _few_conversations(experiment: Experiment) -> _Step:
 
 
 def _half_contexts(experiment: Experiment) -> _Step:
-    half = (experiment.environment.max_context_length or experiment.batch.tokens) // 2
+    half = (experiment.environment.max_context_length or experiment.batch.context) // 2
     if half < LEAST_CONTEXT:
         return None
     environment = replace(experiment.environment, max_context_length=half)

@@ -20,6 +20,20 @@ class BatchSettings:
         """The budget; what null amounts to on a GPU is planned before a run begins."""
         return self.token_budget or DEFAULT_BUDGET
 
+    @property
+    def context(self) -> int:
+        """Tokens of the longest context where no other length is asked for: not more where memory holds more."""
+        return self.tokens
+
     def __post_init__(self) -> None:
         if self.token_budget is not None and self.token_budget < 1:
             raise ConfigError(f"`token_budget` must be >= 1, got {self.token_budget}")
+
+
+class PlannedBatch(BatchSettings):
+    """With the budget that memory has room for, which has no say in how long contexts grow."""
+
+    @property
+    def context(self) -> int:
+        """As without a plan."""
+        return DEFAULT_BUDGET

@@ -58,6 +58,11 @@ def uses_forest(model: PreTrainedModel) -> bool:
     return _implementation(model) == Attention.forest.value
 
 
+def cuts_trees(model: PreTrainedModel) -> bool:
+    """Whether a part of a tree can be computed before the rest: in a forest, by a model that attends once a layer."""
+    return uses_forest(model) and len(traits(model).caches) == model.config.get_text_config().num_hidden_layers
+
+
 def describe_attention(model: PreTrainedModel) -> str:
     """One line for the user: the layout and the kernel."""
     if uses_forest(model):

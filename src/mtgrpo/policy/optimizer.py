@@ -32,11 +32,11 @@ class Optimizer:
         self._settings = settings
         self._weights = [p for p in model.parameters() if p.requires_grad]
         # Of each weight, what is stepped: the weight itself, or its copy on the host.
-        self._stepped = {weight: _on_host(weight) if settings.offload else weight for weight in self._weights}
+        away = {weight for weight in self._weights if settings.offload and _on_gpu(weight)}
+        self._stepped = {weight: _on_host(weight) if weight in away else weight for weight in self._weights}
         self._optimizers = make_optimizers(model, settings, self._stepped)
-        if settings.offload:
-            hooks = [w.register_post_accumulate_grad_hook(partial(_offload_grad, c)) for w, c in self._stepped.items()]
-            weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        hooks = [w.register_post_accumulate_grad_hook(partial(_offload_grad, self._stepped[w])) for w in away]
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         self._factor = lambda n: factor(settings, n, total_steps)
         self._schedulers = [LambdaLR(optimizer, self._factor) for optimizer in self._optimizers]
 
@@ -88,6 +88,10 @@ def factor(settings: OptimizerSettings, step: int, total_steps: int) -> float:
     if settings.schedule is Schedule.wsd:
         return min(1.0, (1 - progress) / 0.4)
     return 1.0
+
+
+def _on_gpu(weight: Tensor) -> bool:
+    return weight.is_cuda
 
 
 def _on_host(weight: Tensor) -> nn.Parameter:

@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import Batch
 from mtgrpo.batch.packing import Layout, MicroBatch, Packing, pack, visits
-from mtgrpo.errors import ConfigError, RunError
-from mtgrpo.model.attention import Attention
+from mtgrpo.errors import RunError
+from mtgrpo.model.attention import Attention, cuts_trees
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.rounding import ends_the_run, reference
 from mtgrpo.model.scorer import Scorer, Scores, flops_of, layout_of
-from mtgrpo.model.traits import traits
 from mtgrpo.policy.guard import compare, deepest, depth
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.reference import ReferencePolicy
@@ -78,14 +77,19 @@ class Policy:
     def _pack(self, batch: Batch, entries: Tensor) -> Packing:
         with self.profiler.measure("packing"):
             found = pack(batch, entries, self._token_budget, self._cost, self._layout, self._ranks)[self._rank]
-        calls, layers = len(traits(self.model).caches), self.model.config.get_text_config().num_hidden_layers
-        if calls != layers and any(micro.opens for micro in found.micro_batches):
-            raise ConfigError(
-                f"a tree of tokens is larger than batch.token_budget={self._token_budget}, and "
-                f"{type(self.model).__name__} calls its attention {calls} times in {layers} layers, so that no part of "
-                f"it can be computed first: set batch.token_budget higher, or model.attention=sdpa"
-            )
-        return found
+        if not any(micro.opens for micro in found.micro_batches) or cuts_trees(self.model):
+            return found
+        self.notes.append(
+            f"a tree is larger than batch.token_budget={self._token_budget}, and {type(self.model).__name__} attends "
+            "several times in a layer, so that no part of it can be computed first: training on padded rows"
+        )
+        self._use(Attention.sdpa)
+        return self._pack(batch, entries)
+
+    def _use(self, attention: Attention) -> None:
+        """From here on."""
+        self.model.set_attn_implementation(attention.value)
+        self._layout = layout_of(self.model)
 
     def _checked(self, packing: Packing, batch: Batch, entries: Tensor) -> Packing:
         """`packing`, compared with plain forward passes; padded rows from here on where a forest is wrong, they right.
@@ -97,14 +101,12 @@ class Policy:
         if found.holds or math.isnan(found.apart):  # diverged weights are found when the batch is scored
             return packing
         if self._layout is Layout.forest:
-            self.model.set_attn_implementation(Attention.sdpa.value)
-            self._layout = Layout.padded
+            self._use(Attention.sdpa)
             rows = self._pack(batch, entries)
             if compare(self._own, deepest(rows.micro_batches)).holds:
                 self.notes.append(f"the log-probabilities of the token forest {found}: training on padded rows")
                 return rows
-            self._layout = Layout.forest
-            self.model.set_attn_implementation(Attention.forest.value)
+            self._use(Attention.forest)
         text = f"the log-probabilities of {type(self.model).__name__}, however it is laid out, {found}"
         if ends_the_run(found.apart, WORST * found.bound):
             raise RunError(f"{text}: such contexts cannot be trained; set environment.max_context_length lower")

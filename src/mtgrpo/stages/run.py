@@ -24,7 +24,7 @@ from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, open_sinks, sink_class
 from mtgrpo.memory import plan
-from mtgrpo.model.attention import describe_attention, uses_forest
+from mtgrpo.model.attention import cuts_trees, describe_attention
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.traits import check_length, traits
 from mtgrpo.part import RunContext, opens
@@ -209,12 +209,18 @@ def longest_context(experiment: Experiment, model: PreTrainedModel) -> int:
     if not own and not asked:
         raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")
     check_length(model, asked)
-    if asked > experiment.batch.tokens and not uses_forest(model):
+    if asked > experiment.batch.tokens and not cuts_trees(model):
         raise ConfigError(
             f"environment.max_context_length={asked}: padded rows of that length do not fit "
             f"batch.token_budget={experiment.batch.tokens}; set batch.token_budget to at least {asked}"
         )
-    return asked or min(own, experiment.batch.tokens)
+    return asked or min(own, most_unasked(experiment, model))
+
+
+def most_unasked(experiment: Experiment, model: PreTrainedModel) -> int:
+    """Tokens of the longest context that is trained where no length is asked for; a padded row is within the budget."""
+    batch = experiment.batch
+    return batch.context if cuts_trees(model) else min(batch.context, batch.tokens)
 
 
 def make_runner(

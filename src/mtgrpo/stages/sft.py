@@ -23,7 +23,7 @@ from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.demonstrations import demonstrate, demonstrate_condensed
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
-from mtgrpo.stages.run import Run, open_run
+from mtgrpo.stages.run import Run, most_unasked, open_run
 from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.update import beside
 from mtgrpo.tasks import Split, TaskSource, TaskStream
@@ -71,7 +71,8 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
         optimizer.load_state_dict(run.resumed.training())
         stream.load_state_dict(begun["tasks"])
     examples = demonstrations(experiment.task, stream, run.runner, experiment.seed)
-    limit, name = experiment.batch.tokens, f"batch.token_budget={experiment.batch.tokens}"
+    limit = most_unasked(experiment, run.model)
+    name = f"batch.token_budget={limit}"
     if longest := traits(run.model).longest:
         limit, name = min((limit, name), (longest, f"the {longest} tokens that the model computes exactly"))
     fitting = within(examples, limit, name, run.sinks.note)

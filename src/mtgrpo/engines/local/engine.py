@@ -282,12 +282,14 @@ class LocalEngine:
                         self._step()
                 else:
                     await self._going.wait()
+        except ConfigError as error:  # no memory is left: the run ends
+            self._fail_requests(error)
         except Exception as error:
             broken = EngineError(f"decoding failed: {type(error).__name__}: {error}")
             broken.__cause__ = error
             self._fail_requests(broken)
 
-    def _fail_requests(self, error: EngineError) -> None:
+    def _fail_requests(self, error: ConfigError | EngineError) -> None:
         """Answer all with `error`; what a step may have left in the KV cache is not known."""
         self._scheduler.reset_cache()
         for request in self._scheduler.requests:
