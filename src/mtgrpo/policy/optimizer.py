@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ class Optimizer:
         self._optimizers = make_optimizers(model, settings, self._stepped)
         hooks = [w.register_post_accumulate_grad_hook(partial(_offload_grad, self._stepped[w])) for w in away]
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
-        self._factor = lambda n: factor(settings, n, total_steps)
+        self._factor: Callable[[int], float] = lambda n: factor(settings, n, total_steps)
         self._schedulers = [LambdaLR(optimizer, self._factor) for optimizer in self._optimizers]
 
     @property
