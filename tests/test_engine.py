@@ -230,7 +230,9 @@ def test_running_out_of_memory_ends_the_run_with_what_would_help(monkeypatch: py
             await sample([5, 6], Sampling(max_new_tokens=5))
 
     monkeypatch.setattr(engine, "_step", full)
-    with pytest.raises(ConfigError, match=r"not enough \(sampling\).* Set .*engine\.memory_fraction lower"):
+    with pytest.raises(
+        ConfigError, match=r"not enough \(sampling\).* Unless it is set, set engine\.memory_fraction lower"
+    ):
         asyncio.run(run())
 
 

@@ -158,6 +158,7 @@ def test_quantization_needs_a_package_and_adapters(bases: dict[str, Path], monke
     with pytest.raises(ConfigError, match=r"model\.quantization=nf4 needs the package bitsandbytes: pip"):
         load_model(four_bits, 0)
     monkeypatch.setattr("mtgrpo.model.load._quantized", lambda _: {})
+    monkeypatch.setattr("mtgrpo.model.load.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(ConfigError, match=r"model\.quantization=nf4: such layers are not trained; set"):
         load_model(four_bits, 0)
 

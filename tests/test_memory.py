@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -292,7 +291,21 @@ def test_offloading_leaves_the_weights_on_the_device(tmp_path: Path) -> None:
 def test_a_run_on_a_gpu_is_planned_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU is needed to see that the plan comes first and is refused first."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**27))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _: True)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    room = {torch.device("cuda", 1): (2**27, 2**27)}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", room.__getitem__)
     monkeypatch.setattr("mtgrpo.stages.run.load_model", lambda *_: pytest.fail("loaded before it was planned"))
     with pytest.raises(ConfigError, match=r"needs .* GB"):
+        run_training(preset("calculator"), tmp_path)
+
+
+def test_no_memory_for_the_model_says_what_would_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved ...")
+
+    monkeypatch.setattr("mtgrpo.stages.run.load_model", full)
+    with pytest.raises(ConfigError, match=r"not enough \(loading\).* Unless it is set, set .*model\.lora\.rank=16"):
         run_training(preset("calculator"), tmp_path)

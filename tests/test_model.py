@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
-from mtgrpo.model.load import DType, ModelSettings, _device, load_model, load_tokenizer, save_model
+from mtgrpo.model.load import DType, ModelSettings, device_of_process, load_model, load_tokenizer, save_model
 from mtgrpo.model.logprobs import sampled_logprobs
 from mtgrpo.model.value import values
 
@@ -302,8 +302,8 @@ def test_every_process_takes_the_gpu_of_its_rank(
         monkeypatch.delenv("LOCAL_RANK", raising=False)
     else:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert _device() == torch.device("cuda", expected)
+    assert device_of_process() == torch.device("cuda", expected)
     assert chosen == [torch.device("cuda", expected)]
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ConfigError, match="LOCAL_RANK=2: this machine has 2 GPUs"):
-        _device()
+        device_of_process()

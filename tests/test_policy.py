@@ -723,7 +723,7 @@ def test_a_gpu_that_runs_out_of_memory_says_when_and_what_would_help(
     else:
         monkeypatch.setattr(policy.descent, "step", full)
     helps = {"training": "model.checkpointing=true, batch.token_budget", "update": "optimizer.offload=true"}[phase]
-    said = rf"not enough \({phase}\): CUDA out of memory\. Tried to allocate 2\.00 GiB\..* in all\. Set {helps}"
+    said = rf"not enough \({phase}\): CUDA out of memory\. Tried .* all\. Unless it is set, set {helps}"
     with pytest.raises(ConfigError, match=said):
         train(policy)
 

@@ -260,9 +260,12 @@ def main() -> None:
         ("twice", Layout.forest, True),
         ("rows", Layout.padded, True),
     ):
+        if not played:  # there is nothing to train on
+            detail[name] = {"failed": "the rollout"}
+            continue
         detail[name] = tried(lambda layout=layout, twice=twice: step(size, batch, peak, layout, twice))
         if layout is Layout.forest:
-            detail[name]["planned_gb"] = planned(size, twice)
+            detail[name] |= tried(lambda twice=twice: {"planned_gb": planned(size, twice)})
     with contextlib.suppress(AttributeError):
         detail["compiled"] = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     once, twice_, rows = detail["once"], detail["twice"], detail["rows"]
@@ -275,7 +278,9 @@ def main() -> None:
             detail["rollout"], {"tokens_per_s": detail["rollout"].get("generate_tokens_per_s", 1)}, "tokens_per_s"
         ),
         "gpu.forest_eta": gained / ideal if gained and ideal else None,
-        "gpu.plan_error": twice_["planned_gb"] / twice_["peak_gb"] - 1 if "peak_gb" in twice_ else None,
+        "gpu.plan_error": twice_["planned_gb"] / twice_["peak_gb"] - 1
+        if twice_.keys() >= {"planned_gb", "peak_gb"}
+        else None,
         "gpu.compilations": detail.get("compiled"),
     }
     finish("gpu_first", ratios, detail, "gpu_first.json" if DEVICE.type == "cuda" else None)

@@ -137,9 +137,9 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Pla
     learning = (Phase.training, Phase.update)
     activations = skeleton.training_bytes(tokens)
     head = skeleton.head_bytes(tokens)
-    # Of a context beyond the budget each layer's keys and values are kept, their gradients, and a copy below.
+    # Of a context beyond the budget each layer's keys and values are kept, and their gradients.
     token_bytes = skeleton.kv_cache_bytes()
-    path = 3 * _longest_context(skeleton, experiment) * token_bytes
+    path = 2 * _longest_context(skeleton, experiment) * token_bytes
     counted = f"activations, {tokens:,} tokens" if activations else "activations are not known"
     rows = [
         Row("libraries and context", LIBRARIES[device_type]),

@@ -20,8 +20,6 @@ from torch import Tensor
 from mtgrpo.batch.forest import Batch, Forest, Kept
 from mtgrpo.errors import ConfigError
 
-MOST_HELD = 2  # chains one below another: each that is held has a copy of the keys and values of the path to it
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -291,7 +289,7 @@ class _Part:
 def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> list[_Part]:
     """A tree, depth-first: what fits beside the chains that are open, or one more chain.
 
-    Where a whole path fits the budget its first chains are held; others are computed again, one by one.
+    Where a whole path fits the budget all its chains are held; else they are computed again, one by one.
     """
     continues = (forest.depth[1:] == forest.depth[:-1] + 1) & (forest.subtree_end[1:] == forest.subtree_end[:-1])
     branches: list[int] = [*((~continues).nonzero()[:, 0] + 1).tolist(), len(forest)]  # where chains end
@@ -311,7 +309,7 @@ def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> list[_Par
             start = closed
             continue
         below = forest.depth[start : ends[start]]
-        held = int(below.max()) - int(below[0]) < room and sum(held > 0 for _, held in chains) < MOST_HELD
+        held = int(below.max()) - int(below[0]) < room
         chain = min(branches[bisect_right(branches, start)], start + room)
         chains.append((ends[start], chain - start if held else 0))
         parts.append(_Part(start, chain, opens=True, held=held))

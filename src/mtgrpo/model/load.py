@@ -90,11 +90,11 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
             "such models are not supported, choose another"
         )
     model.eval()
-    device = _device()
+    device = device_of_process()
     compute_in(model, resolved(settings.dtype, device.type))
-    choose_attention(model, settings.attention)  # looks at the model in the precision of its weights
-    round_frozen(model)
     model.to(device=device)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    choose_attention(model, settings.attention)  # runs the model, in the precision of its weights
+    round_frozen(model)
     use_onednn(model)
     use_fused_rms_norm(model)
     if settings.checkpointing:
@@ -103,7 +103,7 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
     return model
 
 
-def _device() -> torch.device:
+def device_of_process() -> torch.device:
     """The GPU of this process where there is one: number LOCAL_RANK, which launchers of several processes set."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -121,7 +121,8 @@ def resolved(dtype: DType, device_type: str) -> DType:
     """What `auto` means on a device of this type."""
     if dtype is not DType.auto:
         return dtype
-    return DType.bfloat16 if device_type == "cuda" else DType.float32
+    able = device_type == "cuda" and (not torch.cuda.is_available() or torch.cuda.is_bf16_supported(False))
+    return DType.bfloat16 if able else DType.float32
 
 
 def compute_in(model: PreTrainedModel, dtype: DType) -> None:
@@ -163,10 +164,15 @@ def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -
     base = str(adapter.base_model_name_or_path) if adapter else name
     if Path(base).is_dir():
         base = str(Path(base).resolve())  # an adapter's folder will name it, and may be read from anywhere
+    quantized = _quantized(settings)
+    if settings.quantization is not Quantization.none and not (adapter or settings.lora.rank):
+        raise ConfigError(
+            f"model.quantization={settings.quantization.value}: such layers are not trained; set model.lora.rank=16"
+        )
     loaded: Any
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            base, dtype=weights, output_loading_info=True, trust_remote_code=False, **_quantized(settings)
+            base, dtype=weights, output_loading_info=True, trust_remote_code=False, **quantized
         )
     except Exception as error:
         raise ConfigError(not_found(name, error, base if adapter else "")) from error
@@ -177,10 +183,6 @@ def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -
         load_adapter(model, adapter, name, settings.lora)
     elif settings.lora.rank:
         add_adapter(model, settings.lora, seed)
-    elif settings.quantization is not Quantization.none:
-        raise ConfigError(
-            f"model.quantization={settings.quantization.value}: such layers are not trained; set model.lora.rank=16"
-        )
     return model
 
 
@@ -190,7 +192,7 @@ def _quantized(settings: ModelSettings) -> dict[str, Any]:
         return {}
     refuse_without_package("bitsandbytes", f"model.quantization={settings.quantization.value}")
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    return {"quantization_config": how, "device_map": {"": _device()}}
+    return {"quantization_config": how, "device_map": {"": device_of_process()}}
 
 
 def place(name: str) -> str:
@@ -219,11 +221,12 @@ def not_found(name: str, error: Exception, base: str = "") -> str:
 def _check_head(model: PreTrainedModel, settings: ModelSettings) -> None:
     """Body and head by themselves must give the model's logits: some families cap or scale them afterwards."""
     ids, name = torch.tensor([[1, 2, 3]], device=model.device), settings.name
+    dtype = resolved(settings.dtype, model.device.type).value
     try:
         parts = head_logits(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     except RuntimeError as error:
         raise ConfigError(
-            f"model.name={name}: {type(model).__name__} cannot compute in {settings.dtype.value} "
+            f"model.name={name}: {type(model).__name__} cannot compute in {dtype} "
             f"({str(error).partition(chr(10))[0]}); choose another model.dtype"
         ) from error
     whole = model(input_ids=ids, use_cache=False).logits.to(parts)

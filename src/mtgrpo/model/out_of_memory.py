@@ -11,6 +11,7 @@ from mtgrpo.errors import ConfigError
 
 HELPS = {  # of each phase of a run, the cheapest first
     "sampling": "engine.memory_fraction lower (the KV cache), or rollout.max_concurrent lower",
+    "loading": "model.dtype=bfloat16 with model.lora.rank=16, or choose a smaller model",
     "training": "model.checkpointing=true, batch.token_budget or engine.memory_fraction lower, or model.lora.rank=16",
     "update": "optimizer.offload=true, or model.lora.rank=16",
 }
@@ -23,4 +24,6 @@ def explained(phase: str) -> Generator[None]:
         yield
     except torch.OutOfMemoryError as error:
         asked = str(error).partition(" If reserved")[0]
-        raise ConfigError(f"the memory of the GPU is not enough ({phase}): {asked} Set {HELPS[phase]}") from error
+        raise ConfigError(
+            f"the memory of the GPU is not enough ({phase}): {asked} Unless it is set, set {HELPS[phase]}"
+        ) from error

@@ -25,7 +25,8 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, open_sinks, sink_class
 from mtgrpo.memory import plan
 from mtgrpo.model.attention import cuts_trees, describe_attention
-from mtgrpo.model.load import load_model, load_tokenizer
+from mtgrpo.model.load import device_of_process, load_model, load_tokenizer
+from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.traits import check_length, traits
 from mtgrpo.part import RunContext, opens
 from mtgrpo.record.versions import write_versions
@@ -135,11 +136,12 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         sinks.tell(tasks.notes)
         tokenizer, chat = open_tokenizer(experiment)
         if trains and torch.cuda.is_available():
-            planned = plan(experiment, torch.cuda.get_device_properties(0).total_memory, "cuda")
+            planned = plan(experiment, torch.cuda.mem_get_info(device_of_process())[1], "cuda")
             sinks.note(planned.describe())
             experiment = planned.experiment
         settings = replace(experiment.model, name=str(resumed.path)) if resumed else experiment.model
-        model = load_model(settings, experiment.seed)
+        with explained("loading"):
+            model = load_model(settings, experiment.seed)
         model.generation_config.eos_token_id = list(chat.stop_ids)  # and ends its turns so
         longest = longest_context(experiment, model)
         engine = experiment.engine.start(model, experiment.deterministic, longest)
