@@ -626,7 +626,8 @@ def test_an_interrupted_run_saves_what_it_has(tmp_path: Path, staleness: int) ->
     assert state["training"]["optimizer"]["steps"] == sum(updates) > 0
     assert len(list((folder / "trajectories").glob("step_*.jsonl"))) == steps
     assert f"interrupted; saved in {saved}. To go on" in (folder / "notes.txt").read_text()
-    assert (folder / "trajectories" / "untrained.jsonl").exists()
+    untrained = folder / "trajectories" / "untrained.jsonl"
+    assert not untrained.exists() or untrained.stat().st_size  # groups that had finished, if any had
     assert "Traceback" not in (tmp_path / "err").read_text()
 
 

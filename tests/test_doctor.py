@@ -118,7 +118,7 @@ def test_everything_missing_says_what_for_and_what_to_type(
     names = {check["name"] for check in wanting}
     assert code == 0  # nothing of it is required
     assert names >= {"GPU", "flex attention", "flash-attn", "vllm", "models", "data", "hub"}
-    assert names.isdisjoint({"ray", "deepspeed", "bitsandbytes"})  # nothing of this version uses them
+    assert names.isdisjoint({"ray", "deepspeed"})  # nothing of this version uses them
     assert all(check["purpose"] and check["cure"] for check in wanting)
     doctor.main([])
     text = capsys.readouterr().out

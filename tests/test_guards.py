@@ -181,14 +181,14 @@ def no_rest(pieces: Any, *arguments: Any) -> Any:
             for p in pieces(*arguments)]  # fmt: skip
 
 
-def wrong_parent(read: Any, model: Any, micro: Any, positions: Tensor) -> Tensor:
-    return read(model, micro, (positions - 1).clamp(min=0))
+def wrong_parent(read: Any, model: Any, micro: Any, positions: Tensor, *rest: Any) -> Tensor:
+    return read(model, micro, (positions - 1).clamp(min=0), *rest)
 
 
-def jump_in_trainer(read: Any, model: Any, micro: Any, positions: Tensor) -> Tensor:
+def jump_in_trainer(read: Any, model: Any, micro: Any, positions: Tensor, *rest: Any) -> Tensor:
     if micro.forest is None:
-        return read(model, micro, positions)
-    return read(model, replace(micro, position=micro.position + (micro.position >= 128)), positions)
+        return read(model, micro, positions, *rest)
+    return read(model, replace(micro, position=micro.position + (micro.position >= 128)), positions, *rest)
 
 
 def in_trainer(change: Callable[..., Tensor]) -> Plant:
@@ -198,15 +198,15 @@ def in_trainer(change: Callable[..., Tensor]) -> Plant:
     return plant
 
 
-def shifted_rows(read: Any, model: Any, micro: Any, positions: Tensor) -> Tensor:
-    return read(model, replace(micro, ids=micro.ids.roll(1, 1)), positions)
+def shifted_rows(read: Any, model: Any, micro: Any, positions: Tensor, *rest: Any) -> Tensor:
+    return read(model, replace(micro, ids=micro.ids.roll(1, 1)), positions, *rest)
 
 
 def other_weight(merge: Any, layer: Any) -> Any:
-    """One weight of each matrix in the engine's copy is another one."""
+    """One weight of each matrix of an MLP in the engine's copy is another one; those of queries are compared anyway."""
     weight, bias = merge(layer)
     weight = weight.detach().clone()
-    weight[0, 0] += 1
+    weight[0, 0] += weight.shape[0] > weight.shape[1]
     return weight, bias
 
 
@@ -243,7 +243,7 @@ def gradient_of_nothing(clip: Any, parameters: Any, *rest: Any) -> Tensor:
 def weights_of_nothing(step: Any, optimizer: Any) -> float:
     found = step(optimizer)
     with torch.no_grad():
-        optimizer._parameters[0].fill_(torch.nan)
+        optimizer._weights[0].fill_(torch.nan)
     return found
 
 
@@ -263,9 +263,9 @@ def outage(_original: Any, *_: Any, **__: Any) -> None:
     raise OSError("the world is away")
 
 
-def not_reproducible(read: Any, model: Any, micro: Any, positions: Tensor) -> Tensor:
+def not_reproducible(read: Any, model: Any, micro: Any, positions: Tensor, *rest: Any) -> Tensor:
     """It depends on whether there will be a gradient."""
-    found = read(model, micro, positions)
+    found = read(model, micro, positions, *rest)
     return found * 1.01 if torch.is_grad_enabled() else found
 
 

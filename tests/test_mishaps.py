@@ -205,7 +205,7 @@ async def test_parts_of_several_rewards_keep_their_components() -> None:
 
     composed = Composed(of=["numeric"])
     composed._parts = {"made": Made()}
-    assert await scores(composed, [told("a")]) == [Score(1.0, {"made": 1.0, "made/length": 0.5}, turns=[])]
+    assert await scores(composed, [told("a")]) == [Score(1.0, {"made": 1.0, "made/length": 0.5})]
 
 
 def test_a_success_of_one_of_several_rewards_is_refused() -> None:

@@ -58,6 +58,6 @@ class Composed(OfRewards):
             total=sum(weight * score.total for score, weight in weighed),
             components={name: score.total for name, score in found.items()}
             | {f"{name}/{part}": amount for name, score in found.items() for part, amount in score.components.items()},
-            turns=[sum(amounts) for amounts in zip(*judged, strict=True)],
+            turns=tuple(map(sum, zip(*judged, strict=True))),
             paid=sum(score.paid for score in found.values()),
         )
