@@ -203,10 +203,11 @@ def shifted_rows(read: Any, model: Any, micro: Any, positions: Tensor, *rest: An
 
 
 def other_weight(merge: Any, layer: Any) -> Any:
-    """One weight of each matrix of an MLP in the engine's copy is another one; those of queries are compared anyway."""
+    """Weights of the head in the engine's copy are others; with those of layers it would not decode by its copy."""
     weight, bias = merge(layer)
     weight = weight.detach().clone()
-    weight[0, 0] += weight.shape[0] > weight.shape[1]
+    if weight.shape[0] > 1000:
+        weight[::7, 0] += 1
     return weight, bias
 
 
