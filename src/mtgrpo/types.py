@@ -9,7 +9,8 @@ Nothing else is ever trained on.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol
@@ -107,6 +108,9 @@ class Sample(Protocol):
     """Continues one conversation: an engine hands one of these to each conversation it opens."""
 
     async def __call__(self, tokens: Sequence[int], sampling: Sampling) -> Completion: ...
+
+
+OpenConversation = Callable[[str, str, int], AbstractAsyncContextManager[Sample]]  # (scope, task id, sample)
 
 
 class Attend(Protocol):

@@ -30,6 +30,9 @@ from mtgrpo.types import Sampling
 LATEST = "true"  # `resume=true`; any other text is the path of a checkpoint
 
 
+ResumeMode = Enum("ResumeMode", {"exact": "exact", "continue": "continue"})
+
+
 @dataclass
 class TrainerSettings(Updates):
     """How long the run is. It ends at the first limit that is reached, and says which; 0 = no such limit."""
@@ -116,6 +119,9 @@ class Experiment:
     engine: Engine
     seed: int = 0
     resume: str = ""  # true: go on in hydra.run.dir=FOLDER; or PATH of a checkpoint to go on from in a new folder
+    # exact: steps after the checkpoint are run again from their start; continue: what the journal holds of them is
+    # taken back, and conversations go on at their last turn; null: exact if rollout.max_staleness is 0
+    resume_mode: ResumeMode | None = None
     # without a turn sampled or a micro-batch trained, and never less than rollout.timeout_s and rollout.score_timeout_s
     # with ten minutes more: the run says why, and ends; 0 = off
     watchdog_s: float = 3600.0
@@ -163,6 +169,11 @@ class Experiment:
         """Whether results depend on the seed alone."""
         chosen = self.trainer.deterministic
         return not self.rollout.max_staleness if chosen is None else chosen
+
+    @property
+    def resumes_exactly(self) -> bool:
+        """Whether a run that is resumed leaves its journal aside."""
+        return not self.rollout.max_staleness if self.resume_mode is None else self.resume_mode is ResumeMode.exact
 
     @property
     def notes(self) -> list[str]:

@@ -74,6 +74,14 @@ class Environment(Part, ABC):
         """The tools that every conversation has, as far as they are known before one begins."""
         return ()
 
+    @property
+    def replayable(self) -> bool:
+        """Whether a conversation that a crash has cut off may go on: a new `start`, and `step` with the same messages.
+
+        It is compared: where the answers differ, the conversation goes on from there. False: it starts again.
+        """
+        return True
+
     def settled(self, message: Message, logprobs: Sequence[float]) -> bool:
         """Whether an answer is given with enough confidence to end the conversation, whatever else it calls for.
 

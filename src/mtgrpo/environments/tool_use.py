@@ -87,6 +87,10 @@ class ToolUse(Environment):
     def tool_specs(self) -> tuple[ToolSpec, ...]:
         return tuple(offer.spec for offer in self._offers.values())
 
+    @property
+    def replayable(self) -> bool:
+        return all(tool.idempotent for tool in self._loaded.values())
+
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         """With its tools open."""

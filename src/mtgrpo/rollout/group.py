@@ -6,8 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtgrpo.chat import Chat
@@ -17,9 +16,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rollout.conversation import Limits, run_rollout
 from mtgrpo.together import by_itself
-from mtgrpo.types import Attend, Group, Sample, Sampling, Status, Task, Trajectory
-
-OpenConversation = Callable[[str, str, int], AbstractAsyncContextManager[Sample]]  # (scope, task id, sample)
+from mtgrpo.types import Attend, Group, OpenConversation, Sampling, Status, Task, Trajectory
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtgrpo.errors import RunError
+from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.journal import Journal
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.tasks import TaskStream
@@ -34,9 +35,9 @@ class PendingGroup:
     position: dict[str, Any]  # of the task stream, whose next task is its
     version: int  # of the policy when it was admitted
     epoch: int  # the pass over the tasks that it belongs to, from 0
+    overtaken: bool  # a later one was trained before it
     group: asyncio.Task[Group] = field(init=False)
     finished_s: float = 0.0  # when it was finished, by `time.perf_counter`
-    overtaken: bool = False  # a later one was trained before it
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Stream:
         settings: RolloutSettings,
         keeps: Callable[[Group], bool] = lambda group: True,
         batches: int = 1,  # that are run for one where `keeps` leaves groups out, at most
+        journal: Journal | None = None,
     ) -> None:
         self._runner = runner
         self._tasks = tasks
@@ -72,6 +74,8 @@ class Stream:
         self._names: Counter[tuple[int, str]] = Counter()  # how often a task was admitted at a version
         self._drawn = 0  # tasks that were taken from the stream
         self._passed: set[int] = set()  # which of the next ones were trained before the run was resumed
+        self._journal = journal or Journal()
+        self._live = asyncio.Event()  # unset while batches that were trained before a crash are trained again
 
     @property
     def epoch(self) -> int:
@@ -88,18 +92,25 @@ class Stream:
     def state_dict(self) -> dict[str, Any]:
         """Where another stream goes on so that it runs every group that was not handed out, and no other.
 
-        That is the position of the first such group, and how far behind it those lie that were handed out.
+        That is number and position of the first such group, and the numbers after it of those that were handed out.
         """
         left = sorted([*self._chosen_so_far, *self._pending], key=lambda pending: pending.number)
         first, position = (left[0].number, left[0].position) if left else (self._drawn, self._tasks.state_dict())
         handed_out = set(range(first, self._drawn)) - {pending.number for pending in left}
         later = {number for number in self._passed if number >= self._drawn}
-        return {"tasks": position, "trained": sorted(number - first for number in handed_out | later)}
+        return {"tasks": position, "first": first, "trained": sorted(handed_out | later)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`, before the first batch. Raises ConfigError where the tasks are not what they were."""
         self._tasks.load_state_dict(state["tasks"])
-        self._passed = set(state["trained"])
+        self._drawn, self._passed = state["first"], set(state["trained"])
+
+    def go_on(self, version: int) -> None:
+        """After `load_state_dict`: take back from the journal what a run did that had come to `version` or further.
+
+        Its batches come again as they were; meanwhile no conversation runs. Then those that had begun go on.
+        """
+        self._journal.go_on(version, self._drawn, self._passed)
 
     async def batch(self, version: int) -> RolloutBatch:
         """The groups to be trained by the policy of this version.
@@ -108,6 +119,7 @@ class Stream:
         """
         trained: list[Group] = []
         queue_s: list[float] = []
+        self._journal.begin(version)
         for _ in range(self._batches):
             more = await self._next(version)
             now = time.perf_counter()
@@ -129,10 +141,20 @@ class Stream:
 
     async def _next(self, version: int) -> list[PendingGroup]:
         """As many groups as a batch has, handed out."""
-        self._admit(version)
-        while (chosen := self._chosen(version)) is None:
-            await asyncio.wait([p.group for p in self._pending if not p.group.done()], return_when="FIRST_COMPLETED")
-        _check_failed([pending.group.result() for pending in chosen], self._settings.max_failed)
+        before = self._journal.batch(version)
+        self._admit(version, again=before is not None)
+        if before is not None:
+            chosen = [pending for pending in self._pending if pending.number in before]
+            await asyncio.wait([pending.group for pending in chosen])
+        else:
+            self._live.set()
+            while (chosen := self._chosen(version)) is None:
+                running = [pending.group for pending in self._pending if not pending.group.done()]
+                await asyncio.wait(running, return_when="FIRST_COMPLETED")
+            _check_failed([pending.group.result() for pending in chosen], self._settings.max_failed)
+            for pending in chosen:
+                self._note_finished(pending.number, pending.group.result(), failed=True)
+            self._journal.add(batch=version, groups=[pending.number for pending in chosen])
         self._hand_out(chosen)
         return chosen
 
@@ -143,30 +165,60 @@ class Stream:
         for group in left:
             group.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+        self._journal.close()
 
-    def _admit(self, version: int) -> None:
-        settings, batch = self._settings, self._settings.prompts_per_step
-        in_time = (settings.max_staleness + 1) * batch
-        wanted = math.ceil(settings.ahead * batch)
-        while len(self._pending) < min(in_time, wanted + sum(pending.overtaken for pending in self._pending)):
+    def _admit(self, version: int, again: bool) -> None:
+        while self._may_admit(version, again):
             position, epoch, task = self._tasks.state_dict(), self._tasks.epoch, next(self._tasks)
             number, self._drawn = self._drawn, self._drawn + 1
             if number in self._passed:
                 continue
-            again = self._names[version, task.id]  # in a small data set: then with other random numbers
-            self._names[version, task.id] += 1
-            scope = f"train/{version + 1}" + (f"/again{again}" if again else "")
-            pending = PendingGroup(number, position, version, epoch)
-            pending.group = asyncio.create_task(self._run(pending, task, scope))
+            event = self._journal.admitted(number) or self._admission(number, version, task)
+            self._names[event["version"], task.id] += 1
+            if event["task"] != task.id:
+                raise ConfigError(
+                    f"the run had task {event['task']} where the data has {task.id} now: continue with the data of "
+                    "that run, or with resume_mode=exact"
+                )
+            overtaken = any(later > number for later in self._passed)
+            pending = PendingGroup(number, position, event["version"], epoch, overtaken)
+            pending.group = asyncio.create_task(self._run(pending, task, event["scope"]))
             self._pending.append(pending)
         self._names = Counter({key: count for key, count in self._names.items() if key[0] == version})
 
+    def _may_admit(self, version: int, again: bool) -> bool:
+        """Whether the next task may be drawn. What was admitted before a crash is, at the version at which it was."""
+        if self._drawn in self._passed:
+            return True
+        if known := self._journal.admitted(self._drawn):
+            return known["version"] <= version
+        batch = self._settings.prompts_per_step
+        in_time = (self._settings.max_staleness + 1) * batch
+        wanted = math.ceil(self._settings.ahead * batch) + sum(pending.overtaken for pending in self._pending)
+        return not again and len(self._pending) < min(in_time, wanted)
+
+    def _admission(self, number: int, version: int, task: Task) -> dict[str, Any]:
+        repeated = self._names[version, task.id]  # in a small data set: then with other random numbers
+        scope = f"train/{version + 1}" + (f"/again{repeated}" if repeated else "")
+        event = {"admitted": number, "version": version, "scope": scope, "task": task.id}
+        self._journal.add(**event)
+        return event
+
     async def _run(self, pending: PendingGroup, task: Task, scope: str) -> Group:
         settings = self._settings
-        group = await self._runner.at(scope).run_group(task, settings.group_size, settings.extra_samples)
+        group = self._journal.group(pending.number, task)
+        if group is None:
+            await self._live.wait()
+            group = await self._runner.at(scope).run_group(task, settings.group_size, settings.extra_samples)
+            self._note_finished(pending.number, group, failed=False)
         pending.finished_s = time.perf_counter()
         self._arrived.append(group)
         return group
+
+    def _note_finished(self, number: int, group: Group, failed: bool) -> None:
+        """Write a group down: one with conversations that have `failed` only when it is trained; else it runs again."""
+        if failed == any(trajectory.status is Status.FAILED for trajectory in group.trajectories):
+            self._journal.add(finished=number, group=group)
 
     def _chosen(self, version: int) -> list[PendingGroup] | None:
         """The next batch; None while it is not complete. Raises what went wrong in a group."""

@@ -13,7 +13,7 @@ from mtgrpo.config.experiment import LATEST
 from mtgrpo.record.reading import BEFORE, read_settings
 from mtgrpo.record.summary import read_summary
 
-OF_RESUMING = ("resume", "trust_code")  # options that may differ without a word
+OF_RESUMING = ("resume", "resume_mode", "trust_code")  # options that may differ without a word
 
 
 def take_up(resume: str, folder: Path, note: Callable[[str], None]) -> Checkpoint | None:

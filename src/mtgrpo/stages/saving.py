@@ -54,6 +54,11 @@ class Saver:
         """How long the run has taken, that of the processes before this one included."""
         return time.perf_counter() - self._began
 
+    @property
+    def step(self) -> int:
+        """That of the checkpoint that was last seen whole; 0 = none, or the beginning."""
+        return int(self.path.name.rpartition("_")[2]) if self.path else 0
+
     def due(self, step: int) -> bool:
         """Whether a checkpoint after `step` steps was asked for."""
         every = self._run.experiment.checkpoint.every_steps
@@ -78,7 +83,7 @@ class Saver:
         Raises what went wrong with the checkpoint before.
         """
         if self._writing is not None:
-            await asyncio.shield(asyncio.wrap_future(self._writing))
+            self.path = await asyncio.shield(asyncio.wrap_future(self._writing))
         if self._mark is not None and not self._mark.saved:
             self._write(self._mark)
 

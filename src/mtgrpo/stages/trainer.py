@@ -13,17 +13,18 @@ from pathlib import Path
 
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import RunError
+from mtgrpo.journal import Journal
 from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.record import trajectories
 from mtgrpo.record.curve import Curve
-from mtgrpo.record.reading import BEFORE
+from mtgrpo.record.reading import BEFORE, read_settings
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.budget import Budget
 from mtgrpo.stages.evaluate import AllFailedError, evaluate, evaluate_fully
 from mtgrpo.stages.metrics import describe_conversations, describe_failures, describe_step
-from mtgrpo.stages.resume import final_results
+from mtgrpo.stages.resume import differences, final_results
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.sft import warm_start
@@ -70,7 +71,8 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
     """Roll out, update, repeat, until the first limit; returns steps and seconds, evaluation and saving not counted."""
     budget = Budget(run.experiment.trainer, **saver.state.get("budget", {}))
     trends = Trends(saver.state.get("entropy", math.nan))
-    training = _Training(run, make_updater(run), make_stream(run), budget, saver, curve, trends)
+    journal = Journal(run.folder / "journal")
+    training = _Training(run, make_updater(run), make_stream(run, journal), journal, budget, saver, curve, trends)
     run.sinks.stage("reinforcement learning", run.experiment.trainer.steps)
     for note in run.experiment.notes:
         run.sinks.note(note)
@@ -99,6 +101,7 @@ class _Training:
     run: Run
     updater: PolicyUpdater
     stream: Stream
+    journal: Journal
     budget: Budget
     saver: Saver
     curve: Curve
@@ -113,12 +116,19 @@ class _Training:
         """Save the policy that it begins with, or go on from where the run was saved."""
         run, state = self.run, self.saver.state
         if run.resumed is None or "stream" not in state:
+            self.journal.clear()
             self.mark(None)
             if self.saver.due(0):
                 await self.saver.save()
             return
         self.updater.load_state_dict(run.resumed.training())
         self.stream.load_state_dict(state["stream"])
+        same = not differences(state.get("settings", {}), read_settings(run.folder))
+        if same and not run.experiment.resumes_exactly:
+            self.stream.go_on(self.budget.steps)
+        else:
+            self.journal.clear()
+        run.sinks.tell(self.journal.notes)
         await run.engine.load_weights(run.model, self.budget.steps)
         if not run.resumed.path.is_relative_to(run.folder):
             self.mark(state["row"])
@@ -139,7 +149,7 @@ class _Training:
                 policy.judge(metrics.get("policy/mismatch/worst_trajectory", 0.0), MISMATCH)
         except RunError as error:
             raise RunError(f"{error}; what it was trained on is in {evidence}") from error
-        for notes in (run.engine.notes, policy.notes, run.tasks.notes):
+        for notes in (run.engine.notes, policy.notes, run.tasks.notes, self.journal.notes):
             run.sinks.tell(notes)
         seconds = time.perf_counter() - began
         metrics |= describe_step(batch, experiment, step - 1, seconds - train_s, train_s)
@@ -170,6 +180,8 @@ class _Training:
         self.mark(None)
         if due and not self.reached:
             await self.saver.save()
+        oldest = self.saver.step if self.run.experiment.checkpoint.every_steps else step  # to go on from
+        self.journal.prune(oldest - self.run.experiment.rollout.max_staleness)
 
     def mark(self, row: Metrics | None) -> None:
         """The run can go on from here; `row` are metrics of the last step that are still to be logged."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from mtgrpo.advantages.rewards import comparable, rewards_of
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines import RunningEngine
+from mtgrpo.journal import Journal
 from mtgrpo.policy.guard import check_provenance
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.reference import ReferencePolicy
@@ -22,8 +24,8 @@ from mtgrpo.stages.run import Run
 from mtgrpo.types import Group
 
 
-def make_stream(run: Run) -> Stream:
-    """The groups of a run, those that its filter leaves out replaced with `refill`."""
+def make_stream(run: Run, journal: Journal) -> Stream:
+    """The groups of a run, written down in `journal`; those that its filter leaves out replaced with `refill`."""
     experiment = run.experiment
     chosen, algorithm = experiment.filter, experiment.algorithm
 
@@ -32,7 +34,9 @@ def make_stream(run: Run) -> Stream:
         return bool(left) and chosen.keeps(left[0], experiment.reward.success_at, algorithm.shaped_reward)
 
     batches = chosen.max_batches if chosen.refill else 1
-    return Stream(run.runner, run.tasks, experiment.rollout, keeps, batches)
+    opened = journal.recording(run.runner.open_conversation, experiment.environment.replayable)
+    runner = dataclasses.replace(run.runner, open_conversation=opened)
+    return Stream(runner, run.tasks, experiment.rollout, keeps, batches, journal)
 
 
 def make_updater(run: Run) -> PolicyUpdater:

@@ -1,0 +1,285 @@
+"""What the rollouts of a run come to, on disk as soon as it is known: `journal/step_000017.jsonl.gz`, one file a step.
+
+A file holds what happened from one rollout batch to the next. Each event is a line of JSON, compressed by itself with
+its checksum, so that `zcat` and `read` show it and a process that is killed cuts the last one at most.
+
+    {"admitted": 40, "version": 17, "scope": "train/18", "task": "gsm8k/train/7"}            a group begins
+    {"turn": 0, "scope": "train/18/attempt0", "task": "gsm8k/train/7", "sample": 3,          a turn was sampled
+     "extends": true, "context": [what is new in it], "completion": {"tokens": [...], ...}}
+    {"finished": 40, "group": {"trajectories": [...]}}                                       a group was scored
+    {"batch": 17, "groups": [36, 38, 39, 40]}                                                groups go into training
+
+A run goes on from a checkpoint and the events since: batches that were trained are trained again as they were, which
+gives the same weights, groups that had finished are taken back, conversations go on at their last turn. Nothing here
+is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import zlib
+from array import array
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import asynccontextmanager
+from enum import Enum
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from mtgrpo.types import (
+    Completion,
+    Finish,
+    Group,
+    Message,
+    OpenConversation,
+    Sample,
+    Sampling,
+    Status,
+    Task,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
+
+Event = dict[str, Any]
+_GZIP = 31  # what zlib calls its format with a header and a checksum
+_CHUNK = 1 << 16  # bytes that are looked at together for the end of an event
+
+
+def read(path: Path) -> Iterator[Event]:
+    """The events of a part, in their order; those from the first on that is cut or damaged are left out."""
+    return (event for _, event in _events(path.read_bytes()))
+
+
+class Journal:
+    """That of one run. Without a folder nothing is written; one process writes at a time."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.notes: list[str] = []  # for the user, not shown yet
+        self._folder = folder
+        self._file: FileIO | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._admitted: dict[int, Event] = {}
+        self._finished: dict[int, bytes] = {}  # the event as it was read
+        self._batches: dict[int, list[list[int]]] = {}
+        self._turns: dict[tuple[str, str, int], list[Event]] = {}  # of conversations, by scope, task and sample
+
+    def begin(self, version: int) -> None:
+        """What comes from here on belongs to the part of this version of the policy."""
+        self.close()
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = (self._folder / f"step_{version:06d}.jsonl.gz").open("ab", buffering=0)
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def add(self, **event: Any) -> None:
+        """Append an event; the operating system has it when this returns. Where that fails, no more is written."""
+        if self._file is None:
+            return
+        try:
+            data = zlib.compress(json.dumps(event, default=_plain).encode() + b"\n", 1, _GZIP)
+            if self._file.write(data) != len(data):
+                raise OSError("the disk is full")
+        except (OSError, RecursionError) as error:
+            self.notes.append(
+                f"nothing more is written into {self._folder}: {type(error).__name__}: {error}; a run that is killed "
+                "now goes on with all conversations from their start"
+            )
+            self.close()
+            self._folder = None
+
+    def prune(self, version: int) -> None:
+        """Remove what no run needs that goes on with groups admitted at `version` or later."""
+        for number, path in self._parts().items():
+            if number < version:
+                path.unlink()
+
+    def clear(self) -> None:
+        """Remove everything: what comes begins anew."""
+        self._forget()
+        for path in self._parts().values():
+            path.unlink()
+
+    def go_on(self, version: int, first: int, passed: AbstractSet[int]) -> None:
+        """Take up what a process left, for a run that goes on at `version` with group number `first`.
+
+        passed: numbers after `first` that were trained before. What is cut or damaged is cut off. Where what is left
+        does not lead on from `version`, it is removed, and all groups start again.
+        """
+        parts = self._parts()
+        leads = bool(parts) and min(parts) <= version
+        for number, path in sorted(parts.items()):
+            if leads:
+                leads = self._take(path) and number + 1 in parts
+            else:
+                path.unlink()
+        wanted = {number for number in self._admitted if number >= first} - passed
+        done = {(known["scope"], known["task"]) for number, known in self._admitted.items() if number in self._finished}
+        self._admitted = {number: self._admitted[number] for number in wanted}
+        self._finished = {number: raw for number, raw in self._finished.items() if number in wanted}
+        self._batches = {number: picked for number, picked in self._batches.items() if number >= version}
+        self._turns = {k: turns for k, turns in self._turns.items() if (k[0].rpartition("/")[0], k[1]) not in done}
+        trained = {number for picked in self._batches.values() for numbers in picked for number in numbers}
+        if trained - self._finished.keys() or set(range(first, max(wanted, default=first))) - passed - wanted:
+            self.notes.append(f"{self._folder} does not lead on from step {version}: conversations start again")
+            self.clear()
+        elif self._finished or self._turns:
+            self.notes.append(
+                f"{len(self._batches)} steps are trained again with the groups they had; {len(self._finished)} groups "
+                f"are taken back, {len(self._turns)} conversations had begun"
+            )
+
+    def admitted(self, number: int) -> Event | None:
+        """The version, scope and task with which a group was admitted before; None for a new one."""
+        return self._admitted.get(number)
+
+    def batch(self, version: int) -> list[int] | None:
+        """The numbers of the groups that were picked next at this version before; None where there are no more."""
+        picked = self._batches.get(version)
+        return picked.pop(0) if picked else None
+
+    def group(self, number: int, task: Task) -> Group | None:
+        """A group that had finished; None for one that had not."""
+        raw = self._finished.pop(number, None)
+        if raw is None:
+            return None
+        group = next(_events(raw))[1]["group"]
+        return Group(task, [_trajectory(task, record) for record in group["trajectories"]], group["score_s"])
+
+    def recording(self, open_conversation: OpenConversation, replayable: bool) -> OpenConversation:
+        """The same conversations, whose turns are written down; those that had begun are given their turns again.
+
+        That holds as long as a turn's context is the same, token for token: where an environment answers otherwise
+        than before, the rest is sampled anew. With `replayable` False all of it is.
+        """
+
+        @asynccontextmanager
+        async def opened(scope: str, task: str, sample_index: int) -> AsyncGenerator[Sample]:
+            known = self._turns.pop((scope, task, sample_index), [])
+            if known and not replayable:
+                self.notes.append(f"{task}, sample {sample_index}: its environment cannot be replayed: it starts again")
+                known = []
+            context: list[int] = []
+            turn = 0
+            # What is sampled from here on has random numbers of its own.
+            own = f"{scope}/turn{len(known)}" if known else scope
+            async with open_conversation(own, task, sample_index) as sample:
+
+                async def sample_turn(tokens: Sequence[int], sampling: Sampling) -> Completion:
+                    nonlocal context, turn, known
+                    given = list(tokens)
+                    extends = given[: len(context)] == context
+                    new = given[len(context) :] if extends else given
+                    event = known[turn] if turn < len(known) else None
+                    if event is not None and (event["extends"], event["context"]) == (extends, new):
+                        completion = _completion(event["completion"])
+                    else:
+                        if event is not None:
+                            self.notes.append(
+                                f"{task}, sample {sample_index}: its environment answers otherwise than before: "
+                                f"{len(known) - turn} of {len(known)} turns are sampled anew"
+                            )
+                            known = []
+                        completion = await sample(tokens, sampling)
+                        key = {"turn": turn, "scope": scope, "task": task, "sample": sample_index}
+                        self.add(**key, extends=extends, context=new, completion=completion)
+                    context, turn = [*given, *completion.tokens], turn + 1
+                    return completion
+
+                yield sample_turn
+
+        return opened
+
+    def _parts(self) -> dict[int, Path]:
+        paths = self._folder.glob("step_*.jsonl.gz") if self._folder is not None else ()
+        found = ((re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name), path) for path in paths)
+        return {int(match[1]): path for match, path in found if match}
+
+    def _take(self, path: Path) -> bool:
+        """Take up the events of a part, and cut off what is not whole; whether all of it was."""
+        data, end = path.read_bytes(), 0
+        for raw, event in _events(data):
+            try:
+                self._note(raw, event)
+            except (KeyError, TypeError):  # whole, but nothing that was written here
+                break
+            end += len(raw)
+        if end < len(data):
+            self.notes.append(f"{path}: {len(data) - end} of {len(data)} bytes are cut or damaged, and left out")
+            os.truncate(path, end)
+        return end == len(data)
+
+    def _note(self, raw: bytes, event: Event) -> None:
+        if "admitted" in event:
+            self._admitted[event["admitted"]] = event
+        elif "finished" in event:
+            self._finished[event["finished"]] = raw
+        elif "batch" in event:
+            self._batches.setdefault(event["batch"], []).append(event["groups"])
+        else:
+            key = (event["scope"], event["task"], event["sample"])
+            self._turns[key] = [*self._turns.get(key, [])[: event["turn"]], event]
+
+
+def _events(data: bytes) -> Iterator[tuple[bytes, Event]]:
+    """Each whole event, compressed and not, up to the first that is cut or damaged."""
+    start = 0
+    while start < len(data):
+        member, text, end = zlib.decompressobj(_GZIP), b"", start
+        try:
+            while not member.eof and end < len(data):
+                text += member.decompress(data[end : end + _CHUNK])
+                end = min(end + _CHUNK, len(data))
+            event = json.loads(text) if member.eof else None
+        except (zlib.error, ValueError, RecursionError):
+            return
+        if not isinstance(event, dict):
+            return
+        end -= len(member.unused_data)
+        yield data[start:end], event
+        start = end
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no type for. A task is left out: it comes from the data again."""
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value):
+        return {part.name: getattr(value, part.name) for part in dataclasses.fields(value) if part.name != "task"}
+    if isinstance(value, array):
+        return value.tolist()
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+def _completion(record: Event) -> Completion:
+    return Completion(**{**record, "finish": Finish(record["finish"]), "kept": _kept(record)})
+
+
+def _trajectory(task: Task, record: Event) -> Trajectory:
+    turns = [_turn(turn) for turn in record["turns"]]
+    return Trajectory(task, **{**record, "turns": turns, "status": Status(record["status"])})
+
+
+def _turn(record: Event) -> Turn:
+    message, observations = _message(record["message"]), tuple(map(_message, record["observations"]))
+    read_back = {"message": message, "observations": observations, "kept": _kept(record)}
+    return Turn(**{**record, **read_back, "finish": Finish(record["finish"])})
+
+
+def _message(record: Event) -> Message:
+    return Message(**{**record, "tool_calls": tuple(ToolCall(**call) for call in record["tool_calls"])})
+
+
+def _kept(record: Event) -> list[array[int]]:
+    return [array("i", tokens) for tokens in record["kept"]]

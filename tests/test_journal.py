@@ -1,0 +1,429 @@
+"""The journal: what is read back is what was written, or less; conversations and batches go on where they were."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import random
+import shutil
+import subprocess
+from array import array
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtgrpo import journal
+from mtgrpo.chat import ChatSettings, open_chat
+from mtgrpo.condensers.none import Whole
+from mtgrpo.engines import Key
+from mtgrpo.engines.scripted import ScriptedEngine
+from mtgrpo.environments import Environment, Opening, Reply
+from mtgrpo.environments.tool_use import ToolUse
+from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.journal import Journal
+from mtgrpo.model import tiny
+from mtgrpo.rewards import Reward
+from mtgrpo.rollout.conversation import Limits
+from mtgrpo.rollout.group import RolloutRunner
+from mtgrpo.rollout.settings import RolloutSettings
+from mtgrpo.rollout.stream import RolloutBatch, Stream
+from mtgrpo.tasks import IndexedStream
+from mtgrpo.types import (
+    Completion,
+    Finish,
+    Group,
+    Message,
+    Sampling,
+    Status,
+    Task,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
+
+STOP = tiny.load_tokenizer().eos_token_id
+HELLO = Message("user", "hello\ud800")  # a lone surrogate
+CALLED = Message("assistant", "so", "hm", (ToolCall("add", {"a": [1, {"b": None}], "c": 0.1}),), error="twice")
+
+
+def group_of(task: Task) -> Group:
+    """One with everything that a trajectory can have."""
+    first = Turn([1, 2], [3, STOP], [-0.1 - 1e-17, -1e-300], [4, 5], Finish.STOP, CALLED)
+    first.observations, first.paid, first.kept = (HELLO,), 0.5, [array("i", [3, 9]), array("i", [])]
+    second = Turn([7], [8], [-1 / 3], [5], Finish.LENGTH, Message("assistant"), extends=True, auxiliary=True)
+    whole = Trajectory(task, 1, [first, second], Status.TRUNCATED, "max_turns", 0.25, {"format": 1.0}, [0.0, 0.25])
+    whole.outages, whole.sample_s = ["the tool add failed"], 1.5
+    return Group(task, [whole, Trajectory(task, 2, status=Status.FAILED, reason="TimeoutError")], 0.75)
+
+
+def part(folder: Path, version: int = 0) -> Path:
+    return folder / f"step_{version:06d}.jsonl.gz"
+
+
+def resumed(folder: Path, version: int = 0, first: int = 0, passed: Sequence[int] = ()) -> Journal:
+    found = Journal(folder)
+    found.go_on(version, first, set(passed))
+    return found
+
+
+# --- the file
+
+
+def written(folder: Path, version: int = 0, groups: int = 3) -> Path:
+    """A part with the events of `groups` groups and of a batch."""
+    own = Journal(folder)
+    own.begin(version)
+    for number in range(groups):
+        task = Task(f"t{number}", ())
+        own.add(admitted=number, version=version, scope=f"train/{version + 1}", task=task.id)
+        key = {"turn": 0, "scope": f"train/{version + 1}/attempt0", "task": task.id, "sample": 0}
+        own.add(**key, extends=True, context=[1], completion=Completion([2], [-0.5], [version], Finish.STOP))
+        own.add(finished=number, group=group_of(task))
+    own.add(batch=version, groups=list(range(groups)))
+    own.close()
+    return part(folder, version)
+
+
+def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
+    written(tmp_path)
+    found = resumed(tmp_path)
+    for number in range(3):
+        task = Task(f"t{number}", (HELLO,), "7", {"more": 1})
+        assert found.group(number, task) == group_of(task)
+        assert found.group(number, task) is None
+    assert found.batch(0) == [0, 1, 2] and found.batch(0) is None
+
+
+def test_people_can_read_it(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    events = list(journal.read(path))
+    assert [next(iter(event)) for event in events] == ["admitted", "turn", "finished"] * 3 + ["batch"]
+    if shutil.which("zcat") is None:
+        pytest.skip("there is no zcat")
+    shown = subprocess.run(["zcat", path], capture_output=True, check=True).stdout
+    assert shown.count(b"\n") == 10 and shown.endswith(b'{"batch": 0, "groups": [0, 1, 2]}\n')
+
+
+def test_whatever_a_kill_cuts_is_cut_off_and_written_on(tmp_path: Path) -> None:
+    whole = written(tmp_path / "whole").read_bytes()
+    events = list(journal.read(part(tmp_path / "whole")))
+    counts: list[int] = []
+    for length in range(0, len(whole), 7):
+        folder = tmp_path / str(length)
+        folder.mkdir()
+        part(folder).write_bytes(whole[:length])
+        found = resumed(folder)
+        found.begin(0)
+        found.add(batch=0, groups=[])
+        found.close()
+        left = list(journal.read(part(folder)))
+        assert left[:-1] == events[: len(left) - 1] and left[-1] == {"batch": 0, "groups": []}
+        counts.append(len(left))
+    assert counts == sorted(counts) and set(counts) == set(range(1, 11))
+
+
+def test_five_hundred_damaged_journals_are_never_loaded_silently(tmp_path: Path) -> None:
+    """What is read is what was written up to some event; where anything is left out, that is said."""
+    whole = written(tmp_path / "whole").read_bytes()
+    events = list(journal.read(part(tmp_path / "whole")))
+    draw = random.Random(0)
+    for number in range(500):
+        content = bytearray(whole)
+        if number % 3:
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        else:
+            del content[draw.randrange(len(content)) :]
+        folder = tmp_path / "damaged"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        part(folder).write_bytes(content)
+        read = list(journal.read(part(folder)))
+        assert read == events[: len(read)]
+        found = resumed(folder)
+        assert len(read) == len(events) or any("are cut or damaged" in note for note in found.notes) or not number % 3
+        assert not part(folder).exists() or list(journal.read(part(folder))) == read
+
+
+def test_what_follows_damage_is_removed(tmp_path: Path) -> None:
+    for version in range(3):
+        written(tmp_path, version)
+    content = part(tmp_path, 1).read_bytes()
+    part(tmp_path, 1).write_bytes(content[:200] + b"\0" * 10 + content[210:])
+    found = resumed(tmp_path, 0)
+    assert any("step_000001.jsonl.gz" in note and "cut or damaged" in note for note in found.notes)
+    assert part(tmp_path, 0).exists() and not part(tmp_path, 2).exists()
+    assert found.batch(0) == [0, 1, 2] and found.batch(1) is None
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_journal_that_does_not_lead_on_is_removed(lost: int, tmp_path: Path) -> None:
+    for version in range(3):
+        written(tmp_path, version)
+    part(tmp_path, lost).unlink()
+    found = resumed(tmp_path, 0)
+    assert found.batch(1) is None and found.batch(2) is None
+    assert not part(tmp_path, 2).exists()
+
+
+def test_events_of_another_shape_are_refused(tmp_path: Path) -> None:
+    own = Journal(tmp_path)
+    own.begin(0)
+    own.add(admitted=0, version=0, scope="train/1", task="t0")
+    own.add(somebody="wrote this")
+    own.close()
+    assert any("cut or damaged" in note for note in resumed(tmp_path).notes)
+
+
+def test_only_what_is_needed_stays(tmp_path: Path) -> None:
+    for version in range(5):
+        written(tmp_path, version)
+    Journal(tmp_path).prune(3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [part(tmp_path, v).name for v in (3, 4)]
+    Journal(tmp_path).clear()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_ends_the_journal_not_the_run(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("there is no /dev/full")
+    own = Journal(tmp_path)
+    part(tmp_path).symlink_to(full)
+    own.begin(0)
+    own.add(batch=0, groups=[])
+    assert len(own.notes) == 1 and "No space left on device" in own.notes[0]
+    own.begin(1)
+    own.add(batch=1, groups=[])
+    assert len(own.notes) == 1 and not part(tmp_path, 1).exists()
+
+
+# --- conversations
+
+
+@dataclasses.dataclass
+class Countdown(Environment):
+    """Answers with the number of turns that are left; `twist` changes what it answers at that turn."""
+
+    turns: int = 4
+    twist: int = -1
+    side_effects: bool = False
+    told: list[str] = dataclasses.field(default_factory=list[str])  # shared by all conversations
+
+    @property
+    def replayable(self) -> bool:
+        return not self.side_effects
+
+    async def start(self, task: Task) -> Opening:
+        self._left = self.turns
+        return Opening(task.messages)
+
+    async def step(self, message: Message) -> Reply:
+        self.told.append(message.content)
+        self._left -= 1
+        text = f"{self._left} left" + (", I say" if self._left == self.twist else "")
+        return Reply((Message("user", text),), done=not self._left, reward=0.5)
+
+
+class Length(Reward):
+    """The number of sampled tokens."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return float(trajectory.sampled_tokens)
+
+
+def runner(engine: ScriptedEngine, environment: Environment, own: Journal) -> RolloutRunner:
+    def opened(scope: str, task: str, sample_index: int) -> Any:
+        return engine.conversation(Key(0, scope, task, sample_index))
+
+    return RolloutRunner(
+        environment=environment,
+        chat=open_chat(tiny.load_tokenizer(), ChatSettings()),
+        reward=Length(),
+        sampling=Sampling(max_new_tokens=20),
+        limits=Limits(10_000, 10_000, 10_000),
+        condenser=Whole(),
+        retries=0,
+        timeout_s=0.0,
+        open_conversation=own.recording(opened, environment.replayable),
+        attend=None,
+        slots=asyncio.Semaphore(100),
+        scope="train/1",
+    )
+
+
+def script(key: Key, turn: int) -> list[int]:
+    """Other tokens in every turn of every conversation."""
+    return [300 + (hash((key.sample_index, turn)) % 500), STOP]
+
+
+def cut_off(folder: Path, environment: Environment, turns: int) -> None:
+    """Two siblings, of which the process dies when the engine is asked for its turn number `turns`, from 0."""
+    asked = 0
+
+    def dying(key: Key, turn: int) -> list[int]:
+        nonlocal asked
+        asked += 1
+        if asked > turns:
+            raise EngineError("the process is gone")
+        return script(key, turn)
+
+    own = Journal(folder)
+    own.begin(0)
+    own.add(admitted=0, version=0, scope="train/1", task="t")
+    group = asyncio.run(runner(ScriptedEngine(dying), environment, own).run_group(Task("t", (HELLO,)), 2))
+    assert any(trajectory.status is Status.FAILED for trajectory in group.trajectories)
+    own.close()
+
+
+def tokens_of(group: Group) -> list[list[tuple[list[int], list[int]]]]:
+    return [[(turn.new_context, turn.output) for turn in t.turns] for t in group.trajectories]
+
+
+def gone_on(folder: Path, environment: Environment) -> tuple[Group, ScriptedEngine, Journal]:
+    own, engine = resumed(folder), ScriptedEngine(lambda key, turn: script(key, turn))
+    own.begin(0)
+    group = asyncio.run(runner(engine, environment, own).run_group(Task("t", (HELLO,)), 2))
+    own.close()
+    return group, engine, own
+
+
+@pytest.mark.parametrize("turns", [1, 3, 5, 7])
+def test_a_conversation_goes_on_at_its_last_turn(turns: int, tmp_path: Path) -> None:
+    cut_off(tmp_path, Countdown(), turns)
+    known = {(e["sample"], e["turn"]): e["completion"]["tokens"] for e in journal.read(part(tmp_path)) if "turn" in e}
+    assert len(known) == turns
+    environment = Countdown()
+    group, engine, _ = gone_on(tmp_path, environment)
+    assert len(engine.asked) == 8 - turns
+    assert len(environment.told) == 8, "the environment is told everything again"
+    for trajectory in group.trajectories:
+        assert trajectory.status is Status.COMPLETED and trajectory.turn_rewards == [0.5] * 4
+        for number, turn in enumerate(trajectory.turns):
+            if tokens := known.get((trajectory.sample_index, number)):
+                assert turn.output == tokens
+    scopes = {key.scope for key, _ in engine.asked if any(key.sample_index == sample for sample, _ in known)}
+    assert all("/turn" in scope for scope in scopes), "with random numbers of its own"
+    everything = Counter((e["sample"], e["turn"]) for e in journal.read(part(tmp_path)) if "turn" in e)
+    assert set(everything.values()) == {1} and len(everything) == 8, "nothing is sampled twice, or written down twice"
+
+
+def test_where_the_environment_answers_otherwise_the_rest_is_sampled_anew(tmp_path: Path) -> None:
+    cut_off(tmp_path, Countdown(), 7)
+    group, engine, own = gone_on(tmp_path, Countdown(twist=2))  # the second answer
+    assert len(engine.asked) == 8 - 4  # two turns of each are as before
+    assert sum("answers otherwise than before" in note for note in own.notes) == 2
+    for trajectory in group.trajectories:
+        assert "I say" in trajectory.turns[1].observations[0].content and len(trajectory.turns) == 4
+    again, engine, _ = gone_on(tmp_path, Countdown(twist=2))
+    assert not engine.asked and tokens_of(again) == tokens_of(group), "what was sampled anew is what counts"
+
+
+def test_what_cannot_be_replayed_starts_again_and_is_told(tmp_path: Path) -> None:
+    cut_off(tmp_path, Countdown(side_effects=True), 5)
+    group, engine, own = gone_on(tmp_path, Countdown(side_effects=True))
+    assert len(engine.asked) == 8 and all(t.status is Status.COMPLETED for t in group.trajectories)
+    assert sum("cannot be replayed: it starts again" in note for note in own.notes) == 2
+
+
+def test_tools_say_whether_a_call_may_be_made_again(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def look(at: str) -> str: return at\ndef buy(what: str) -> str: return what\n"
+                                     "buy.idempotent = False\n")  # fmt: skip
+    assert ToolUse(tools=[f"{tmp_path}/own.py:look"]).replayable
+    assert not ToolUse(tools=[f"{tmp_path}/own.py:look", f"{tmp_path}/own.py:buy"]).replayable
+
+
+# --- batches
+
+
+class Playing:
+    """In the place of a runner: a group of task t takes `seconds[t]`, and fails at `fails` for the first time."""
+
+    def __init__(self, seconds: Sequence[float], started: list[str]) -> None:
+        self.seconds, self.started = seconds, started
+
+    def at(self, scope: str) -> Playing:
+        own = copy.copy(self)
+        own.scope = scope
+        return own
+
+    async def run_group(self, task: Task, size: int, extra: int) -> Group:
+        self.started.append(task.id)
+        await asyncio.sleep(self.seconds[int(task.id) % len(self.seconds)])
+        return Group(task, [Trajectory(task, reason=f"{self.scope} of {len(self.started)}")])
+
+
+def outcome(batch: RolloutBatch) -> list[tuple[str, str, int]]:
+    """Tasks, when they ran, and when they were admitted."""
+    reasons = [(group.task.id, group.trajectories[0].reason) for group in batch.groups]
+    return [(*reason, admitted) for reason, admitted in zip(reasons, batch.admitted, strict=True)]
+
+
+@asynccontextmanager
+async def streaming(folder: Path, seconds: Sequence[float], batch: int, staleness: int) -> AsyncGenerator[Any]:
+    started: list[str] = []
+    tasks = IndexedStream(None, lambda index: Task(str(index), ()), seed=0)
+    rollout = RolloutSettings(prompts_per_step=batch, max_staleness=staleness)
+    stream = Stream(Playing(seconds, started), tasks, rollout, journal=Journal(folder))  # pyright: ignore
+    try:
+        yield stream, started
+    finally:
+        await stream.close()
+
+
+@given(st.data(), st.lists(st.floats(0.0, 0.004), min_size=1, max_size=9), st.integers(1, 3), st.integers(0, 3))
+@settings(max_examples=25)
+def test_batches_come_again_as_they_were_and_groups_once(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seconds: list[float], batch: int, staleness: int
+) -> None:
+    """A trainer that is killed at any version and goes on from a checkpoint before it, again and again."""
+    folder = tmp_path_factory.mktemp("journal")
+
+    async def live(state: dict[str, Any] | None, version: int, until: int, save_at: int) -> Any:
+        async with streaming(folder, seconds, batch, staleness) as (stream, _):
+            if state is not None:
+                stream.load_state_dict(state)
+                stream.go_on(version)
+            found: dict[int, Any] = {}
+            for now in range(version, until):
+                if now == save_at:
+                    saved = stream.state_dict()
+                found[now] = outcome(await stream.batch(now))
+                await asyncio.sleep(0.001)
+            return found, saved
+
+    first: dict[int, Any] = {}
+    state, version, until = None, 0, 0
+    for _ in range(4):
+        until += data.draw(st.integers(1, 4))
+        save_at = data.draw(st.integers(version, until - 1))
+        found, saved = asyncio.run(live(state, version, until, save_at))
+        for now, batched in found.items():
+            assert first.setdefault(now, batched) == batched, "trained again as it was"
+            assert all(0 <= now - admitted <= staleness for _, _, admitted in batched)
+        state, version = saved, save_at
+    tasks = Counter(task for batched in first.values() for task, _, _ in batched)
+    assert set(tasks.values()) == {1}
+    due = {str(number) for number in range((until - staleness) * batch)}
+    assert due <= tasks.keys()
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    async def run(name: str, resume: bool) -> None:
+        tasks = IndexedStream(None, lambda index: Task(f"{name}{index}", ()), seed=0)
+        rollout = RolloutSettings(prompts_per_step=1)
+        stream = Stream(Playing([0.0], []), tasks, rollout, journal=Journal(tmp_path))  # pyright: ignore
+        if resume:
+            stream.go_on(0)
+        await stream.batch(0)
+        await stream.close()
+
+    asyncio.run(run("1", False))
+    with pytest.raises(ConfigError, match="the run had task 10 where the data has 20 now"):
+        asyncio.run(run("2", True))
