@@ -1,10 +1,11 @@
 """A run that is killed with kill -9 at random moments and resumed each time, in both modes.
 
 A small training run (a model from scratch, conversations of four turns) is killed again and again by SIGKILL, between 0
-and `--life` seconds after it took its work up, and started anew by the same command with `resume=true`. Kills hit the
-warm start, rollouts, updates, evaluations and saves as they come. Each process is forked from one that has imported
-everything, which is all that differs from the command in a shell. In step with the rollouts (`resume_mode=exact`) the
-same run is made once more, and never killed; with rollouts ahead (`resume_mode=continue`) there is no such run.
+and `--life` seconds of its processor time after it took its work up, and started anew by the same command with
+`resume=true`. Kills hit the warm start, rollouts, updates, evaluations and saves as they come. Each process is forked
+from one that has imported everything, which is all that differs from the command in a shell. In step with the rollouts
+(`resume_mode=exact`) the same run is made once more, and never killed; with rollouts ahead (`resume_mode=continue`)
+there is no such run.
 
     resume.exact     in step: the share of all rows of metrics.jsonl, the last weights among them, that are the same to
                      the last digit in both runs (times excepted). Ahead: the share of steps that were trained again
@@ -13,8 +14,8 @@ same run is made once more, and never killed; with rollouts ahead (`resume_mode=
     tasks.repeated   tasks that were trained twice
     journal.overhead the share of a step's processor time that the journal takes, in the recipe of `make demo`
 
-Of each kill: the seconds of work that are done again (in step: all since the checkpoint; ahead: the updates since the
-checkpoint, and the time since the last event of the journal), and the turns that are sampled again.
+Of each kill: the processor seconds of work that are done again (in step: all since the checkpoint; ahead: the updates
+since the checkpoint, and the time since the last event of the journal), and the turns that are sampled again.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ LEARNING = "reinforcement learning"
 PARTS = Path(__file__).resolve().with_name("talk.py")
 STALENESS = {"exact": 0, "continue": 2}
 WORDS = (
-    *("sft.steps=20", "sft.batch_size=8", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.tasks=10"),
-    *("eval.samples=2", "eval.every_steps=25", "checkpoint.keep_best=0", "optimizer.schedule=constant", "log=[jsonl]"),
+    *("sft.steps=20", "sft.batch_size=8", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.tasks=4"),
+    *("eval.samples=1", "eval.every_steps=25", "checkpoint.keep_best=0", "optimizer.schedule=constant", "log=[jsonl]"),
     *(f"environment={PARTS}:Talk", f"reward={PARTS}:Tokens", "sampling.max_new_tokens=12"),
     f"sampling.stop_ids={list(range(1024))}".replace(" ", ""),  # a fresh model would hardly ever end a turn
 )
@@ -61,6 +62,13 @@ def begin(folder: Path, words: Sequence[str]) -> Any:
     process = ANEW.Process(target=cli.main, args=(["train", *WORDS, *words, "resume=true", f"hydra.run.dir={folder}"],))
     process.start()
     return process
+
+
+def processor_s(pid: int) -> float:
+    """The processor time that a process has had; 0 where it has ended."""
+    stat = Path(f"/proc/{pid}/stat")
+    fields = stat.read_text().rpartition(")")[2].split() if stat.exists() else ["0"] * 13
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -115,19 +123,21 @@ class Killed:
             if process.exitcode is not None:
                 break
             time.sleep(0.01)
-        began = time.time()
-        process.join(life_s)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
+        began, used_s, lived_s = time.time(), processor_s(process.pid), 0.0
+        while process.exitcode is None and lived_s < life_s:
+            time.sleep(0.01)
+            lived_s = processor_s(process.pid) - used_s
+        process.kill()
+        process.join()
         ended = time.time()
         if process.exitcode != -signal.SIGKILL:
             assert process.exitcode == 0, f"it ended by itself with {process.exitcode}"
             return False
-        self._count(began, ended)
+        self._count(began, ended, min(1.0, lived_s / (ended - began)))
         return True
 
-    def _count(self, began: float, ended: float) -> None:
+    def _count(self, began: float, ended: float, share: float) -> None:
+        """What is done again; `share` of the time went into processor time."""
         found = checkpoint.newest(self.folder, print)
         step, saved_s = (found.step, (found.path / checkpoint.STATE).stat().st_mtime) if found else (0, began)
         now = learned(self.folder)
@@ -135,12 +145,12 @@ class Killed:
         self._undone = {number for number in now if number > step}
         self.first = now | self.first
         if self.exact:
-            self.seconds.append(ended - max(began, saved_s))
+            self.seconds.append((ended - max(began, saved_s)) * share)
             self.turns.append(float(sum(turns_of(self.folder, step).values())))
             return
         later = [row for row in rows(self.folder) if row["stage"] == LEARNING and row["step"] > step]
         written = max((path.stat().st_mtime for path in (self.folder / "journal").glob("step_*")), default=began)
-        self.seconds.append(sum(row["time/train_s"] for row in later) + ended - max(began, written))
+        self.seconds.append((sum(row["time/train_s"] for row in later) + ended - max(began, written)) * share)
         repeated = {turn for turn, count in turns_of(self.folder).items() if count > 1}
         self.turns.append(float(len(repeated - self._sampled_again)))
         self._sampled_again |= repeated
@@ -148,7 +158,7 @@ class Killed:
     def same_again(self) -> float:
         """The share of steps that were trained again with the same digits."""
         last = learned(self.folder)
-        return statistics.mean(last[step] == self.first[step] for step in self.again)
+        return statistics.mean(last[step] == self.first[step] for step in self.again) if self.again else 0.0
 
 
 def tasks_of(folder: Path) -> tuple[int, int]:
@@ -180,7 +190,7 @@ def chaos(mode: str, given: argparse.Namespace) -> tuple[dict[str, float | None]
     folder, whole = given.folder / mode, given.folder / "whole"
     run = Killed(folder, mode, words)
     while len(run.seconds) < given.kills and run.kill(draw.uniform(0, given.life)):
-        lost = f"{run.seconds[-1]:.1f} s and {run.turns[-1]:.0f} turns again"
+        lost = f"{run.seconds[-1]:.2f} s and {run.turns[-1]:.0f} turns again"
         print(f"{mode}, kill {len(run.seconds)}: {lost}", file=sys.stderr)
     for place in (folder, whole) if run.exact else (folder,):
         process = begin(place, words)
@@ -221,7 +231,7 @@ def main() -> None:
     """Kill, resume, compare, and print the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="in each mode")
-    parser.add_argument("--life", type=float, default=3.0, help="seconds of work before a kill, at most")
+    parser.add_argument("--life", type=float, default=2.0, help="processor seconds of work before a kill, at most")
     parser.add_argument("--steps", type=int, default=0, help="of the whole run; 0 = 8 for each kill")
     parser.add_argument("--modes", nargs="+", choices=list(STALENESS), default=list(STALENESS))
     parser.add_argument("--seed", type=int, default=0)
@@ -231,11 +241,13 @@ def main() -> None:
     shutil.rmtree(given.folder, ignore_errors=True)
     ratios: dict[str, float | None] = {}
     detail: dict[str, Any] = {}
+    file = "chaos.json" if given.kills >= 100 else None
     for mode in given.modes:
         found, detail[mode] = chaos(mode, given)
         ratios |= {f"{name}.{mode}": value for name, value in found.items()}
+        finish("chaos", ratios, detail, file)  # so far
     ratios["journal.overhead"] = overhead(given.folder / "demo")
-    finish("chaos", ratios, detail, "chaos.json" if given.kills >= 100 else None)
+    finish("chaos", ratios, detail, file)
 
 
 if __name__ == "__main__":

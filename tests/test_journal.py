@@ -333,10 +333,13 @@ def test_what_cannot_be_replayed_starts_again_and_is_told(tmp_path: Path) -> Non
 
 
 def test_tools_say_whether_a_call_may_be_made_again(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def look(at: str) -> str: return at\ndef buy(what: str) -> str: return what\n"
-                                     "buy.idempotent = False\n")  # fmt: skip
-    assert ToolUse(tools=[f"{tmp_path}/own.py:look"]).replayable
-    assert not ToolUse(tools=[f"{tmp_path}/own.py:look", f"{tmp_path}/own.py:buy"]).replayable
+    lines = ('"""Does it."""', "return what")
+    for name in ("look", "buy"):
+        (tmp_path / f"{name}.py").write_text("\n    ".join([f"def {name}(what: str) -> str:", *lines]) + "\n")
+    with (tmp_path / "buy.py").open("a") as file:
+        file.write("buy.idempotent = False\n")
+    assert ToolUse(tools=[f"{tmp_path}/look.py:look"]).replayable
+    assert not ToolUse(tools=[f"{tmp_path}/look.py:look", f"{tmp_path}/buy.py:buy"]).replayable
 
 
 # --- batches
@@ -419,10 +422,12 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
         tasks = IndexedStream(None, lambda index: Task(f"{name}{index}", ()), seed=0)
         rollout = RolloutSettings(prompts_per_step=1)
         stream = Stream(Playing([0.0], []), tasks, rollout, journal=Journal(tmp_path))  # pyright: ignore
-        if resume:
-            stream.go_on(0)
-        await stream.batch(0)
-        await stream.close()
+        try:
+            if resume:
+                stream.go_on(0)
+            await stream.batch(0)
+        finally:
+            await stream.close()
 
     asyncio.run(run("1", False))
     with pytest.raises(ConfigError, match="the run had task 10 where the data has 20 now"):
