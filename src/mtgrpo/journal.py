@@ -262,23 +262,28 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 
+def _read_back(record: Event, **parts: Any) -> Event:
+    """The fields of a dataclass, `parts` of them of the types that JSON has not."""
+    return {**record, **parts}
+
+
 def _completion(record: Event) -> Completion:
-    return Completion(**{**record, "finish": Finish(record["finish"]), "kept": _kept(record)})
+    return Completion(**_read_back(record, finish=Finish(record["finish"]), kept=_kept(record)))
 
 
 def _trajectory(task: Task, record: Event) -> Trajectory:
     turns = [_turn(turn) for turn in record["turns"]]
-    return Trajectory(task, **{**record, "turns": turns, "status": Status(record["status"])})
+    return Trajectory(task, **_read_back(record, turns=turns, status=Status(record["status"])))
 
 
 def _turn(record: Event) -> Turn:
     message, observations = _message(record["message"]), tuple(map(_message, record["observations"]))
-    read_back = {"message": message, "observations": observations, "kept": _kept(record)}
-    return Turn(**{**record, **read_back, "finish": Finish(record["finish"])})
+    said = _read_back(record, message=message, observations=observations)
+    return Turn(**_read_back(said, finish=Finish(record["finish"]), kept=_kept(record)))
 
 
 def _message(record: Event) -> Message:
-    return Message(**{**record, "tool_calls": tuple(ToolCall(**call) for call in record["tool_calls"])})
+    return Message(**_read_back(record, tool_calls=tuple(ToolCall(**call) for call in record["tool_calls"])))
 
 
 def _kept(record: Event) -> list[array[int]]:
