@@ -392,3 +392,12 @@ def test_the_benchmark_of_a_real_model_keeps_finished_arms(tmp_path: Path) -> No
     assert {name: second[name] for name in first} == first  # to the last second that it took: nothing was run again
     assert second["own"]["steps"] >= 1 and math.isfinite(second["own"]["gain"]["points"])
     assert (tmp_path / "kept" / "quick" / "smollm2.png").stat().st_size > 1000
+
+
+@pytest.mark.real
+def test_a_stream_that_is_killed_three_times_skips_and_repeats_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, str(RECORD.parent / "stream.py"), "--tasks=3000", f"--folder={tmp_path / 'run'}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    ratios = json.loads(found.stdout)["ratios"]
+    assert found.stderr.count("killed after") == 3
+    assert (ratios["stream.tasks"], ratios["stream.skipped"], ratios["stream.repeated"]) == (3000, 0, 0)

@@ -277,6 +277,24 @@ def test_the_journal_is_left_aside_where_it_would_not_lead_to_the_same(words: li
     assert min(path.name for path in (tmp_path / "journal").iterdir()) >= "step_000002"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_memory_does_not_grow_with_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, resident, begin = Path("/proc/self/status"), dict[int, int](), journal.Journal.begin
+    if not status.exists():
+        pytest.skip("resident memory is read from /proc")
+
+    def looked(self: journal.Journal, version: int) -> None:
+        lines = dict(line.split(":") for line in status.read_text().splitlines())
+        resident[version] = int(lines["VmRSS"].split()[0])  # KiB
+        begin(self, version)
+
+    monkeypatch.setattr(journal.Journal, "begin", looked)
+    ran(tmp_path, "trainer.steps=3001", "sft.steps=0", "eval.every_steps=0", "checkpoint.every_steps=100")
+    print(f"resident memory after 500 steps {resident[500]} KiB, after 3,000 {resident[3000]} KiB")
+    assert resident[3000] - resident[500] < 50 * 1024, "20 KiB a step"
+
+
 # --- endings
 
 

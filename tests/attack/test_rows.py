@@ -153,6 +153,9 @@ def test_a_row_of_a_large_file_is_found_when_it_is_read(tmp_path: Path, monkeypa
     assert len(list(stream)) == 1200
     assert stream.skipped == 1
     assert stream.notes[0].startswith(f"what cannot be used is skipped, the first time here: {path}, line 1201")
+    again = Jsonl(path=str(path), eval_fraction=0).stream(Split.train, 0, repeat=False)
+    again.load_state_dict(stream.state_dict())
+    assert isinstance(again, IndexedStream) and again.skipped == 1
 
 
 def test_a_run_that_stops_at_a_bad_row_does_not_pass_it_over_when_it_goes_on(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class IndexedStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream; JSON-serialisable."""
-        return {"epoch": self.epoch, "position": self._position, "rows": self._length}
+        return {"epoch": self.epoch, "position": self._position, "rows": self._length, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, which a stream opened with the same arguments gave.
@@ -96,7 +96,7 @@ class IndexedStream:
                 f"the data had {state['rows']} rows when the state was saved and has {self._length} now; "
                 "continue with the data of that run, or start a new run"
             )
-        self.epoch, self._position = state["epoch"], state["position"]
+        self.epoch, self._position, self.skipped = state["epoch"], state["position"], state["skipped"]
 
     def _index(self) -> int:
         if self._length is None or not self._repeat:
