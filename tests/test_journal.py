@@ -176,9 +176,13 @@ def test_events_of_another_shape_are_refused(tmp_path: Path) -> None:
     own = Journal(tmp_path)
     own.begin(0)
     own.add(admitted=0, version=0, scope="train/1", task="t0")
+    own.add(finished=0, group={"trajectories": [{"turns": 5}], "score_s": 0.0})
     own.add(somebody="wrote this")
     own.close()
-    assert any("cut or damaged" in note for note in resumed(tmp_path).notes)
+    found = resumed(tmp_path)
+    assert any("cut or damaged" in note for note in found.notes)
+    with pytest.raises(ConfigError, match=r"has no group 0 as runs write it; use resume_mode=exact"):
+        found.group(0, Task("t0", ()))
 
 
 def test_only_what_is_needed_stays(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from mtgrpo.errors import ConfigError
 from mtgrpo.types import (
     Completion,
     Finish,
@@ -150,12 +151,17 @@ class Journal:
         return picked.pop(0) if picked else None
 
     def group(self, number: int, task: Task) -> Group | None:
-        """A group that had finished; None for one that had not."""
+        """A group that had finished; None for one that had not. Raises ConfigError where it is none."""
         raw = self._finished.pop(number, None)
         if raw is None:
             return None
         group = next(_events(raw))[1]["group"]
-        return Group(task, [_trajectory(task, record) for record in group["trajectories"]], group["score_s"])
+        try:
+            return Group(task, [_trajectory(task, record) for record in group["trajectories"]], group["score_s"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._folder} has no group {number} as runs write it; use resume_mode=exact"
+            ) from error
 
     def recording(self, open_conversation: OpenConversation, replayable: bool) -> OpenConversation:
         """The same conversations, whose turns are written down; those that had begun are given their turns again.
@@ -222,8 +228,8 @@ class Journal:
 
     def _note(self, raw: bytes, event: Event) -> None:
         if "admitted" in event:
-            self._admitted[event["admitted"]] = event
-        elif "finished" in event:
+            self._admitted[event["admitted"]] = {name: event[name] for name in ("version", "scope", "task")}
+        elif "group" in event:
             self._finished[event["finished"]] = raw
         elif "batch" in event:
             self._batches.setdefault(event["batch"], []).append(event["groups"])
