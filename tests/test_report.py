@@ -18,12 +18,13 @@ import pytest
 import yaml
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import LEARNING, find_runs, read_metrics, read_runs
+from mtgrpo.record.reading import find_runs, read_metrics, read_runs
 from mtgrpo.record.versions import write_versions
 from mtgrpo.report import content, main
 from mtgrpo.report.charts import chart
 from mtgrpo.statistics import compare, mean_over_tasks, wilson
 from mtgrpo.text import sparkline
+from mtgrpo.types import LEARNING
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b[31m\u202e&amp;```\n# head [x](js:1)"
 SETTINGS = {

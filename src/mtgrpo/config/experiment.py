@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from mtgrpo.advantages import AdvantageEstimator
 from mtgrpo.advantages.turn import ByTurn
@@ -27,6 +28,7 @@ from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.tasks import TaskSource
 from mtgrpo.types import Sampling
 
+SINKS = ("console", "jsonl")  # where nothing else is chosen
 LATEST = "true"  # `resume=true`; any other text is the path of a checkpoint
 
 
@@ -133,7 +135,8 @@ class Experiment:
     sft: WarmStart = field(default_factory=WarmStart)
     eval: Evaluation = field(default_factory=Evaluation)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    log: list[str] = field(default_factory=lambda: ["console", "jsonl"])
+    # console, jsonl, wandb, tensorboard, mlflow, trackio or path/to/file.py:Name; settings as log.wandb.project=mine
+    log: Any = None
     debug: Debug = field(default_factory=Debug)
     profile: Profile = field(default_factory=Profile)
 

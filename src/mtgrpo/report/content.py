@@ -9,9 +9,10 @@ from typing import Any, cast
 
 from mtgrpo.config.recipe import read_recipe
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import AFTER, BEFORE, EVALUATION, LEARNING, Row, RunRecord, flat
+from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, flat
 from mtgrpo.statistics import Comparison, Estimate, compare, mean_over_tasks, wilson
 from mtgrpo.text import clock, is_number, number, shorten
+from mtgrpo.types import EVALUATION, LEARNING
 
 Series = list[tuple[float, float]]  # step, value
 

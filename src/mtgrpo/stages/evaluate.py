@@ -16,7 +16,7 @@ from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.metrics import describe, valid
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.together import together
-from mtgrpo.types import Group, Task
+from mtgrpo.types import EVALUATION, Group, Task
 
 
 class AllFailedError(RunError):
@@ -52,7 +52,7 @@ async def evaluate_fully(run: Run, name: str = AFTER) -> dict[str, float]:
     The sampled conversations are kept as `name`, one of BEFORE and AFTER.
     """
     samples = run.experiment.eval.samples
-    run.sinks.stage("evaluation", 1)
+    run.sinks.stage(EVALUATION, 1)
     groups = await _run_groups(run.runner.at("eval", temperature=1.0), run.held_out, samples)
     trajectories.write(run.folder, name, groups)
     found = describe(groups, run.runner.reward.success_at, samples)
