@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtgrpo.config.compose import preset
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, open_sinks
 from mtgrpo.log import console as console_module
@@ -26,6 +27,7 @@ from mtgrpo.part import RunContext
 from mtgrpo.record import trajectories
 from mtgrpo.record.curve import Curve, save_curve
 from mtgrpo.record.summary import write_summary
+from mtgrpo.stages.trainer import train
 from mtgrpo.strict_json import strict_json
 from mtgrpo.types import Finish, Group, Message, Status, Task, ToolCall, Trajectory, Turn
 
@@ -66,7 +68,9 @@ def opened(names: Sequence[str], folder: Path) -> Iterator[Sinks]:
 
 def test_an_unknown_sink_lists_the_known(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="named .wandbb.; known: console, jsonl, mlflow, tensorboard, trackio, wandb;"),
+        pytest.raises(
+            ConfigError, match=r"named .wandbb.; known: console, jsonl, mlflow, tensorboard, trackio, wandb;"
+        ),
         opened(["jsonl", "wandbb"], tmp_path),
     ):
         pass
@@ -426,3 +430,18 @@ def test_trajectories_are_readable(tmp_path: Path) -> None:
         ],
     }
     assert records[1]["status"] == "failed" and records[1]["reward"] is None and len(records[1]["messages"]) == 2
+
+
+def test_every_metric_that_a_run_writes_is_documented(tmp_path: Path) -> None:
+    words = ["trainer.steps=1", "sft.steps=1", "sft.batch_size=2", "rollout.prompts_per_step=2", "rollout.group_size=2"]
+    words += ["sampling.max_new_tokens=8", "eval.tasks=2", "eval.samples=2", "eval.every_steps=1", "log=[jsonl]"]
+    words += ["reward=[numeric,length]", "kl.coef=0.1", "correction.weight=token", "checkpoint.every_steps=0"]
+    asyncio.run(train(preset("calculator", *words), tmp_path, Curve()))
+    rows = [loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    written = {name for row in rows for name in row} - {"stage", "step"}
+    page = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
+    patterns = [re.sub("NAME|CAUSE|8$", "[^/]+", name) for name in re.findall(r"`([a-z]+/[^`]+)`", page)]
+    as_rollout = {name.replace("eval/", "rollout/", 1) for name in written}
+    missing = {name for name in as_rollout if not any(re.fullmatch(p, name) for p in patterns)}
+    assert {name for name in missing if name.replace("rollout/", "eval/", 1) not in patterns} == set()
+    assert {"policy/kl", "reward/length/mean", "policy/correction/weight", "eval/greedy", "sft/loss"} <= written

@@ -340,6 +340,17 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert page.tags.count("svg") == 5  # both in each
 
 
+def test_runs_are_compared_with_the_first_task_by_task(tmp_path: Path) -> None:
+    def evaluation(solved: int) -> dict[str, Any]:
+        rows = [trajectory(f"t/{n}", float(n < solved)) for n in range(10) for _ in range(2)]
+        return {"summary": SUMMARY, "trajectories": {"evaluation_after": rows}}
+
+    folders = [make_run(tmp_path / name, **evaluation(solved)) for name, solved in (("a", 2), ("b", 8), ("c", 2))]
+    b, c = content.against_first(read_runs(folders))
+    assert b.startswith("b against a, success on 10 tasks: +60.0 points (") and b.endswith(", p = 0.031")  # 2 / 2**6
+    assert c.startswith("c against a, success on 10 tasks: +0.0 points (") and c.endswith(", p = 1")
+
+
 def test_a_run_that_has_not_ended(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     main([str(run)])

@@ -51,7 +51,7 @@ CURVES = {
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
 
     log_run(["tensorboard"], tmp_path / "run", [])
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
@@ -66,7 +66,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # of sqlalchemy, in mlflow
 def test_mlflow_reads_what_was_written_and_a_resumed_run_is_the_same(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
-    from mlflow.tracking import MlflowClient
+    from mlflow.tracking import MlflowClient  # noqa: PLC0415
 
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     options = {"mlflow": {"tracking_uri": uri, "project": "mine", "name": "first"}}
@@ -83,8 +83,8 @@ def test_mlflow_reads_what_was_written_and_a_resumed_run_is_the_same(tmp_path: P
 def test_trackio_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    import trackio.sqlite_storage as stored
-    import trackio.utils
+    import trackio.sqlite_storage as stored  # noqa: PLC0415
+    import trackio.utils  # noqa: PLC0415
 
     monkeypatch.setattr(trackio.utils, "TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.setattr(stored, "TRACKIO_DIR", tmp_path / "trackio")
@@ -112,7 +112,7 @@ def records(path: Path) -> Iterator[bytes]:
 
 def test_wandb_writes_offline_and_a_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
+    from wandb.proto import wandb_internal_pb2  # noqa: PLC0415
 
     folder = tmp_path / "run"
     options = {"wandb": {"mode": "offline", "project": "mine"}}
@@ -154,7 +154,7 @@ class Failing(Sink):
 
 def test_a_sink_that_fails_is_noted_once_and_the_others_go_on(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
 
     log_run([f"{__file__}:Failing", "jsonl", "tensorboard"], tmp_path / "run", [])
     lines = (tmp_path / "run" / "notes.txt").read_text().splitlines()

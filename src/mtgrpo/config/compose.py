@@ -232,9 +232,7 @@ class ExperimentLoader(ConfigLoaderImpl):
         asked = [o for o in given if o.key_or_group == "recipe"]
         checkpoint = [str(o.value()) for o in given if o.key_or_group == "checkpoint" and self._evaluates]
         run = checkpoint_folder(checkpoint[-1]).parent.parent if checkpoint else self._run
-        if run is not None or self._evaluates:
-            if run is None:
-                raise ConfigError("eval needs checkpoint=RUN/checkpoints/step_000070")
+        if run is not None:
             if asked:
                 raise ConfigError("eval takes the configuration of the checkpoint's run: leave recipe= out")
             trust = [o.value() for o in given if o.key_or_group == "trust_code"]

@@ -21,9 +21,7 @@ class WandB(Tracker):
     entity: str = ""  # a user or team; by default the key's own
     group: str = ""
     tags: list[str] = field(default_factory=list[str])
-    mode: str = (
-        ""  # online, offline (in the run's folder, for `wandb sync`), disabled; "" = WANDB_MODE, or online
-    )
+    mode: str = ""  # online, offline (in the run's folder, for `wandb sync`), disabled; "" = WANDB_MODE, or online
 
     def __post_init__(self) -> None:
         refuse_without_package("wandb", "log=wandb", extra="trackers")
