@@ -29,8 +29,7 @@ from mtgrpo.config.compose import Composed, compose, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.helptext import comments
 from mtgrpo.config.recipe import recipes
-from mtgrpo.config.run_record import claimed
-from mtgrpo.config.run_record import read_run
+from mtgrpo.config.run_record import claimed, read_run
 from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError

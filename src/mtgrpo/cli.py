@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 EXPERIMENTS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
-    "eval": "measure a checkpoint, checkpoint=RUN/checkpoints/step_000070, or a model, model.name=NAME recipe=RECIPE",
-    "collect": "conversations of a checkpoint or a model as JSON Lines, also to fine-tune on: collect.form=messages",
+    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070; or a model: model.name=NAME",
+    "collect": "conversations of such a policy, also to fine-tune on: collect.form=messages",
 }
 MEASURES = ("eval", "collect")  # commands that train nothing
 READERS = {  # commands about runs and machines, with flags and a module of their own
