@@ -58,8 +58,10 @@ def group_of(task: Task) -> Group:
     first = Turn([1, 2], [3, STOP], [-0.1 - 1e-17, -1e-300], [4, 5], Finish.STOP, CALLED)
     first.observations, first.paid, first.kept = (HELLO,), 0.5, [array("i", [3, 9]), array("i", [])]
     second = Turn([7], [8], [-1 / 3], [5], Finish.LENGTH, Message("assistant"), extends=True, auxiliary=True)
-    whole = Trajectory(task, 1, [first, second], Status.TRUNCATED, "max_turns", 0.25, {"format": 1.0}, [0.0, 0.25])
-    whole.outages, whole.sample_s = ["the tool add failed"], 1.5
+    third = Turn([1, 2, 3, STOP, 7, 8, 9], [6], [-2.0], [6], Finish.STOP, Message("assistant", "new segment"))
+    turns = [first, second, third]
+    whole = Trajectory(task, 1, turns, Status.TRUNCATED, "max_turns", 0.25, {"format": 1.0}, [0.0, 0.25, 0.5])
+    whole.outages, whole.sample_s, whole.attempts = ["the tool add failed"], 1.5, 2
     return Group(task, [whole, Trajectory(task, 2, status=Status.FAILED, reason="TimeoutError")], 0.75)
 
 
@@ -83,9 +85,12 @@ def written(folder: Path, version: int = 0, groups: int = 3) -> Path:
     for number in range(groups):
         task = Task(f"t{number}", ())
         own.add(admitted=number, version=version, scope=f"train/{version + 1}", task=task.id)
-        key = {"turn": 0, "scope": f"train/{version + 1}/attempt0", "task": task.id, "sample": 0}
-        own.add(**key, extends=True, context=[1], completion=Completion([2], [-0.5], [version], Finish.STOP))
-        own.add(finished=number, group=group_of(task))
+        group = group_of(task)
+        for turn, said in enumerate(group.trajectories[0].turns):
+            key = {"turn": turn, "scope": f"train/{version + 1}/attempt1", "task": task.id, "sample": 1}
+            sampled = Completion(said.output, said.logprobs, said.versions, said.finish, said.kept)
+            own.add(**key, extends=True, context=said.new_context[-2:] if turn < 2 else [9], completion=sampled)
+        own.add(finished=number, group=group)
     own.add(batch=version, groups=list(range(groups)))
     own.close()
     return part(folder, version)
@@ -104,11 +109,11 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_people_can_read_it(tmp_path: Path) -> None:
     path = written(tmp_path)
     events = list(journal.read(path))
-    assert [next(iter(event)) for event in events] == ["admitted", "turn", "finished"] * 3 + ["batch"]
+    assert [next(iter(event)) for event in events] == ["admitted", "turn", "turn", "turn", "finished"] * 3 + ["batch"]
     if shutil.which("zcat") is None:
         pytest.skip("there is no zcat")
     shown = subprocess.run(["zcat", path], capture_output=True, check=True).stdout
-    assert shown.count(b"\n") == 10 and shown.endswith(b'{"batch": 0, "groups": [0, 1, 2]}\n')
+    assert shown.count(b"\n") == 16 and shown.endswith(b'{"batch": 0, "groups": [0, 1, 2]}\n')
 
 
 def test_whatever_a_kill_cuts_is_cut_off_and_written_on(tmp_path: Path) -> None:
@@ -126,7 +131,7 @@ def test_whatever_a_kill_cuts_is_cut_off_and_written_on(tmp_path: Path) -> None:
         left = list(journal.read(part(folder)))
         assert left[:-1] == events[: len(left) - 1] and left[-1] == {"batch": 0, "groups": []}
         counts.append(len(left))
-    assert counts == sorted(counts) and set(counts) == set(range(1, 11))
+    assert counts == sorted(counts) and set(counts) == set(range(1, 17))
 
 
 def test_five_hundred_damaged_journals_are_never_loaded_silently(tmp_path: Path) -> None:

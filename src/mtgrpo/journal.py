@@ -6,7 +6,7 @@ its checksum, so that `zcat` and `read` show it and a process that is killed cut
     {"admitted": 40, "version": 17, "scope": "train/18", "task": "gsm8k/train/7"}            a group begins
     {"turn": 0, "scope": "train/18/attempt0", "task": "gsm8k/train/7", "sample": 3,          a turn was sampled
      "extends": true, "context": [what is new in it], "completion": {"tokens": [...], ...}}
-    {"finished": 40, "group": {"trajectories": [...]}}                                       a group was scored
+    {"finished": 40, "group": {"trajectories": [...]}}            a group was scored: all but the tokens of its turns
     {"batch": 17, "groups": [36, 38, 39, 40]}                                                groups go into training
 
 A run goes on from a checkpoint and the events since: batches that were trained are trained again as they were, which
@@ -17,6 +17,7 @@ is ever unpickled.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -69,7 +70,7 @@ class Journal:
         self._admitted: dict[int, Event] = {}
         self._finished: dict[int, bytes] = {}  # the event as it was read
         self._batches: dict[int, list[list[int]]] = {}
-        self._turns: dict[tuple[str, str, int], list[Event]] = {}  # of conversations, by scope, task and sample
+        self._turns: dict[tuple[str, str, int], list[bytes]] = {}  # of conversations, by scope, task and sample
 
     def begin(self, version: int) -> None:
         """What comes from here on belongs to the part of this version of the policy."""
@@ -126,19 +127,21 @@ class Journal:
             else:
                 path.unlink()
         wanted = {number for number in self._admitted if number >= first} - passed
-        done = {(known["scope"], known["task"]) for number, known in self._admitted.items() if number in self._finished}
         self._admitted = {number: self._admitted[number] for number in wanted}
         self._finished = {number: raw for number, raw in self._finished.items() if number in wanted}
         self._batches = {number: picked for number, picked in self._batches.items() if number >= version}
-        self._turns = {k: turns for k, turns in self._turns.items() if (k[0].rpartition("/")[0], k[1]) not in done}
+        groups = {(known["scope"], known["task"]): number for number, known in self._admitted.items()}
+        numbers = {key: groups.get((key[0].rpartition("/")[0], key[1])) for key in self._turns}
+        self._turns = {key: turns for key, turns in self._turns.items() if numbers[key] is not None}
         trained = {number for picked in self._batches.values() for numbers in picked for number in numbers}
         if trained - self._finished.keys() or set(range(first, max(wanted, default=first))) - passed - wanted:
             self.notes.append(f"{self._folder} does not lead on from step {version}: conversations start again")
             self.clear()
-        elif self._finished or self._turns:
+        elif self._turns:
+            begun = sum(numbers[key] not in self._finished for key in self._turns)
             self.notes.append(
                 f"{len(self._batches)} steps are trained again with the groups they had; {len(self._finished)} groups "
-                f"are taken back, {len(self._turns)} conversations had begun"
+                f"are taken back, {begun} conversations had begun"
             )
 
     def admitted(self, number: int) -> Event | None:
@@ -155,9 +158,9 @@ class Journal:
         raw = self._finished.pop(number, None)
         if raw is None:
             return None
-        group = next(_events(raw))[1]["group"]
         try:
-            return Group(task, [_trajectory(task, record) for record in group["trajectories"]], group["score_s"])
+            group, scope = _event(raw)["group"], self._admitted[number]["scope"]
+            return Group(task, [self._trajectory(scope, task, one) for one in group["trajectories"]], group["score_s"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"{self._folder} has no group {number} as runs write it; use resume_mode=exact"
@@ -172,7 +175,7 @@ class Journal:
 
         @asynccontextmanager
         async def opened(scope: str, task: str, sample_index: int) -> AsyncGenerator[Sample]:
-            known = self._turns.pop((scope, task, sample_index), [])
+            known = list(map(_event, self._turns.pop((scope, task, sample_index), [])))
             if known and not replayable:
                 self.notes.append(f"{task}, sample {sample_index}: its environment cannot be replayed: it starts again")
                 known = []
@@ -235,7 +238,30 @@ class Journal:
             self._batches.setdefault(event["batch"], []).append(event["groups"])
         else:
             key = (event["scope"], event["task"], event["sample"])
-            self._turns[key] = [*self._turns.get(key, [])[: event["turn"]], event]
+            self._turns[key] = [*self._turns.get(key, [])[: event["turn"]], raw]
+
+    def _trajectory(self, scope: str, task: Task, record: Event) -> Trajectory:
+        """A trajectory with the tokens that its turns had; those of a failed one are gone."""
+        key = (f"{scope}/attempt{record['attempts'] - 1}", task.id, record["sample_index"])
+        context: list[int] = []
+        turns: list[Turn] = []
+        for said, event in zip(record["turns"], map(_event, self._turns.pop(key, [])), strict=bool(record["turns"])):
+            whole = (context if event["extends"] else []) + event["context"]
+            sampled = _completion(event["completion"])
+            context = whole + sampled.tokens
+            message, observations = _message(said["message"]), tuple(map(_message, said["observations"]))
+            turns.append(
+                Turn(
+                    new_context=event["context"] if said["extends"] else whole,
+                    output=sampled.tokens,
+                    logprobs=sampled.logprobs,
+                    versions=sampled.versions,
+                    finish=sampled.finish,
+                    kept=sampled.kept,
+                    **_read_back(said, message=message, observations=observations),
+                )
+            )
+        return Trajectory(task, **_read_back(record, turns=turns, status=Status(record["status"])))
 
 
 def _events(data: bytes) -> Iterator[tuple[bytes, Event]]:
@@ -257,15 +283,27 @@ def _events(data: bytes) -> Iterator[tuple[bytes, Event]]:
         start = end
 
 
+def _event(raw: bytes) -> Event:
+    return next(_events(raw))[1]
+
+
 def _plain(value: Any) -> Any:
-    """What JSON has no type for. A task is left out: it comes from the data again."""
+    """What JSON has no type for."""
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value):
-        return {part.name: getattr(value, part.name) for part in dataclasses.fields(value) if part.name != "task"}
+        return {name: getattr(value, name) for name in _written(type(value))}
     if isinstance(value, array):
         return value.tolist()
     return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+@functools.cache
+def _written(kind: type) -> tuple[str, ...]:
+    """The fields that are: a task comes from the data again, and the event of a turn has its tokens."""
+    tokens = {"new_context", "output", "logprobs", "versions", "finish", "kept"}
+    left_out = tokens if kind is Turn else {"task"}
+    return tuple(field.name for field in dataclasses.fields(kind) if field.name not in left_out)
 
 
 def _read_back(record: Event, **parts: Any) -> Event:
@@ -274,23 +312,9 @@ def _read_back(record: Event, **parts: Any) -> Event:
 
 
 def _completion(record: Event) -> Completion:
-    return Completion(**_read_back(record, finish=Finish(record["finish"]), kept=_kept(record)))
-
-
-def _trajectory(task: Task, record: Event) -> Trajectory:
-    turns = [_turn(turn) for turn in record["turns"]]
-    return Trajectory(task, **_read_back(record, turns=turns, status=Status(record["status"])))
-
-
-def _turn(record: Event) -> Turn:
-    message, observations = _message(record["message"]), tuple(map(_message, record["observations"]))
-    said = _read_back(record, message=message, observations=observations)
-    return Turn(**_read_back(said, finish=Finish(record["finish"]), kept=_kept(record)))
+    kept = [array("i", tokens) for tokens in record["kept"]]
+    return Completion(**_read_back(record, finish=Finish(record["finish"]), kept=kept))
 
 
 def _message(record: Event) -> Message:
     return Message(**_read_back(record, tool_calls=tuple(ToolCall(**call) for call in record["tool_calls"])))
-
-
-def _kept(record: Event) -> list[array[int]]:
-    return [array("i", tokens) for tokens in record["kept"]]
