@@ -84,7 +84,7 @@ bench-unseen: setup ## the recipes from scratch on ten seeds that nothing was ca
 bench-outages: setup ## tools that fail: what is trained then, and what is learned; 15 minutes, and a warm start
 	$(BIN)/python benchmarks/outages.py
 
-bench-chaos: setup ## runs that are killed a hundred times and resumed, in step with the rollouts and ahead; TODO minutes
+bench-chaos: setup ## runs that are killed a hundred times and resumed, in step with the rollouts and ahead; 40 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/chaos.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/stream.py
 

@@ -15,7 +15,8 @@ there is no such run.
     journal.overhead the share of a step's processor time that the journal takes, in the recipe of `make demo`
 
 Of each kill: the processor seconds of work that are done again (in step: all since the checkpoint; ahead: the updates
-since the checkpoint, and the time since the last event of the journal), and the turns that are sampled again.
+since the checkpoint, and the time since the last event of the journal), and the turns that are sampled again (in step:
+those in the journal since the checkpoint; a kill before the work went on counts those of the kill before it once more).
 """
 
 from __future__ import annotations
