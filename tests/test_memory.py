@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=cure):
         plan(asked, int(1.35 * GB), "cuda")
     with pytest.raises(
-        ConfigError, match=r"choose a smaller model; .* even with optimizer\.offload=true .*max_context_length=2048"
+        ConfigError, match=r"choose a smaller model; .* even with optimizer\.offload=true .*max_context_length=8192"
     ):
         plan(asked, GB, "cuda")
 
@@ -303,13 +303,13 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:
 @pytest.mark.parametrize(
     ("free", "total", "words", "said"),
     [
-        (2**27, 2**27, (), r"batch\.token_budget=1024 even .*needs .* GB at its peak"),
+        (2**27, 2**27, (), r"even with layers computed twice needs .* GB at its peak .*: choose a smaller model"),
         (GB, 80 * GB, (), r"of 80\.0 GB 73\.6 can be used, 79\.0 of them by others: "),
         (
             80 * GB,
             80 * GB,
-            ("environment.max_context_length=500", "engine.memory_fraction=0.00001"),
-            r"engine\.memory_fraction=1e-05 of 74\.5 GiB holds the KV cache of a conversation of \d+ tokens, but one "
+            ("environment.max_context_length=500", "engine.memory_fraction=0.000005"),
+            r"engine\.memory_fraction=5e-06 of 74\.5 GiB holds the KV cache of a conversation of \d+ tokens, but one "
             r"may grow to 500; set engine\.memory_fraction to at least 0\.0001, or .*max_context_length to at most",
         ),
     ],
