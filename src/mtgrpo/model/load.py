@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -84,7 +84,8 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
             f"{type(head).__name__}; such models are not supported"
         )
     if settings.head is not Head.fp32:
-        head.__class__, head.precision = RoundedHead, settings.head
+        head.__class__ = RoundedHead
+        cast(RoundedHead, head).precision = settings.head
     if settings.value_head:
         add_value_head(model, weights, Path(settings.name))
     if model.base_model is model:

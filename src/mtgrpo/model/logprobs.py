@@ -50,11 +50,11 @@ class RoundedHead(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., hidden] -> logits [..., vocabulary] in fp32. Raises RuntimeError where a gradient is wanted."""
-        rows, logits = input.flatten(0, -2).float(), input.new_zeros(*input.shape[:-1], len(self.weight)).float()
+        rows = input.flatten(0, -2).float()
+        logits = rows.new_zeros(len(rows), self.out_features)
         with torch.autocast(input.device.type, enabled=False):
-            out, bias = logits.flatten(0, -2), cast("Tensor | None", self.bias)
-            _multiply(out, rows, self.weight.float().t(), self.precision, bias)
-        return logits
+            _multiply(logits, rows, self.weight.t(), self.precision, cast("Tensor | None", self.bias))
+        return logits.unflatten(0, input.shape[:-1])
 
 
 def _multiply(
