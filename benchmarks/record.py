@@ -36,6 +36,13 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
+def absent(benchmark: str, ratios: list[str]) -> None:
+    """What a benchmark of a GPU writes where there is none: null, unless one has been measured before."""
+    file = f"{benchmark}.json"
+    known = (RESULTS / file).exists()
+    finish(benchmark, dict.fromkeys(ratios), {"reason": "no GPU was to be had"}, None if known else file)
+
+
 def finish(benchmark: str, ratios: dict[str, float | None], detail: dict[str, Any], file: str | None) -> None:
     """Print the JSON line; write it to benchmarks/results/`file` unless that is None."""
     line = {

@@ -334,6 +334,26 @@ def memory_small() -> str:
     return table(["", "planned, MB", "measured, MB", ""], rows)
 
 
+def decode_step() -> str:
+    """What a decoding step asks of the host."""
+    ratios, detail = read("decode_step")
+    rows = [[name, f"{sum(counts.values())}"] for name, counts in detail["kernels"].items()]
+    step, queue = (f"{ratios[name]:.1f}" for name in ("decode.step_ms", "decode.queue_ms"))
+    rows += [["processor time, ms", step], [f"the same with {detail['waiting']} requests waiting, ms more", queue]]
+    return table(["28 layers, four conversations", "kernels"], rows)
+
+
+def gpu() -> str:
+    """The figures of one GPU, or why there are none."""
+    rows: list[list[str]] = []
+    for benchmark in ("gpu_first", "gpu_learn"):
+        ratios, detail = read(benchmark)
+        rows += [
+            [f"`{name}`", detail.get("reason", "failed") if v is None else f"{v:.3g}"] for name, v in ratios.items()
+        ]
+    return table(["figure", "one H100 or H200"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -356,6 +376,8 @@ TABLES: dict[str, Callable[[], str]] = {
         outages_learned,
         memory,
         memory_small,
+        decode_step,
+        gpu,
     )
 }
 

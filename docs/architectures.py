@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -328,9 +329,7 @@ def engine_error(model: PreTrainedModel, engine: LocalEngine, longest: int) -> f
     async def run_all() -> None:
         await asyncio.gather(*(converse(task, sample_index) for task in range(2) for sample_index in range(3)))
 
-    whole, scheduler.MAX_PREFILL_TOKENS = scheduler.MAX_PREFILL_TOKENS, 16
     asyncio.run(run_all())
-    scheduler.MAX_PREFILL_TOKENS = whole
     assert max(len(context) + len(done.tokens) for context, done in turns) == longest
     with transformers_own(model):
         return max(
@@ -365,7 +364,8 @@ def measure(name: str) -> Found:
     layout = "forest" if uses_forest(model) else "padded"
     error = trainer_error(model, longest)
     try:
-        engine = Local(memory_fraction=0.001).start(model, True, longest)
+        with patch.dict(scheduler.MAX_PREFILL_TOKENS, cpu=16):
+            engine = Local(memory_fraction=0.001).start(model, True, longest)
     except ConfigError as reason:
         return Found(layout, "", longest, error, refused=str(reason))
     decoding = "fused" if engine._forward.fused else "own modules"

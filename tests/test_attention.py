@@ -48,7 +48,7 @@ from mtgrpo.policy.guard import compare
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 TASK = Task("test/0", (Message("user", "?"),))
-FLEX_FORESTS = 10  # each is compiled anew
+FLEX_FORESTS = 100  # of each kind
 SIZES: dict[str, Any] = {
     "vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
@@ -252,12 +252,13 @@ def test_bfloat16_stays_near_fp32() -> None:
 def by_hand(forest: Forest, window: int) -> Tensor:
     """[nodes, nodes]: is the column an ancestor of the row, or itself, and fewer than `window` steps above it?"""
     count = len(forest)
-    found = torch.zeros(count, count, dtype=torch.bool)
+    found, parent = torch.zeros(count, count, dtype=torch.bool), forest.parent.tolist()
     for node in range(count):
-        above, steps = node, 0
-        while above >= 0 and (not window or steps < window):
-            found[node, above] = True
-            above, steps = int(forest.parent[above]), steps + 1
+        seen, above = list[int](), node
+        while above >= 0 and (not window or len(seen) < window):
+            seen.append(above)
+            above = parent[above]
+        found[node, seen] = True
     return found
 
 
@@ -356,13 +357,11 @@ def flex(
     return found, torch.autograd.grad(found, inputs, weights)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("window", [0, 5])
 def test_flex_attention_equals_the_rule_on_random_forests(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, by its eager kernels on the CPU; also below a path that is given."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    attend = torch.compile(attention.flex_attention, backend="aot_eager", dynamic=True)
+    attend = torch.compile(attention.flex_attention, backend="eager", dynamic=True)
     for seed in range(FLEX_FORESTS):
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         rows = [[rng.randrange(3) for _ in range(rng.randrange(1, 90))] for _ in range(rng.randrange(1, 5))]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mtgrpo.config.compose import compose, parse
+from mtgrpo.engines.local import paged_attention
 from mtgrpo.extension import load_file
 from mtgrpo.model import tiny
 from mtgrpo.model.skeleton import Skeleton
@@ -152,6 +153,20 @@ def test_the_memory_benchmark_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = memory.describe(memory.estimate(run, 10**9, "cpu"))
     assert json.loads(json.dumps(found)) == found
     assert found["token_budget"] == 512 and set(found["peak_gb"]) == {"sampling", "training", "update"}
+
+
+@pytest.mark.real
+def test_the_benchmark_of_a_decoding_step_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    monkeypatch.setattr(paged_attention, "FEW", paged_attention.FEW)
+    decode_step = load_file(RECORD.parent / "decode_step.py")
+    monkeypatch.setattr(sys, "argv", ["decode_step.py", "--quick"])
+    decode_step.main()
+    ratios = json.loads(capsys.readouterr().out.splitlines()[-1])["ratios"]
+    assert ratios["decode.kernels_per_layer"] == ratios["decode.kernels_per_layer_lora"]  # adapters are merged
+    assert 20 < ratios["decode.kernels_per_layer"] <= 59
 
 
 def test_the_first_benchmark_of_a_gpu_runs_at_toy_size(

@@ -28,9 +28,10 @@ from mtgrpo.chat.template import chatml
 from mtgrpo.checkpoint import flatten, newest, read, snapshot, tokenizer_files, unflatten, write
 from mtgrpo.config.experiment import CheckpointSettings
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer, save_model
+from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.stages.run import check, open_run
 from mtgrpo.types import Message, ToolCall, ToolSpec
+from saving import save_model
 
 logging.disable_progress_bar()
 TENSORS = {"0/exp_avg": torch.arange(6.0).reshape(2, 3).T, "rng": torch.arange(5, dtype=torch.uint8)}

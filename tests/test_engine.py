@@ -13,11 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from mtgrpo.engines import Key
-from mtgrpo.engines.local import Local, scheduler
+from mtgrpo.engines.local import Local, paged_attention, scheduler
 from mtgrpo.engines.local import engine as local
 from mtgrpo.engines.local.batch_plan import BatchPlan, BatchPlanner, Row
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, KVCache, token_bytes
+from mtgrpo.engines.local.scheduler import Scheduler
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.types import Completion, Sampling
@@ -596,7 +597,7 @@ def test_one_conversation_before_a_group_does_not_part_it(monkeypatch: pytest.Mo
 
 def test_long_prompts_are_computed_in_parts_beside_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = count_tokens(monkeypatch)
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", 50)
+    monkeypatch.setitem(scheduler.MAX_PREFILL_TOKENS, "cpu", 50)
     model = make_model(DType.float64)
     engine = Local().start(model, False, 1024)
 
@@ -617,6 +618,58 @@ def test_long_prompts_are_computed_in_parts_beside_decoding(monkeypatch: pytest.
     assert max(differences(model, asyncio.run(run()), 1.0)) <= 1e-9
     assert max(counts) <= 50 + 3
     assert counts.count(51) >= 3  # a part of the long prompt and a token of the short conversation
+
+
+def test_long_prefill_is_computed_some_queries_after_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a GPU, whose plain products hold few scores at once."""
+    monkeypatch.setattr(paged_attention, "FEW", 10**9)
+    monkeypatch.setattr(paged_attention, "SCORES", 4000)
+    model = make_model(DType.float64)
+    found = play_many(Local().start(model, True, 1024), Sampling(max_new_tokens=12, stop_ids=[STOP]))
+    assert max(differences(model, found, 1.0)) <= 1e-9
+
+
+def test_requests_that_wait_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at every step: comparing long contexts takes longer than to decode."""
+    model = make_model()
+    engine = LocalEngine(model, False, KVCache(model, 160, 64), longest_context=64)
+    looked: list[int] = []
+    share, step = Scheduler._share, LocalEngine._step
+    steps: list[int] = []
+    monkeypatch.setattr(Scheduler, "_share", lambda self, fresh: (looked.append(len(fresh)), share(self, fresh))[1])
+    monkeypatch.setattr(LocalEngine, "_step", lambda self: (steps.append(len(engine.requests)), step(self))[1])
+
+    async def run() -> None:
+        keys = [Key(0, "a", f"{number:02}", 0) for number in range(30)]
+        await asyncio.gather(*(ask(engine, key, [20 + i, *range(40)], 20) for i, key in enumerate(keys)))
+
+    asyncio.run(run())
+    assert len(steps) > 100 and steps[20] > 20
+    assert sum(looked) <= 2 * 30  # when they come, and before they are admitted
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_conversation_begins_when_there_is_room_for_it(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight conversations of four turns, blocks for three: those that have begun keep what is cached of them."""
+    counts = count_tokens(monkeypatch)
+    model = make_model()
+    engine = LocalEngine(model, deterministic, KVCache(model, 3 * 192, 180), longest_context=180)
+    delays = random.Random(0)
+
+    async def one(number: int) -> int:
+        context = [20 + number, *range(100, 130)]
+        async with engine.conversation(Key(7, "a", str(number), 0)) as sample:
+            for _ in range(4):
+                completion = await sample(context, Sampling(max_new_tokens=12))
+                await asyncio.sleep(0 if deterministic else delays.random() * 0.01)
+                context = [*context, *completion.tokens, *range(200, 220)]
+        return len(context) - 20
+
+    async def run() -> list[int]:
+        return await asyncio.gather(*(one(number) for number in range(8)))
+
+    distinct = sum(asyncio.run(run()))
+    assert sum(counts) <= 2 * distinct
 
 
 # --- weights ---

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mtgrpo import checkpoint, cli, export
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.load import load_model, load_tokenizer, save_model
+from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.settings import LoRA, ModelSettings
+from saving import save_model
 
 IDS = torch.tensor([[5, 9, 200, 31, 77]])
 STATE = {

@@ -27,7 +27,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks
 from mtgrpo.model import tiny
 from mtgrpo.model.attention import Visibility
-from mtgrpo.model.load import ModelSettings, load_model, save_model
+from mtgrpo.model.load import ModelSettings, load_model
 from mtgrpo.model.scorer import Scorer
 from mtgrpo.policy import optimizer, updater
 from mtgrpo.record.curve import Curve
@@ -35,6 +35,7 @@ from mtgrpo.rewards import Reward
 from mtgrpo.rollout import conversation
 from mtgrpo.stages import update
 from mtgrpo.stages.trainer import train
+from saving import save_model
 
 ENVIRONMENT = '''
 from dataclasses import dataclass

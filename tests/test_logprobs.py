@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mtgrpo.errors import ConfigError
 from mtgrpo.model import logprobs
-from mtgrpo.model.logprobs import Kept, sampled_logprobs
+from mtgrpo.model.load import ModelSettings, load_model
+from mtgrpo.model.logprobs import Kept, RoundedHead, head_logits, sampled_logprobs
+from mtgrpo.model.settings import DType, Head
 
 ROWS, HIDDEN, VOCABULARY = 7, 5, 23
 ROW = torch.tensor([6, 0, 0, 3, 1, 0, 5])  # any order; row 0 has several tokens, one of them twice; rows 2 and 4 none
@@ -299,6 +302,77 @@ def test_bfloat16_hidden_states_are_computed_with_in_fp32_under_autocast_too() -
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert [slope.dtype for slope in slopes] == [torch.bfloat16, torch.float32]
     torch.testing.assert_close(slopes[1], gradients(expected, [head.weight], entropy=True)[0], rtol=0, atol=1e-5)
+
+
+# --- a head of rounded factors ---
+
+
+def rounded(head: nn.Linear, precision: Head) -> RoundedHead:
+    head.float().__class__ = RoundedHead
+    head.precision = precision
+    return head
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_bf16_rounds_the_factors_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tiling: tuple[int, int, int], bias: bool
+) -> None:
+    """Log-probabilities are those of rounded states and weights; gradients are the plain ones to two digits."""
+    tile(monkeypatch, *tiling)
+    hidden, head = make(bias=bias)
+    hidden = hidden.detach().float().requires_grad_()
+    inputs = [hidden, *head.float().parameters()]
+    exact = gradients(plain(hidden, head, ROW, TOKEN, 0.8), inputs, entropy=True)
+    expected = nn.functional.linear(hidden.bfloat16().float(), head.weight.bfloat16().float(), head.bias) / 0.8
+    head = rounded(head, Head.bf16)
+    logp, entropy = sampled_logprobs(hidden, head, ROW, TOKEN, 0.8)
+    torch.testing.assert_close(logp, expected.log_softmax(-1)[ROW, TOKEN], rtol=0, atol=1e-5)
+    assert (logp - plain(hidden, make(bias=bias)[1].float(), ROW, TOKEN, 0.8)[0]).abs().max() > 1e-3
+    for found, slope in zip(gradients((logp, entropy), inputs, entropy=True), exact, strict=True):
+        assert (found - slope).norm() <= 2e-2 * slope.norm()
+    with torch.no_grad():
+        torch.testing.assert_close(head(hidden[None])[0] / 0.8, expected, rtol=0, atol=1e-5)
+
+
+def test_tf32_leaves_the_products_of_others_as_they_are() -> None:
+    hidden, head = make()
+    expected = plain(hidden.float(), head.float(), ROW, TOKEN, 1.0)
+    found = sampled_logprobs(hidden.float(), rounded(head, Head.tf32), ROW, TOKEN, 1.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert torch.backends.cuda.matmul.fp32_precision == "none"
+
+
+def test_the_setting_of_the_head() -> None:
+    """Trainer, engine and the model's own forward pass have one head."""
+    model = load_model(ModelSettings("tiny", head=Head.bf16), 0)
+    exact = load_model(ModelSettings("tiny"), 0)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+        assert torch.equal(logits, head_logits(model, hidden))
+        logp, _ = sampled_logprobs(hidden, model.lm_head, torch.arange(3), torch.tensor([1, 2, 3]), 1.0)
+        assert torch.allclose(logp, logits.log_softmax(-1)[torch.arange(3), [1, 2, 3]], atol=1e-5)
+        assert 0 < (logits - exact(input_ids=ids, use_cache=False).logits[0]).abs().max() < 0.05
+    with pytest.raises(ConfigError, match=r"`head=bf16` rounds what `dtype=float64` keeps: set `head=fp32`"):
+        ModelSettings("tiny", DType.float64, head=Head.bf16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "most"), [(Head.tf32, 2e-2), (Head.bf16, 1e-4)])
+def test_a_head_on_a_gpu(precision: Head, most: float) -> None:
+    """Against the CPU, which rounds for bf16 alone."""
+    found: list[tuple[Tensor, ...]] = []
+    for device in ("cpu", "cuda"):
+        hidden, head = make(64, 128, 1000)
+        states = hidden.detach().float().to(device).requires_grad_()
+        head = rounded(head, precision).to(device)
+        row, token = torch.arange(64, device=device), torch.arange(64, device=device)
+        outputs = sampled_logprobs(states, head, row, token, 1.0)
+        found.append((*outputs, *gradients((outputs[0].cpu(), outputs[1].cpu()), [states, head.weight], True)))
+    for one, other in zip(*found, strict=True):
+        assert (one - other.cpu()).norm() <= most * one.norm()
 
 
 # --- wrong input ---

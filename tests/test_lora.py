@@ -42,13 +42,14 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import Forward, causal_attention
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
-from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer, save_model
+from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.lora import LoRA, save_adapter
 from mtgrpo.model.settings import Quantization
 from mtgrpo.model.value import values
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings
 from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.types import Completion, Sampling
+from saving import save_model
 
 FAMILIES: dict[str, tuple[type[Any], type[Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),

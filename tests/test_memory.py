@@ -17,7 +17,7 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines.local import Local
 from mtgrpo.errors import ConfigError
 from mtgrpo.memory import Phase, Plan, Row, estimate, plan
-from mtgrpo.model.load import load_model
+from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.lora import add_adapter, save_adapter
 from mtgrpo.model.settings import DType, LoRA, ModelSettings
 from mtgrpo.model.skeleton import Skeleton
@@ -201,13 +201,13 @@ def test_what_does_not_fit_is_refused_with_what_would_help(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"twice needs .*training.*: set batch\.token_budget=4096 \(1\.\d+ GB\)$"):
         plan(asked, int(1.35 * GB), "cuda")
     asked = experiment(
-        tmp_path, "batch.token_budget=1024", "environment.max_context_length=32768", "engine.memory_fraction=0.05"
+        tmp_path, "batch.token_budget=1024", "environment.max_context_length=32768", "engine.memory_fraction=0.135"
     )
     cure = r"set optimizer\.offload=true \(1\.\d+ GB\), then environment\.max_context_length=16384 \("
     with pytest.raises(ConfigError, match=cure):
         plan(asked, int(1.35 * GB), "cuda")
     with pytest.raises(
-        ConfigError, match=r"choose a smaller model; .* even with optimizer\.offload=true .*max_context_length=2048"
+        ConfigError, match=r"choose a smaller model; .* even with optimizer\.offload=true .*max_context_length=8192"
     ):
         plan(asked, GB, "cuda")
 
@@ -288,18 +288,52 @@ def test_offloading_leaves_the_weights_on_the_device(tmp_path: Path) -> None:
     assert on_cpu[0] == on_cpu[1]
 
 
-def test_a_run_on_a_gpu_is_planned_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is needed to see that the plan comes first and is refused first."""
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:
+    """As far as a run asks before it loads a model; no GPU is needed to see that it is refused first."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _: True)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    room = {torch.device("cuda", 1): (2**27, 2**27)}
+    room = {torch.device("cuda", 1): (free, total)}
     monkeypatch.setattr(torch.cuda, "mem_get_info", room.__getitem__)
     monkeypatch.setattr("mtgrpo.stages.run.load_model", lambda *_: pytest.fail("loaded before it was planned"))
-    with pytest.raises(ConfigError, match=r"needs .* GB"):
-        run_training(preset("calculator"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "words", "said"),
+    [
+        (2**27, 2**27, (), r"even with layers computed twice needs .* GB at its peak .*: choose a smaller model"),
+        (GB, 80 * GB, (), r"of 80\.0 GB 73\.6 can be used, 79\.0 of them by others: "),
+        (
+            80 * GB,
+            80 * GB,
+            ("environment.max_context_length=500", "engine.memory_fraction=0.000005"),
+            r"engine\.memory_fraction=5e-06 of 74\.5 GiB holds the KV cache of a conversation of \d+ tokens, but one "
+            r"may grow to 500; set engine\.memory_fraction to at least 0\.0001, or .*max_context_length to at most",
+        ),
+    ],
+)
+def test_what_a_gpu_has_no_room_for_is_refused_before_the_model_is_loaded(
+    free: int, total: int, words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu(monkeypatch, free, total)
+    with pytest.raises(ConfigError, match=said) as refused:
+        run_training(preset("calculator", *words), tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_four_bits_without_their_package_are_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    named(folder)
+    load_tokenizer("tiny").save_pretrained(folder)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("mtgrpo.model.load.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read"))
+    words = (f"model.name={folder}", "model.lora.rank=4", "model.quantization=nf4")
+    with pytest.raises(ConfigError, match=r"^model\.quantization=nf4 needs the package bitsandbytes: pip install"):
+        run_training(preset("calculator", *words), tmp_path / "run")
 
 
 def test_no_memory_for_the_model_says_what_would_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
-from mtgrpo.model.load import DType, ModelSettings, device_of_process, load_model, load_tokenizer, save_model
+from mtgrpo.model.load import DType, ModelSettings, device_of_process, load_model, load_tokenizer
 from mtgrpo.model.logprobs import sampled_logprobs
 from mtgrpo.model.value import values
+from saving import save_model
 
 PROJECT = Path(__file__).resolve().parent.parent
 IDS = torch.randint(20, 1000, (3, 11), generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtgrpo.batch.forest import Batch, build_batch, build_forest
-from mtgrpo.batch.packing import Cost, Layout, MicroBatch, Packing, pack
+from mtgrpo.batch.packing import Cost, Layout, MicroBatch, Packing, pack, visits
 from mtgrpo.batch.settings import BatchSettings
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
@@ -197,6 +197,23 @@ def test_a_context_beyond_the_budget_is_computed_in_chains() -> None:
         (8, True, False), (8, True, False), (4, True, False), (5, False, True), (5, False, True)
     ]  # fmt: skip
     assert packing.computed == 30 + 20
+
+
+def test_chains_below_one_another_copy_no_more_than_the_longest_path() -> None:
+    """Siblings that share their first tokens nest; each chain that is held has a copy of the path's keys and values."""
+    nested = [trajectory([*range(100), *range(200, 200 + i)], [300 + i] * 30) for i in range(8)]
+    batch = build_batch(nested)
+    (packing,) = pack(batch, torch.arange(len(batch)), 150, COST)
+    copied: list[int] = []
+    most = 0
+    for micro, entered in visits(packing.micro_batches):
+        if not entered:
+            copied.pop()
+        elif micro.opens:
+            copied.append(micro.given if micro.held else 0)
+        most = max(most, sum(copied))
+    assert 0 < most <= int(batch.forest.depth.max()) + 1
+    assert packing.computed <= 1.1 * packing.distinct
 
 
 def test_trees_are_spread_by_cost() -> None:

@@ -21,7 +21,7 @@ from mtgrpo.config.compose import compose, parse
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.log.jsonl import Jsonl
-from mtgrpo.model.load import load_model, load_tokenizer, save_model
+from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.settings import ModelSettings
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
@@ -36,6 +36,7 @@ from mtgrpo.stages.saving import Saver
 from mtgrpo.stages.sft import run_sft
 from mtgrpo.stages.trainer import train
 from mtgrpo.types import Group, Task, Trajectory
+from saving import save_model
 
 SMALL = [
     *("trainer.steps=5", "sft.steps=4", "sft.batch_size=2", "rollout.prompts_per_step=2", "rollout.group_size=2"),

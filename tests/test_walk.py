@@ -17,7 +17,8 @@ from mtgrpo.config.compose import preset
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.attention import Attention
 from mtgrpo.model.checkpointing import checkpoint_layers
-from mtgrpo.model.load import DType
+from mtgrpo.model.load import DType, Head
+from mtgrpo.model.logprobs import RoundedHead
 from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.scorer import Scorer, Scores, flops_of
 from mtgrpo.policy.optimizer import Optimizer
@@ -26,7 +27,7 @@ from mtgrpo.policy.step import Policy
 from mtgrpo.stages.run import longest_context
 from mtgrpo.types import Trajectory
 from test_attention import conversation, make_model, trajectories
-from test_packing import COST, star
+from test_packing import COST, trajectory
 from test_policy import Descent
 
 NO_CUT = 10**6
@@ -85,13 +86,63 @@ def test_in_fp32_and_bfloat16(twice: bool) -> None:
     assert_as_uncut(conversation(), 20, 0.1, dtype=DType.bfloat16, twice=twice)
 
 
+class Gathered(Optimizer):
+    """Keeps the gradients of a step in place of taking it: those of the weights, or of their copies on the host."""
+
+    def step(self) -> float:
+        self.gathered = [stepped.grad for stepped in self._stepped.values() if stepped.grad is not None]
+        for weight in self._stepped:
+            weight.grad = None
+        return 1.0
+
+
+def gathered(
+    budget: int, head: Head = Head.fp32, twice: bool = False, offload: bool = False, dtype: DType = DType.float64
+) -> Tensor:
+    """The gradient of one update, flat."""
+    model = make_model("qwen3", dtype)
+    if head is not Head.fp32:
+        found = model.get_output_embeddings()
+        found.__class__, found.precision = RoundedHead, head
+    if twice:
+        checkpoint_layers(model)
+    optimizer = Gathered(model, OptimizerSettings(offload=offload), 0)
+    batch = build_batch(conversation())
+    weights = torch.linspace(-1, 2, len(batch), dtype=torch.float64)
+    Policy(model, optimizer, budget, 0.8).update(batch, torch.arange(len(batch)), weights, loss)
+    assert len(optimizer.gathered) == len(list(model.parameters()))
+    return torch.cat([gradient.flatten().double() for gradient in optimizer.gathered])
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("budget", [NO_CUT, 48, 20])
+def test_every_way_to_need_less_memory_gives_the_plain_gradient(
+    budget: int, twice: bool, offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers computed twice, trees walked depth first, gradients that leave for the host; and any head with them."""
+    monkeypatch.setattr("mtgrpo.policy.optimizer._on_gpu", lambda _: True)
+    plain = gathered(NO_CUT)
+    assert (gathered(budget, twice=twice, offload=offload) - plain).norm() <= 1e-8 * plain.norm()
+    for head, precision in ((Head.tf32, 1e-4), (Head.bf16, 2e-2)):
+        found = gathered(budget, head, twice, offload, DType.float32)
+        assert (found - plain).norm() <= precision * plain.norm()
+        assert (found - gathered(NO_CUT, head, dtype=DType.float32)).norm() <= 1e-4 * plain.norm()
+
+
 def test_a_prompt_that_nearly_fills_the_budget_is_computed_once() -> None:
-    """The proportions of 2 x 8 siblings, a prompt of 30,000 tokens, answers of 1,500, a budget of 32,000."""
-    played = [*star(300, [15] * 8, first=1), *star(300, [15] * 8, first=2)]
+    """2 x 8 siblings, prompts of 30,000 tokens, answers of up to 1,500, some begin alike; a budget of 32,000."""
+    lengths = range(800, 1600, 100)
+    played = [
+        trajectory([first] * 30_000 + [3] * (100 * (number % 3)), [100 + number] * length)
+        for first in (1, 2)
+        for number, length in enumerate(lengths)
+    ]
     batch = build_batch(played)
-    (packing,) = pack(batch, torch.arange(len(batch)), 320, COST)
-    assert packing.computed / packing.distinct == 1.0
-    assert held_at_once(packing.micro_batches) <= 320
+    (packing,) = pack(batch, torch.arange(len(batch)), 32_000, COST)
+    assert packing.distinct == 2 * (30_200 + sum(lengths) - len(lengths))
+    assert packing.computed / packing.distinct <= 1.2
+    assert held_at_once(packing.micro_batches) <= 32_000
 
 
 def held_at_once(micro_batches: Sequence[MicroBatch]) -> int:

@@ -9,7 +9,8 @@ Says first what is missing here. Then, with the shapes of Qwen3-1.7B and random 
     attention   the same step on rows, by flash attention where it is installed: time against the ideal by operations
     compiled    how many graphs torch.compile made in all
 
-Peak bandwidth and peak operations are measured here, by a copy and a matrix product. `--size toy` runs anywhere.
+Peak bandwidth and peak operations are measured here, by a copy and a matrix product. `--size toy` runs anywhere; of the
+other size, without a GPU, every figure is null.
 Nothing is downloaded. What fails is null, with the reason, and the rest goes on.
 """
 
@@ -34,7 +35,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from record import finish
+from record import absent, finish
 
 from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import Batch, build_batch
@@ -84,6 +85,10 @@ SIZES = {
         tasks=2, siblings=3, prompt=20, output=6, token_budget=64,
     ),
 }  # fmt: skip
+FIGURES = [
+    "gpu.mfu", "gpu.mfu_checkpointed", "gpu.decode_of_bandwidth", "gpu.decode_vs_generate", "gpu.forest_eta",
+    "gpu.plan_error", "gpu.compilations",
+]  # fmt: skip
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -243,6 +248,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1.7b")
     size = SIZES[parser.parse_args().size]
+    if DEVICE.type == "cpu" and size is SIZES["1.7b"]:
+        absent("gpu_first", FIGURES)
+        return
     for what in missing():
         print(f"missing: {what}", flush=True)
     peak = peaks()
@@ -268,21 +276,24 @@ def main() -> None:
             detail[name] |= tried(lambda twice=twice: {"planned_gb": planned(size, twice)})
     with contextlib.suppress(AttributeError):
         detail["compiled"] = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    once, twice_, rows = detail["once"], detail["twice"], detail["rows"]
+    once, twice_, rows, sampled = (detail[name] for name in ("once", "twice", "rows", "rollout"))
     gained, ideal = ratio(rows, twice_, "seconds"), ratio(rows, twice_, "operations")
-    ratios: dict[str, float | None] = {
-        "gpu.mfu": once.get("mfu"),
-        "gpu.mfu_checkpointed": twice_.get("mfu"),
-        "gpu.decode_of_bandwidth": detail["rollout"].get("of_bandwidth"),
-        "gpu.decode_vs_generate": ratio(
-            detail["rollout"], {"tokens_per_s": detail["rollout"].get("generate_tokens_per_s", 1)}, "tokens_per_s"
-        ),
-        "gpu.forest_eta": gained / ideal if gained and ideal else None,
-        "gpu.plan_error": twice_["planned_gb"] / twice_["peak_gb"] - 1
-        if twice_.keys() >= {"planned_gb", "peak_gb"}
-        else None,
-        "gpu.compilations": detail.get("compiled"),
-    }
+    planned_too = twice_.keys() >= {"planned_gb", "peak_gb"}
+    ratios: dict[str, float | None] = dict(
+        zip(
+            FIGURES,
+            (
+                once.get("mfu"),
+                twice_.get("mfu"),
+                sampled.get("of_bandwidth"),
+                sampled["tokens_per_s"] / sampled["generate_tokens_per_s"] if "tokens_per_s" in sampled else None,
+                gained / ideal if gained and ideal else None,
+                twice_["planned_gb"] / twice_["peak_gb"] - 1 if planned_too else None,
+                detail.get("compiled"),
+            ),
+            strict=True,
+        )
+    )
     finish("gpu_first", ratios, detail, "gpu_first.json" if DEVICE.type == "cuda" else None)
 
 

@@ -4,6 +4,8 @@ python benchmarks/gpu/learn.py [WORDS of mtgrpo train ...]
 
 gpu.learn_gain     held-out success after training minus before, in percentage points
 gpu.learn_seconds  of the training steps
+
+Without a GPU and without WORDS both are null.
 """
 
 from __future__ import annotations
@@ -18,14 +20,19 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from learning import command
-from record import finish
+from record import absent, finish
 
 from mtgrpo.model import smollm2
+
+FIGURES = ["gpu.learn_gain", "gpu.learn_seconds"]
 
 
 def main(words: list[str]) -> None:
     """One run, and what it learned."""
     if not torch.cuda.is_available():
+        if not words:
+            absent("gpu_learn", FIGURES)
+            return
         print("missing: a GPU; this run is on the CPU", flush=True)
     if not any(word.startswith("model.name=") for word in words) and not (smollm2.folder() / "config.json").is_file():
         sys.exit("missing: the model; run mtgrpo data smollm2, or give model.name=FOLDER")
@@ -33,10 +40,8 @@ def main(words: list[str]) -> None:
         summary = command(["train", "recipe=smollm2", "checkpoint.keep_last=1", *words], Path(folder))
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     rows = [line for line in lines if line["stage"] == "reinforcement learning"]
-    ratios: dict[str, float | None] = {
-        "gpu.learn_gain": 100 * (summary["eval/success/after"] - summary["eval/success/before"]),
-        "gpu.learn_seconds": summary["time/rl_s"],
-    }
+    gain = 100 * (summary["eval/success/after"] - summary["eval/success/before"])
+    ratios: dict[str, float | None] = dict(zip(FIGURES, (gain, summary["time/rl_s"]), strict=True))
     detail = {"words": words, "success": [row["reward/success"] for row in rows], "summary": summary}
     finish("gpu_learn", ratios, detail, "gpu_learn.json" if torch.cuda.is_available() and not words else None)
 

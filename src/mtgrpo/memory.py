@@ -6,9 +6,10 @@ steps. The peak is the largest of the three.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from mtgrpo.batch.settings import DEFAULT_BUDGET, BatchSettings, PlannedBatch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import copy_bytes
-from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, whole_blocks
+from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, check_room, whole_blocks
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.settings import FROM_SCRATCH, Quantization
 from mtgrpo.model.skeleton import Skeleton
@@ -91,8 +92,10 @@ class Plan:
         return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
 
 
-def plan(experiment: Experiment, device_bytes: int, device_type: str) -> Plan:
+def plan(experiment: Experiment, device_bytes: int, device_type: str, taken: int = 0) -> Plan:
     """What `experiment` needs of a "cuda" or "cpu" device with `device_bytes` of memory; loads no weights.
+
+    `taken` bytes of it are in use already, by other processes.
 
     model.checkpointing=null and batch.token_budget=null become what there is room for: layers are computed once where
     that leaves a budget of the usual size. Raises ConfigError, with what would help, when there is no room at all, and
@@ -100,17 +103,18 @@ def plan(experiment: Experiment, device_bytes: int, device_type: str) -> Plan:
     """
     settled = list(_settled(experiment, device_type))
     for candidates in settled:
-        found = estimate(candidates[-1], device_bytes, device_type)
+        found = estimate(candidates[-1], device_bytes, device_type, taken)
         if found.fits:
-            larger = (estimate(candidate, device_bytes, device_type) for candidate in candidates[:-1])
+            larger = (estimate(candidate, device_bytes, device_type, taken) for candidate in candidates[:-1])
             return next((candidate for candidate in larger if candidate.fits), found)
     tried = settled[-1][-1]
-    found = estimate(tried, device_bytes, device_type)
+    found = estimate(tried, device_bytes, device_type, taken)
     twice = "even with layers computed twice " if tried.model.checkpointing else ""
     raise ConfigError(
         f"model.name={tried.model.name} with batch.token_budget={tried.batch.tokens} {twice}needs "
         f"{_gb(found.peak)} GB at its peak ({found.peak_phase.value}), and of {_gb(device_bytes)} GB "
-        f"{_gb(int(USABLE * device_bytes))} can be used: {_advice(tried, found, device_type)}"
+        f"{_gb(int(USABLE * device_bytes))} can be used{f', {_gb(taken)} of them by others' if taken else ''}: "
+        f"{_advice(tried, found, device_type, taken)}"
     )
 
 
@@ -126,7 +130,7 @@ def _settled(experiment: Experiment, device_type: str) -> Iterator[list[Experime
         yield [replace(experiment, model=model, batch=batch(budget)) for budget in budgets]
 
 
-def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Plan:
+def estimate(experiment: Experiment, device_bytes: int, device_type: str, taken: int = 0) -> Plan:
     """As `plan`, but computes layers twice only with model.checkpointing=true, and refuses nothing."""
     skeleton = Skeleton(experiment.model, device_type)
     tokens = experiment.batch.tokens
@@ -137,12 +141,14 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str) -> Pla
     learning = (Phase.training, Phase.update)
     activations = skeleton.training_bytes(tokens)
     head = skeleton.head_bytes(tokens)
-    # Of a context beyond the budget each layer's keys and values are kept, and their gradients.
+    # Of a context beyond the budget each layer's keys and values are kept, and their gradients; where layers are
+    # computed once, also a copy for what is computed below it, and one for the chains that are held.
     token_bytes = skeleton.kv_cache_bytes()
-    path = 2 * _longest_context(skeleton, experiment) * token_bytes
+    path = (2 if experiment.model.checkpointing else 4) * _longest_context(skeleton, experiment) * token_bytes
     counted = f"activations, {tokens:,} tokens" if activations else "activations are not known"
     rows = [
         Row("libraries and context", LIBRARIES[device_type]),
+        Row("taken by others", taken),
         Row("weights", sum(weight.nbytes for weight in skeleton.model.parameters())),
         Row("optimiser state", state),
         Row("reference", trained if experiment.kl.coef else 0),
@@ -200,7 +206,9 @@ def _engine_rows(skeleton: Skeleton, token_bytes: int, found: Plan, device_type:
     if engine.memory_fraction is None and device_type == "cuda" and asleep:  # what is left, for one at least
         left = USABLE * found.device_bytes - found.needed(Phase.sampling) - sum(row.bytes for row in rows)
         room = max(min(int(left), open_at_once * conversation), conversation + token_bytes * BLOCK_SIZE)
-    if device_type == "cpu":  # where memory is taken when it is first used
+    elif device_type == "cuda" and token_bytes:
+        check_room(engine.fraction, found.device_bytes, token_bytes, _longest_context(skeleton, experiment))
+    else:  # where memory is taken when it is first used
         room = min(room, open_at_once * conversation)
     tokens = f", {room // token_bytes:,} tokens" if token_bytes else ""
     return [*rows, Row(f"{CACHE}{tokens}", room, phases)]
@@ -220,18 +228,21 @@ def _longest_context(skeleton: Skeleton, experiment: Experiment) -> int:
     return experiment.environment.max_context_length or min(own, most)
 
 
-def _advice(experiment: Experiment, found: Plan, device_type: str) -> str:
+def _advice(experiment: Experiment, found: Plan, device_type: str, taken: int) -> str:
     """The settings that lower the peak, the cheapest first, each with what is needed with it and those before."""
     helping: dict[str, str] = {}
     while not found.fits:
-        for phases, cheapen in _CHEAPER:
-            step = cheapen(experiment) if found.peak_phase in phases else None
-            if step is None:
+        for phases, setting, value in _cheaper(experiment):
+            if value is None or found.peak_phase not in phases:
                 continue
-            setting, cheaper = step
-            tried = estimate(cheaper, found.device_bytes, device_type)
+            cheaper: Experiment = _with(experiment, setting, value)
+            try:
+                tried = estimate(cheaper, found.device_bytes, device_type, taken)
+            except ConfigError:  # the cache would hold no conversation
+                continue
             if tried.peak < WORTH * found.peak:
-                helping[setting.partition("=")[0]] = f"{setting} ({_gb(tried.peak)} GB)"
+                word = str(value.value if isinstance(value, Enum) else value)
+                helping[setting] = f"{setting}={word.lower()} ({_gb(tried.peak)} GB)"
                 experiment, found = cheaper, tried
                 break
         else:
@@ -239,79 +250,35 @@ def _advice(experiment: Experiment, found: Plan, device_type: str) -> str:
     return f"set {', then '.join(helping.values())}"
 
 
-_Step = tuple[str, Experiment] | None  # a setting as the user writes it, and the experiment with it; None = no more
+def _with(settings: Any, path: str, value: object) -> Any:
+    """`settings` with another value at `path`, names with dots between them."""
+    name, _, rest = path.partition(".")
+    return replace(settings, **{name: _with(getattr(settings, name), rest, value) if rest else value})
 
 
-def _checkpointed(experiment: Experiment) -> Experiment:
-    return replace(experiment, model=replace(experiment.model, checkpointing=True))
+def _cheaper(experiment: Experiment) -> list[tuple[tuple[Phase, ...], str, Any]]:
+    """By price (time, then what is learnt, then contexts): phases that need less, setting, value; None = no more."""
+    model, optimizer, engine = experiment.model, experiment.optimizer, experiment.engine
+    context = experiment.environment.max_context_length or experiment.batch.context
+    offloads = optimizer.offload or optimizer.kind is Kind.adamw_8bit
+    adapts = model.lora.rank or model.name in FROM_SCRATCH
+    quantizes = model.lora.rank and model.quantization is Quantization.none
+    shrinks = isinstance(engine, Local) and engine.fraction > LEAST_FRACTION
+    crowded = experiment.rollout.max_concurrent > LEAST_CONCURRENT
+    return [
+        ((Phase.training,), "model.checkpointing", None if model.checkpointing else True),
+        ((Phase.training,), "batch.token_budget", _half(experiment.batch.tokens, LEAST_BUDGET)),
+        ((Phase.training, Phase.update), "optimizer.offload", None if offloads else True),
+        (tuple(Phase), "model.lora.rank", None if adapts else ADAPTER_RANK),
+        (tuple(Phase), "model.quantization", Quantization.nf4 if quantizes else None),
+        (tuple(Phase), "engine.memory_fraction", LEAST_FRACTION if shrinks else None),
+        ((Phase.sampling,), "rollout.max_concurrent", LEAST_CONCURRENT if crowded else None),
+        ((Phase.training, Phase.sampling), "environment.max_context_length", _half(context, LEAST_CONTEXT)),
+    ]
 
 
-def _twice(experiment: Experiment) -> _Step:
-    return None if experiment.model.checkpointing else ("model.checkpointing=true", _checkpointed(experiment))
-
-
-def _half_budget(experiment: Experiment) -> _Step:
-    half = experiment.batch.tokens // 2
-    if half < LEAST_BUDGET:
-        return None
-    return f"batch.token_budget={half}", replace(experiment, batch=replace(experiment.batch, token_budget=half))
-
-
-def _offloaded(experiment: Experiment) -> _Step:
-    if experiment.optimizer.offload or experiment.optimizer.kind is Kind.adamw_8bit:
-        return None
-    return "optimizer.offload=true", replace(experiment, optimizer=replace(experiment.optimizer, offload=True))
-
-
-def _adapters(experiment: Experiment) -> _Step:
-    model = experiment.model
-    if model.lora.rank or model.name in FROM_SCRATCH:
-        return None
-    adapted = replace(model, lora=replace(model.lora, rank=ADAPTER_RANK))
-    return f"model.lora.rank={ADAPTER_RANK}", replace(experiment, model=adapted)
-
-
-def _quantized(experiment: Experiment) -> _Step:
-    if not experiment.model.lora.rank or experiment.model.quantization is not Quantization.none:
-        return None
-    model = replace(experiment.model, quantization=Quantization.nf4)
-    return "model.quantization=nf4", replace(experiment, model=model)
-
-
-def _small_cache(experiment: Experiment) -> _Step:
-    engine = experiment.engine
-    if not isinstance(engine, Local) or engine.fraction <= LEAST_FRACTION:
-        return None
-    smaller = replace(engine, memory_fraction=LEAST_FRACTION)
-    return f"engine.memory_fraction={LEAST_FRACTION}", replace(experiment, engine=smaller)
-
-
-def _few_conversations(experiment: Experiment) -> _Step:
-    if experiment.rollout.max_concurrent <= LEAST_CONCURRENT:
-        return None
-    fewer = replace(experiment.rollout, max_concurrent=LEAST_CONCURRENT)
-    return f"rollout.max_concurrent={LEAST_CONCURRENT}", replace(experiment, rollout=fewer)
-
-
-def _half_contexts(experiment: Experiment) -> _Step:
-    half = (experiment.environment.max_context_length or experiment.batch.context) // 2
-    if half < LEAST_CONTEXT:
-        return None
-    environment = replace(experiment.environment, max_context_length=half)
-    return f"environment.max_context_length={half}", replace(experiment, environment=environment)
-
-
-# By price: first what costs time, then what is learnt, then contexts; and the phases in which it needs less.
-_CHEAPER: tuple[tuple[tuple[Phase, ...], Callable[[Experiment], _Step]], ...] = (
-    ((Phase.training,), _twice),
-    ((Phase.training,), _half_budget),
-    ((Phase.training, Phase.update), _offloaded),
-    (tuple(Phase), _adapters),
-    (tuple(Phase), _quantized),
-    (tuple(Phase), _small_cache),
-    ((Phase.sampling,), _few_conversations),
-    ((Phase.training, Phase.sampling), _half_contexts),
-)
+def _half(tokens: int, least: int) -> int | None:
+    return tokens // 2 if tokens // 2 >= least else None
 
 
 def _gb(amount: int) -> str:

@@ -289,18 +289,20 @@ class _Part:
 def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> list[_Part]:
     """A tree, depth-first: what fits beside the chains that are open, or one more chain.
 
-    Where a whole path fits the budget all its chains are held; else they are computed again, one by one.
+    Where a whole path fits the budget its chains are held; else they are computed again, one by one. What is held has
+    a copy of the keys and values of the path to it, so those below one another copy no more than the longest path.
     """
     continues = (forest.depth[1:] == forest.depth[:-1] + 1) & (forest.subtree_end[1:] == forest.subtree_end[:-1])
     branches: list[int] = [*((~continues).nonzero()[:, 0] + 1).tolist(), len(forest)]  # where chains end
     ends: list[int] = forest.subtree_end.tolist()
-    chains = [(stop, 0)]  # those that are open: where what is below ends, and how many tokens are held
+    longest = int(forest.depth[root:stop].max()) + 1
+    chains = [(stop, 0, 0)]  # those that are open: where what is below ends, tokens held, tokens of the path copied
     parts: list[_Part] = []
     start = root
     while start < stop:
         while chains[-1][0] <= start:
             chains.pop()
-        room = token_budget - sum(held for _, held in chains)
+        room = token_budget - sum(held for _, held, _ in chains)
         closed = start
         while closed < chains[-1][0] and ends[closed] - start <= room:
             closed = ends[closed]
@@ -308,10 +310,11 @@ def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> list[_Par
             parts.append(_Part(start, closed))
             start = closed
             continue
-        below = forest.depth[start : ends[start]]
-        held = int(below.max()) - int(below[0]) < room
+        path = int(forest.depth[start])
+        copied = path + sum(copied for *_, copied in chains)
+        held = int(forest.depth[start : ends[start]].max()) - path < room and copied <= longest
         chain = min(branches[bisect_right(branches, start)], start + room)
-        chains.append((ends[start], chain - start if held else 0))
+        chains.append((ends[start], chain - start, path) if held else (ends[start], 0, 0))
         parts.append(_Part(start, chain, opens=True, held=held))
         start = chain
     return parts

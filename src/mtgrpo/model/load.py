@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -28,10 +28,10 @@ from mtgrpo.model import smollm2, tiny
 from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
-from mtgrpo.model.logprobs import head_logits
+from mtgrpo.model.logprobs import RoundedHead, head_logits
 from mtgrpo.model.lora import add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
 from mtgrpo.model.onednn_linear import use_onednn
-from mtgrpo.model.settings import DType, ModelSettings, Quantization
+from mtgrpo.model.settings import DType, Head, ModelSettings, Quantization
 from mtgrpo.model.value import add_value_head, save_value_head, split_value_head
 
 logging.disable_progress_bar()  # it would write through the console's own
@@ -77,11 +77,15 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
         model: PreTrainedModel = tiny.build_model(tiny.SHAPES[settings.name], seed)
     else:
         model = _load_pretrained(settings, weights, seed)
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
         raise ConfigError(
             f"model.name={settings.name}: its head is not a matrix (an adapter may not touch the head), but "
-            f"{type(model.get_output_embeddings()).__name__}; such models are not supported"
+            f"{type(head).__name__}; such models are not supported"
         )
+    if settings.head is not Head.fp32:
+        head.__class__ = RoundedHead
+        cast(RoundedHead, head).precision = settings.head
     if settings.value_head:
         add_value_head(model, weights, Path(settings.name))
     if model.base_model is model:
@@ -256,16 +260,6 @@ class _Float64(TorchFunctionMode):
         args = [torch.float64 if value is torch.float32 else value for value in args]
         kwargs = {k: torch.float64 if value is torch.float32 else value for k, value in (kwargs or {}).items()}
         return func(*args, **kwargs)
-
-
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a folder that transformers, vLLM and `model.name=FOLDER` can load: safetensors, no pickle.
-
-    Of a model with adapters, only these and the name of their base are written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    save_weights(model, folder, saved_weights(model))
-    tokenizer.save_pretrained(folder)
 
 
 def saved_weights(model: PreTrainedModel) -> dict[str, Tensor]:

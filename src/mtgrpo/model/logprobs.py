@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from mtgrpo.model.settings import Head
+
 ROWS = 2048  # of a tile, at most; enough for the matrix products to run at full speed
 TILE_BYTES = 16 * 2**20  # the forward and the backward each work on two tiles
 KEPT_BYTES = 64 * 2**20  # of tiles that the backward does not compute again
@@ -39,6 +41,40 @@ class Kept:
     offset: Tensor  # [distributions + 1] int64
     token: Tensor  # [total] int64
     row: Tensor | None = None  # [distributions] int64, which hidden state each follows; None = one each, in order
+
+
+class RoundedHead(nn.Linear):
+    """A head whose factors are rounded to `precision`. Its gradient is that of `sampled_logprobs` alone."""
+
+    precision: Head
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., hidden] -> logits [..., vocabulary] in fp32. Raises RuntimeError where a gradient is wanted."""
+        rows = input.flatten(0, -2).float()
+        logits = rows.new_zeros(len(rows), self.out_features)
+        with torch.autocast(input.device.type, enabled=False):
+            _multiply(logits, rows, self.weight.t(), self.precision, cast("Tensor | None", self.bias))
+        return logits.unflatten(0, input.shape[:-1])
+
+
+def _multiply(
+    out: Tensor, a: Tensor, b: Tensor, precision: Head, add: Tensor | None = None, beta: float = 1, alpha: float = 1
+) -> None:
+    """out = beta * add + alpha * a @ b; `add` is `out` itself by default."""
+    add = out if add is None else add
+    if precision is Head.bf16:
+        a, b = a.bfloat16(), b.bfloat16()
+        if a.is_cuda:
+            torch.ops.aten.addmm.dtype_out(add, a, b, out.dtype, beta=beta, alpha=alpha, out=out)
+            return
+        a, b = a.to(out.dtype), b.to(out.dtype)  # the products of numbers of 8 bits are exact
+    before = torch.backends.cuda.matmul.fp32_precision
+    if precision is Head.tf32:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        torch.addmm(add, a, b, beta=beta, alpha=alpha, out=out)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -76,7 +112,8 @@ def sampled_logprobs(
             bias = None if bias is None else bias.index_select(0, union)
     wide = torch.float64 in (hidden.dtype, weight.dtype)
     dtype = torch.float64 if wide else torch.float32
-    plan = _Plan.of(row, token, len(hidden), len(weight), dtype.itemsize, temperature)
+    precision = head.precision if isinstance(head, RoundedHead) else Head.fp32
+    plan = _Plan.of(row, token, len(hidden), len(weight), dtype.itemsize, temperature, precision)
     with torch.autocast(device.type, enabled=False):
         bias = None if bias is None else bias.to(dtype)
         inputs = (hidden.to(dtype), weight.to(dtype), bias, plan)
@@ -166,10 +203,13 @@ class _Plan:
     column: Tensor  # [n] the range of the vocabulary that holds each pair's token
     columns: int
     temperature: float
+    precision: Head
     tiles: list[_Tile]
 
     @staticmethod
-    def of(row: Tensor, token: Tensor, rows: int, vocabulary: int, itemsize: int, temperature: float) -> _Plan:
+    def of(
+        row: Tensor, token: Tensor, rows: int, vocabulary: int, itemsize: int, temperature: float, precision: Head
+    ) -> _Plan:
         blocks = max(1, ceil(rows / ROWS))
         height = max(1, ceil(rows / blocks))
         blocks = max(1, ceil(rows / height))
@@ -186,7 +226,7 @@ class _Plan:
             pair_at = (row[pairs[i]] - top, token[pairs[i]] - left)
             across, down = slice(left, min(left + width, vocabulary)), slice(top, min(top + height, rows))
             tiles.append(_Tile(down, across, i % columns, pairs[i], pair_at))
-        return _Plan(row, token // width, columns, temperature, tiles)
+        return _Plan(row, token // width, columns, temperature, precision, tiles)
 
     def buffer(self, like: Tensor) -> Tensor:
         """Room for any one tile: fresh memory for each costs more than what is computed in it."""
@@ -197,7 +237,7 @@ class _Plan:
         logits = _view(buffer, tile)
         scale = 1 / self.temperature
         add, beta = (logits, 0.0) if bias is None else (bias[tile.tokens], scale)
-        torch.addmm(add, hidden[tile.rows], weight[tile.tokens].t(), beta=beta, alpha=scale, out=logits)
+        _multiply(logits, hidden[tile.rows], weight[tile.tokens].t(), self.precision, add, beta, scale)
         return logits
 
 
@@ -209,8 +249,9 @@ def _view(buffer: Tensor, tile: _Tile) -> Tensor:
 class _Gradients:
     """Those of hidden, weight and bias, where they are needed, added up tile by tile."""
 
-    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], needed: tuple[bool, ...]) -> None:
+    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], needed: tuple[bool, ...], precision: Head) -> None:
         self._hidden, self._weight, _ = inputs
+        self._precision = precision
         both = zip(inputs, needed, strict=False)
         self.hidden, self.weight, self.bias = (
             None if x is None or not need else torch.zeros_like(x) for x, need in both
@@ -220,9 +261,9 @@ class _Gradients:
         """`d` is the gradient with respect to the tile's logits, times the temperature."""
         rows, tokens = tile.rows, tile.tokens
         if self.hidden is not None:
-            self.hidden[rows].addmm_(d, self._weight[tokens])
+            _multiply(self.hidden[rows], d, self._weight[tokens], self._precision)
         if self.weight is not None:
-            self.weight[tokens].addmm_(d.t(), self._hidden[rows])
+            _multiply(self.weight[tokens], d.t(), self._hidden[rows], self._precision)
         if self.bias is not None:
             self.bias[tokens] += d.sum(0)
 
@@ -271,7 +312,7 @@ class _Tiled(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, share, normaliser, entropy, *stored = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        gradients = _Gradients((hidden, weight, bias), ctx.needs_input_grad)
+        gradients = _Gradients((hidden, weight, bias), ctx.needs_input_grad, plan.precision)
         onehot = None if grad_logp is None else grad_logp / plan.temperature
         spread = hidden.new_zeros(len(hidden))  # the gradient is p * -spread + onehot, but for the entropy's p log p
         if onehot is not None:
@@ -317,7 +358,7 @@ class _Read(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        gradients = _Gradients((hidden, weight, bias), ctx.needs_input_grad)
+        gradients = _Gradients((hidden, weight, bias), ctx.needs_input_grad, plan.precision)
         room, grad = plan.buffer(hidden), grad / plan.temperature
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in plan.tiles:

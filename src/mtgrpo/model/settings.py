@@ -51,6 +51,14 @@ class Quantization(Enum):
     nf4 = "nf4"  # 4 bits a weight (QLoRA, arXiv:2305.14314), more slowly; needs bitsandbytes
 
 
+class Head(Enum):
+    """To what the factors of the head's products are rounded; logits and their sums are fp32 whatever it is."""
+
+    fp32 = "fp32"
+    tf32 = "tf32"  # 10 bits, on a GPU; a CPU keeps all
+    bf16 = "bf16"  # 7 bits
+
+
 @dataclass
 class ModelSettings:
     """Which model is trained. `tiny`, `tiny-2m` and `tiny-30m` are Qwen3-shaped models from scratch.
@@ -63,12 +71,15 @@ class ModelSettings:
     attention: Attention = Attention.auto  # how a training batch is laid out, and the kernel
     lora: LoRA = field(default_factory=LoRA)
     quantization: Quantization = Quantization.none  # of the frozen layers below adapters
+    head: Head = Head.fp32  # what the head's factors are rounded to: less is faster on a GPU; see policy/mismatch/*
     checkpointing: bool | None = None  # compute layers twice and keep less; null: where memory asks for it
     value_head: bool = False  # for algorithms that learn what return to expect; starts at zero, or as it was saved
 
     def __post_init__(self) -> None:
         if self.attention is Attention.flash_attention_2 and self.dtype not in (DType.auto, DType.bfloat16):
             raise ConfigError("`attention=flash_attention_2` computes in 16 bits: set `dtype=bfloat16`")
+        if self.head is not Head.fp32 and self.dtype is DType.float64:
+            raise ConfigError(f"`head={self.head.value}` rounds what `dtype=float64` keeps: set `head=fp32`")
         if self.lora.rank and self.name in FROM_SCRATCH:
             raise ConfigError(
                 f"`lora.rank={self.lora.rank}`: `name={self.name}` is a model from scratch, so there is "

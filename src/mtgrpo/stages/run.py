@@ -136,7 +136,8 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         sinks.tell(tasks.notes)
         tokenizer, chat = open_tokenizer(experiment)
         if trains and torch.cuda.is_available():
-            planned = plan(experiment, torch.cuda.mem_get_info(device_of_process())[1], "cuda")
+            free, total = torch.cuda.mem_get_info(device_of_process())
+            planned = plan(experiment, total, "cuda", taken=total - free)
             sinks.note(planned.describe())
             experiment = planned.experiment
         settings = replace(experiment.model, name=str(resumed.path)) if resumed else experiment.model

@@ -257,7 +257,7 @@ class _Parts:
                 pool,
                 where,
                 self._planner.put(query.ravel()),
-                self._mask(np.arange(length) >= filled[:, None, None, None]),
+                self._mask(filled[:, None, None] - 1, length),
             )
         )
         return place
@@ -275,13 +275,14 @@ class _Parts:
         query = np.where(real, first[:, None] + column, first[:, None])
         place = np.where(real, (flat.lengths[begin:end] - counts)[:, None] + column, 0)  # among the row's own tokens
         self.table[query[real], 0] = self._results + real.ravel().nonzero()[0]
-        hidden = np.arange(blocks.shape[1] * pool.length) > place[:, None, :, None]
-        self._add(Part(pool, self._planner.put(blocks), self._planner.put(query.ravel()), self._mask(hidden)))
+        mask = self._mask(place[:, None], blocks.shape[1] * pool.length)
+        self._add(Part(pool, self._planner.put(blocks), self._planner.put(query.ravel()), mask))
 
     def _add(self, part: Part) -> None:
         self.parts.append(part)
         self._results += len(part.query)
 
-    def _mask(self, hidden: NDArray[np.bool_]) -> Tensor:
-        mask = torch.zeros(hidden.shape, dtype=self._planner.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-        return mask.to(self._planner.device)
+    def _mask(self, last: _Numbers, places: int) -> Tensor:
+        """Up to the place `last` of each query 0, and -inf beyond; made where the model is."""
+        hidden = torch.arange(places, device=self._planner.device) > self._planner.put(last)[..., None]
+        return torch.zeros_like(hidden, dtype=self._planner.dtype).masked_fill_(hidden, -torch.inf)

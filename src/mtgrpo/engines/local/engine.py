@@ -8,7 +8,6 @@ runs inside the event loop, between the coroutines of the conversations.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -24,10 +23,10 @@ from mtgrpo.engines import Key
 from mtgrpo.engines.local.attention_scores import attention_scores
 from mtgrpo.engines.local.batch_plan import BatchPlanner, Row
 from mtgrpo.engines.local.decoder import Forward
-from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, token_bytes, whole_blocks
+from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, check_room, token_bytes
 from mtgrpo.engines.local.paged_attention import attend
 from mtgrpo.engines.local.sampling import sample, stream_key, uniforms
-from mtgrpo.engines.local.scheduler import Conversation, Request, Scheduler
+from mtgrpo.engines.local.scheduler import MAX_PREFILL_TOKENS, Conversation, Request, Scheduler
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.out_of_memory import explained
@@ -50,19 +49,10 @@ def start_engine(
     if reason:
         raise ConfigError(f"engine=local cannot sample from this model: {reason}; choose another model or engine")
     total = _memory_bytes(model.device)
-    tokens = int(memory_fraction * total / token_bytes(model))
-    if tokens < whole_blocks(longest_context):
-        share = math.ceil(1e4 * whole_blocks(longest_context) * token_bytes(model) / total) / 1e4
-        more = f"engine.memory_fraction to at least {share}, or " if share < 1 else ""
-        raise ConfigError(
-            f"engine.memory_fraction={memory_fraction} of {total / 2**30:.1f} GiB holds the KV cache "
-            f"of a conversation of {tokens // BLOCK_SIZE * BLOCK_SIZE} tokens, but one may grow to {longest_context}; "
-            f"set {more}environment.max_context_length to at most {tokens // BLOCK_SIZE * BLOCK_SIZE}"
-        )
+    check_room(memory_fraction, total, token_bytes(model), longest_context)
     check_length(model, longest_context)
-    engine = LocalEngine(
-        model, deterministic, KVCache(model, tokens, longest_context), longest_context, keep_stale_cache
-    )
+    kv_cache = KVCache(model, int(memory_fraction * total / token_bytes(model)), longest_context)
+    engine = LocalEngine(model, deterministic, kv_cache, longest_context, keep_stale_cache)
     engine.check()
     return engine
 
@@ -108,7 +98,7 @@ class LocalEngine:
         self._longest = longest_context
         self._forward = Forward(model)
         self._kv_cache = kv_cache
-        self._scheduler = Scheduler(kv_cache)
+        self._scheduler = Scheduler(kv_cache, MAX_PREFILL_TOKENS[model.device.type])
         self._planner = BatchPlanner(kv_cache, model.device, computes_in(model))
         self.notes: list[str] = []
         self._rounding = 0.0  # nats, that of the model when it was last measured

@@ -6,6 +6,7 @@ large blocks of a pool of its own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.traits import traits
@@ -142,6 +144,19 @@ class KVCache:
 def whole_blocks(tokens: int) -> int:
     """`tokens`, rounded up to whole blocks of a conversation."""
     return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def check_room(fraction: float, memory: int, one: int, longest: int) -> None:
+    """Raise ConfigError unless `fraction` of `memory` bytes holds `longest` tokens of `one` byte count each."""
+    tokens = int(fraction * memory / one)
+    if tokens < whole_blocks(longest):
+        share = math.ceil(1e4 * whole_blocks(longest) * one / memory) / 1e4
+        more = f"engine.memory_fraction to at least {share}, or " if share < 1 else ""
+        raise ConfigError(
+            f"engine.memory_fraction={fraction} of {memory / 2**30:.1f} GiB holds the KV cache "
+            f"of a conversation of {tokens // BLOCK_SIZE * BLOCK_SIZE} tokens, but one may grow to {longest}; "
+            f"set {more}environment.max_context_length to at most {tokens // BLOCK_SIZE * BLOCK_SIZE}"
+        )
 
 
 def token_bytes(model: PreTrainedModel) -> int:

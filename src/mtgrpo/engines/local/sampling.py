@@ -53,12 +53,13 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniform: NDArray[np.flo
     if any(s.temperature not in (0, 1) for s in settings):
         temperatures = [s.temperature or 1.0 for s in settings]
         logits = logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
-    cut = [bool(s.top_p < 1 or s.top_k or s.min_p) for s in settings]
+    cut = [i for i, s in enumerate(settings) if s.top_p < 1 or s.top_k or s.min_p]
     kept: list[array[int] | None] = [None] * len(settings)
     probability = logits.softmax(-1)
-    if any(cut):
+    if cut:
         probability = truncate(logits.log_softmax(-1), settings).exp()
-        kept = [_kept(row) if is_cut else None for row, is_cut in zip(probability, cut, strict=True)]
+        for i, tokens in zip(cut, _kept(probability[cut]), strict=True):
+            kept[i] = tokens
     tokens = _invert(probability, torch.from_numpy(uniform).to(logits.device))
     greedy = [s.temperature == 0 for s in settings]
     if any(greedy):
@@ -90,9 +91,10 @@ def _last(cumulative: Tensor) -> Tensor:
     return (cumulative < cumulative[:, -1:]).sum(-1, keepdim=True)
 
 
-def _kept(probability: Tensor) -> array[int]:
-    """The tokens of one row that have not been cut off."""
-    return array("i", probability.nonzero()[:, 0].tolist())
+def _kept(probability: Tensor) -> list[array[int]]:
+    """The tokens of each row that have not been cut off; a GPU is waited for once."""
+    row, token = probability.nonzero().cpu().unbind(1)
+    return [array("i", tokens.tolist()) for tokens in token.split(row.bincount().tolist())]
 
 
 def truncate(logprobs: Tensor, settings: Sequence[Sampling]) -> Tensor:

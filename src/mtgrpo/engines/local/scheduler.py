@@ -18,7 +18,7 @@ from mtgrpo.engines.local.batch_plan import Row
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, Prefix
 from mtgrpo.types import Completion, Sampling
 
-MAX_PREFILL_TOKENS = 512  # in one step, beside the decoding: what is longer is prefilled in chunks
+MAX_PREFILL_TOKENS = {"cpu": 512, "cuda": 2048}  # in a step, beside the decoding: longer ones are prefilled in chunks
 SHORTEST_PREFIX = 32  # tokens; sharing fewer is not worth it
 
 
@@ -29,7 +29,12 @@ class Conversation:
     key: Key
     block_table: BlockTable = field(default_factory=BlockTable)
     turns: int = 0
-    used: int = 0  # the last step in which it computed anything
+    began: int = -1  # the step before which its first request came
+
+    @property
+    def age(self) -> tuple[int, Key]:
+        """Conversations in the order in which they began."""
+        return self.began, self.key
 
 
 @dataclass(eq=False)
@@ -46,6 +51,7 @@ class Request:
     versions: list[int] = field(default_factory=list[int])
     kept: list[array[int]] = field(default_factory=list["array[int]"])
     since: int = 0  # the step before which it came
+    looked: int = -1  # the step in which a prefix was last looked for; -1 = not since its cache was emptied
 
     @property
     def pending(self) -> int:
@@ -56,8 +62,8 @@ class Request:
 class Scheduler:
     """The requests in flight and the open conversations."""
 
-    def __init__(self, kv_cache: KVCache) -> None:
-        self._kv_cache = kv_cache
+    def __init__(self, kv_cache: KVCache, prefill_tokens: int) -> None:
+        self._kv_cache, self._prefill_tokens = kv_cache, prefill_tokens
         self._step = 0
         self._conversations: list[Conversation] = []
         self._waiting: list[Request] = []
@@ -88,6 +94,9 @@ class Scheduler:
     def ask(self, request: Request) -> None:
         """A turn is requested."""
         request.since = self._step
+        if request.conversation.began < 0:
+            request.conversation.began = self._step
+        self._align(request)
         self._waiting.append(request)
 
     def drop(self, request: Request) -> None:
@@ -99,6 +108,8 @@ class Scheduler:
         for conversation in self._conversations:
             self._forget(conversation.block_table)
         self._waiting, self._running = self.requests, []
+        for request in self._waiting:
+            request.looked = -1
 
     def invalidate_prefix_cache(self) -> None:
         """Conversations keep the prefixes that they have; no other conversation joins them."""
@@ -113,7 +124,7 @@ class Scheduler:
             self._start()
         rows: list[tuple[Row, Request | None]] = []
         planned: dict[int, int] = {}  # how many tokens of each prefix will be missing after this step
-        room = MAX_PREFILL_TOKENS
+        room = self._prefill_tokens
         index = 0
         while index < len(self._running):  # which loses requests at its end when memory runs out
             request = self._running[index]
@@ -132,7 +143,6 @@ class Scheduler:
             count = 1 if pending == 1 else min(pending, room)
             if count and (self._fits(block_table, count) or self._preempt(request, count)):
                 room -= count if pending > 1 else 0
-                request.conversation.used = self._step
                 rows.append(
                     (Row(block_table, request.tokens[end : end + count]), request if count == pending else None)
                 )
@@ -167,13 +177,14 @@ class Scheduler:
     def _preempt(self, request: Request, count: int) -> bool:
         """Blocks for the next `count` tokens of a running request: evict idle conversations, then preempt the latest.
 
-        False if the request itself was preempted.
+        The only one that runs evicts those that began before it too. False if the request itself was preempted.
         """
         block_table = request.conversation.block_table
         while self._kv_cache.own.missing(block_table, count) > self._kv_cache.own.free:
-            if self._evict():
+            if self._evict(None if len(self._running) == 1 else request.conversation):
                 continue
             victim = self._running.pop()
+            victim.looked = -1
             self._waiting.append(victim)
             self._forget(victim.conversation.block_table)
             if victim is request:
@@ -182,23 +193,31 @@ class Scheduler:
         return True
 
     def _start(self) -> None:
-        """Admit waiting requests, the oldest first, as long as there are blocks for all that they have pending."""
+        """Admit waiting requests as long as there are blocks for all that they have pending.
+
+        Where blocks are short, conversations that began first go first, and take no blocks from one another. Else all
+        would compute their contexts again at every turn.
+        """
         self._waiting.sort(key=lambda request: (request.since, request.conversation.key))
-        for request in self._waiting:
-            self._align(request)
-        self._share([request for request in self._waiting if request.conversation.block_table.end == 0])
+        self._share([r for r in self._waiting if r.looked < 0 and not r.conversation.block_table.end])
         own = self._kv_cache.own
         promised = sum(own.missing(request.conversation.block_table, request.pending) for request in self._running)
-        while self._waiting:
-            request = self._waiting[0]
-            needed = own.missing(request.conversation.block_table, request.pending)
-            idle = sum(len(c.block_table.blocks) for c in self._idle(request.conversation))
+        admitted: list[Request] = []
+        for request in sorted(self._waiting, key=lambda request: request.conversation.age):
+            conversation = request.conversation
+            needed = own.missing(conversation.block_table, request.pending)
+            idle = sum(len(c.block_table.blocks) for c in self._idle(conversation))
             while own.free < promised + needed <= own.free + idle:
-                idle -= self._evict(spared=request.conversation)
-            if promised + needed > own.free and self._running:
+                idle -= self._evict(conversation)
+            if promised + needed > own.free and (self._running or admitted):
                 break
-            promised += needed
-            self._running.append(self._waiting.pop(0))
+            if request.looked < self._step and not conversation.block_table.end:  # its prefix may have room now
+                alike = [r for r in self._waiting if r.tokens == request.tokens]
+                self._share([r for r in alike if not r.conversation.block_table.end])
+            promised += own.missing(conversation.block_table, request.pending)
+            admitted.append(request)
+        self._running += [request for request in self._waiting if request in admitted]
+        self._waiting = [request for request in self._waiting if request not in admitted]
 
     def _align(self, request: Request) -> None:
         """Release what the conversation has cached and is not the beginning of the request; the last token is new."""
@@ -217,6 +236,7 @@ class Scheduler:
         """
         prompts: dict[tuple[int, ...], list[Request]] = {}
         for request in fresh:
+            request.looked = self._step
             prompts.setdefault(tuple(request.tokens[:-1]), []).append(request)
         group: list[Request] = []
         common: list[int] = []
@@ -258,16 +278,17 @@ class Scheduler:
         for request in group:
             request.conversation.block_table.prefix = prefix
 
-    def _idle(self, spared: Conversation | None) -> list[Conversation]:
-        """Conversations that have blocks and are not running."""
+    def _idle(self, before: Conversation | None) -> list[Conversation]:
+        """Conversations that have blocks, are not running and began after `before`."""
         running = {id(request.conversation) for request in self._running}
-        return [c for c in self._conversations if c.block_table.blocks and id(c) not in running and c is not spared]
+        idle = [c for c in self._conversations if c.block_table.blocks and id(c) not in running]
+        return [c for c in idle if before is None or c.age > before.age]
 
-    def _evict(self, spared: Conversation | None = None) -> int:
-        """Evict the idle conversation that has computed nothing for longest; how many blocks it had."""
-        if not (idle := self._idle(spared)):
+    def _evict(self, before: Conversation | None) -> int:
+        """Evict the idle conversation that began last, and after `before`; how many blocks it had."""
+        if not (idle := self._idle(before)):
             return 0
-        chosen = min(idle, key=lambda c: (c.used, c.key)).block_table
+        chosen = max(idle, key=lambda c: c.age).block_table
         count = len(chosen.blocks)
         self._forget(chosen)
         return count
