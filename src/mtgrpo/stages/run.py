@@ -144,8 +144,10 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             model = load_model(settings, experiment.seed)
         model.generation_config.eos_token_id = list(chat.stop_ids)  # and ends its turns so
         longest = longest_context(experiment, model)
-        engine = experiment.engine.start(model, experiment.deterministic, longest)
+        engine = experiment.engine.start(model, experiment.deterministic, longest, folder)
         stack.push_async_callback(engine.close)
+        if not engine.shares_weights:
+            await engine.load_weights(model, 0)
         for note in (*chat.notes, describe_attention(model)):
             sinks.note(note)
         sinks.tell(engine.notes)

@@ -1,0 +1,75 @@
+"""Engines in processes of their own: `engine.py` asks the servers, `vllm.py` and `sglang.py` are kinds of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtgrpo.engines import Engine
+from mtgrpo.errors import ConfigError, refuse_without_effect, require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mtgrpo.engines.server.engine import ServerEngine
+
+
+class Kind(Enum):
+    """Whose interface the servers have."""
+
+    vllm = "vllm"  # 0.32
+    sglang = "sglang"  # by its own interface, written against its source and not tried
+
+
+class Sync(Enum):
+    """How new weights reach the servers."""
+
+    auto = "auto"  # adapter where adapters are trained, else files
+    files = "files"  # all weights as safetensors, which servers read again
+    adapter = "adapter"  # the LoRA adapter alone
+    none = "none"  # not at all: for `mtgrpo eval` of what they serve; training would be caught at once
+
+
+@dataclass
+class Server(Engine):
+    """Sample with vLLM, over HTTP, in processes and a Python environment of their own.
+
+    Servers are started, and stopped whatever ends the run; or they are running already, at `url`.
+    """
+
+    url: list[str] = field(default_factory=list[str])  # of servers that are running; [] = start them
+    python: str = ".venv-vllm/bin/python"  # of the environment that has vLLM
+    replicas: int = 1  # servers that are started
+    kind: Kind = Kind.vllm
+    tensor_parallel: int = 1  # GPUs of each server
+    devices: list[int] = field(default_factory=list[int])  # GPUs of all servers together; [] = those of the trainer
+    memory_fraction: float | None = None  # of a GPU for one server's weights and KV cache; null: vLLM decides
+    sync: Sync = Sync.auto
+    arguments: list[str] = field(default_factory=list[str])  # more words for the servers' command line
+    start_timeout_s: float = 900.0  # until a server answers
+
+    def __post_init__(self) -> None:
+        require(self, replicas=">= 1", tensor_parallel=">= 1", memory_fraction="> 0 and < 1", start_timeout_s="> 0")
+        if self.url:
+            started = ("python", "replicas", "tensor_parallel", "devices", "memory_fraction", "arguments")
+            refuse_without_effect(self, started, "servers at `url` were started by somebody else: set `url=[]`")
+        elif self.kind is Kind.sglang:
+            raise ConfigError("`kind=sglang`: such servers are not started here; give the `url` of running ones")
+        if self.devices and len(self.devices) != self.replicas * self.tensor_parallel:
+            raise ConfigError(
+                f"`devices={self.devices}` must name `replicas` * `tensor_parallel` = "
+                f"{self.replicas * self.tensor_parallel} GPUs"
+            )
+
+    def start(
+        self, model: PreTrainedModel, deterministic: bool, longest_context: int, folder: Path | None = None
+    ) -> ServerEngine:
+        """An engine over servers that are started, or looked at, when they get their first weights.
+
+        The servers' logs go to `folder`. Raises ConfigError where there is no such interpreter.
+        """
+        from mtgrpo.engines.server.start import start_engine  # noqa: PLC0415  settings alone import no library
+
+        return start_engine(self, model, longest_context, folder)
