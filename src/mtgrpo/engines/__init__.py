@@ -16,6 +16,8 @@ from mtgrpo.types import Attend, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from mtgrpo.model.settings import ModelSettings
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
@@ -97,6 +99,10 @@ class Engine(ABC):
     def exact(self) -> bool:
         """Whether its log-probabilities are the trainer's, but for rounding."""
         return False
+
+    def chosen(self, settings: ModelSettings) -> tuple[Engine, str]:
+        """The engine that is meant for this model, by default itself, and why, for the user."""
+        return self, ""
 
     @abstractmethod
     def start(

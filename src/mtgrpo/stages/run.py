@@ -135,6 +135,9 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         tasks, held_out = open_tasks(experiment)
         sinks.tell(tasks.notes)
         tokenizer, chat = open_tokenizer(experiment)
+        engine, why = experiment.engine.chosen(experiment.model)
+        sinks.tell([why] if why else [])
+        experiment = replace(experiment, engine=engine)
         if trains and torch.cuda.is_available():
             planned = plan(experiment, torch.cuda.mem_get_info(device_of_process())[1], "cuda")
             sinks.note(planned.describe())

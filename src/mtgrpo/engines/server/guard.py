@@ -43,12 +43,13 @@ def main(parent: int, folder: str, command: list[str]) -> int:
 
     signal.signal(signal.SIGALRM, kill)
     signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
     if os.getppid() != parent:  # it ended before the kernel was asked
         end(signal.SIGTERM, None)
     code = program.wait()
     signal.alarm(0)
     _signal_group(program.pid, signal.SIGKILL)
-    if os.getppid() != parent:
+    if folder and os.getppid() != parent:
         shutil.rmtree(folder, ignore_errors=True)
     return code
 

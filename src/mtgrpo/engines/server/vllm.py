@@ -20,8 +20,7 @@ from transformers.utils import CONFIG_NAME
 from mtgrpo.engines.server import Server
 from mtgrpo.engines.server.replica import LostError, Part, Replica
 from mtgrpo.errors import ConfigError, EngineError
-from mtgrpo.sync import Push
-from mtgrpo.sync.adapter import Adapter
+from mtgrpo.sync import HOT
 from mtgrpo.types import Finish, Sampling
 
 NAME = "policy"  # of the model that a server of ours serves
@@ -58,15 +57,9 @@ class VLLM(Replica):
                 f"--max-model-len {longest}, or set environment.max_context_length lower"
             )
         try:
-            info = await self.ask("GET", "/server_info", params={"config_format": "json"})
+            await self.ask("GET", "/weight_info")
         except EngineError as error:
             raise ConfigError(f"{self.name} takes no weights: start it with VLLM_SERVER_DEV_MODE=1 set") from error
-        mode = info["vllm_config"]["model_config"]["logprobs_mode"]
-        if mode != "processed_logprobs":
-            raise ConfigError(
-                f"{self.name} gives {mode}, not the log-probabilities that it samples with: start it with "
-                "--logprobs-mode processed_logprobs"
-            )
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
         """See `Replica.sample`."""
@@ -96,9 +89,11 @@ class VLLM(Replica):
 
     async def likeliest(self, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
         """See `Replica.likeliest`."""
-        answer = await self._generate(tokens, {"max_tokens": 1, "prompt_logprobs": count})
-        rows = answer["prompt_logprobs"][1:]
-        return [{int(token): found["logprob"] for token, found in row.items()} for row in rows]
+        settings = {"max_tokens": 1, "prompt_logprobs": count, "temperature": HOT, "logprobs": 0, "ignore_eos": True}
+        answer = await self._generate(tokens, settings)
+        rows = [{int(token): found["logprob"] for token, found in row.items()} for row in answer["prompt_logprobs"][1:]]
+        (sampled,) = answer["choices"][0]["logprobs"]["content"]
+        return [*rows, {sampled["token_id"]: sampled["logprob"]}]
 
     async def _generate(self, tokens: Sequence[int], settings: dict[str, Any]) -> Any:
         body = {"model": self._model, "token_ids": list(tokens), "sampling_params": {**settings, "detokenize": False}}
@@ -145,23 +140,29 @@ def _kept(entry: Any) -> array[int]:
     return array("i", sorted(left | {entry["token_id"]}))
 
 
-def command(settings: Server, push: Push, longest: int, dtype: torch.dtype, cuda: bool, socket: Path) -> list[str]:
-    """The words after the interpreter's name that start a server behind the Unix socket."""
-    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", push.served, "--served-model-name", NAME]
-    words += ["--uds", str(socket), "--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm"]
-    words += ["--dtype", str(dtype).removeprefix("torch."), "--max-model-len", str(longest)]
+def command(
+    settings: Server, model: str, dtype: str, longest: int | None, place: Sequence[str], lora_rank: int = 0
+) -> list[str]:
+    """The words after the interpreter's name that start a server of `model`.
+
+    longest: context in tokens, None for the model's own. place: the words that say where it listens.
+    """
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", NAME, *place]
+    words += ["--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm", "--dtype", dtype]
     words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MOST_LOGPROBS)]
     words += ["--tensor-parallel-size", str(settings.tensor_parallel)]
-    if cuda:
-        words += ["--enable-sleep-mode"]
-        if settings.memory_fraction:
-            words += ["--gpu-memory-utilization", str(settings.memory_fraction)]
-    else:
+    if longest:
+        words += ["--max-model-len", str(longest)]
+    if lora_rank:
+        rank = next((rank for rank in RANKS if rank >= lora_rank), lora_rank)
+        words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"]
+    if not torch.cuda.is_available():
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         words += ["--kv-cache-memory-bytes", str(int((settings.memory_fraction or CPU_CACHE) * memory))]
-    if isinstance(push, Adapter):
-        rank = next((rank for rank in RANKS if rank >= push.rank), RANKS[-1])
-        words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"]
+    elif settings.fraction:
+        words += ["--gpu-memory-utilization", str(settings.fraction)]
+    if torch.cuda.is_available() and settings.shares_gpu:
+        words += ["--enable-sleep-mode"]
     return [*words, *settings.arguments]
 
 
