@@ -48,12 +48,10 @@ class Process:
     environment: Mapping[str, str]
     log: Path  # is appended to
     folder: Path  # is removed when we are killed
-    socket: Path  # where it listens
     _guard: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, after the end of what ran before."""
-        self.socket.unlink(missing_ok=True)  # vLLM does not listen where one is left
         guarded = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(self.folder), *self.command]
         with self.log.open("ab") as log:
             self._guard = subprocess.Popen(
@@ -177,8 +175,6 @@ class Replica(ABC):
         """Take it again; the weights are those from before."""
 
 
-def connect(url: str, socket: Path | None = None) -> httpx.AsyncClient:
-    """A client of the server at `url`, or behind the Unix socket; as many requests at once as there are."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    transport = httpx.AsyncHTTPTransport(uds=str(socket) if socket else None, limits=limits)
-    return httpx.AsyncClient(base_url=url, transport=transport)
+def connect(url: str) -> httpx.AsyncClient:
+    """A client of the server at `url`, for as many requests at once as there are."""
+    return httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=None, max_keepalive_connections=None))

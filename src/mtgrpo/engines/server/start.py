@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from mtgrpo.sync import Nothing, Push
 from mtgrpo.sync.adapter import Adapter
 from mtgrpo.sync.files import Files
 
+HOST = "127.0.0.1"  # of the servers that are started
 SHARED_MEMORY = Path("/dev/shm")
 COPIES = 3  # of the weights that may lie there at once: the old ones, the new ones, and room
 
@@ -43,21 +45,26 @@ def start_engine(settings: Server, model: PreTrainedModel, longest_context: int,
     for url in settings.url:
         replicas.append(kind(f"the server at {url}", connect(url)))
     for number in range(0 if settings.url else settings.replicas):
-        socket = exchange / f"server_{number}.sock"
+        place = ["--host", HOST, "--port", str(port := _free_port())]
         process = Process(
-            [str(python), *command(settings, push.served, kind_of, longest_context, ["--uds", str(socket)], rank)],
+            [str(python), *command(settings, push.served, kind_of, longest_context, place, rank)],
             environment(settings, number),
             (folder or exchange) / f"server_{number}.log",
             exchange,
-            socket,
         )
-        replicas.append(kind(f"server {number}", connect("http://server", socket), process))
+        replicas.append(kind(f"server {number}", connect(f"http://{HOST}:{port}"), process))
     sleeps = model.device.type == "cuda" and settings.shares_gpu
     return ServerEngine(replicas, push, longest_context, settings.start_timeout_s, sleeps, exchange)
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
 def _exchange(model: PreTrainedModel, shared: Path | None) -> Path:
-    """A new folder for weights and sockets: in memory where there is room, or in `shared`, for servers elsewhere."""
+    """A new folder for weights: in memory where there is room, or in `shared`, for servers elsewhere."""
     if shared is None and SHARED_MEMORY.is_dir():
         needed = COPIES * sum(weight.nbytes for weight in model.parameters())
         shared = SHARED_MEMORY if shutil.disk_usage(SHARED_MEMORY).free > needed else None
