@@ -148,6 +148,14 @@ def test_settings_that_contradict_one_another_are_refused(settings: dict[str, ob
         Server(**settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("word", ["sampling.top_p=0.9", "sampling.min_p=0.1", "sampling.top_k=5000"])
+def test_tokens_that_were_kept_must_be_among_those_that_a_server_names(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.top_k=\d+: .* set sampling\.top_k between 1 and 1008"):
+        preset("calculator", "engine=server", word)
+    assert preset("calculator", "engine=server", "sampling.top_p=0.9", "sampling.top_k=1008")
+    assert preset("calculator", "engine=auto", word), "which may turn out to be local"
+
+
 def test_no_interpreter_is_one_clear_line(tmp_path: Path) -> None:
     model = load_model(ModelSettings("tiny"), 0)
     with pytest.raises(ConfigError, match=r"engine\.python=\S+nowhere: there is no such interpreter.*engine\.url"):

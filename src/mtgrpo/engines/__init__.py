@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from mtgrpo.types import Attend, Sample
+from mtgrpo.types import Attend, Sample, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,6 +99,10 @@ class Engine(ABC):
     def exact(self) -> bool:
         """Whether its log-probabilities are the trainer's, but for rounding."""
         return False
+
+    def check(self, sampling: Sampling) -> None:
+        """Raise ConfigError for what it cannot sample with; by default that is nothing."""
+        return
 
     def chosen(self, settings: ModelSettings) -> tuple[Engine, str]:
         """The engine that is meant for this model, by default itself, and why, for the user."""

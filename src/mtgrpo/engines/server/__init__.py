@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mtgrpo.engines import Engine
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
+from mtgrpo.types import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 
 PYTHON = ".venv-vllm/bin/python"  # where make vllm-cpu puts it
+MOST_KEPT = 1008  # tokens that a server can name as those that top-k, top-p and min-p keep
 SHARED = 0.5  # of a GPU's memory, for a server beside the trainer
 
 
@@ -67,6 +69,17 @@ class Server(Engine):
             raise ConfigError(
                 f"`devices={self.devices}` must name `replicas` * `tensor_parallel` = "
                 f"{self.replicas * self.tensor_parallel} GPUs"
+            )
+
+    def check(self, sampling: Sampling) -> None:
+        """Raise ConfigError where a server would not say which tokens were kept."""
+        cut = sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
+        if cut and self.kind is Kind.sglang:
+            raise ConfigError("engine.kind=sglang samples from everything: leave sampling.top_p, top_k and min_p out")
+        if cut and not 0 < sampling.top_k <= MOST_KEPT:
+            raise ConfigError(
+                f"sampling.top_k={sampling.top_k}: with top-p, min-p or top-k a server says of the likeliest tokens alone "
+                f"which were kept; set sampling.top_k between 1 and {MOST_KEPT}"
             )
 
     @property

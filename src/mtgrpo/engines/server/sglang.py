@@ -33,8 +33,6 @@ class SGLang(Replica):
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
         """See `Replica.sample`."""
-        if sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0:
-            raise ConfigError("engine.kind=sglang samples from everything: leave sampling.top_p, top_k and min_p out")
         settings = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from transformers.utils import CONFIG_NAME
 
-from mtgrpo.engines.server import Server
+from mtgrpo.engines.server import MOST_KEPT, Server
 from mtgrpo.engines.server.replica import LostError, Part, Replica
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.sync import HOT
 from mtgrpo.types import Finish, Sampling
 
 NAME = "policy"  # of the model that a server of ours serves
-MOST_LOGPROBS = 1024  # that a server of ours gives for a token
 TIED = 16  # tokens that may be as likely as the last that top-k keeps, and are kept too
 COMPARED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")  # of configurations
 NOTHING = -9000.0  # vLLM writes -9999 for minus infinity
@@ -64,11 +63,6 @@ class VLLM(Replica):
     async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
         """See `Replica.sample`."""
         cut = sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
-        if cut and not 0 < sampling.top_k <= MOST_LOGPROBS - TIED:
-            raise ConfigError(
-                "a server says which tokens top-p, min-p and top-k keep only of the likeliest ones: set sampling.top_k "
-                f"between 1 and {MOST_LOGPROBS - TIED}, got {sampling.top_k}"
-            )
         settings: dict[str, Any] = {
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -149,7 +143,7 @@ def command(
     """
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", NAME, *place]
     words += ["--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm", "--dtype", dtype]
-    words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MOST_LOGPROBS)]
+    words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MOST_KEPT + TIED)]
     words += ["--tensor-parallel-size", str(settings.tensor_parallel)]
     if longest:
         words += ["--max-model-len", str(longest)]
@@ -159,6 +153,7 @@ def command(
     if not torch.cuda.is_available():
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         words += ["--kv-cache-memory-bytes", str(int((settings.memory_fraction or CPU_CACHE) * memory))]
+        words += ["--no-enable-chunked-prefill"]  # a prompt in parts and a seed of one's own end vLLM 0.32 on a CPU
     elif settings.fraction:
         words += ["--gpu-memory-utilization", str(settings.fraction)]
     if torch.cuda.is_available() and settings.shares_gpu:
