@@ -78,8 +78,8 @@ class Server(Engine):
             raise ConfigError("engine.kind=sglang samples from everything: leave sampling.top_p, top_k and min_p out")
         if cut and not 0 < sampling.top_k <= MOST_KEPT:
             raise ConfigError(
-                f"sampling.top_k={sampling.top_k}: with top-p, min-p or top-k a server says of the likeliest tokens alone "
-                f"which were kept; set sampling.top_k between 1 and {MOST_KEPT}"
+                f"sampling.top_k={sampling.top_k}: where top-p, min-p or top-k cut, a server tells of the likeliest "
+                f"tokens alone which were kept; set sampling.top_k between 1 and {MOST_KEPT}"
             )
 
     @property
