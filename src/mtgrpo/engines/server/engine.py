@@ -1,8 +1,9 @@
 """Sampling over HTTP: several servers that hold the same weights, each in a process of its own.
 
-A request is a list of token ids, so that any server can go on with any conversation: what a server that died or was
-paused had sampled so far stays, and the rest is sampled elsewhere, or with newer weights. Conversations stay with the
-server that has their KV cache, and siblings share one, as long as it is not much busier than the others.
+A request is a list of token ids, so that any server can go on with any conversation. Of a turn that is interrupted for
+new weights what was sampled stays, and the rest is sampled with them; one whose server is lost is sampled elsewhere.
+Conversations stay with the server that has their KV cache, and siblings share one, as long as it is not much busier than
+the others.
 """
 
 from __future__ import annotations
