@@ -22,6 +22,7 @@ from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.types import Finish, Sampling
 
 HEALTH = "/health"
+HANGS_S = 60.0  # without an answer, and a server is lost
 POLL_S = 0.5  # between two questions whether a server that starts is ready
 SAID = 15  # lines of a server's log that are shown when it ends
 
@@ -126,7 +127,7 @@ class Replica(ABC):
 
     async def healthy(self) -> None:
         """Raise LostError where it does not answer."""
-        await self.ask("GET", HEALTH, timeout_s=10)
+        await self.ask("GET", HEALTH, timeout_s=HANGS_S)
 
     async def close(self) -> None:
         """End what is ours."""
