@@ -152,22 +152,22 @@ async def refuses_others(engine: ServerEngine, folder: Path) -> None:
 
 
 async def takes_weights_while_it_samples(engine: ServerEngine, model: PreTrainedModel) -> None:
-    sampling, context = Sampling(max_new_tokens=700), [21, 30, 40, 50]
+    sampling, context = Sampling(max_new_tokens=900), [21, 30, 40, 50]
     asked = [asyncio.ensure_future(turn(engine, str(i), context, sampling)) for i in range(4)]
     await until(lambda: sum(replica.load > 0 for replica in engine._replicas) > 0)
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.3)
     before = nudge(model)
     await engine.load_weights(model, 1)
     assert 0 < engine.metrics["proof_nats"] < CLOSE and engine.metrics["push_bytes"] > 1e6
     answers = await asyncio.gather(*asked)
-    assert any(0 in found.versions for found in answers), "some were under way"
+    assert any(set(found.versions) == {0, 1} for found in answers), "some were under way"
     for found in answers:
         old = found.versions.count(0)
-        assert found.versions == [0] * old + [1] * (700 - old)
+        assert found.versions == [0] * old + [1] * (900 - old)
         first = Completion(found.tokens[:old], found.logprobs[:old], [], Finish.LENGTH)
         rest = Completion(found.tokens[old:], found.logprobs[old:], [], Finish.LENGTH)
-        assert not old or apart(before, context, first, sampling) < CLOSE
-        assert apart(model, [*context, *first.tokens], rest, sampling) < CLOSE
+        assert not first.tokens or apart(before, context, first, sampling) < CLOSE
+        assert not rest.tokens or apart(model, [*context, *first.tokens], rest, sampling) < CLOSE
 
 
 async def loses_a_server(engine: ServerEngine, model: PreTrainedModel) -> None:

@@ -2,8 +2,8 @@
 
 A request is a list of token ids, so that any server can go on with any conversation. Of a turn that is interrupted for
 new weights what was sampled stays, and the rest is sampled with them; one whose server is lost is sampled elsewhere.
-Conversations stay with the server that has their KV cache, and siblings share one, as long as it is not much busier than
-the others.
+Conversations stay with the server that has their KV cache, and siblings share one, unless it is much busier than the
+others.
 """
 
 from __future__ import annotations

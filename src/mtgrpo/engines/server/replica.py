@@ -95,7 +95,7 @@ class Replica(ABC):
         self._client = client
 
     async def ask(self, method: str, path: str, timeout_s: float | None = 600.0, **more: Any) -> Any:
-        """The JSON that it answers, None without. EngineError where it refuses, with what it says.
+        """The JSON that it answers, None for anything else. EngineError where it refuses, with what it says.
 
         LostError where it cannot be reached, or fails at what it is there for.
         """
@@ -106,7 +106,7 @@ class Replica(ABC):
         if answer.status_code >= 400:
             kind = LostError if answer.status_code >= 500 and path in (HEALTH, self.generates) else EngineError
             raise kind(f"{self.name} answered {path} with {answer.status_code}: {answer.text[:500]}")
-        return answer.json() if answer.content else None
+        return answer.json() if "json" in answer.headers.get("content-type", "") else None
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when it answers. Raises ConfigError when it ends, or does not answer in time."""
