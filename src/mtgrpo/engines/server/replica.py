@@ -27,7 +27,7 @@ POLL_S = 0.5  # between two questions whether a server that starts is ready
 SAID = 15  # lines of a server's log that are shown when it ends
 
 
-class LostError(Exception):
+class LostError(EngineError):
     """A server answers no more, or says that it is broken: others may answer in its place."""
 
 

@@ -7,6 +7,7 @@ that is sampled from) and `--max-logprobs 1024`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from array import array
@@ -26,6 +27,7 @@ from mtgrpo.types import Finish, Sampling
 NAME = "policy"  # of the model that a server of ours serves
 TIED = 16  # tokens that may be as likely as the last that top-k keeps, and are kept too
 COMPARED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")  # of configurations
+RESETS, RESET_S = 200, 0.05  # tries to reset the prefix cache, and the seconds between them
 NOTHING = -9000.0  # vLLM writes -9999 for minus infinity
 CPU_CACHE = 0.1  # of the memory, for the KV cache of a server without a GPU
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM can be told to expect
@@ -105,7 +107,11 @@ class VLLM(Replica):
         """See `Replica.reload`."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self.ask("POST", "/collective_rpc", json=call)
-        await self.ask("POST", "/reset_prefix_cache")
+        for _ in range(RESETS):
+            if (await self.ask("POST", "/reset_prefix_cache"))["success"]:
+                return
+            await asyncio.sleep(RESET_S)  # a request that was interrupted still holds some of it
+        raise EngineError(f"{self.name} keeps the KV cache of older weights: it could not be reset {RESETS} times")
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """See `Replica.load_adapter`; the one before is let go."""
