@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 from mtgrpo.config.recipe import read_recipe
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import AFTER, BEFORE, EVALUATION, LEARNING, Row, RunRecord, flat
+from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, flat, objects
 from mtgrpo.statistics import Comparison, Estimate, compare, mean_over_tasks, wilson
 from mtgrpo.text import clock, is_number, number, shorten
+from mtgrpo.types import EVALUATION, LEARNING
 
 Series = list[tuple[float, float]]  # step, value
 
@@ -216,36 +215,15 @@ def examples(run: RunRecord) -> tuple[str, list[Example]]:
 
 def _example(row: Row, success: bool) -> Example:
     """What the policy said is as many messages of the assistant, from the end, as the conversation has turns."""
-    messages = [_cut(message) for message in _objects(row.get("messages"))]
+    messages = [_cut(message) for message in objects(row.get("messages"))]
     by_policy = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    turns = len(_objects(row.get("turns")))
+    turns = len(objects(row.get("turns")))
     start = by_policy[-turns] if 0 < turns <= len(by_policy) else len(messages)
     return Example(success, row, messages[:start], messages[start:])
 
 
-def _objects(value: object) -> list[Row]:
-    return (
-        [cast("Row", part) for part in cast("list[Any]", value) if isinstance(part, dict)]
-        if isinstance(value, list)
-        else []
-    )
-
-
 def _cut(message: Row) -> Row:
     return {key: shorten(value) if isinstance(value, str) else value for key, value in message.items()}
-
-
-def calls(message: Row) -> list[str]:
-    """The tool calls of a message, as `name(arguments)`."""
-    found = _objects(message.get("tool_calls"))
-    return [shorten(f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})") for call in found]
-
-
-def facts(row: Row) -> str:
-    """How a conversation ended, on a line."""
-    said = [f"reward {number(row.get('reward'))}", str(row.get("status")), str(row.get("reason") or "")]
-    said.append(f"expected {shorten(str(row['answer']))}" if row.get("answer") else "")
-    return ", ".join(filter(None, said))
 
 
 def results(runs: Sequence[RunRecord]) -> list[tuple[int, list[str]]]:
@@ -257,6 +235,18 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[int, list[str]]]:
     ]
 
 
+def against_first(runs: Sequence[RunRecord]) -> list[str]:
+    """What the others differ from the first run in, task by task, where both were measured on the same tasks."""
+    said: list[str] = []
+    first = (runs[0].outcomes(AFTER) or {}) if len(runs) > 1 else {}
+    for run in runs[1:]:
+        other = run.outcomes(AFTER) or {}
+        if both := [task for task in first if task in other]:
+            found = compare([first[task] for task in both], [other[task] for task in both])
+            said.append(f"{run.name} against {runs[0].name}, success on {len(both)} tasks: {_gained(found)}")
+    return said
+
+
 def interval(estimate: Estimate | None) -> str:
     """Mean and interval in per cent; "" for none."""
     return f"{estimate.mean:.1%} ({estimate.low:.1%} to {estimate.high:.1%})" if estimate else ""
@@ -266,9 +256,13 @@ def change(measurement: Measurement) -> str:
     """How much was gained, in percentage points, and how sure that is; "" where one of the two is missing."""
     found, before, after = measurement.comparison, measurement.before, measurement.after
     if found:
-        gain, p_value = found.difference, f"p < {1e-4:.4f}" if found.p_value < 1e-4 else f"p = {found.p_value:.2g}"
-        return f"{100 * gain.mean:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}), {p_value}"
+        return _gained(found)
     return f"{100 * (after.mean - before.mean):+.1f} points" if before and after else ""
+
+
+def _gained(found: Comparison) -> str:
+    gain, p_value = found.difference, f"p < {1e-4:.4f}" if found.p_value < 1e-4 else f"p = {found.p_value:.2g}"
+    return f"{100 * gain.mean:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}), {p_value}"
 
 
 def states(runs: Sequence[RunRecord]) -> list[str]:
