@@ -73,6 +73,13 @@ def nudge(model: PreTrainedModel) -> PreTrainedModel:
     return before
 
 
+async def generated(engine: ServerEngine) -> float:
+    """The tokens that the servers have generated, by their own count."""
+    texts = [(await replica._client.get("/metrics")).text.splitlines() for replica in engine._replicas]
+    counts = [line for text in texts for line in text if line.startswith("vllm:generation_tokens_total")]
+    return sum(float(line.split()[-1]) for line in counts)
+
+
 async def until(true: Callable[[], bool], seconds: float = 900) -> None:
     async with asyncio.timeout(seconds):
         while not true():
@@ -153,9 +160,10 @@ async def refuses_others(engine: ServerEngine, folder: Path) -> None:
 
 async def takes_weights_while_it_samples(engine: ServerEngine, model: PreTrainedModel) -> None:
     sampling, context = Sampling(max_new_tokens=900), [21, 30, 40, 50]
+    begun = await generated(engine)
     asked = [asyncio.ensure_future(turn(engine, str(i), context, sampling)) for i in range(4)]
-    await until(lambda: sum(replica.load > 0 for replica in engine._replicas) > 0)
-    await asyncio.sleep(0.3)
+    while await generated(engine) < begun + 100:
+        await asyncio.sleep(0.01)
     before = nudge(model)
     await engine.load_weights(model, 1)
     assert 0 < engine.metrics["proof_nats"] < CLOSE and engine.metrics["push_bytes"] > 1e6
