@@ -7,12 +7,15 @@ import copy
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -23,8 +26,9 @@ from mtgrpo.engines.server import Server
 from mtgrpo.engines.server.engine import ServerEngine
 from mtgrpo.engines.server.replica import Replica
 from mtgrpo.errors import ConfigError, EngineError
-from mtgrpo.model.load import ModelSettings, load_model
+from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer, save_model
 from mtgrpo.model.rounding import plain_logprobs
+from mtgrpo.model.settings import LoRA
 from mtgrpo.sync import Nothing, ProofError
 from mtgrpo.types import Completion, Finish, Sampling
 from test_engine import make_model
@@ -64,12 +68,13 @@ def apart(model: PreTrainedModel, context: list[int], found: Completion, samplin
     return (own - torch.tensor(found.logprobs)).abs().max().item()
 
 
-def nudge(model: PreTrainedModel) -> PreTrainedModel:
+def nudge(model: PreTrainedModel, scale: float = 1e-3) -> PreTrainedModel:
     """As one optimiser step would; returns a copy of the model as it was."""
     before = copy.deepcopy(model)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(1e-3 * torch.randn(weight.shape))
+            if weight.requires_grad:
+                weight.add_(scale * torch.randn(weight.shape))
     return before
 
 
@@ -249,3 +254,45 @@ def test_a_run_trains_beside_a_server_and_kill_9_of_it_leaves_nothing(python: st
     for row in rows:
         assert row["engine/proof_nats"] < CLOSE and row["engine/servers"] == 1
         assert row["policy/mismatch/worst_trajectory"] < CLOSE or row["rollout/token_staleness"] > 0
+
+
+def test_a_launched_server_takes_adapters_and_whole_models_and_ends_by_ctrl_c(python: str, tmp_path: Path) -> None:
+    base, port = tmp_path / "base", free_port()
+    save_model(make_model(), load_tokenizer("tiny"), base)  # its head is tied
+    words = ["--model", str(base), "--python", python, "--port", str(port), "--dtype", "float32", "--max-length", "512"]
+    words += ["--lora-rank", "4", *(f"--argument={word}" for word in SMALL)]
+    process = subprocess.Popen([sys.executable, "-m", "mtgrpo", "launch", "vllm", *words], start_new_session=True)
+    try:
+        asyncio.run(use(f"http://127.0.0.1:{port}", base, tmp_path, process))
+    finally:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+
+
+async def use(url: str, base: Path, folder: Path, process: subprocess.Popen[bytes]) -> None:
+    async with httpx.AsyncClient() as client:
+        while True:
+            assert process.poll() is None
+            with suppress(httpx.TransportError):
+                if (await client.get(f"{url}/health")).status_code == 200:
+                    break
+            await asyncio.sleep(0.5)
+    for rank in (4, 0):
+        model = load_model(ModelSettings(str(base), lora=LoRA(rank)), 0)
+        engine = Server(url=[url]).start(model, True, 512, folder)
+        for version in range(3):
+            await engine.load_weights(model, version)
+            found = await turn(engine, "0", [20, 30, 40], Sampling(max_new_tokens=20))
+            assert found.versions == [version] * 20 and apart(model, [20, 30, 40], found, Sampling()) < CLOSE
+            nudge(model, 1e-2)
+        assert engine.metrics["push_bytes"] < 2e5 if rank else engine.metrics["push_bytes"] > 1e6
+        engine._push = Nothing()
+        with pytest.raises(ProofError, match=f"the server at {url} does not hold .* after update 3"):
+            await engine.load_weights(model, 3)
+        await engine.close()
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
