@@ -164,19 +164,23 @@ async def refuses_others(engine: ServerEngine, folder: Path) -> None:
 
 
 async def takes_weights_while_it_samples(engine: ServerEngine, model: PreTrainedModel) -> None:
-    sampling, context = Sampling(max_new_tokens=900), [21, 30, 40, 50]
+    sampling, context = Sampling(max_new_tokens=400), [21, 30, 40, 50]
+
+    async def turns(name: str) -> list[Completion]:
+        return [await turn(engine, f"{name}/{number}", context, sampling) for number in range(4)]
+
     begun = await generated(engine)
-    asked = [asyncio.ensure_future(turn(engine, str(i), context, sampling)) for i in range(4)]
-    while await generated(engine) < begun + 100:
+    asked = [asyncio.ensure_future(turns(str(i))) for i in range(8)]
+    while await generated(engine) == begun:
         await asyncio.sleep(0.01)
     before = nudge(model)
     await engine.load_weights(model, 1)
     assert 0 < engine.metrics["proof_nats"] < CLOSE and engine.metrics["push_bytes"] > 1e6
-    answers = await asyncio.gather(*asked)
+    answers = [found for several in await asyncio.gather(*asked) for found in several]
     assert any(set(found.versions) == {0, 1} for found in answers), "some were under way"
     for found in answers:
         old = found.versions.count(0)
-        assert found.versions == [0] * old + [1] * (900 - old)
+        assert found.versions == [0] * old + [1] * (400 - old)
         first = Completion(found.tokens[:old], found.logprobs[:old], [], Finish.LENGTH)
         rest = Completion(found.tokens[old:], found.logprobs[old:], [], Finish.LENGTH)
         assert not first.tokens or apart(before, context, first, sampling) < CLOSE
