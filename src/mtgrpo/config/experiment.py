@@ -187,6 +187,7 @@ class Experiment:
         self._check_rewards()
         self._check_policies()
         self._check_deterministic()
+        self.engine.check(self.sampling)
         if self.condenser.attends and not self.engine.attends:
             raise ConfigError(
                 f"condenser {self.condenser.name} goes by the model's attention, which engine "

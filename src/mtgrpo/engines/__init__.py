@@ -8,12 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from mtgrpo.types import Attend, Sample
+from mtgrpo.types import Attend, Sample, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from mtgrpo.model.settings import ModelSettings
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,6 +39,7 @@ class RunningEngine(Protocol):
     shares_weights: bool  # whether it samples from the very tensors that are trained
     notes: list[str]  # for the user, not shown yet
     sync_s: float  # seconds spent on taking over new weights, in all
+    metrics: dict[str, float]  # of the engine itself, as they are now
 
     @property
     def version(self) -> int:
@@ -59,7 +63,8 @@ class RunningEngine(Protocol):
     async def load_weights(self, source: PreTrainedModel, version: int) -> None:
         """Sample from the present weights of `source` from here on, and call them `version`.
 
-        Called after every weight update and after the warm start. Requests in flight go on with the new weights.
+        Called after every weight update and after the warm start, and before the first conversation where the engine
+        does not share its weights. Requests in flight go on with the new weights.
         """
         ...
 
@@ -95,9 +100,20 @@ class Engine(ABC):
         """Whether its log-probabilities are the trainer's, but for rounding."""
         return False
 
+    def check(self, sampling: Sampling) -> None:
+        """Raise ConfigError for what it cannot sample with; by default that is nothing."""
+        return
+
+    def chosen(self, settings: ModelSettings) -> tuple[Engine, str]:
+        """The engine that is meant for this model, by default itself, and why, for the user."""
+        return self, ""
+
     @abstractmethod
-    def start(self, model: PreTrainedModel, deterministic: bool, longest_context: int) -> RunningEngine:
+    def start(
+        self, model: PreTrainedModel, deterministic: bool, longest_context: int, folder: Path | None = None
+    ) -> RunningEngine:
         """An engine that samples from `model`, in contexts of at most `longest_context` tokens, output included.
 
-        `deterministic`: batch composition depends on the keys alone.
+        `deterministic`: batch composition depends on the keys alone. `folder`: of the run, for the engine's own logs.
+        An engine that does not share its weights has none before `load_weights`.
         """

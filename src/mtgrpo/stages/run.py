@@ -135,6 +135,9 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         tasks, held_out = open_tasks(experiment)
         sinks.tell(tasks.notes)
         tokenizer, chat = open_tokenizer(experiment)
+        engine, why = experiment.engine.chosen(experiment.model)
+        sinks.tell([why] if why else [])
+        experiment = replace(experiment, engine=engine)
         if trains and torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info(device_of_process())
             planned = plan(experiment, total, "cuda", taken=total - free)
@@ -145,8 +148,10 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             model = load_model(settings, experiment.seed)
         model.generation_config.eos_token_id = list(chat.stop_ids)  # and ends its turns so
         longest = longest_context(experiment, model)
-        engine = experiment.engine.start(model, experiment.deterministic, longest)
+        engine = experiment.engine.start(model, experiment.deterministic, longest, folder)
         stack.push_async_callback(engine.close)
+        if not engine.shares_weights:
+            await engine.load_weights(model, 0)
         for note in (*chat.notes, describe_attention(model)):
             sinks.note(note)
         sinks.tell(engine.notes)

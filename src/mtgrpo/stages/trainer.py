@@ -154,6 +154,7 @@ class _Training:
             run.sinks.tell(notes)
         seconds = time.perf_counter() - began
         metrics |= describe_step(batch, experiment, step - 1, seconds - train_s, train_s)
+        metrics |= {f"engine/{name}": value for name, value in run.engine.metrics.items()}
         metrics |= policy.profiler.step(describe_conversations(batch.groups, experiment.profile), run.engine.sync_s)
         self.budget.count(batch.groups, seconds)
         warnings = [*describe_failures(batch.groups), *self.trends.warnings(metrics)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mtgrpo.engines import Engine
@@ -38,7 +39,9 @@ class Local(Engine):
     def exact(self) -> bool:
         return not self.keep_stale_cache
 
-    def start(self, model: PreTrainedModel, deterministic: bool, longest_context: int) -> LocalEngine:
+    def start(
+        self, model: PreTrainedModel, deterministic: bool, longest_context: int, folder: Path | None = None
+    ) -> LocalEngine:
         """An engine over `model`'s own weights.
 
         Raises ConfigError for models that keep more than a KV cache, or whose attention cannot be replaced, for

@@ -88,6 +88,7 @@ class LocalEngine:
         keep_stale: bool = False,
     ) -> None:
         self.sync_s = 0.0
+        self.metrics: dict[str, float] = {}
         self._version = 0
         self._keep_stale = keep_stale
         self._model = model

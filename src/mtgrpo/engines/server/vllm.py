@@ -1,0 +1,177 @@
+"""vLLM 0.32: its interface for tokens in and out, and how it is started.
+
+What a server must have that somebody else starts: VLLM_SERVER_DEV_MODE=1 (weights and versions over HTTP),
+`--enable-scale-out` (tokens in and out), `--logprobs-mode processed_logprobs` (log-probabilities under the distribution
+that is sampled from) and `--max-logprobs 1024`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import CONFIG_NAME
+
+from mtgrpo.engines.server import MOST_KEPT, Server
+from mtgrpo.engines.server.replica import LostError, Part, Replica
+from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.sync import HOT
+from mtgrpo.types import Finish, Sampling
+
+NAME = "policy"  # of the model that a server of ours serves
+TIED = 16  # tokens that may be as likely as the last that top-k keeps, and are kept too
+COMPARED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")  # of configurations
+RESETS, RESET_S = 200, 0.05  # tries to reset the prefix cache, and the seconds between them
+NOTHING = -9000.0  # vLLM writes -9999 for minus infinity
+CPU_CACHE = 0.1  # of the memory, for the KV cache of a server without a GPU
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM can be told to expect
+FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": None}
+
+
+class VLLM(Replica):
+    """A vLLM server."""
+
+    generates = "/inference/v1/generate"
+    _model = NAME  # or the adapter that is sampled with
+    _label = ""  # of its weights
+
+    async def check(self, config: Mapping[str, Any], longest: int) -> None:
+        """See `Replica.check`; a server without what we need of its interface is refused too."""
+        (served, *_) = (await self.ask("GET", "/v1/models"))["data"]
+        self._model, length = served["id"], served["max_model_len"]
+        theirs = Path(served["root"]) / CONFIG_NAME
+        found = json.loads(theirs.read_text()) if theirs.is_file() else config  # else the push finds out
+        if differing := [name for name in COMPARED if found.get(name) != config.get(name)]:
+            raise ConfigError(
+                f"{self.name} serves another model, {served['root']}: its {differing[0]} is "
+                f"{found.get(differing[0])}, and that of the model which is trained {config.get(differing[0])}"
+            )
+        if length < longest:
+            raise ConfigError(
+                f"{self.name} serves contexts of {length} tokens, and the run's may grow to {longest}: start it with "
+                f"--max-model-len {longest}, or set environment.max_context_length lower"
+            )
+        try:
+            await self.ask("GET", "/weight_info")
+        except EngineError as error:
+            raise ConfigError(f"{self.name} takes no weights: start it with VLLM_SERVER_DEV_MODE=1 set") from error
+
+    async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
+        """See `Replica.sample`."""
+        cut = sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
+        settings: dict[str, Any] = {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": seed % 2**63,
+            "stop_token_ids": list(sampling.stop_ids),
+            "ignore_eos": True,  # the stop tokens are those above
+            "logprobs": sampling.top_k + TIED if cut else 0,
+        }
+        (choice,) = (await self._generate(tokens, settings))["choices"]
+        listed = choice["logprobs"]["content"]
+        kept = [_kept(entry) for entry in listed] if cut else []
+        return Part(
+            choice["token_ids"], [entry["logprob"] for entry in listed], kept, FINISHES[choice["finish_reason"]]
+        )
+
+    async def likeliest(self, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
+        """See `Replica.likeliest`."""
+        settings = {"max_tokens": 1, "prompt_logprobs": count, "temperature": HOT, "logprobs": 0, "ignore_eos": True}
+        answer = await self._generate(tokens, settings)
+        rows = [{int(token): found["logprob"] for token, found in row.items()} for row in answer["prompt_logprobs"][1:]]
+        (sampled,) = answer["choices"][0]["logprobs"]["content"]
+        return [*rows, {sampled["token_id"]: sampled["logprob"]}]
+
+    async def _generate(self, tokens: Sequence[int], settings: dict[str, Any]) -> Any:
+        body = {"model": self._model, "token_ids": list(tokens), "sampling_params": {**settings, "detokenize": False}}
+        answer = await self.ask("POST", self.generates, timeout_s=None, json=body)
+        labels = {span["version"] for choice in answer["choices"] for span in choice["weight_versions"] or []}
+        if labels - {self._label}:
+            raise LostError(f"{self.name} sampled with weights {labels} instead of {self._label}: was it restarted?")
+        return answer
+
+    async def abort(self) -> None:
+        """See `Replica.abort`."""
+        await self.ask("POST", "/abort_requests", json={})
+
+    async def reload(self, folder: Path) -> None:
+        """See `Replica.reload`."""
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self.ask("POST", "/collective_rpc", json=call)
+        for _ in range(RESETS):
+            if (await self.ask("POST", "/reset_prefix_cache"))["success"]:
+                return
+            await asyncio.sleep(RESET_S)  # a request that was interrupted still holds some of it
+        raise EngineError(f"{self.name} keeps the KV cache of older weights: it could not be reset {RESETS} times")
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """See `Replica.load_adapter`; the one before is let go."""
+        await self.ask("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
+        before, self._model = self._model, name
+        if before != NAME:
+            await self.ask("POST", "/v1/unload_lora_adapter", json={"lora_name": before})
+
+    async def label(self, version: int) -> None:
+        """See `Replica.label`."""
+        self._label = str(version)
+        await self.ask("POST", "/update_weight_version", json={"new_version": self._label})
+
+    async def sleep(self) -> None:
+        """See `Replica.sleep`: the weights go to the CPU's memory."""
+        await self.ask("POST", "/sleep", params={"level": 1})
+
+    async def wake(self) -> None:
+        """See `Replica.wake`."""
+        await self.ask("POST", "/wake_up")
+
+
+def _kept(entry: Any) -> array[int]:
+    """The tokens that have not been cut off, ascending."""
+    left = {other["token_id"] for other in entry["top_logprobs"] if other["logprob"] > NOTHING}
+    return array("i", sorted(left | {entry["token_id"]}))
+
+
+def command(
+    settings: Server, model: str, dtype: str, longest: int | None, place: Sequence[str], lora_rank: int = 0
+) -> list[str]:
+    """The words after the interpreter's name that start a server of `model`.
+
+    longest: context in tokens, None for the model's own. place: the words that say where it listens.
+    """
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", NAME, *place]
+    words += ["--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm", "--dtype", dtype]
+    words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MOST_KEPT + TIED)]
+    words += ["--tensor-parallel-size", str(settings.tensor_parallel)]
+    if longest:
+        words += ["--max-model-len", str(longest)]
+    if lora_rank:
+        rank = next((rank for rank in RANKS if rank >= lora_rank), lora_rank)
+        words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"]
+    if not torch.cuda.is_available():
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        words += ["--kv-cache-memory-bytes", str(int((settings.memory_fraction or CPU_CACHE) * memory))]
+        words += ["--no-enable-chunked-prefill"]  # a prompt in parts and a seed of one's own end vLLM 0.32 on a CPU
+    elif settings.fraction:
+        words += ["--gpu-memory-utilization", str(settings.fraction)]
+    if torch.cuda.is_available() and settings.shares_gpu:
+        words += ["--enable-sleep-mode"]
+    return [*words, *settings.arguments]
+
+
+def environment(settings: Server, number: int) -> dict[str, str]:
+    """The variables of server `number`."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    variables |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if settings.devices:
+        mine = settings.devices[number * settings.tensor_parallel :][: settings.tensor_parallel]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
+    return variables

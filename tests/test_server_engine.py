@@ -1,0 +1,217 @@
+"""Engines in processes of their own: what is pushed, how it is proven, what is refused; the rest needs real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import socket
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from mtgrpo.config.compose import preset
+from mtgrpo.engines.auto import Auto
+from mtgrpo.engines.local import Local
+from mtgrpo.engines.local.engine import probe
+from mtgrpo.engines.server import Kind, Server, Sync
+from mtgrpo.engines.server import engine as server_engine
+from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.memory import estimate
+from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer, save_model
+from mtgrpo.model.rounding import plain_logprobs
+from mtgrpo.model.settings import DType, LoRA
+from mtgrpo.sync import HOT, Nothing, Proof, ProofError
+from mtgrpo.sync.adapter import Adapter
+from mtgrpo.sync.files import Files
+from test_memory import named, row
+
+
+def changed(model: PreTrainedModel, scale: float = 1e-2) -> PreTrainedModel:
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(scale * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    return model
+
+
+def listed(model: PreTrainedModel, tokens: list[int], top: int = 20) -> list[dict[int, float]]:
+    """As a server would answer that holds the weights of `model`."""
+    logprobs = plain_logprobs(model, torch.tensor(tokens))[:-1]
+    best = logprobs.topk(top, -1).indices.tolist()
+    rows = zip(logprobs, best, tokens[1:], strict=True)
+    hot = (plain_logprobs(model, torch.tensor(tokens))[-1] / HOT).log_softmax(-1)
+    return [*({t: row[t].item() for t in {*likeliest, own}} for row, likeliest, own in rows), {343: hot[343].item()}]
+
+
+def adapted(folder: Path) -> PreTrainedModel:
+    base = folder / "base"
+    save_model(load_model(ModelSettings("tiny"), 0), load_tokenizer("tiny"), base)
+    return changed(load_model(ModelSettings(str(base), lora=LoRA(4)), 0))
+
+
+# --- the proof ---
+
+
+def test_a_proof_accepts_the_same_weights_and_names_both_numbers_for_others() -> None:
+    model = load_model(ModelSettings("tiny"), 0)
+    tokens = probe(model, 64).tolist()
+    proof = Proof.of(model, 7, tokens)
+    assert proof.check(listed(model, tokens), "server 0") < 1e-5
+    stale = listed(model, tokens)
+    proof = Proof.of(changed(model, 1e-3), 8, tokens)  # about one optimiser step
+    with pytest.raises(ProofError, match="server 0 does not hold the trainer's weights: after update 8") as failed:
+        proof.check(stale, "server 0")
+    found = re.search(r"by (\S+) nats, and (\S+) are accepted", str(failed.value))
+    assert found and float(found[1]) > 3 * float(found[2]) == pytest.approx(3e-4)
+
+
+def test_a_proof_fails_where_nothing_is_known() -> None:
+    model = load_model(ModelSettings("tiny"), 0)
+    proof = Proof.of(model, 0, [5, 6, 7])
+    right = listed(model, [5, 6, 7])
+    cold = plain_logprobs(model, torch.tensor([5, 6, 7]))[-1, 343].item()  # not at the temperature that is sampled with
+    for found in ([], right[1:], [*right[:-1], {343: math.nan}], [*right[:-1], {343: cold}]):
+        with pytest.raises(ProofError):
+            proof.check(found, "server 0")
+
+
+def test_the_tolerance_follows_the_dtype() -> None:
+    models = [load_model(ModelSettings("tiny", dtype), 0) for dtype in (DType.float32, DType.bfloat16)]
+    exact, rounded = (Proof.of(model, 0, [5, 6, 7]).bound for model in models)
+    assert exact == 1e-4 and rounded >= 1e-2
+
+
+# --- what is pushed ---
+
+
+def test_files_are_a_model_whose_head_is_its_own(tmp_path: Path) -> None:
+    model = load_model(ModelSettings("tiny", value_head=True), 0)
+    push = Files(tmp_path, torch.float32)
+    for version in (1, 2):
+        written = push.write(changed(model), version)
+    config = json.loads((tmp_path / "served/config.json").read_text())
+    assert config["tie_word_embeddings"] is False and written > sum(w.nbytes for w in model.parameters())
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "served")
+    tokens = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(served(tokens).logits, model(tokens).logits, rtol=0, atol=1e-6)
+    assert served.lm_head.weight.data_ptr() != served.model.embed_tokens.weight.data_ptr()
+
+
+def test_files_are_written_in_the_dtype_of_the_servers(tmp_path: Path) -> None:
+    model = load_model(ModelSettings("tiny", DType.bfloat16), 0)
+    Files(tmp_path, torch.bfloat16).write(model, 1)
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype="bfloat16")
+    assert torch.equal(served.model.norm.weight, model.base_model.norm.weight.bfloat16())
+
+
+def test_an_adapter_alone_is_pushed_under_the_name_of_its_version(tmp_path: Path) -> None:
+    model = adapted(tmp_path)
+    push = Adapter(tmp_path, model)
+    assert (push.served, push.rank) == (str(tmp_path / "base"), 4)
+    sizes = [push.write(model, version) for version in (1, 2)]
+    assert sizes[0] < sum(w.nbytes for w in model.parameters()) / 4
+    assert [path.name for path in sorted(tmp_path.glob("policy-*"))] == ["policy-2"]
+    warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an older name
+    served = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(push.served), str(tmp_path / "policy-2"))
+    tokens = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(served(tokens).logits, model(tokens).logits, rtol=0, atol=1e-6)
+
+
+def test_each_way_refuses_what_it_cannot_push(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.sync=files pushes all weights.*engine\.sync=adapter"):
+        Files(tmp_path, torch.float32).write(adapted(tmp_path), 1)
+    with pytest.raises(ConfigError, match=r"engine\.sync=adapter: the model has no adapter"):
+        Adapter(tmp_path, load_model(ModelSettings("tiny"), 0))
+    assert Nothing().write(load_model(ModelSettings("tiny"), 0), 1) == 0
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"url": ["http://localhost:1"], "replicas": 2}, "`replicas=2` has no effect: servers at `url`"),
+        ({"kind": Kind.sglang}, "`kind=sglang`: such servers are not started here"),
+        ({"devices": [0, 1, 2], "replicas": 2}, r"`devices=\[0, 1, 2\]` must name `replicas` \* `tensor_parallel` = 2"),
+        ({"memory_fraction": 1.0}, "`memory_fraction` must be > 0 and < 1, got 1.0"),
+    ],
+)
+def test_settings_that_contradict_one_another_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Server(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("word", ["sampling.top_p=0.9", "sampling.min_p=0.1", "sampling.top_k=5000"])
+def test_tokens_that_were_kept_must_be_among_those_that_a_server_names(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.top_k=\d+: .* set sampling\.top_k between 1 and 1008"):
+        preset("calculator", "engine=server", word)
+    assert preset("calculator", "engine=server", "sampling.top_p=0.9", "sampling.top_k=1008")
+    assert preset("calculator", "engine=auto", word), "which may turn out to be local"
+
+
+def test_no_interpreter_is_one_clear_line(tmp_path: Path) -> None:
+    model = load_model(ModelSettings("tiny"), 0)
+    with pytest.raises(ConfigError, match=r"engine\.python=\S+nowhere: there is no such interpreter.*engine\.url"):
+        Server(python=str(tmp_path / "nowhere")).start(model, True, 64)
+
+
+def test_no_server_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_engine, "REACHED_S", 0.0)
+    model = load_model(ModelSettings("tiny"), 0)
+    with socket.socket() as taken:  # bound, so that nobody else listens there
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+        async def start() -> None:
+            engine = Server(url=[url]).start(model, True, 64, tmp_path)
+            try:
+                await engine.load_weights(model, 0)
+            finally:
+                await engine.close()
+
+        with pytest.raises(ConfigError, match=f"no server answers.*the server at {url}.*engine.python=PATH"):
+            asyncio.run(start())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_engine_answers_with_an_error(tmp_path: Path) -> None:
+    model = load_model(ModelSettings("tiny"), 0)
+
+    async def ask() -> None:
+        engine = Server(url=["http://127.0.0.1:1"], sync=Sync.none).start(model, True, 64, tmp_path)
+        await engine.close()
+        async with engine.conversation(server_engine.Key(0, "t", "0", 0)) as sample:
+            await sample([5], server_engine.Sampling(max_new_tokens=1))
+
+    with pytest.raises(EngineError, match="the engine is closed"):
+        asyncio.run(ask())
+
+
+# --- which engine ---
+
+
+def test_auto_says_which_engine_and_why(tmp_path: Path) -> None:
+    LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=4).save_pretrained(tmp_path)
+    large, here = ModelSettings(str(tmp_path)), tmp_path / "config.json"
+    chosen, why = Auto().chosen(ModelSettings("tiny"))
+    assert chosen == Local() and "local, for the model has 0.00 billion weights" in why
+    chosen, why = Auto(python=str(tmp_path / "nowhere")).chosen(large)
+    assert chosen == Local() and "there is no engine.python" in why
+    chosen, why = Auto(python=str(here)).chosen(large)
+    assert chosen == Server(python=str(here)) and "server, for the model has 1.07 billion weights" in why
+
+
+def test_the_memory_plan_counts_a_server_beside_the_trainer(tmp_path: Path) -> None:
+    words = f"model.name={named(tmp_path)}", "sft.steps=0", "model.dtype=float32", "engine=server"
+    found = estimate(preset("calculator", *words), 10**11, "cuda")
+    assert row(found, "server's weights and KV cache").bytes == 5 * 10**10
+    assert row(found, "server's libraries").bytes == 10**9
+    apart = estimate(preset("calculator", *words, "engine.devices=[1]"), 10**11, "cuda")
+    assert not any(r.name.startswith("server") for r in apart.rows)

