@@ -78,9 +78,14 @@ def test_a_guess_outside_narrows_nothing() -> None:
     assert [say(playing, text).messages[0].content for text in ("3", "99")] == ["higher: 10 to 40", "lower: 10 to 40"]
 
 
-def test_ranges_of_the_two_splits_have_nothing_in_common() -> None:
-    lows = [{task.metadata["low"] for task in itertools.islice(Numbers().stream(split, 0), 400)} for split in Split]
-    assert lows[0].isdisjoint(lows[1]) and all(lows)
+def test_no_range_is_in_both_splits() -> None:
+    ranges = [
+        {task.messages[0].content for task in itertools.islice(Numbers().stream(split, 0), 400)} for split in Split
+    ]
+    assert ranges[0].isdisjoint(ranges[1]) and min(map(len, ranges)) > 50
+    with pytest.raises(ConfigError, match="too few"):
+        for split in Split:
+            next(Numbers(highest=10, min_width=20, max_width=20).stream(split, 0))
 
 
 @pytest.mark.parametrize("right", [0.0, 1.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import os
 import shutil
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from mtgrpo.rewards.unit_tests import UnitTests
 from mtgrpo.tasks import Split, TaskSource
 from mtgrpo.tasks.humaneval import HumanEval
 from mtgrpo.tasks.mbpp import MBPP
+from mtgrpo.tools import sandbox
 from mtgrpo.tools.python import Python
 from mtgrpo.tools.sandbox import Kind, Result, Sandbox
 from mtgrpo.types import Finish, Message, Task, ToolCall, Trajectory, Turn
@@ -52,25 +55,24 @@ def require_bubblewrap() -> None:
         pytest.skip("bubblewrap is not installed: apt-get install bubblewrap")
 
 
-def sandboxed() -> set[int]:
-    """The processes on this machine that are in another namespace of processes than the tests."""
-    own, found = os.readlink("/proc/self/ns/pid"), set[int]()
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        try:
-            if os.readlink(f"/proc/{pid}/ns/pid") != own:
-                found.add(pid)
-        except OSError:  # it has ended, or is somebody else's
-            continue
+def marked(mark: str) -> set[int]:
+    """The processes on this machine whose environment holds `mark`."""
+    found = set[int]()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace"):
+                found.add(int(pid))
     return found
 
 
 @pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """No process that the test has started in a sandbox is there a moment later."""
-    before = sandboxed()
-    yield
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """No process that the test has started in a sandbox is there a moment later. Gives the mark of such processes."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setitem(sandbox._ENVIRONMENT, "MARK", mark)  # pyright: ignore[reportPrivateUsage]
+    yield mark
     end = time.monotonic() + 5
-    while (left := sandboxed() - before) and time.monotonic() < end:
+    while (left := marked(mark)) and time.monotonic() < end:
         time.sleep(0.02)
     assert not left
 
@@ -219,12 +221,13 @@ async def test_the_tool_in_a_conversation(kind: Kind, stateful: bool, tmp_path: 
     assert Python(stateful=stateful).idempotent is not stateful
 
 
-@pytest.mark.usefixtures("bubblewrap", "nothing_left")
-async def test_a_cancelled_call_leaves_no_process() -> None:
+@pytest.mark.usefixtures("bubblewrap")
+async def test_a_cancelled_call_leaves_no_process(nothing_left: str) -> None:
     tool = Python()
     await tool.start(Task("task/1", ()))
     work = asyncio.create_task(tool("while True: pass"))
-    await asyncio.sleep(0.5)
+    while len(marked(nothing_left)) < 3:  # bubblewrap, the first process, the worker
+        await asyncio.sleep(0.02)
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work

@@ -154,7 +154,7 @@ PROGRAMS: dict[str, tuple[str, str]] = {
     "hard link": ("import os\nos.link('/usr/bin/python3', '/tmp/link')\nprint('escaped')", ""),
     "symbolic link to the root of another": (
         "import os\nfor pid in os.listdir('/proc'):\n"
-        "    if pid.isdigit() and os.path.exists(f'/proc/{pid}/root/SECRET'):\n"
+        "    if pid.isdigit() and os.path.exists(f'/proc/{pid}/root' 'SECRET'):\n"
         "        print('escaped')",
         "",
     ),
