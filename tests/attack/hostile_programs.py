@@ -220,9 +220,9 @@ PROGRAMS: dict[str, tuple[str, str]] = {
     "host name": ("import socket\nsocket.sethostname('hostile')\nprint('escaped')", ""),
     "clock": ("import time\ntime.clock_settime(time.CLOCK_REALTIME, 0)\nprint('escaped')", ""),
     # --- output and the verdict ---
-    "endless output": ("while True: print('x' * 10_000)", "longer"),
-    "endless errors": ("import sys\nwhile True: sys.stderr.write('x' * 10_000)", "longer"),
-    "endless line": ("import os\nwhile True: os.write(1, b'x' * 65536)", "longer"),
+    "endless output": ("while True: print('x' * 10_000)", ""),
+    "endless errors": ("import sys\nwhile True: sys.stderr.write('x' * 10_000)", ""),
+    "endless line": ("import os\nwhile True: os.write(1, b'x' * 65536)", ""),
     "bytes that are no text": ("import os\nos.write(1, bytes(range(256)) * 100)", ""),
     "closed output": ("import os, sys\nos.close(1)\nos.close(2)\nwhile True: pass", "longer"),
     "own verdicts": (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
+import fcntl
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import resource
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import types
@@ -50,82 +52,52 @@ def _signal_others(number: int) -> None:
             os.kill(-1, number)
 
 
-class Clipped:
-    """Head and tail of an output, `most` bytes together."""
-
-    def __init__(self, most: int) -> None:
-        self._half, self._head, self._tail, self._left_out = max(1, most // 2), bytearray(), bytearray(), 0
-
-    def add(self, data: bytes) -> None:
-        """Take what comes next."""
-        room = self._half - len(self._head)
-        self._head += data[:room]
-        self._tail += data[room:]
-        surplus = max(0, len(self._tail) - self._half)
-        self._left_out += surplus
-        del self._tail[:surplus]
-
-    def text(self) -> str:
-        """All of it, or both ends and how much is missing between them."""
-        cut = f"\n[{self._left_out} bytes left out]\n".encode() if self._left_out else b""
-        return (self._head + cut + self._tail).decode(errors="replace")
-
-
 class Worker:
     """The process that runs code. `limits` are those of `Sandbox`."""
 
     def __init__(self, limits: dict[str, Any]) -> None:
-        self._limits, self._next_look = limits, 0.0
+        self._limits = limits
+        self._output, name = tempfile.mkstemp()  # a pipe would have to be emptied all the time
+        os.unlink(name)
+        fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)
         requests, self._requests = os.pipe()
         self._status, status = os.pipe()
-        self._output, output = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
             try:
-                _serve(limits, requests, status, output)
+                _serve(limits, requests, status, self._output)
             finally:
                 os._exit(1)
-        for end in (requests, status, output):
-            os.close(end)
-        os.set_blocking(self._output, False)
+        os.close(requests)
+        os.close(status)
 
     def run(self, code: str) -> dict[str, Any]:
         """Run `code`: its output, the exception that ended it, or what had it stopped."""
         end = time.monotonic() + self._limits["timeout_s"]
         password = os.urandom(8).hex()  # so that code cannot write its own verdict beforehand
+        os.ftruncate(self._output, 0)
         with contextlib.suppress(BrokenPipeError):  # the worker has ended since
             os.write(self._requests, json.dumps([password, code]).encode() + b"\n")
-        shown, watched = Clipped(self._limits["output_bytes"]), [self._output, self._status]
         error = stopped = ""
-        while not stopped:
-            ready = select.select(watched, [], [], LOOK_S)[0]
-            if self._output in ready and not self._read(shown):
-                watched.remove(self._output)  # all who could write have closed it
-            if self._status in ready:
+        while not (stopped := self._stopped(end)):
+            if select.select([self._status], [], [], LOOK_S)[0]:
                 said = os.read(self._status, 4096).decode(errors="replace").split()
                 if said[:1] == [password]:
                     error = " ".join(said[1:])
                     break
-            stopped = self._stopped(end)
-        for _ in range(OPEN_FILES):  # what is still in the pipe
-            if not self._read(shown):
-                break
-        return {"output": shown.text(), "error": error, "stopped": stopped}
+        return {"output": self._shown(), "error": error, "stopped": stopped}
 
-    def _read(self, shown: Clipped) -> bool:
-        try:
-            data = os.read(self._output, 65536)
-        except BlockingIOError:
-            return False
-        shown.add(data)
-        return bool(data)
+    def _shown(self) -> str:
+        """What the code has printed; both ends of it where it is long."""
+        file, half = self._output, self._limits["output_bytes"] // 2
+        size = os.fstat(file).st_size
+        text = os.pread(file, half, 0)
+        if size > 2 * half:
+            text += f"\n[{size - 2 * half} bytes left out]\n".encode()
+        return (text + os.pread(file, half, max(half, size - half))).decode(errors="replace")
 
     def _stopped(self, end: float) -> str:
         """Why the code cannot go on; "" = it can."""
-        now = time.monotonic()
-        if now < self._next_look:
-            return ""
-        self._next_look = now + LOOK_S
         late = f"it took longer than {self._limits['timeout_s']:g} s"
         try:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -134,7 +106,7 @@ class Worker:
                     return late if code == -signal.SIGXCPU else f"its process ended with code {code}"
         except ChildProcessError:
             pass
-        if now > end:
+        if time.monotonic() > end:
             return late
         if os.getpid() == 1 and _memory() > self._limits["memory_bytes"]:
             return f"it needed more memory than {self._limits['memory_bytes'] >> 20} MB"
