@@ -186,6 +186,13 @@ async def test_what_cannot_work_is_refused_before_anything_is_spent(kind: Kind) 
     assert (await Sandbox(kind=kind).opened()).kind is kind
 
 
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="`memory_mb` must be"):
+        Sandbox(memory_mb=1)
+    with pytest.raises(ConfigError, match="`folders="):
+        Sandbox(kind=Kind.rlimits, folders=["/opt"])
+
+
 async def test_without_bubblewrap_a_run_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mtgrpo.tools.sandbox._ENVIRONMENT", {"PATH": str(tmp_path)})
     environment = ToolUse(tools=["python"])

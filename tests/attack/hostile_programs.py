@@ -167,7 +167,7 @@ PROGRAMS: dict[str, tuple[str, str]] = {
     "open descriptors": (
         "import os\nfor n in os.listdir('/proc/self/fd'):\n    try: target = os.readlink(f'/proc/self/fd/{n}')\n"
         "    except OSError: continue\n"
-        "    if target.startswith('/') and not target.startswith(('/dev/null', '/proc')):\n"
+        "    if target.startswith('/') and not target.startswith(('/dev/null', '/proc', '/tmp')):\n"
         "        print('escaped', target)",
         "",
     ),

@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Self, cast
 
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.tools import sandbox_init
 
 _INIT = Path(sandbox_init.__file__).read_text(encoding="utf-8")
@@ -86,6 +86,8 @@ class Sandbox:
 
     def __post_init__(self) -> None:
         require(self, timeout_s="> 0", memory_mb=">= 32", processes=">= 1", file_mb=">= 1", output_chars=">= 100")
+        if self.kind is Kind.rlimits:
+            refuse_without_effect(self, ("folders",), "with sandbox.kind=rlimits code can read what you can")
 
     async def opened(self) -> Self:
         """A copy for a run, which runs as many pieces of code at once as there are processors.
