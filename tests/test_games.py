@@ -109,7 +109,7 @@ def test_a_task_of_another_source_is_refused() -> None:
 
 def test_the_recipe_is_an_experiment() -> None:
     made = compose(parse(["recipe=guess_number_tiny"])).experiment
-    assert made.environment == GuessNumber() and made.task == Numbers(min_width=20, right=0.18)
+    assert made.environment == GuessNumber() and made.task == Numbers(highest=19, min_width=20, right=0.18)
 
 
 # --- seeds ---
