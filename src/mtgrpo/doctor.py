@@ -80,6 +80,8 @@ PACKAGES = (
     Package("langdetect", "langdetect", "reward=ifeval", 'pip install -e ".[ifeval]"'),
     Package("bm25s", "bm25s", "the search tool", 'pip install -e ".[search]"'),
     Package("Stemmer", "PyStemmer", "the search tool", 'pip install -e ".[search]"'),
+    Package("gymnasium", "gymnasium", "environment=gymnasium", 'pip install -e ".[games]"'),
+    Package("textarena", "textarena", "environment=textarena", 'pip install -e ".[games]"'),
     Package("bitsandbytes", "bitsandbytes", "nf4 weights, 8-bit AdamW", 'pip install -e ".[gpu]"'),
     Package("accelerate", "accelerate", "loading nf4 weights", 'pip install -e ".[gpu]"'),
     Package("gguf", "gguf", "mtgrpo data smollm2", 'pip install -e ".[smollm2]"'),
@@ -109,7 +111,16 @@ def examine(online: bool = False) -> list[Check]:
         hub = pool.submit(_hub, online)
         checks = [*_python_and_packages(), *gpus.result(), _flex_attention()]
         checks += [_package(package) for package in PACKAGES]
-        checks += [_processor(), _threads(), _waiting(), _disk(Path.cwd()), _models(), _data(), hub.result()]
+        checks += [
+            _sandbox(),
+            _processor(),
+            _threads(),
+            _waiting(),
+            _disk(Path.cwd()),
+            _models(),
+            _data(),
+            hub.result(),
+        ]
     return checks
 
 
@@ -265,6 +276,16 @@ def _hub(online: bool) -> Check:
     except (OSError, ValueError) as error:
         said = f"{address} does not answer: {getattr(error, 'reason', error)}"
     return Check("hub", State.missing, said, purpose, "see to the network, or export HF_ENDPOINT=ADDRESS of a mirror")
+
+
+def _sandbox() -> Check:
+    """Whether code of the policy can be run in bubblewrap."""
+    purpose, cure = "the tool python and reward=unit_tests", "apt-get install bubblewrap, or sandbox.kind=rlimits"
+    found = _run(["bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "true"])
+    if found is None:
+        return Check("sandbox", State.missing, "bubblewrap is not installed", purpose, cure)
+    code, said = found
+    return Check("sandbox", State.broken if code else State.ok, f"bubblewrap: {said.strip() or 'works'}", purpose, cure)
 
 
 def _run(command: Sequence[str]) -> tuple[int, str] | None:

@@ -14,7 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from mtgrpo.errors import ConfigError, require
@@ -31,6 +31,20 @@ class Opening:
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
+
+
+def below(task: Task, text: str, tools: tuple[ToolSpec, ...] = ()) -> Opening:
+    """The task's messages with `text` below the last one: in many templates no two of the user's may follow."""
+    *before, last = task.messages
+    return Opening((*before, replace(last, content=f"{last.content}\n\n{text}".strip())), tools)
+
+
+def seed_of(task: Task) -> int:
+    """The seed of the game that `task` is. Raises ConfigError where it has none."""
+    seed = task.metadata.get("seed")
+    if not isinstance(seed, int):
+        raise ConfigError(f"task {task.id} has no seed for a game, got {seed!r}: use task=game")
+    return seed
 
 
 @dataclass(frozen=True, slots=True)

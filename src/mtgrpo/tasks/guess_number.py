@@ -1,0 +1,67 @@
+"""Numbers to be guessed, within ranges of which some are held out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mtgrpo.errors import ConfigError, require
+from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream, held_out
+from mtgrpo.types import Message, Task
+
+_TRIES = 1000  # ranges that are drawn to get one of the wanted split
+
+
+@dataclass
+class GuessNumber(TaskSource):
+    """A number within a range, for environment=guess_number.
+
+    A fifth of all ranges is held out. Halving the range finds one of 2 ** n - 1 numbers with n
+    guesses.
+    """
+
+    min_width: int = 16  # numbers in the range, at least
+    max_width: int = 31  # and at most
+    highest: int = 49  # that a range may begin with; the lowest is 10
+    seed: int = 0  # another seed gives other games
+    right: float = 0.2  # share of demonstrations that halve the range; the others count up from its beginning
+    guesses: int = 5  # in a demonstration, at most
+
+    def __post_init__(self) -> None:
+        require(self, min_width=">= 2", max_width=f">= {self.min_width} (min_width)", highest=">= 10")
+        require(self, right=">= 0 and <= 1", guesses=">= 1")
+
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+        """An endless stream; task number i of a split is the same in every run with the same `task.seed` and `seed`."""
+        return IndexedStream(None, lambda index: self._task(split, seed, index), seed, repeat)
+
+    def _task(self, split: Split, seed: int, index: int) -> Task:
+        name = f"guess_number/{self.seed}/{seed}/{split.value}/{index}"
+        rng = random.Random(name)
+        for _ in range(_TRIES):
+            low = rng.randint(10, self.highest)
+            high = low + rng.randint(self.min_width, self.max_width) - 1
+            if held_out(f"{low} to {high}", 0.2) is (split is Split.eval):
+                number = rng.randint(low, high)
+                prompt = self.with_prompt((Message("user", f"Guess my number: {low} to {high}"),))
+                return Task(name, prompt, str(number), {"low": low, "high": high, "number": number})
+        raise ConfigError(
+            f"task.highest={self.highest} task.min_width={self.min_width} task.max_width={self.max_width} give too few "
+            f"ranges: none of {_TRIES} is for split {split.value}; set them further apart"
+        )
+
+    def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
+        """Guesses and their answers, until the number is found or no guess is left."""
+        halves = random.Random(f"demonstration/{seed}/{task.id}").random() < self.right
+        return tuple(self._conversation(task, halves))
+
+    def _conversation(self, task: Task, halves: bool) -> Iterator[Message]:
+        low, high, number = (int(task.metadata[name]) for name in ("low", "high", "number"))
+        for nth in range(1, self.guesses + 1):
+            guess = (low + high) // 2 if halves else low
+            yield Message("assistant", str(guess))
+            if guess == number or nth == self.guesses:
+                return
+            low, high = (guess + 1, high) if guess < number else (low, guess - 1)
+            yield Message("user", f"{'higher' if guess < number else 'lower'}: {low} to {high}")

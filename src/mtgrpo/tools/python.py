@@ -1,0 +1,60 @@
+"""A Python interpreter in a sandbox."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Self
+
+from mtgrpo.part import RunContext
+from mtgrpo.tools import Tool
+from mtgrpo.tools.sandbox import Sandbox
+from mtgrpo.types import Task
+
+
+@dataclass
+class Python(Tool):
+    """Runs Python code in a sandbox, without network and files; a run is refused where the sandbox does not work.
+
+    Example: `environment.tools={python: {stateful: true, sandbox: {timeout_s: 5}}}`.
+    """
+
+    sandbox: Sandbox = field(default_factory=Sandbox)
+    stateful: bool = False  # variables last as long as the conversation; false: every call begins afresh
+
+    def __post_init__(self) -> None:
+        self.idempotent = not self.stateful
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With a sandbox that was tried. Raises ConfigError where it does not work."""
+        running = copy.copy(self)
+        running.sandbox = await self.sandbox.opened()
+        yield running
+
+    async def start(self, task: Task) -> None:
+        """A conversation has an interpreter of its own."""
+        self._session = self.sandbox.session()
+
+    async def stop(self) -> None:
+        """End it."""
+        await self._session.close()
+
+    async def __call__(self, code: str) -> str:
+        """Run Python code. Shows what it prints, and the value of its last line.
+
+        Args:
+            code: the code
+        """
+        session = self._session if self.stateful else self.sandbox.session()
+        try:
+            result = await session.run(code)
+        finally:
+            if not self.stateful:
+                await session.close()
+        if not result.stopped:
+            return result.output
+        lost = "; all variables are lost" if self.stateful else ""
+        return f"{result.output}\nerror: the code was stopped: {result.stopped}{lost}".lstrip("\n")
