@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from mtgrpo.advantages.rewards import comparable
 from mtgrpo.config.experiment import Experiment
@@ -12,7 +13,7 @@ from mtgrpo.policy.step import Metrics
 from mtgrpo.profile import Profile
 from mtgrpo.rollout.stream import RolloutBatch
 from mtgrpo.tools import abandoned
-from mtgrpo.types import Group, Status, Trajectory
+from mtgrpo.types import CallRecord, Group, Outcome, Status, Trajectory
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -35,9 +36,7 @@ def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metric
     if not scored:
         return {"failed": 1.0}
 
-    def succeeded(trajectory: Trajectory) -> bool:
-        return trajectory.status is Status.COMPLETED and trajectory.reward >= success_at
-
+    succeeded = partial(_succeeded, success_at=success_at)
     solved = [any(map(succeeded, of_task)) for group in groups if (of_task := valid([group]))]
     return {
         "success": _mean(float(succeeded(t)) for t in scored),
@@ -53,6 +52,32 @@ def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metric
         "truncated": _mean(float(t.status is Status.TRUNCATED) for t in scored),
         "failed": 1 - len(scored) / sum(len(group.trajectories) for group in groups),
     }
+
+
+def _succeeded(trajectory: Trajectory, success_at: float) -> bool:
+    return trajectory.status is Status.COMPLETED and trajectory.reward >= success_at
+
+
+def _by_tool(scored: Sequence[Trajectory], success_at: float) -> Metrics:
+    """For each tool that was called: calls per conversation, the share of them that failed, how long they took, and the
+    success of the conversations that called it and of those that did not. Calls of no tool are counted together.
+    """
+    calls: dict[str, list[CallRecord]] = {}
+    for call in (call for t in scored for call in t.calls if call.name and call.outcome is not Outcome.unknown):
+        calls.setdefault(call.name, []).append(call)
+    hallucinated = [call for t in scored for call in t.calls if call.outcome is Outcome.unknown]
+    found: Metrics = {"tool/hallucinated": len(hallucinated) / len(scored)} if hallucinated else {}
+    for name, made in calls.items():
+        found[f"tool/{name}/calls"] = len(made) / len(scored)
+        found[f"tool/{name}/errors"] = _mean(float(call.outcome is not Outcome.answered) for call in made)
+        took = sorted(call.seconds for call in made)
+        found[f"perf/tool/{name}/p50_s"] = took[(len(took) - 1) // 2]
+        found[f"perf/tool/{name}/p95_s"] = took[(len(took) - 1) * 95 // 100]
+        for key, callers in (("with", True), ("without", False)):
+            of = [_succeeded(t, success_at) for t in scored if any(call.name == name for call in t.calls) is callers]
+            if of:
+                found[f"tool/{name}/success_{key}"] = _mean(map(float, of))
+    return found
 
 
 def describe_step(
@@ -82,6 +107,7 @@ def describe_step(
         **{f"rollout/failed/{cause}": failed / count for cause, failed in causes.items()},
         "rollout/groups_left_out": float(len(groups) - len(comparable(groups, experiment.algorithm))),
         "rollout/filtered": batch.left_out / len(groups),
+        **_by_tool(valid(groups), experiment.reward.success_at),
         **describe_staleness(batch, version),
         **_speed(trajectories, rollout_s + train_s if experiment.rollout.max_staleness else rollout_s),
         "time/rollout_s": rollout_s,
