@@ -10,8 +10,8 @@ from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream, held_out
 from mtgrpo.tools.market import DAYS, EVENTS, STOCKS, day_of, open_day, price
 from mtgrpo.types import Message, Task, ToolCall
 
-QUESTION = "What is the price of {stock} on the day of the {event} in {year}?"
-YEARS = range(1900, 2100)
+QUESTION = "What is the price of {stock} on the day of the {event} of {year}?"
+YEARS = range(10, 100)
 _EVAL_FRACTION = 0.2
 
 
@@ -37,12 +37,12 @@ class Market(TaskSource):
         name = f"market/{seed}/{split.value}/{index}"
         rng = random.Random(name)
         while True:
-            asked = {"stock": rng.choice(STOCKS), "event": rng.choice(EVENTS), "year": rng.choice(YEARS)}
-            if held_out("/".join(map(str, asked.values())), _EVAL_FRACTION) is (split is Split.eval):
+            stock, event, year = rng.choice(STOCKS), rng.choice(EVENTS), rng.choice(YEARS)
+            if held_out(f"{stock}/{event}/{year}", _EVAL_FRACTION) is (split is Split.eval):
                 break
-        day = open_day(day_of(asked["event"], asked["year"]))
+        asked = {"stock": stock, "event": event, "year": year}
         messages = self.with_prompt((Message("user", QUESTION.format(**asked)),))
-        return Task(name, messages, price(asked["stock"], day), asked)
+        return Task(name, messages, price(stock, open_day(day_of(event, year))), asked)
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
         """Calls, what the server answers, and an answer."""
@@ -54,7 +54,7 @@ class Market(TaskSource):
         day = day_of(event, year)
         said: list[Message] = []
         if kind == "guessed day":
-            day = rng.randrange(1, DAYS + 1)
+            day = rng.choice(DAYS)
         else:
             said += _called("day_of", {"event": event, "year": year}, str(day))
         if kind == "gave up":

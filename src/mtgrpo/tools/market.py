@@ -13,12 +13,12 @@ import zlib
 
 EVENTS = ("fair", "race", "vote", "feast", "match", "show", "sale", "trial", "dance", "walk", "game", "play")
 STOCKS = ("Gold", "Corn", "Rice", "Iron", "Salt", "Wool", "Milk", "Wood", "Fish", "Oil", "Tea", "Sand")
-DAYS = 90  # of the calendar, from 1
+DAYS = range(10, 90)  # of the calendar
 
 
 def day_of(event: str, year: int) -> int:
-    """The day of an event. A number from 1 to DAYS."""
-    return 1 + zlib.crc32(f"{event} {year}".encode()) % DAYS
+    """The day of an event. One of DAYS."""
+    return DAYS[zlib.crc32(f"{event} {year}".encode()) % len(DAYS)]
 
 
 def open_day(day: int) -> int:
