@@ -7,8 +7,8 @@ For each seed one warm start, and from its weights:
     flipped    the same with the opposite sign, a third of the steps: must fall
     sft        the warm start continued on new demonstrations for as many seconds as GRPO took; the learning rate is the
                best of three on the first seed
-    faults     nothing is trained: the policy of `grpo` once more, with tools of which 5 % of the attempts raise, 5 % hang
-               and 5 % answer nonsense
+    faults     no training: the policy of `grpo` once more, with tools of which 5 % of the attempts raise, 5 % hang and
+               5 % answer nonsense
     own        supervised steps on the policy's own successes, sampled anew each step, for as many seconds
 
 Every arm runs through the command line in a process of its own, but `own`, which is no feature of the package. Success

@@ -22,10 +22,11 @@ from mtgrpo.environments import Opening, Reply
 from mtgrpo.environments.tool_use import OnOutage, ToolUse
 from mtgrpo.errors import ConfigError
 from mtgrpo.stages.evaluate import evaluate
+from mtgrpo.stages.metrics import describe_tools
 from mtgrpo.tools import CallTimeoutError, ToolError
 from mtgrpo.tools.calls import CallLimits, Gate
 from mtgrpo.tools.faults import Faults
-from mtgrpo.types import Message, Outcome, Status, Task, ToolCall, Trajectory
+from mtgrpo.types import CallRecord, Message, Outcome, Status, Task, ToolCall, Trajectory
 from test_async import in_jumping_time
 from test_conversation import TASK, make_runner, model, said
 
@@ -316,3 +317,32 @@ def test_single_tools_have_limits_of_their_own(tools: Any) -> None:
     in_jumping_time(run())
     with pytest.raises(ConfigError, match=r"environment\.limits of Unsteady has no setting 'timeout_s'"):
         ToolUse(tools=[f"{tools.path}:Unsteady"], limits={"Unsteady": {"timeout_s": 5}})
+
+
+def test_every_tool_is_described_by_itself() -> None:
+    def trajectory(reward: float, *calls: CallRecord) -> Trajectory:
+        return Trajectory(TASK, reward=reward, calls=calls)
+
+    searches = [CallRecord("search", seconds=second / 10) for second in range(20)]
+    failed = CallRecord("search", Outcome.timed_out, seconds=30)
+    played = [
+        trajectory(1, *searches),
+        trajectory(0, failed, CallRecord("abacus", Outcome.unknown), CallRecord("", Outcome.refused)),
+        trajectory(1, CallRecord("read")),
+        trajectory(0),
+    ]
+    assert describe_tools(played, 1.0) == {
+        "tool/hallucinated": 0.25,
+        "tool/search/calls": 21 / 4,
+        "tool/search/errors": 1 / 21,
+        "perf/tool/search/p50_s": 1.0,
+        "perf/tool/search/p95_s": 1.9,
+        "tool/search/success_with": 0.5,
+        "tool/search/success_without": 0.5,
+        "tool/read/calls": 0.25,
+        "tool/read/errors": 0.0,
+        "perf/tool/read/p50_s": 0.0,
+        "perf/tool/read/p95_s": 0.0,
+        "tool/read/success_with": 1.0,
+        "tool/read/success_without": 1 / 3,
+    }

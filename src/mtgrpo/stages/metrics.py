@@ -58,7 +58,7 @@ def _succeeded(trajectory: Trajectory, success_at: float) -> bool:
     return trajectory.status is Status.COMPLETED and trajectory.reward >= success_at
 
 
-def _by_tool(scored: Sequence[Trajectory], success_at: float) -> Metrics:
+def describe_tools(scored: Sequence[Trajectory], success_at: float) -> Metrics:
     """For each tool that was called: calls per conversation, the share of them that failed, how long they took, and the
     success of the conversations that called it and of those that did not. Calls of no tool are counted together.
     """
@@ -107,7 +107,7 @@ def describe_step(
         **{f"rollout/failed/{cause}": failed / count for cause, failed in causes.items()},
         "rollout/groups_left_out": float(len(groups) - len(comparable(groups, experiment.algorithm))),
         "rollout/filtered": batch.left_out / len(groups),
-        **_by_tool(valid(groups), experiment.reward.success_at),
+        **describe_tools(valid(groups), experiment.reward.success_at),
         **describe_staleness(batch, version),
         **_speed(trajectories, rollout_s + train_s if experiment.rollout.max_staleness else rollout_s),
         "time/rollout_s": rollout_s,

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
@@ -89,8 +89,7 @@ class Mcp(Tool):
     async def _list(self, name: str, log: str) -> None:
         server = self.servers[name]
         try:
-            async with asyncio.timeout(server.start_timeout_s):
-                offered = await self._running[name].ready[0].list_tools()
+            offered = await self._running[name].ready[0].list_tools()
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise ConfigError(f"the MCP server {name} does not start: {why}; see {log}") from error
@@ -133,16 +132,18 @@ class Mcp(Tool):
 class _Connection:
     """A client of one server. The SDK wants it entered and left by one and the same task: its own."""
 
-    def __init__(self, connect: Callable[[], AbstractAsyncContextManager[Client]]) -> None:
-        self.doubtful = False  # a call has not come to its end
+    def __init__(self, connect: Callable[[], AbstractAsyncContextManager[Client]], start_timeout_s: float) -> None:
+        self._failed = False  # a call has not come to its end
         self._left = asyncio.Event()
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._client.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask for it
-        self.task = asyncio.create_task(self._hold(connect))
+        self.task = asyncio.create_task(self._hold(connect, start_timeout_s))
 
-    async def _hold(self, connect: Callable[[], AbstractAsyncContextManager[Client]]) -> None:
+    async def _hold(self, connect: Callable[[], AbstractAsyncContextManager[Client]], start_timeout_s: float) -> None:
         try:
-            async with connect() as client:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(start_timeout_s):
+                    client = await stack.enter_async_context(connect())
                 self._client.set_result(client)
                 await self._left.wait()
         except Exception as error:
@@ -151,20 +152,26 @@ class _Connection:
             if not self._client.done():
                 self._client.set_exception(error)
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether there is a reason to ask if the server is healthy."""
+        return self._failed or (self._client.done() and self._client.exception() is not None)
+
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> CallToolResult:
         """Raises ToolError for arguments that the server refuses, and what the SDK raises where the server fails."""
         from mcp import MCPError  # noqa: PLC0415
         from mcp.types import INVALID_PARAMS  # noqa: PLC0415
 
+        client = await asyncio.shield(self._client)
         try:
-            return await (await asyncio.shield(self._client)).call_tool(tool, dict(arguments))
+            return await client.call_tool(tool, dict(arguments))
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise ToolError(error.message) from None
-            self.doubtful = True
+            self._failed = True
             raise
         except (Exception, asyncio.CancelledError):  # the latter also when the call has taken too long
-            self.doubtful = True
+            self._failed = True
             raise
 
     async def list_tools(self) -> dict[str, tuple[str, Mapping[str, Any]]]:
@@ -183,7 +190,7 @@ class _Connection:
                 await self.list_tools()
         except Exception:  # whatever it is, another connection is opened
             return False
-        self.doubtful = False
+        self._failed = False
         return True
 
     def leave(self) -> None:
@@ -197,24 +204,29 @@ class _Running:
     """One server while a run lasts: the connections to it."""
 
     def __init__(self, settings: Server, connect: Callable[[], AbstractAsyncContextManager[Client]]) -> None:
-        self._connect = connect
+        self._connect, self._start_timeout_s = connect, settings.start_timeout_s
         self._open: dict[asyncio.Task[None], _Connection] = {}
-        self._turn = asyncio.Lock()
+        self._mending: asyncio.Task[None] | None = None
         self.ready = [self._new() for _ in range(settings.warm if settings.stateful else 1)]
 
     def _new(self) -> _Connection:
-        connection = _Connection(self._connect)
+        connection = _Connection(self._connect, self._start_timeout_s)
         self._open[connection.task] = connection
         connection.task.add_done_callback(self._open.pop)
         return connection
 
     async def shared(self) -> _Connection:
         """The one that all conversations share; another where that has failed."""
-        async with self._turn:
-            if self.ready[0].doubtful and not await self.ready[0].healthy():
-                self.ready[0].leave()
-                self.ready[0] = self._new()
-            return self.ready[0]
+        if self.ready[0].doubtful:
+            if self._mending is None or self._mending.done():
+                self._mending = asyncio.create_task(self._mend())
+            await asyncio.shield(self._mending)  # it goes on when the time of this call is over
+        return self.ready[0]
+
+    async def _mend(self) -> None:
+        if not await self.ready[0].healthy():
+            self.ready[0].leave()
+            self.ready[0] = self._new()
 
     def take(self) -> _Connection:
         """One for a single conversation, which leaves it; the next begins to start."""
@@ -223,6 +235,8 @@ class _Running:
 
     async def close(self) -> None:
         """End all of them."""
+        if self._mending is not None:
+            self._mending.cancel()
         for connection in list(self._open.values()):
             connection.leave()
         if self._open:
