@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mtgrpo.errors import require
 from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream, held_out
-from mtgrpo.tools.market import DAYS, EVENTS, STOCKS, day_of, open_day, price
+from mtgrpo.tools.market import EVENTS, STOCKS, day_of, open_day, price
 from mtgrpo.types import Message, Task, ToolCall
 
 QUESTION = "What is the price of {stock} on the day of the {event} of {year}?"
@@ -24,7 +24,7 @@ class Market(TaskSource):
     in `eval` tasks only.
     """
 
-    right: float = 1.0  # share of demonstrations without an error; the others guess, take another stock, or give up
+    right: float = 1.0  # share of demonstrations without an error; the others mistake event or stock, or give up
 
     def __post_init__(self) -> None:
         require(self, right=">= 0 and <= 1")
@@ -48,15 +48,13 @@ class Market(TaskSource):
         """Calls, what the server answers, and an answer."""
         rng = random.Random(f"demonstration/{seed}/{task.id}")
         stock, event, year = (task.metadata[name] for name in ("stock", "event", "year"))
-        kind = "right" if rng.random() < self.right else rng.choice(["guessed day", "other stock", "gave up"])
+        kind = "right" if rng.random() < self.right else rng.choice(["other event", "other stock", "gave up"])
         if kind == "other stock":
             stock = rng.choice(STOCKS)
+        if kind == "other event":
+            event = rng.choice(EVENTS)
         day = day_of(event, year)
-        said: list[Message] = []
-        if kind == "guessed day":
-            day = rng.choice(DAYS)
-        else:
-            said += _called("day_of", {"event": event, "year": year}, str(day))
+        said = [*_called("day_of", {"event": event, "year": year}, str(day))]
         if kind == "gave up":
             return (*said, Message("assistant", f"#### {day}"))
         if open_day(day) != day:

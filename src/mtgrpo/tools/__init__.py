@@ -19,7 +19,7 @@ from mtgrpo.errors import ConfigError, harmless
 from mtgrpo.part import Part, built, named
 from mtgrpo.together import by_itself
 from mtgrpo.tools import schema
-from mtgrpo.tools.faults import Attempt, undisturbed
+from mtgrpo.tools.faults import Attempt
 from mtgrpo.tools.schema import ToolError as ToolError
 from mtgrpo.types import Task, ToolSpec
 
@@ -150,7 +150,7 @@ def _bound(name: str, function: Callable[..., Any], settings: dict[str, Any]) ->
 
 
 async def call(
-    tool: Tool, name: str, arguments: Mapping[str, Any], timeout_s: float, fault: Attempt = undisturbed
+    tool: Tool, name: str, arguments: Mapping[str, Any], timeout_s: float, fault: Attempt | None = None
 ) -> str:
     """What the tool answers to checked arguments, as a string. Raises CallTimeoutError after `timeout_s` seconds.
 
@@ -160,7 +160,8 @@ async def call(
     """
 
     async def answer() -> str:
-        return str(await fault(lambda: tool.call(name, arguments)))
+        made = tool.call(name, arguments) if fault is None else fault(lambda: tool.call(name, arguments))
+        return str(await made)
 
     return await by_itself(answer, timeout_s, CallTimeoutError(f"no answer within {timeout_s:g} s"))
 

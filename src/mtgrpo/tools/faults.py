@@ -34,7 +34,7 @@ class Faults:
     @contextmanager
     def during(self, *key: object) -> Generator[None]:
         """In the conversation that begins here; `key` tells it from all others."""
-        token = _conversation.set(_Conversation(self, key) if self != Faults() else None)
+        token = _conversation.set(_Conversation(self, key))
         try:
             yield
         finally:
@@ -65,15 +65,10 @@ class _Conversation:
         return await work()
 
 
-async def undisturbed(work: Callable[[], Awaitable[Any]]) -> Any:
-    """Makes the attempt."""
-    return await work()
-
-
 _conversation: ContextVar[_Conversation | None] = ContextVar("_conversation", default=None)
 
 
-def next_call() -> Attempt:
-    """What makes the attempts at the next call of this conversation, and makes some of them fail."""
+def next_call() -> Attempt | None:
+    """What makes the attempts at the next call of this conversation, and lets some of them fail; None outside one."""
     conversation = _conversation.get()
-    return conversation.next_call() if conversation else undisturbed
+    return conversation.next_call() if conversation else None

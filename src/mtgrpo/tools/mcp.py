@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp.types import CallToolResult
 
+    Connect = Callable[[], AbstractAsyncContextManager[Client]]
+
 HEALTHY_S = 5.0  # within which a server lists its tools; one that does not is started anew
 LEAVE_S = 10.0  # for a server to end; the SDK kills its processes after 4
 
@@ -72,12 +74,12 @@ class Mcp(Tool):
         """With its servers running. Raises ConfigError for one that does not start, and for tools that it lacks."""
         logging.getLogger("mcp").setLevel(logging.CRITICAL)  # each line that is no message would be on the console
         running = copy.copy(self)
-        running._running, running._specs, running._routes = {}, {}, {}
+        running.__post_init__()  # with dictionaries of its own
         logs = {name: (context.folder / f"mcp_{name}.log").open("a") for name in self.servers}
         try:
             for name, server in self.servers.items():
                 connect = partial(_connected, server, _values(name, server, context.secrets), logs[name])
-                running._running[name] = _Running(server, connect)
+                running._running[name] = _Running(connect, server.warm if server.stateful else 1)
             for name in self.servers:
                 await running._list(name, logs[name].name)
             yield running
@@ -132,18 +134,16 @@ class Mcp(Tool):
 class _Connection:
     """A client of one server. The SDK wants it entered and left by one and the same task: its own."""
 
-    def __init__(self, connect: Callable[[], AbstractAsyncContextManager[Client]], start_timeout_s: float) -> None:
+    def __init__(self, connect: Connect) -> None:
         self._failed = False  # a call has not come to its end
         self._left = asyncio.Event()
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._client.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask for it
-        self.task = asyncio.create_task(self._hold(connect, start_timeout_s))
+        self.task = asyncio.create_task(self._hold(connect))
 
-    async def _hold(self, connect: Callable[[], AbstractAsyncContextManager[Client]], start_timeout_s: float) -> None:
+    async def _hold(self, connect: Connect) -> None:
         try:
-            async with AsyncExitStack() as stack:
-                async with asyncio.timeout(start_timeout_s):
-                    client = await stack.enter_async_context(connect())
+            async with connect() as client:
                 self._client.set_result(client)
                 await self._left.wait()
         except Exception as error:
@@ -203,14 +203,14 @@ class _Connection:
 class _Running:
     """One server while a run lasts: the connections to it."""
 
-    def __init__(self, settings: Server, connect: Callable[[], AbstractAsyncContextManager[Client]]) -> None:
-        self._connect, self._start_timeout_s = connect, settings.start_timeout_s
+    def __init__(self, connect: Connect, count: int) -> None:
+        self._connect = connect
         self._open: dict[asyncio.Task[None], _Connection] = {}
         self._mending: asyncio.Task[None] | None = None
-        self.ready = [self._new() for _ in range(settings.warm if settings.stateful else 1)]
+        self.ready = [self._new() for _ in range(count)]
 
     def _new(self) -> _Connection:
-        connection = _Connection(self._connect, self._start_timeout_s)
+        connection = _Connection(self._connect)
         self._open[connection.task] = connection
         connection.task.add_done_callback(self._open.pop)
         return connection
@@ -250,20 +250,20 @@ async def _connected(server: Server, values: Mapping[str, str], log: TextIO) -> 
     from mcp import Client, StdioServerParameters, stdio_client  # noqa: PLC0415
     from mcp.client.streamable_http import streamable_http_client  # noqa: PLC0415
 
-    if server.url:
-        async with (
-            httpx2.AsyncClient(headers=values, timeout=httpx2.Timeout(30, read=None)) as http,
-            Client(streamable_http_client(server.url, http_client=http)) as client,
-        ):
-            yield client
-        return
-    program, *arguments = server.command
-    if program == "python":
-        program, values = sys.executable, {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **values}
-    process = StdioServerParameters(  # bytes that are no text must not end the connection
-        command=program, args=arguments, env=dict(values), encoding_error_handler="replace"
-    )
-    async with Client(stdio_client(process, errlog=log)) as client:
+    async with AsyncExitStack() as stack:
+        if server.url:
+            limits = httpx2.Timeout(30, read=None)
+            http = await stack.enter_async_context(httpx2.AsyncClient(headers=values, timeout=limits))
+            transport = streamable_http_client(server.url, http_client=http)
+        else:
+            program, *arguments = server.command
+            if program == "python":
+                program, values = sys.executable, {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **values}
+            process = StdioServerParameters(command=program, args=arguments, env=dict(values))
+            process.encoding_error_handler = "replace"  # bytes that are no text must not end the connection
+            transport = stdio_client(process, errlog=log)
+        async with asyncio.timeout(server.start_timeout_s):
+            client = await stack.enter_async_context(Client(transport))
         yield client
 
 
