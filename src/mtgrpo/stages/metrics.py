@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from mtgrpo.advantages.rewards import comparable
 from mtgrpo.config.experiment import Experiment
@@ -27,19 +26,23 @@ def valid(groups: Sequence[Group]) -> list[Trajectory]:
     return [t for group in groups for t in group.trajectories if t.status is not Status.FAILED]
 
 
+def succeeded(trajectory: Trajectory, success_at: float) -> bool:
+    """Whether it ended by itself, within all limits, with a reward of at least `success_at`."""
+    return trajectory.status is Status.COMPLETED and trajectory.reward >= success_at
+
+
 def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metrics:
     """Means over trajectories, failed ones left out; pass@samples is the share of tasks that any sample solves.
 
-    A success ends by itself, within all limits, with a reward of at least `success_at`.
+    What a success is: see `succeeded`.
     """
     scored = valid(groups)
     if not scored:
         return {"failed": 1.0}
 
-    succeeded = partial(_succeeded, success_at=success_at)
-    solved = [any(map(succeeded, of_task)) for group in groups if (of_task := valid([group]))]
+    solved = [any(succeeded(t, success_at) for t in of_task) for group in groups if (of_task := valid([group]))]
     return {
-        "success": _mean(float(succeeded(t)) for t in scored),
+        "success": _mean(float(succeeded(t, success_at)) for t in scored),
         "reward": _mean(t.reward for t in scored),
         f"pass@{samples}": _mean(float(s) for s in solved),
         "tool_rate": _mean(float(t.tool_calls > 0) for t in scored),
@@ -52,10 +55,6 @@ def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metric
         "truncated": _mean(float(t.status is Status.TRUNCATED) for t in scored),
         "failed": 1 - len(scored) / sum(len(group.trajectories) for group in groups),
     }
-
-
-def _succeeded(trajectory: Trajectory, success_at: float) -> bool:
-    return trajectory.status is Status.COMPLETED and trajectory.reward >= success_at
 
 
 def describe_tools(scored: Sequence[Trajectory], success_at: float) -> Metrics:
@@ -74,7 +73,7 @@ def describe_tools(scored: Sequence[Trajectory], success_at: float) -> Metrics:
         found[f"perf/tool/{name}/p50_s"] = took[(len(took) - 1) // 2]
         found[f"perf/tool/{name}/p95_s"] = took[(len(took) - 1) * 95 // 100]
         for key, callers in (("with", True), ("without", False)):
-            of = [_succeeded(t, success_at) for t in scored if any(call.name == name for call in t.calls) is callers]
+            of = [succeeded(t, success_at) for t in scored if any(call.name == name for call in t.calls) is callers]
             if of:
                 found[f"tool/{name}/success_{key}"] = _mean(map(float, of))
     return found
