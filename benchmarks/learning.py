@@ -152,7 +152,7 @@ class Seed:
 
     def failing(self, start: Path) -> Summary:
         """What the last checkpoint of the run in `start` does with tools that fail."""
-        words = ["eval", f"checkpoint={checkpoint_of(start)}", *FAULTS]
+        words = ["eval", f"checkpoint={checkpoint_of(start)}", "trust_code=true", *FAULTS]
         found = command(words, self.folder / "faults")
         return {f"{name}/after": value for name, value in found.items()}
 
