@@ -79,6 +79,7 @@ PACKAGES = (
     Package("math_verify", "math-verify", "reward=math_verify", 'pip install -e ".[math]"'),
     Package("langdetect", "langdetect", "reward=ifeval", 'pip install -e ".[ifeval]"'),
     Package("bm25s", "bm25s", "the search tool", 'pip install -e ".[search]"'),
+    Package("mcp", "mcp", "tools of MCP servers", 'pip install -e ".[mcp]"'),
     Package("Stemmer", "PyStemmer", "the search tool", 'pip install -e ".[search]"'),
     Package("bitsandbytes", "bitsandbytes", "nf4 weights, 8-bit AdamW", 'pip install -e ".[gpu]"'),
     Package("accelerate", "accelerate", "loading nf4 weights", 'pip install -e ".[gpu]"'),

@@ -24,7 +24,7 @@ class Market(TaskSource):
     in `eval` tasks only.
     """
 
-    right: float = 1.0  # share of demonstrations without an error; the others mistake event or stock, or give up
+    right: float = 1.0  # share of demonstrations without an error; the others take the year for the day, or give up
 
     def __post_init__(self) -> None:
         require(self, right=">= 0 and <= 1")
@@ -48,13 +48,9 @@ class Market(TaskSource):
         """Calls, what the server answers, and an answer."""
         rng = random.Random(f"demonstration/{seed}/{task.id}")
         stock, event, year = (task.metadata[name] for name in ("stock", "event", "year"))
-        kind = "right" if rng.random() < self.right else rng.choice(["other event", "other stock", "gave up"])
-        if kind == "other stock":
-            stock = rng.choice(STOCKS)
-        if kind == "other event":
-            event = rng.choice(EVENTS)
-        day = day_of(event, year)
-        said = [*_called("day_of", {"event": event, "year": year}, str(day))]
+        kind = "right" if rng.random() < self.right else rng.choice(["year for day", "gave up"])
+        day = year if kind == "year for day" else day_of(event, year)
+        said = [] if kind == "year for day" else [*_called("day_of", {"event": event, "year": year}, str(day))]
         if kind == "gave up":
             return (*said, Message("assistant", f"#### {day}"))
         if open_day(day) != day:
