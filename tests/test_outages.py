@@ -259,7 +259,7 @@ def test_a_tool_that_keeps_failing_is_hardly_called(error: Exception) -> None:
 
     async def run() -> None:
         asked: list[float] = []
-        broken, shared = True, gate(break_after=5, break_s=10)
+        broken, shared = True, gate(break_after=5, backoff_s=10)
         now = asyncio.get_running_loop().time
 
         async def call() -> str:
@@ -272,12 +272,13 @@ def test_a_tool_that_keeps_failing_is_hardly_called(error: Exception) -> None:
         async def attempts(count: int) -> list[str | BaseException]:
             return await asyncio.gather(*(shared.attempt(call) for _ in range(count)), return_exceptions=True)
 
+        why = f"{type(error).__name__}: {error}"
         assert await attempts(5) == [error] * 5 and asked == [0] * 5
-        assert {str(one) for one in await attempts(20)} == {"the last 5 attempts failed: there was no call"}
+        assert {str(one) for one in await attempts(20)} == {f"the last 5 attempts failed, in the end by {why}"}
         await asyncio.sleep(10)
         first, *others = await attempts(20)
         assert (first, asked[5:]) == (error, [11])
-        assert {str(one) for one in others} == {"the last 6 attempts failed: there was no call"}
+        assert {str(one) for one in others} == {f"the last 6 attempts failed, in the end by {why}"}
         await asyncio.sleep(10)
         broken = False
         assert await attempts(20) == ["here"] * 20

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass
 
 from mtgrpo.errors import require
+from mtgrpo.extension import explained
 from mtgrpo.tools import CallTimeoutError, ToolError
 
 _UNREADABLE = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f\ufffd]")
@@ -22,13 +23,12 @@ class CallLimits:
     call_retries: int = 4  # further attempts at a call that failed through no fault of the model
     backoff_s: float = 1.0  # before the first further attempt; twice as long before each one after it
     max_concurrent_calls: int = 0  # of one tool at once, over all conversations; the others wait; 0 = any number
-    break_after: int = 20  # attempts that fail in a row; then the tool is only tried now and then; 0 = never
-    break_s: float = 2.0  # between two such trials; meanwhile attempts fail at once, without a call
+    break_after: int = 20  # attempts that fail in a row; then one is made every `backoff_s` seconds; 0 = never
     max_output_chars: int = 0  # of an answer, head and tail; 0 = what environment.max_tool_tokens allows
 
     def __post_init__(self) -> None:
         require(self, call_timeout_s="> 0", call_retries=">= 0", backoff_s=">= 0")
-        require(self, max_concurrent_calls=">= 0 (0 = any number)", break_after=">= 0 (0 = never)", break_s=">= 0")
+        require(self, max_concurrent_calls=">= 0 (0 = any number)", break_after=">= 0 (0 = never)")
         require(self, max_output_chars=">= 0 (0 = what environment.max_tool_tokens allows)")
 
 
@@ -44,7 +44,7 @@ class Gate:
         self.limits = limits
         self._slots = asyncio.Semaphore(limits.max_concurrent_calls) if limits.max_concurrent_calls else nullcontext()
         self._trial = asyncio.Lock()
-        self._failed = 0  # attempts in a row
+        self._failed, self._why = 0, ""  # attempts in a row, and the reason of the last
         self._untried_until = 0.0  # in the time of the event loop
 
     @property
@@ -62,16 +62,14 @@ class Gate:
                 if not self._broken:
                     await stack.aclose()
                 elif asyncio.get_running_loop().time() < self._untried_until:
-                    raise RuntimeError(f"the last {self._failed} attempts failed: there was no call")
+                    raise RuntimeError(f"the last {self._failed} attempts failed, in the end by {self._why}")
             await stack.enter_async_context(self._slots)
             try:
                 found = await work()
             except Exception as error:
-                self._note(isinstance(error, ToolError) and not isinstance(error, CallTimeoutError))
+                failed = isinstance(error, CallTimeoutError) or not isinstance(error, ToolError)
+                self._failed, self._why = self._failed + 1 if failed else 0, explained(error)
+                self._untried_until = asyncio.get_running_loop().time() + self.limits.backoff_s
                 raise
-            self._note(True)
+            self._failed = 0
             return found
-
-    def _note(self, worked: bool) -> None:
-        self._failed = 0 if worked else self._failed + 1
-        self._untried_until = asyncio.get_running_loop().time() + self.limits.break_s
