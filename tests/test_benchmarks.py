@@ -18,7 +18,7 @@ from mtgrpo.extension import load_file
 from mtgrpo.model import tiny
 from mtgrpo.model.skeleton import Skeleton
 from mtgrpo.tasks import Split
-from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
+from mtgrpo.types import CallRecord, Finish, Group, Message, Status, Task, Trajectory, Turn
 
 EXAMPLES = ("[]", "[{role: user, content: one and two}, {role: assistant, content: it is a sum of three}]")
 RECORD = Path(__file__).resolve().parent.parent / "benchmarks" / "record.py"
@@ -125,7 +125,7 @@ def test_the_benchmark_of_failing_tools_describes_what_would_be_trained(monkeypa
     monkeypatch.syspath_prepend(RECORD.parent)
     outages = load_file(RECORD.parent / "outages.py")
     task = Task("1", ())
-    right = Trajectory(task, reward=1.0, tool_calls=2, tool_retries=3)
+    right = Trajectory(task, reward=1.0, calls=[CallRecord("calculator", retries=3), CallRecord("calculator")])
     wrong, failed = Trajectory(task), Trajectory(task, status=Status.FAILED)
     found = outages.describe([Group(task, [right, wrong]), Group(task, [wrong, failed])] * 200)
     assert (found["failed"], found["retries"]) == (0.25, 0.75)

@@ -18,7 +18,7 @@ from mtgrpo.condensers.summarize import Summarize
 from mtgrpo.condensers.truncate_tools import TruncateTools
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.rollout.conversation import CONDENSE, Limits, run_rollout
-from mtgrpo.types import Completion, Finish, Message, Sampling, Task, ToolCall, ToolSpec, Trajectory
+from mtgrpo.types import CallRecord, Completion, Finish, Message, Sampling, Task, ToolCall, ToolSpec, Trajectory
 
 CONVERSATIONS = 10_000
 END, ASKS = 1, 2
@@ -61,7 +61,7 @@ class Chatter(Environment):
     async def step(self, message: Message) -> Reply:
         assert self.rng is not None
         role = self.rng.choice(("tool", "user"))
-        return Reply((Message(role, words(self.rng, 60)),), done=self.rng.random() < 0.05, tool_calls=1)
+        return Reply((Message(role, words(self.rng, 60)),), done=self.rng.random() < 0.05, calls=(CallRecord("next"),))
 
 
 def words(rng: random.Random, most: int) -> str:

@@ -27,7 +27,7 @@ from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
 from mtgrpo.rollout.conversation import CONDENSE, Limits, run_rollout
 from mtgrpo.rollout.demonstrations import demonstrate_condensed
-from mtgrpo.types import Completion, Finish, Group, Message, Sampling, Status, Task, ToolSpec, Trajectory
+from mtgrpo.types import CallRecord, Completion, Finish, Group, Message, Sampling, Status, Task, ToolSpec, Trajectory
 from test_conversation import TASK, WIDE, chat, said, tokenizer
 
 SPEC = ToolSpec("next", "The next page.", {"type": "object", "properties": {}})
@@ -48,7 +48,7 @@ class Pages(Environment):
         self.at += 1
         if self.at > len(self.pages):
             return Reply(done=True)
-        return Reply((Message("tool", self.pages[self.at - 1], name="next"),), tool_calls=1)
+        return Reply((Message("tool", self.pages[self.at - 1], name="next"),), calls=(CallRecord("next"),))
 
 
 def played(

@@ -16,7 +16,7 @@ from mtgrpo.stages.evaluate import run_evaluation
 from mtgrpo.stages.findings import Findings
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations
-from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
+from mtgrpo.types import CallRecord, Finish, Group, Message, Status, Task, Trajectory, Turn
 
 SMALL = ("eval.tasks=3", "eval.samples=2", "sampling.max_new_tokens=12", "log=[jsonl]", "sft.steps=0")
 
@@ -24,7 +24,11 @@ SMALL = ("eval.tasks=3", "eval.samples=2", "sampling.max_new_tokens=12", "log=[j
 def trajectory(task: Task, text: str, turns: int = 1, status: Status = Status.COMPLETED) -> Trajectory:
     said = Turn([1], [2], [0.0], [0], Finish.STOP, Message("assistant", text))
     return Trajectory(
-        task, turns=[said] * turns, status=status, reward=float(text == task.answer), tool_calls=turns - 1
+        task,
+        turns=[said] * turns,
+        status=status,
+        reward=float(text == task.answer),
+        calls=[CallRecord("search")] * (turns - 1),
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,8 +20,13 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Opening, Reply
 from mtgrpo.environments.tool_use import OnOutage, ToolUse
+from mtgrpo.errors import ConfigError
 from mtgrpo.stages.evaluate import evaluate
-from mtgrpo.types import Message, Status, Task, ToolCall, Trajectory
+from mtgrpo.stages.metrics import describe_tools
+from mtgrpo.tools import CallTimeoutError, ToolError
+from mtgrpo.tools.calls import CallLimits, Gate
+from mtgrpo.tools.faults import Faults
+from mtgrpo.types import CallRecord, Message, Outcome, Status, Task, ToolCall, Trajectory
 from test_async import in_jumping_time
 from test_conversation import TASK, make_runner, model, said
 
@@ -44,6 +51,12 @@ async def times_out() -> None:
     """Ask a server that does not answer."""
     asked.append(await now())
     raise TimeoutError("the server")
+
+def wordy() -> str:
+    """Say the alphabet."""
+    return "abcdefghijklmnopqrstuvwxyz"
+
+wordy.blocking = False
 
 @dataclass
 class Unsteady(Tool):
@@ -86,15 +99,23 @@ def script(key: Key, turn: int) -> list[int]:
 
 def trained(tools: Any, rate: float, **settings: Any) -> dict[tuple[str, int], int]:
     """How many calls each conversation makes that did not fail, of 100 tasks with 4 siblings."""
+    return {(t.task.id, t.sample_index): t.tool_calls for t in conversations(tools, rate, **settings)}
+
+
+def conversations(
+    tools: Any, rate: float = 0.0, faults: Faults | None = None, seed: int = 0, **settings: Any
+) -> list[Trajectory]:
+    """The conversations that did not fail, of 100 tasks with 4 siblings."""
     tools.rng.seed(7)
     environment = ToolUse(tools={f"{tools.path}:Unsteady": {"rate": rate}}, max_turns=MOST, **settings)
 
     async def run() -> list[Trajectory]:
         runner = make_runner(ScriptedEngine(script), environment)
+        runner = dataclasses.replace(runner, faults=partial((faults or Faults()).during, seed))
         groups = [runner.run_group(Task(str(index), TASK.messages), 4) for index in range(100)]
         return [trajectory for group in await asyncio.gather(*groups) for trajectory in group.trajectories]
 
-    return {(t.task.id, t.sample_index): t.tool_calls for t in in_jumping_time(run()) if t.status is not Status.FAILED}
+    return [trajectory for trajectory in in_jumping_time(run()) if trajectory.status is not Status.FAILED]
 
 
 def test_what_is_trained_is_what_would_be_without_failures(tools: Any) -> None:
@@ -132,7 +153,7 @@ def test_retries_wait_twice_as_long_each_time(tools: Any) -> None:
 
     asked, reply = in_jumping_time(times("times_out", call_retries=4, backoff_s=0.5, on_outage=OnOutage.observe))
     assert asked == pytest.approx([0, 0.5, 1.5, 3.5, 7.5])
-    assert reply.outages == ("the tool times_out failed: TimeoutError: the server",)
+    assert reply.outages == [f"the tool times_out failed: TimeoutError: the server ({tools.path}, line 19)"]
     assert (reply.tool_retries, reply.tool_timeouts, reply.tool_errors) == (4, 0, 0)
     asked, reply = in_jumping_time(times("Order", on_outage=OnOutage.observe))
     assert asked == [0]  # nothing is bought twice
@@ -187,3 +208,142 @@ def test_evaluation_has_the_same_rule(tools: Any) -> None:
     assert told["eval/tool_retries"] == 0 and told["eval/tool_outages"] > 0.2
     for name in never.keys() - counts:
         assert often[name] == told[name] == never[name]
+
+
+def test_faults_on_purpose_change_nothing_that_is_trained(tools: Any) -> None:
+    """One attempt in seven fails, hangs or answers nonsense: every conversation is the same, and none hangs."""
+    never = trained(tools, 0.0)
+    faults = Faults(error_rate=0.05, hang_rate=0.05, garbage_rate=0.05, latency_s=0.01)
+    played = conversations(tools, faults=faults)
+    assert {(t.task.id, t.sample_index): t.tool_calls for t in played} == never
+    records = [record for t in played for record in t.calls]
+    assert {record.outcome for record in records} <= {Outcome.answered, Outcome.timed_out}
+    assert 0.1 < sum(record.retries for record in records) / len(records) < 0.25
+    assert sum(record.outcome is Outcome.timed_out for record in records) < 0.01 * len(records)
+
+
+def test_which_attempts_fail_is_a_function_of_the_seed(tools: Any) -> None:
+    faults = Faults(error_rate=0.3)
+    one, again, other = ([t.tool_retries for t in conversations(tools, faults=faults, seed=seed)] for seed in (0, 0, 1))
+    assert one == again != other
+    with pytest.raises(ConfigError, match="shares, together at most 1, got 1"):
+        Faults(error_rate=0.6, hang_rate=0.6)
+
+
+def gate(**limits: Any) -> Gate:
+    return Gate(CallLimits(**limits))
+
+
+def test_no_more_calls_of_a_tool_at_once_than_allowed() -> None:
+    async def most_at_once(gate: Gate) -> int:
+        running, most = 0, 0
+
+        async def call() -> str:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(1)
+            running -= 1
+            return ""
+
+        await asyncio.gather(*(gate.attempt(call) for _ in range(20)))
+        return most
+
+    assert in_jumping_time(most_at_once(gate(max_concurrent_calls=3))) == 3
+    assert in_jumping_time(most_at_once(gate())) == 20
+
+
+@pytest.mark.parametrize("error", [OSError("down"), CallTimeoutError("no answer within 1 s")])
+def test_a_tool_that_keeps_failing_is_hardly_called(error: Exception) -> None:
+    """Once 5 attempts have failed it is tried every 10 seconds, by one at a time, until it works again."""
+
+    async def run() -> None:
+        asked: list[float] = []
+        broken, shared = True, gate(break_after=5, backoff_s=10)
+        now = asyncio.get_running_loop().time
+
+        async def call() -> str:
+            asked.append(now())
+            await asyncio.sleep(1)
+            if broken:
+                raise error
+            return "here"
+
+        async def attempts(count: int) -> list[str | BaseException]:
+            return await asyncio.gather(*(shared.attempt(call) for _ in range(count)), return_exceptions=True)
+
+        why = f"{type(error).__name__}: {error}"
+        assert await attempts(5) == [error] * 5 and asked == [0] * 5
+        assert {str(one) for one in await attempts(20)} == {f"the last 5 attempts failed, in the end by {why}"}
+        await asyncio.sleep(10)
+        first, *others = await attempts(20)
+        assert (first, asked[5:]) == (error, [11])
+        assert {str(one) for one in others} == {f"the last 6 attempts failed, in the end by {why}"}
+        await asyncio.sleep(10)
+        broken = False
+        assert await attempts(20) == ["here"] * 20
+        assert asked[6:] == [22] + [23] * 19  # one tries, the others follow
+
+    in_jumping_time(run())
+
+
+def test_refusals_of_a_tool_are_no_failures() -> None:
+    async def run() -> None:
+        shared = gate(break_after=2)
+
+        async def refuse() -> str:
+            raise ToolError("not today")
+
+        for _ in range(5):
+            with pytest.raises(ToolError, match="not today"):
+                await shared.attempt(refuse)
+
+    in_jumping_time(run())
+
+
+def test_single_tools_have_limits_of_their_own(tools: Any) -> None:
+    limits = {"times_out": {"call_retries": 1, "backoff_s": 7}, "wordy": {"max_output_chars": 20}}
+
+    async def run() -> None:
+        environment = ToolUse(
+            tools=[f"{tools.path}:times_out", f"{tools.path}:wordy"], limits=limits, on_outage=OnOutage.observe
+        )
+        await environment.start(TASK)
+        calls = (ToolCall("times_out", {}), ToolCall("wordy", {}))
+        reply = await environment.step(Message("assistant", tool_calls=calls))
+        assert tools.asked == [0, 7]
+        assert reply.messages[1].content == "abcdefghij\n[6 of 26 characters left out]\nqrstuvwxyz"
+
+    tools.asked.clear()
+    in_jumping_time(run())
+    with pytest.raises(ConfigError, match=r"environment\.limits of Unsteady has no setting 'timeout_s'"):
+        ToolUse(tools=[f"{tools.path}:Unsteady"], limits={"Unsteady": {"timeout_s": 5}})
+
+
+def test_every_tool_is_described_by_itself() -> None:
+    def trajectory(reward: float, *calls: CallRecord) -> Trajectory:
+        return Trajectory(TASK, reward=reward, calls=calls)
+
+    searches = [CallRecord("search", seconds=second / 10) for second in range(20)]
+    failed = CallRecord("search", Outcome.timed_out, seconds=30)
+    played = [
+        trajectory(1, *searches),
+        trajectory(0, failed, CallRecord("abacus", Outcome.unknown), CallRecord("", Outcome.refused)),
+        trajectory(1, CallRecord("read")),
+        trajectory(0),
+    ]
+    assert describe_tools(played, 1.0) == {
+        "tool/hallucinated": 0.25,
+        "tool/search/calls": 21 / 4,
+        "tool/search/errors": 1 / 21,
+        "perf/tool/search/p50_s": 1.0,
+        "perf/tool/search/p95_s": 1.9,
+        "tool/search/success_with": 0.5,
+        "tool/search/success_without": 0.5,
+        "tool/read/calls": 0.25,
+        "tool/read/errors": 0.0,
+        "perf/tool/read/p50_s": 0.0,
+        "perf/tool/read/p95_s": 0.0,
+        "tool/read/success_with": 1.0,
+        "tool/read/success_without": 1 / 3,
+    }

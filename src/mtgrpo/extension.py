@@ -13,7 +13,7 @@ import pkgutil
 import sys
 import traceback
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar, cast
 
 from mtgrpo.errors import ConfigError
@@ -102,6 +102,20 @@ class _FileFinder:
 
 __path__: list[str] = []  # modules may lie below this one
 sys.meta_path.append(_FileFinder)
+
+
+def explained(error: BaseException) -> str:
+    """Its type and what it says; where it came from a user's own file, also the file and line."""
+    steps = [step for one in (error.__cause__, error) if one for step in traceback.walk_tb(one.__traceback__)]
+    own = [(frame.f_code.co_filename, line) for frame, line in steps if _own(frame)]
+    where = f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
+    said = f"{type(error).__name__}: {error}"
+    return said if where in said else said + where
+
+
+def _own(frame: FrameType) -> bool:
+    """Whether the code stands in a file that `load_file` has read."""
+    return str(frame.f_globals.get("__name__")).startswith(f"{__name__}.")
 
 
 def _where(error: Exception, path: Path) -> str:

@@ -40,6 +40,14 @@ def shorten(text: str) -> str:
     return text if len(text) <= _MOST else f"{text[:_MOST]} ... ({len(text) - _MOST:,} more characters)"
 
 
+def head_and_tail(text: str, most: int) -> str:
+    """At most about `most` characters of it, from its two ends, and between them how many are left out."""
+    if len(text) <= most:
+        return text
+    cut = f"\n[{len(text) - most} of {len(text)} characters left out]\n"
+    return text[: most // 2] + cut + text[len(text) - most // 2 :]
+
+
 def printable(text: str) -> str:
     """With characters that control a terminal or turn the direction of writing spelled out."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -66,6 +66,62 @@ class Message:
     error: str = ""  # role assistant: why its tool calls could not be read; "" = they could
 
 
+class Outcome(Enum):
+    """What one tool call of the model led to."""
+
+    answered = "answered"
+    refused = "refused"  # the model's mistake: unreadable, wrong arguments, or what the tool does not do
+    unknown = "unknown"  # the model's mistake: there is no such tool
+    timed_out = "timed_out"  # taken for the model's mistake: no answer within the limit, and in the end not again
+    outage = "outage"  # the tool failed
+
+
+MISTAKES = (Outcome.refused, Outcome.unknown, Outcome.timed_out)
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """What became of one tool call."""
+
+    name: str  # of the tool, as the model wrote it; "" where it cannot be read
+    outcome: Outcome = Outcome.answered
+    retries: int = 0  # how often it was made again
+    seconds: float = 0.0  # until its answer, further attempts included
+    why: str = ""  # of an outage
+
+
+class Counts:
+    """Sums over the tool calls of whatever has `calls`."""
+
+    __slots__ = ()
+    calls: Sequence[CallRecord]
+
+    @property
+    def tool_calls(self) -> int:
+        """How many the model made."""
+        return len(self.calls)
+
+    @property
+    def tool_errors(self) -> int:
+        """How many of them were the model's mistakes."""
+        return sum(call.outcome in MISTAKES for call in self.calls)
+
+    @property
+    def tool_timeouts(self) -> int:
+        """How many of these mistakes were calls that took too long."""
+        return sum(call.outcome is Outcome.timed_out for call in self.calls)
+
+    @property
+    def tool_retries(self) -> int:
+        """How often calls were made again."""
+        return sum(call.retries for call in self.calls)
+
+    @property
+    def outages(self) -> list[str]:
+        """Why calls were answered with the news that their tool is out of order."""
+        return [call.why for call in self.calls if call.outcome is Outcome.outage]
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One problem to solve. Example: `Task("gsm8k/train/7", (Message("user", "..."),), answer="42")`."""
@@ -142,7 +198,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Trajectory:
+class Trajectory(Counts):
     """One conversation about one task, from its first turn to its end."""
 
     task: Task
@@ -155,11 +211,7 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list[float])  # of each turn; [] = no turn has one
     paid: float = 0.0  # the part of `reward` that `turn_rewards` hold too, and that training must not count twice
     attempts: int = 1  # how often it was run: above 1 after failures
-    tool_calls: int = 0
-    tool_errors: int = 0
-    tool_timeouts: int = 0
-    tool_retries: int = 0
-    outages: list[str] = field(default_factory=list[str])  # why calls were answered without their tool
+    calls: Sequence[CallRecord] = ()  # of tools
     queued_s: float = 0.0  # waiting for one of the `rollout.max_concurrent` slots
     sample_s: float = 0.0  # waiting for the engine
     tool_s: float = 0.0  # waiting for the environment

@@ -95,14 +95,14 @@ def test_an_answer_that_is_no_text_is_an_outage(error: BaseException | None, own
 )
 def test_other_answers_are_spelled(given: Any, text: str, own: Any) -> None:
     reply, _ = answered(own, "mischief", lambda: given)
-    assert (reply.messages[0].content, reply.outages) == (text, ())
+    assert (reply.messages[0].content, reply.outages) == (text, [])
 
 
 @pytest.mark.parametrize("work", [hangs, swallows])
 def test_a_call_is_back_within_its_limit_and_a_second(work: Callable[[], Any], own: Any) -> None:
     reply, took = answered(own, "asked", work)
     assert reply.messages[0].content == "error: no answer within 5 s"
-    assert (reply.tool_timeouts, reply.outages) == (1, ())
+    assert (reply.tool_timeouts, reply.outages) == (1, [])
     assert took <= 6.01
 
 

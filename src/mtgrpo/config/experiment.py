@@ -27,6 +27,7 @@ from mtgrpo.rollout.filter import Filter
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.tasks import TaskSource
 from mtgrpo.tasks.conversations import Conversations
+from mtgrpo.tools.faults import Faults
 from mtgrpo.types import Sampling
 
 SINKS = ("console", "jsonl")  # where nothing else is chosen
@@ -164,6 +165,7 @@ class Experiment:
     model: ModelSettings = field(default_factory=ModelSettings)
     chat: ChatSettings = field(default_factory=ChatSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    faults: Faults = field(default_factory=Faults)
     sampling: Sampling = field(default_factory=Sampling)
     batch: BatchSettings = field(default_factory=BatchSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)

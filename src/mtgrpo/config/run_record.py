@@ -27,8 +27,8 @@ _RESOLVER = re.compile(r"\$\{[^}]*:")
 def read_run(folder: Path, trusted: bool = False) -> Recipe:
     """What a run used, from the record that it keeps in its folder; what it gave Hydra is left out.
 
-    trusted: the record may name Python files, which will be run, and resolvers such as ${oc.env:KEY}. Raises
-    ConfigError.
+    trusted: the record may name Python files and MCP servers, which will be run, and resolvers such as ${oc.env:KEY}.
+    Raises ConfigError.
     """
     try:
         chosen = read_yaml(folder / ".hydra" / "hydra.yaml")["hydra"]["runtime"]["choices"]
@@ -41,8 +41,8 @@ def read_run(folder: Path, trusted: bool = False) -> Recipe:
     content = read_yaml(folder / ".hydra" / "config.yaml")
     values = {key: value for key, value in content.items() if str(key).partition(".")[0] != "hydra"}
     resolved = _resolved(values)
-    # What is still to be resolved may become the name of a file, so it counts as one.
-    named = sorted({text for text in _texts([choices, resolved]) if ".py:" in text or "${" in text})
+    # What is still to be resolved may become the name of a file, so it counts as one. The tool mcp runs commands.
+    named = sorted({text for text in _texts([choices, resolved]) if text == "mcp" or ".py:" in text or "${" in text})
     if named and not trusted:
         raise ConfigError(
             f"the record of run {folder} names code or values of this machine, which would be executed or read: "

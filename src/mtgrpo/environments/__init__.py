@@ -20,7 +20,7 @@ from typing import Any, Self
 from mtgrpo.errors import ConfigError, require
 from mtgrpo.part import Part
 from mtgrpo.together import by_itself
-from mtgrpo.types import Message, Task, ToolSpec
+from mtgrpo.types import CallRecord, Counts, Message, Task, ToolSpec
 
 STOP_S = 30.0  # seconds for the end of a conversation; what takes longer would keep the run from ending
 
@@ -48,17 +48,13 @@ def seed_of(task: Task) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Counts):
     """What the environment answers to one message of the model. `done` ends the conversation."""
 
     messages: tuple[Message, ...] = ()
     done: bool = False
     reward: float = 0.0  # what the environment pays for this step: part of the turn's reward, whatever `reward` is
-    tool_calls: int = 0  # how many calls the model made in this turn
-    tool_errors: int = 0  # how many of them were the model's mistakes
-    tool_timeouts: int = 0  # how many of these mistakes were calls that took too long
-    tool_retries: int = 0  # how many calls were made again because the tool failed
-    outages: tuple[str, ...] = ()  # why each call was answered with the news that its tool is out of order
+    calls: Sequence[CallRecord] = ()  # what became of the calls that the model made in this turn
 
 
 @dataclass

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Self
 
-from mtgrpo import tools
+from mtgrpo import extension, tools
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.errors import ConfigError, require
-from mtgrpo.part import RunContext
+from mtgrpo.errors import ConfigError
+from mtgrpo.part import RunContext, built, named
+from mtgrpo.text import head_and_tail
 from mtgrpo.tools import CallTimeoutError, Tool, ToolError
+from mtgrpo.tools.calls import CallLimits, Gate, readable
+from mtgrpo.tools.faults import next_call
 from mtgrpo.tools.schema import ArgumentCheck
-from mtgrpo.types import Message, Task, ToolCall, ToolSpec
+from mtgrpo.types import CallRecord, Message, Outcome, Task, ToolCall, ToolSpec
 
 
 class OnOutage(Enum):
@@ -37,38 +41,27 @@ class _Offer:
     option: str  # that it comes from
     spec: ToolSpec
     check: ArgumentCheck
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What one call led to."""
-
-    text: str
-    mistake: bool = False  # of the model
-    timed_out: bool = False
-    retries: int = 0
-    outage: Exception | None = None
+    gate: Gate
 
 
 @dataclass
-class ToolUse(Environment):
+class ToolUse(CallLimits, Environment):
     """The model may call `tools`, several at once; a message without a call ends the conversation.
 
-    A call that cannot be made (unreadable, unknown tool, wrong arguments, refused by the tool) or takes longer than
-    `call_timeout_s` is answered with "error: <why>". A call that fails through the tool is made again, after
-    `backoff_s` and then twice as long each time, unless the tool says that its calls are not `idempotent`. Without
+    A call that cannot be made (unreadable, unknown tool, wrong arguments, refused by the tool) is answered with
+    "error: <why>". One that fails through the tool is made again, after `backoff_s` and then twice as long each time,
+    unless the tool says that its calls are not `idempotent`. No answer within `call_timeout_s`, or one that is no text,
+    may be the tool's fault or the model's: such a call is made again once, then the model sees what came of it. Without
     tools there are no calls to count, and the answer to what looks like one comes from the user.
     """
 
     tools: Any = None  # [calculator, path/to/file.py:search], or with settings {calculator: {max_digits: 20}}
-    call_timeout_s: float = 30.0  # of one attempt at a call; then the model is told that there was no answer
-    call_retries: int = 4  # further attempts at a call that failed through no fault of the model
-    backoff_s: float = 1.0  # before the first further attempt; twice as long before each one after it
+    limits: Any = None  # what is different for single tools: {search: {call_timeout_s: 5, max_concurrent_calls: 8}}
     on_outage: OnOutage = OnOutage.fail  # after the last attempt: the conversation fails, or the model is told
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, call_timeout_s="> 0", call_retries=">= 0", backoff_s=">= 0")
+        CallLimits.__post_init__(self)
+        Environment.__post_init__(self)
         self._use(tools.load(self.tools or []))
 
     def _use(self, loaded: dict[str, Tool]) -> None:
@@ -81,7 +74,14 @@ class ToolUse(Environment):
                 if spec.name in self._offers:
                     raise ConfigError(f"two tools are named {spec.name!r}: the model could not tell them apart")
                 closed = type(tool).specs is Tool.specs  # made from a signature, which takes no other arguments
-                self._offers[spec.name] = _Offer(option, spec, ArgumentCheck(spec, closed))
+                gate = Gate(self._limits(spec.name))
+                self._offers[spec.name] = _Offer(option, spec, ArgumentCheck(spec, closed), gate)
+
+    def _limits(self, tool: str) -> CallLimits:
+        """Those of one tool. Raises ConfigError."""
+        usual = {field.name: getattr(self, field.name) for field in fields(CallLimits)}
+        own = named(self.limits or {}, "environment.limits", "search: {call_timeout_s: 5}").get(tool, {})
+        return built(f"environment.limits of {tool}", CallLimits, {**usual, **own})
 
     @property
     def tool_specs(self) -> tuple[ToolSpec, ...]:
@@ -99,6 +99,10 @@ class ToolUse(Environment):
             running._use(
                 {name: await stack.enter_async_context(tool.open(context)) for name, tool in self._loaded.items()}
             )
+            if unknown := [name for name in self.limits or {} if name not in running._offers]:
+                raise ConfigError(
+                    f"environment.limits: there is no tool {unknown[0]!r}; the tools are: {', '.join(running._offers)}"
+                )
             yield running
 
     async def start(self, task: Task) -> Opening:
@@ -120,46 +124,56 @@ class ToolUse(Environment):
         if not self._offers:  # then a chat template may have no role "tool"
             return Reply((Message("user", f"error: {message.error or 'there are no tools'}"),))
         if message.error:
-            return Reply((Message("tool", f"error: {message.error}"),), tool_calls=1, tool_errors=1)
+            return Reply((Message("tool", f"error: {message.error}"),), calls=(CallRecord("", Outcome.refused),))
         # Every call is waited for, also after one has failed: nothing of this conversation runs on behind its back.
         answers = await asyncio.gather(*map(self._answer, message.tool_calls))
-        answered = list(zip(message.tool_calls, answers, strict=True))
-        failed = [(call.name, answer.outage) for call, answer in answered if answer.outage is not None]
-        outages = [f"the tool {name} failed: {type(error).__name__}: {error}" for name, error in failed]
-        if outages and self.on_outage is OnOutage.fail:
-            raise OutageError(outages[0]) from failed[0][1]
+        for record, _, error in answers:
+            if error is not None and self.on_outage is OnOutage.fail:
+                raise OutageError(record.why) from error
         return Reply(
-            tuple(Message("tool", answer.text, name=call.name) for call, answer in answered),
-            tool_calls=len(answers),
-            tool_errors=sum(answer.mistake for answer in answers),
-            tool_timeouts=sum(answer.timed_out for answer in answers),
-            tool_retries=sum(answer.retries for answer in answers),
-            outages=tuple(outages),
+            tuple(Message("tool", text, name=record.name) for record, text, _ in answers),
+            calls=tuple(record for record, *_ in answers),
         )
 
-    async def _answer(self, call: ToolCall) -> _Answer:
-        """Make a call, and again where the tool fails."""
-        offer = self._offers.get(call.name)
+    async def _answer(self, call: ToolCall) -> tuple[CallRecord, str, Exception | None]:
+        """What became of a call, what the model sees of it, and why the tool failed."""
+        began, offer = time.perf_counter(), self._offers.get(call.name)
         if offer is None:
-            return _Answer(f"error: there is no tool {call.name!r}; the tools are: {', '.join(self._offers)}", True)
-        try:
-            offer.check(call.arguments)
-        except ToolError as error:
-            return _Answer(f"error: {error}", mistake=True)
-        tool, retries = self._tools[offer.option], 0
-        most = self.call_retries if tool.idempotent else 0
+            known = ", ".join(self._offers)
+            record = CallRecord(call.name, Outcome.unknown)
+            return record, f"error: there is no tool {call.name!r}; the tools are: {known}", None
+        outcome, text, retries, failure = await self._made(call, offer)
+        why = f"the tool {call.name} failed: {extension.explained(failure)}" if failure else ""
+        record = CallRecord(call.name, outcome, retries, time.perf_counter() - began, why)
+        return record, head_and_tail(text, offer.gate.limits.max_output_chars or len(text)), failure
+
+    async def _made(self, call: ToolCall, offer: _Offer) -> tuple[Outcome, str, int, Exception | None]:
+        """Make a call, and again where the tool fails: what it led to, the text, how often again, and the failure."""
+        limits, fault, retries = offer.gate.limits, next_call(), 0
+        most = limits.call_retries if self._tools[offer.option].repeatable(call.name) else 0
+        unclear = min(1, most)  # further attempts where it may have been the model's doing
+
+        async def attempt() -> str:
+            tool = self._tools[offer.option]
+            return await tools.call(tool, call.name, call.arguments, limits.call_timeout_s, fault)
+
         while True:
             try:
-                said = await tools.call(tool, call.name, call.arguments, self.call_timeout_s)
-                return _Answer(said, retries=retries)
+                offer.check(call.arguments)
+                said = await offer.gate.attempt(attempt)
+                if not unclear or readable(said):
+                    return Outcome.answered, said, retries, None
+                unclear -= 1
+            except CallTimeoutError as error:
+                # What still runs in a thread keeps the state of the object to itself.
+                self._tools[offer.option] = copy.copy(self._tools[offer.option])
+                if not unclear:
+                    return Outcome.timed_out, f"error: {error}", retries, None
+                unclear -= 1
             except ToolError as error:
-                timed_out = isinstance(error, CallTimeoutError)
-                if timed_out:  # what still runs in a thread keeps the state of this object to itself
-                    self._tools[offer.option] = copy.copy(tool)
-                return _Answer(f"error: {error}", mistake=True, timed_out=timed_out, retries=retries)
+                return Outcome.refused, f"error: {error}", retries, None
             except Exception as error:
-                if retries == most:
-                    why = f"error: the tool {call.name} is out of order"
-                    return _Answer(why, retries=retries, outage=error)
-            await asyncio.sleep(self.backoff_s * 2**retries)
+                if retries >= most:
+                    return Outcome.outage, f"error: the tool {call.name} is out of order", retries, error
+                await asyncio.sleep(limits.backoff_s * 2**retries)
             retries += 1

@@ -16,6 +16,7 @@ from mtgrpo.condensers import Condenser, Conversation, Step, When, how_many_fit,
 from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
+from mtgrpo.text import head_and_tail
 from mtgrpo.types import Attend, Finish, Message, Sample, Sampling, Status, Task, ToolSpec, Trajectory, Turn
 
 CONDENSE = ToolSpec(
@@ -99,30 +100,15 @@ async def _converse(state: RolloutState, environment: Environment) -> None:
             trajectory.tool_s += time.perf_counter() - began
         if not isinstance(reply, Reply) or not math.isfinite(reply.reward):
             raise TypeError(f"{type(environment).__name__}.step gave {reply!r:.200}; give a Reply with a finite reward")
-        messages = tuple(_shortened(one, environment.max_tool_tokens * CHARS_PER_TOKEN) for one in reply.messages)
+        most = environment.max_tool_tokens * CHARS_PER_TOKEN  # to tokenise far more would hold up all conversations
+        messages = tuple(dataclasses.replace(one, content=head_and_tail(one.content, most)) for one in reply.messages)
         turn.observations, turn.paid = (*messages, *asked), float(reply.reward)
-        trajectory.tool_calls += reply.tool_calls
-        trajectory.tool_errors += reply.tool_errors
-        trajectory.tool_timeouts += reply.tool_timeouts
-        trajectory.tool_retries += reply.tool_retries
-        trajectory.outages += reply.outages
+        trajectory.calls = (*trajectory.calls, *reply.calls)
         if reply.done:
             return
         if spoken < environment.max_turns:
             await state.go_on(turn, messages, environment.max_tool_tokens, asked)
     raise _LimitError("max_turns")
-
-
-def _shortened(message: Message, most: int) -> Message:
-    """`message` with at most about `most` characters of its content, those of head and tail.
-
-    To tokenise a text that is far too long would hold up all conversations.
-    """
-    text = message.content
-    if len(text) <= most:
-        return message
-    cut = f"\n[{len(text) - most} of {len(text)} characters left out]\n"
-    return dataclasses.replace(message, content=text[: most // 2] + cut + text[len(text) - most // 2 :])
 
 
 class RolloutState:

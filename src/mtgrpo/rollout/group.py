@@ -6,16 +6,19 @@ import asyncio
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser
 from mtgrpo.environments import STOP_S, Environment
 from mtgrpo.errors import ConfigError
+from mtgrpo.extension import explained
 from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rollout.conversation import Limits, run_rollout
 from mtgrpo.together import by_itself
+from mtgrpo.tools.faults import Faults
 from mtgrpo.types import Attend, Group, OpenConversation, Sampling, Status, Task, Trajectory
 
 
@@ -35,6 +38,7 @@ class RolloutRunner:
     attend: Attend | None  # None: the engine cannot tell
     slots: asyncio.Semaphore  # bounds the conversations open at once
     score_timeout_s: float = 0.0  # 0 = none
+    faults: Callable[..., AbstractContextManager[None]] = Faults().during  # of the conversation with that key
     scope: str = "train/0"  # what the rollouts are for: part of the key of every random number
 
     def at(self, scope: str, temperature: float | None = None) -> RolloutRunner:
@@ -80,7 +84,7 @@ class RolloutRunner:
         for trajectory, score in zip(valid, await self._scores(valid), strict=True):
             if isinstance(score, Exception):
                 trajectory.status = Status.FAILED
-                trajectory.reason = f"RewardError: {type(self.reward).__name__}: {type(score).__name__}: {score}"
+                trajectory.reason = f"RewardError: {type(self.reward).__name__}: {explained(score)}"
             else:
                 set_score(trajectory, score)
         group.score_s = time.perf_counter() - began
@@ -97,17 +101,19 @@ class RolloutRunner:
     async def _attempt(self, task: Task, sample_index: int, attempt: int) -> Trajectory:
         late = TimeoutError(f"it took longer than rollout.timeout_s={self.timeout_s}")
         try:
-            async with self.open_conversation(f"{self.scope}/attempt{attempt}", task.id, sample_index) as sample:
+            key = (f"{self.scope}/attempt{attempt}", task.id, sample_index)
+            async with self.open_conversation(*key) as sample:
                 conversation = functools.partial(
                     run_rollout,
                     *(task, self.environment, self.chat, sample),
                     *(self.sampling, self.limits, self.condenser, self.attend),
                 )
-                return await by_itself(conversation, self.timeout_s or None, late, grace_s=2 * STOP_S)
+                with self.faults(*key):
+                    return await by_itself(conversation, self.timeout_s or None, late, grace_s=2 * STOP_S)
         except ConfigError:
             raise
         except Exception as error:  # whatever a tool or an environment raises is data: it is counted and shown
-            return Trajectory(task, status=Status.FAILED, reason=f"{type(error).__name__}: {error}")
+            return Trajectory(task, status=Status.FAILED, reason=explained(error))
 
 
 def set_score(trajectory: Trajectory, score: Score) -> None:

@@ -12,7 +12,7 @@ from mtgrpo.policy.step import Metrics
 from mtgrpo.profile import Profile
 from mtgrpo.rollout.stream import RolloutBatch
 from mtgrpo.tools import abandoned
-from mtgrpo.types import Group, Status, Trajectory
+from mtgrpo.types import CallRecord, Group, Outcome, Status, Trajectory
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -57,6 +57,28 @@ def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metric
     }
 
 
+def describe_tools(scored: Sequence[Trajectory], success_at: float) -> Metrics:
+    """For each tool that was called: calls per conversation, the share of them that failed, how long they took, and the
+    success of the conversations that called it and of those that did not. Calls of no tool are counted together.
+    """
+    calls: dict[str, list[CallRecord]] = {}
+    for call in (call for t in scored for call in t.calls if call.name and call.outcome is not Outcome.unknown):
+        calls.setdefault(call.name, []).append(call)
+    hallucinated = [call for t in scored for call in t.calls if call.outcome is Outcome.unknown]
+    found: Metrics = {"tool/hallucinated": len(hallucinated) / len(scored)} if hallucinated else {}
+    for name, made in calls.items():
+        found[f"tool/{name}/calls"] = len(made) / len(scored)
+        found[f"tool/{name}/errors"] = _mean(float(call.outcome is not Outcome.answered) for call in made)
+        took = sorted(call.seconds for call in made)
+        found[f"perf/tool/{name}/p50_s"] = took[(len(took) - 1) // 2]
+        found[f"perf/tool/{name}/p95_s"] = took[(len(took) - 1) * 95 // 100]
+        for key, callers in (("with", True), ("without", False)):
+            of = [succeeded(t, success_at) for t in scored if any(call.name == name for call in t.calls) is callers]
+            if of:
+                found[f"tool/{name}/success_{key}"] = _mean(map(float, of))
+    return found
+
+
 def describe_step(
     batch: RolloutBatch, experiment: Experiment, version: int, rollout_s: float, train_s: float
 ) -> Metrics:
@@ -84,6 +106,7 @@ def describe_step(
         **{f"rollout/failed/{cause}": failed / count for cause, failed in causes.items()},
         "rollout/groups_left_out": float(len(groups) - len(comparable(groups, experiment.algorithm))),
         "rollout/filtered": batch.left_out / len(groups),
+        **describe_tools(valid(groups), experiment.reward.success_at),
         **describe_staleness(batch, version),
         **_speed(trajectories, rollout_s + train_s if experiment.rollout.max_staleness else rollout_s),
         "time/rollout_s": rollout_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import itertools
 import os
@@ -257,6 +258,7 @@ def make_runner(
         retries=experiment.rollout.retries,
         timeout_s=experiment.rollout.timeout_s,
         score_timeout_s=experiment.rollout.score_timeout_s,
+        faults=functools.partial(experiment.faults.during, experiment.seed),
         open_conversation=open_conversation,
         attend=attend,
         slots=asyncio.Semaphore(experiment.rollout.max_concurrent),

@@ -19,6 +19,7 @@ from mtgrpo.errors import ConfigError, harmless
 from mtgrpo.part import Part, built, named
 from mtgrpo.together import by_itself
 from mtgrpo.tools import schema
+from mtgrpo.tools.faults import Attempt
 from mtgrpo.tools.schema import ToolError as ToolError
 from mtgrpo.types import Task, ToolSpec
 
@@ -69,6 +70,10 @@ class Tool(Part):
         blocking = self.blocking and not schema.is_coroutine_function(target)
         answer = await _in_thread(work) if blocking else work()
         return await answer if inspect.isawaitable(answer) else answer
+
+    def repeatable(self, name: str) -> bool:
+        """Whether a call of the tool `name` that failed may be made again."""
+        return self.idempotent
 
     @property
     def _target(self) -> Callable[..., Any]:
@@ -144,15 +149,19 @@ def _bound(name: str, function: Callable[..., Any], settings: dict[str, Any]) ->
     return schema.from_json(settings, function)
 
 
-async def call(tool: Tool, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
+async def call(
+    tool: Tool, name: str, arguments: Mapping[str, Any], timeout_s: float, fault: Attempt | None = None
+) -> str:
     """What the tool answers to checked arguments, as a string. Raises CallTimeoutError after `timeout_s` seconds.
 
     What the tool raises comes through as `by_itself` has it. A blocking tool runs in a thread of its own. Python cannot
     stop a thread: after a time-out it runs on, unheard. While `MOST_ABANDONED` do so, such calls raise RuntimeError.
+    fault: makes the attempt, or lets it fail on purpose.
     """
 
     async def answer() -> str:
-        return str(await tool.call(name, arguments))
+        made = tool.call(name, arguments) if fault is None else fault(lambda: tool.call(name, arguments))
+        return str(await made)
 
     return await by_itself(answer, timeout_s, CallTimeoutError(f"no answer within {timeout_s:g} s"))
 

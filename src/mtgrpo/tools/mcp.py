@@ -1,0 +1,293 @@
+"""Tools of MCP servers, which run as processes of their own or are reached by a URL."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import os
+import sys
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
+
+from mtgrpo.errors import ConfigError, refuse_without_package, require
+from mtgrpo.part import RunContext
+from mtgrpo.tools import Tool, ToolError
+from mtgrpo.types import Task, ToolSpec
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import CallToolResult
+
+    Connect = Callable[[], AbstractAsyncContextManager[Client]]
+
+HEALTHY_S = 5.0  # within which a server lists its tools; one that does not is started anew
+LEAVE_S = 10.0  # for a server to end; the SDK kills its processes after 4
+
+
+@dataclass
+class Server:
+    """One MCP server, by `command` (it talks on its standard input and output) or by `url` (streamable HTTP)."""
+
+    command: list[str] = field(default_factory=list[str])  # and its arguments; `python` is the Python of the run
+    url: str = ""  # such as http://127.0.0.1:8000/mcp
+    variables: list[str] = field(default_factory=list[str])  # of the environment, that its process gets
+    headers: dict[str, str] = field(default_factory=dict[str, str])  # of requests: variables that hold their values
+    tools: list[str] = field(default_factory=list[str])  # the model may call; [] = all
+    prefix: str | None = None  # before the names of its tools; null = its own name and _
+    stateful: bool = False  # every conversation has a server of its own, whose calls are made once
+    warm: int = 2  # stateful ones that are kept ready
+    start_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        require(self, warm=">= 1", start_timeout_s="> 0")
+        if bool(self.command) == bool(self.url):
+            raise ConfigError(f"an MCP server has either `command` or `url`, got {self.command} and {self.url!r}")
+
+
+@dataclass
+class Mcp(Tool):
+    """The tools of MCP `servers`, by their names: {time: {command: [python, -m, mcp_server_time]}}.
+
+    A server is shared by all conversations unless it is `stateful`, and started anew when it dies or hangs. Its process
+    gets HOME, PATH and the like, and the `variables` that are listed; values of secrets stand in the environment alone.
+    What it writes to standard error is in the run's folder, mcp_NAME.log.
+    """
+
+    servers: dict[str, Server] = field(default_factory=dict[str, Server])
+
+    def __post_init__(self) -> None:
+        if not self.servers:
+            raise ConfigError("the tool mcp needs servers: {mcp: {servers: {NAME: {command: [PROGRAM, ARGUMENT]}}}}")
+        refuse_without_package("mcp", "environment.tools={mcp: ...}", extra="mcp")
+        self._running: dict[str, _Running] = {}
+        self._specs: dict[str, ToolSpec] = {}
+        self._routes: dict[str, tuple[str, str]] = {}  # what the model calls: the server, and the tool's name there
+        self._own: dict[str, _Connection] = {}  # those of this conversation
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With its servers running. Raises ConfigError for one that does not start, and for tools that it lacks."""
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # each line that is no message would be on the console
+        running = copy.copy(self)
+        running.__post_init__()  # with dictionaries of its own
+        logs = {name: (context.folder / f"mcp_{name}.log").open("a") for name in self.servers}
+        try:
+            for name, server in self.servers.items():
+                connect = partial(_connected, server, _values(name, server, context.secrets), logs[name])
+                running._running[name] = _Running(connect, server.warm if server.stateful else 1)
+            for name in self.servers:
+                await running._list(name, logs[name].name)
+            yield running
+        finally:
+            await asyncio.gather(*(server.close() for server in running._running.values()))
+            for log in logs.values():
+                log.close()
+
+    async def _list(self, name: str, log: str) -> None:
+        server = self.servers[name]
+        try:
+            offered = await self._running[name].ready[0].list_tools()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"the MCP server {name} does not start: {why}; see {log}") from error
+        if unknown := [tool for tool in server.tools if tool not in offered]:
+            raise ConfigError(f"the MCP server {name} has no tool {unknown[0]!r}; it has {', '.join(offered)}")
+        for tool in server.tools or offered:
+            shown = (f"{name}_" if server.prefix is None else server.prefix) + tool
+            if shown in self._specs:
+                raise ConfigError(f"two MCP tools are named {shown!r}: set another `prefix` for the server {name}")
+            self._specs[shown] = ToolSpec(shown, *offered[tool])
+            self._routes[shown] = name, tool
+
+    def specs(self) -> Sequence[ToolSpec]:
+        """The tools of all servers; none before they run."""
+        return list(self._specs.values())
+
+    def repeatable(self, name: str) -> bool:
+        """Not where the server has state."""
+        return not self.servers[self._routes[name][0]].stateful
+
+    async def start(self, task: Task) -> None:
+        self._own = {}
+
+    async def stop(self) -> None:
+        for connection in self._own.values():
+            connection.leave()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What the server answers: its texts, and for other content what kind it is of."""
+        server, tool = self._routes[name]
+        if not self.servers[server].stateful:
+            return _text(await (await self._running[server].shared()).call(tool, arguments))
+        if server not in self._own:
+            self._own[server] = self._running[server].take()
+        elif self._own[server].doubtful and not await self._own[server].healthy():
+            raise RuntimeError(f"the MCP server {server} is gone, and with it what this conversation did there")
+        return _text(await self._own[server].call(tool, arguments))
+
+
+class _Connection:
+    """A client of one server. The SDK wants it entered and left by one and the same task: its own."""
+
+    def __init__(self, connect: Connect) -> None:
+        self._failed = False  # a call has not come to its end
+        self._left = asyncio.Event()
+        self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._client.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask for it
+        self.task = asyncio.create_task(self._hold(connect))
+
+    async def _hold(self, connect: Connect) -> None:
+        try:
+            async with connect() as client:
+                self._client.set_result(client)
+                await self._left.wait()
+        except Exception as error:
+            while isinstance(error, ExceptionGroup):
+                error = cast("ExceptionGroup[Exception]", error).exceptions[0]
+            if not self._client.done():
+                self._client.set_exception(error)
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether there is a reason to ask if the server is healthy."""
+        return self._failed or (self._client.done() and self._client.exception() is not None)
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> CallToolResult:
+        """Raises ToolError for arguments that the server refuses, and what the SDK raises where the server fails."""
+        from mcp import MCPError  # noqa: PLC0415
+        from mcp.types import INVALID_PARAMS  # noqa: PLC0415
+
+        client = await asyncio.shield(self._client)
+        try:
+            return await client.call_tool(tool, dict(arguments))
+        except MCPError as error:
+            if error.code == INVALID_PARAMS:
+                raise ToolError(error.message) from None
+            self._failed = True
+            raise
+        except (Exception, asyncio.CancelledError):  # the latter also when the call has taken too long
+            self._failed = True
+            raise
+
+    async def list_tools(self) -> dict[str, tuple[str, Mapping[str, Any]]]:
+        """Descriptions and schemas of all tools, by their names."""
+        client, found, cursor = await asyncio.shield(self._client), {}, None
+        while True:
+            page = await client.list_tools(cursor=cursor, cache_mode="refresh")
+            found |= {tool.name: (tool.description or "", _untitled(tool.input_schema)) for tool in page.tools}
+            if (cursor := page.next_cursor) is None:
+                return found
+
+    async def healthy(self) -> bool:
+        """Whether the server still answers."""
+        try:
+            async with asyncio.timeout(HEALTHY_S):
+                await self.list_tools()
+        except Exception:  # whatever it is, another connection is opened
+            return False
+        self._failed = False
+        return True
+
+    def leave(self) -> None:
+        """Begin to end it; a server that was started for it ends with it."""
+        self._left.set()
+        if not self._client.done():
+            self.task.cancel()
+
+
+class _Running:
+    """One server while a run lasts: the connections to it."""
+
+    def __init__(self, connect: Connect, count: int) -> None:
+        self._connect = connect
+        self._open: dict[asyncio.Task[None], _Connection] = {}
+        self._mending: asyncio.Task[None] | None = None
+        self.ready = [self._new() for _ in range(count)]
+
+    def _new(self) -> _Connection:
+        connection = _Connection(self._connect)
+        self._open[connection.task] = connection
+        connection.task.add_done_callback(self._open.pop)
+        return connection
+
+    async def shared(self) -> _Connection:
+        """The one that all conversations share; another where that has failed."""
+        if self.ready[0].doubtful:
+            if self._mending is None or self._mending.done():
+                self._mending = asyncio.create_task(self._mend())
+            await asyncio.shield(self._mending)  # it goes on when the time of this call is over
+        return self.ready[0]
+
+    async def _mend(self) -> None:
+        if not await self.ready[0].healthy():
+            self.ready[0].leave()
+            self.ready[0] = self._new()
+
+    def take(self) -> _Connection:
+        """One for a single conversation, which leaves it; the next begins to start."""
+        self.ready.append(self._new())
+        return self.ready.pop(0)
+
+    async def close(self) -> None:
+        """End all of them."""
+        if self._mending is not None:
+            self._mending.cancel()
+        for connection in list(self._open.values()):
+            connection.leave()
+        if self._open:
+            await asyncio.wait(list(self._open), timeout=LEAVE_S)
+
+
+@asynccontextmanager
+async def _connected(server: Server, values: Mapping[str, str], log: TextIO) -> AsyncGenerator[Client]:
+    """A client of the server; `values` are those of its variables or headers, `log` takes its standard error."""
+    import httpx2  # noqa: PLC0415
+    from mcp import Client, StdioServerParameters, stdio_client  # noqa: PLC0415
+    from mcp.client.streamable_http import streamable_http_client  # noqa: PLC0415
+
+    async with AsyncExitStack() as stack:
+        if server.url:
+            limits = httpx2.Timeout(30, read=None)
+            http = await stack.enter_async_context(httpx2.AsyncClient(headers=values, timeout=limits))
+            transport = streamable_http_client(server.url, http_client=http)
+        else:
+            program, *arguments = server.command
+            if program == "python":
+                program, values = sys.executable, {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **values}
+            process = StdioServerParameters(command=program, args=arguments, env=dict(values))
+            process.encoding_error_handler = "replace"  # bytes that are no text must not end the connection
+            transport = stdio_client(process, errlog=log)
+        async with asyncio.timeout(server.start_timeout_s):
+            client = await stack.enter_async_context(Client(transport))
+        yield client
+
+
+def _values(name: str, server: Server, secrets: Mapping[str, str]) -> dict[str, str]:
+    """The values of a server's variables, or of its headers. Raises ConfigError for a variable that is not set."""
+    wanted = server.headers if server.url else {variable: variable for variable in server.variables}
+    if missing := [variable for variable in wanted.values() if variable not in secrets]:
+        raise ConfigError(f"the MCP server {name} needs the environment variable {missing[0]}, which is not set")
+    return {key: secrets[variable] for key, variable in wanted.items()}
+
+
+def _text(result: CallToolResult) -> str:
+    """What the model sees of an answer. Raises ToolError where it is an error."""
+    parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    if result.is_error:
+        raise ToolError("\n".join(parts))
+    return "\n".join(parts)
+
+
+def _untitled(schema: Any) -> Any:
+    """A schema without the titles that only repeat names, and cost tokens."""
+    if isinstance(schema, dict):
+        entries = cast("dict[str, Any]", schema).items()
+        return {key: _untitled(value) for key, value in entries if key != "title" or not isinstance(value, str)}
+    return [_untitled(part) for part in cast("list[Any]", schema)] if isinstance(schema, list) else schema
