@@ -444,7 +444,7 @@ def test_a_recipe_of_ones_own_is_checked(content: str, said: str, place: Path) -
     [
         (["trian"], "did you mean train?"),
         (["seed=1"], "the commands are train, sft, eval"),
-        (["eval"], "eval needs checkpoint="),
+        (["eval"], "eval and serve need checkpoint="),
         (["eval", "checkpoint=away"], "there is no folder"),
         (["eval", "checkpoint=."], ".hydra/config.yaml"),
         (["sft", "sft.steps=0"], "sft.steps"),

@@ -34,7 +34,9 @@ EXPERIMENTS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
     "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070",
+    "serve": "the endpoint of agents for a checkpoint, to try one by hand: checkpoint=RUN/checkpoints/step_000070",
 }
+FINISHED = ("eval", "serve")  # they take the policy of a checkpoint, and the configuration of its run
 READERS = {  # commands about runs and machines, with flags and a module of their own
     "report": "what runs did and learned, on one page: report RUN [RUN ...]",
     "export": "a checkpoint as a model for others: export CHECKPOINT --to hf|peft|merged --out DIR",
@@ -65,6 +67,7 @@ mtgrpo COMMAND [KEY=VALUE ...]
   mtgrpo train recipe=[gsm8k,lora] optimizer.lr=1e-5    what stands to the right wins
   mtgrpo train seed=1,2,3 algorithm.clip_high=0.28 --multirun
   mtgrpo train reward=path/to/file.py:MyReward task=jsonl task.path=my.jsonl
+  mtgrpo train agent=python agent.function=my_agent.py:solve task=jsonl task.path=my.jsonl
   mtgrpo train hydra.run.dir=FOLDER resume=true         goes on with what is there, if anything is
   mtgrpo eval checkpoint=PATH trust_code=true           runs the code files that its record names
 
@@ -150,7 +153,7 @@ def _experiment(command: str, words: Sequence[str]) -> None:
         shown = [word for word in args.overrides if not word.startswith(("checkpoint=", "trust_code=", "hydra."))]
         show(f"mtgrpo {command} [KEY=VALUE ...]: {COMMANDS[command]}\n\n{help_text(shown, _folders(args))}")
         return
-    loader = ExperimentLoader(_folders(args), args.config_name or "base", evaluates=command == "eval")
+    loader = ExperimentLoader(_folders(args), args.config_name or "base", evaluates=command in FINISHED)
     with_hydra(command, loader, functools.partial(_dispatch, args))
 
 
@@ -226,7 +229,7 @@ def _run_one(command: str, hydra: Hydra, words: list[str], dry: bool) -> None:
         show(described(composed))
         return
     place, chosen = _resolved(config, "hydra.run.dir"), _gives(words, "hydra.run.dir")
-    with claimed(place, chosen, command != "eval" and composed.experiment.resume == "true") as place:
+    with claimed(place, chosen, command not in FINISHED and composed.experiment.resume == "true") as place:
         words = [*words, "hydra.mode=RUN", f"hydra.run.dir={_quoted(place)}"]
         hydra.run("base", functools.partial(run_job, command), words)
 
@@ -259,7 +262,7 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
     if dry:
         return
     place, chosen = _resolved(config, "hydra.sweep.dir"), _gives(words, "hydra.sweep.dir")
-    with claimed(place, chosen, command != "eval" and str(config.resume).lower() == "true") as place:
+    with claimed(place, chosen, command not in FINISHED and str(config.resume).lower() == "true") as place:
         words = [*words, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={_quoted(place)}"]
         hydra.multirun("base", functools.partial(run_job, command), words)
 
@@ -277,7 +280,7 @@ def checked(command: str, config: DictConfig) -> Composed:
     from mtgrpo.stages.run import check  # noqa: PLC0415  it imports what reads a tokenizer
 
     try:
-        if command == "eval":  # the checkpoint brings its own tokenizer
+        if command in FINISHED:  # the checkpoint brings its own tokenizer
             name = str(_checkpoint(config.hydra))
             notes = check(replace(experiment, resume="", model=replace(experiment.model, name=name)))
         else:
@@ -299,10 +302,11 @@ def run_job(command: str, config: DictConfig) -> float | None:
 
     experiment, hydra = composed_from(config).experiment, HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    if command == "eval":
-        from mtgrpo.stages.evaluate import run_evaluation  # noqa: PLC0415
+    if command in FINISHED:
+        from mtgrpo.stages import evaluate, serve  # noqa: PLC0415
 
-        run_evaluation(experiment, folder, _checkpoint(hydra))
+        use = serve.run_serving if command == "serve" else evaluate.run_evaluation
+        use(experiment, folder, _checkpoint(hydra))
     elif command == "sft":
         from mtgrpo.stages.sft import run_sft  # noqa: PLC0415
 
@@ -389,7 +393,7 @@ def _complete(words: list[str]) -> None:
         return
     os.environ["COMP_LINE"] = line.replace(f" {command}", "", 1)
     try:
-        loader = ExperimentLoader(evaluates=command == "eval")
+        loader = ExperimentLoader(evaluates=command in FINISHED)
         with_hydra(command or "train", loader, lambda _, hydra: hydra.shell_completion("base", words))
     except ConfigError:  # the line is wrong so far: nothing to offer
         pass

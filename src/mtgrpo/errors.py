@@ -45,10 +45,10 @@ def refuse_without_effect(settings: Any, names: tuple[str, ...], needs: str) -> 
             raise ConfigError(f"`{field.name}={shown}` has no effect: {needs}, or leave it out")
 
 
-def refuse_without_package(package: str, setting: str) -> None:
-    """Raise ConfigError where `package`, which `setting` needs, is not installed."""
+def refuse_without_package(package: str, setting: str, extra: str = "gpu") -> None:
+    """Raise ConfigError where `package`, which `setting` needs and the extra brings, is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{setting} needs the package {package}: pip install mtgrpo[gpu], or leave it out")
+        raise ConfigError(f"{setting} needs the package {package}: pip install mtgrpo[{extra}], or leave it out")
 
 
 def harmless(error: BaseException) -> RuntimeError:

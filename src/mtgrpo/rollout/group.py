@@ -8,13 +8,16 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from mtgrpo.agents import Agent
+from mtgrpo.agents.none import NoAgent
 from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser
 from mtgrpo.environments import STOP_S, Environment
 from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward, Score, scores
+from mtgrpo.rollout.agent import run_agent
 from mtgrpo.rollout.conversation import Limits, run_rollout
 from mtgrpo.together import by_itself
 from mtgrpo.types import Attend, Group, Sample, Sampling, Status, Task, Trajectory
@@ -38,6 +41,7 @@ class RolloutRunner:
     attend: Attend | None  # None: the engine cannot tell
     slots: asyncio.Semaphore  # bounds the conversations open at once
     score_timeout_s: float = 0.0  # 0 = none
+    agent: Agent = field(default_factory=NoAgent)  # leads the conversations in place of the environment, if active
     scope: str = "train/0"  # what the rollouts are for: part of the key of every random number
 
     def at(self, scope: str, temperature: float | None = None) -> RolloutRunner:
@@ -80,7 +84,11 @@ class RolloutRunner:
         """The group, all that did not fail of it scored together; what cannot be scored has failed."""
         began = time.perf_counter()
         valid = [t for t in group.trajectories if t.status is not Status.FAILED]
-        for trajectory, score in zip(valid, await self._scores(valid), strict=True):
+        scored = [t for t in valid if t.given is None]
+        for trajectory in valid:
+            if trajectory.given is not None:
+                set_score(trajectory, Score(trajectory.given))
+        for trajectory, score in zip(scored, await self._scores(scored), strict=True):
             if isinstance(score, Exception):
                 trajectory.status = Status.FAILED
                 trajectory.reason = f"RewardError: {type(self.reward).__name__}: {type(score).__name__}: {score}"
@@ -99,8 +107,18 @@ class RolloutRunner:
 
     async def _attempt(self, task: Task, sample_index: int, attempt: int) -> Trajectory:
         late = TimeoutError(f"it took longer than rollout.timeout_s={self.timeout_s}")
+        scope = f"{self.scope}/attempt{attempt}"
+
+        def open_chain(number: int) -> AbstractAsyncContextManager[Sample]:
+            return self.open_conversation(scope + (f"/chain{number}" if number else ""), task.id, sample_index)
+
         try:
-            async with self.open_conversation(f"{self.scope}/attempt{attempt}", task.id, sample_index) as sample:
+            if self.agent.active:
+                conversation = functools.partial(
+                    run_agent, *(task, self.agent, self.chat, open_chain, self.sampling, self.limits)
+                )
+                return await by_itself(conversation, self.timeout_s or None, late, grace_s=2 * STOP_S)
+            async with open_chain(0) as sample:
                 conversation = functools.partial(
                     run_rollout,
                     *(task, self.environment, self.chat, sample),
