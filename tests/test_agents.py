@@ -367,6 +367,7 @@ def first(trajectory):
     [
         ("agent=python", r"agent.function= names no function: give agent.function=path/to/file.py:name"),
         ("agent=command", r"agent.argv is empty"),
+        ("agent.max_requests=9", "agent.max_requests=9 has no effect: choose an agent, such as agent=python"),
         (f"agent=python agent.function={AGENTS}:nothing", "has no 'nothing'"),
         (f"agent=python agent.function={AGENTS}:echo agent.train=some", "agent.train=some is none of all, main"),
         (
