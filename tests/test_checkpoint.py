@@ -178,6 +178,19 @@ def test_what_changes_after_the_copy_is_not_saved(
     assert all(map(torch.equal, loaded.parameters(), model.parameters()))
 
 
+def test_the_memory_of_the_copy_before_is_used_again(model: PreTrainedModel) -> None:
+    changing = {"a": torch.ones(3), "moved": torch.ones(2)}
+    last = snapshot(1, model, changing, {})
+    before = {name: tensor.data_ptr() for name, tensor in (last.weights | last.tensors).items()}
+    changing["a"].mul_(2)
+    changing["moved"] = torch.full((4,), 5.0)
+    copied = snapshot(2, model, changing, {}, last)
+    after = {name: tensor.data_ptr() for name, tensor in (copied.weights | copied.tensors).items()}
+    assert {name for name in after if after[name] != before[name]} == {"moved"}
+    assert (copied.tensors["a"].tolist(), copied.tensors["moved"].tolist()) == ([2.0] * 3, [5.0] * 4)
+    assert all(torch.equal(copied.weights[name], tensor) for name, tensor in snapshot(3, model, {}, {}).weights.items())
+
+
 @pytest.mark.parametrize("where", ["weights", "training"])
 def test_what_is_not_finite_is_refused_and_nothing_is_pruned(
     where: str, saved: Save, tmp_path: Path, model: PreTrainedModel, tokenizer: dict[str, bytes]

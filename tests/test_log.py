@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtgrpo.config.compose import preset
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, open_sinks
 from mtgrpo.log import console as console_module
@@ -26,6 +27,7 @@ from mtgrpo.part import RunContext
 from mtgrpo.record import trajectories
 from mtgrpo.record.curve import Curve, save_curve
 from mtgrpo.record.summary import write_summary
+from mtgrpo.stages.trainer import train
 from mtgrpo.strict_json import strict_json
 from mtgrpo.types import Finish, Group, Message, Status, Task, ToolCall, Trajectory, Turn
 
@@ -66,8 +68,10 @@ def opened(names: Sequence[str], folder: Path) -> Iterator[Sinks]:
 
 def test_an_unknown_sink_lists_the_known(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="named 'wandb'; known: console, jsonl;"),
-        opened(["jsonl", "wandb"], tmp_path),
+        pytest.raises(
+            ConfigError, match=r"named .wandbb.; known: console, jsonl, mlflow, tensorboard, trackio, wandb;"
+        ),
+        opened(["jsonl", "wandbb"], tmp_path),
     ):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -98,8 +102,10 @@ class Other: pass
 def test_sinks_of_your_own_are_all_closed_though_one_fails(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(MINE)
-    with pytest.raises(OSError, match="disk full"), opened([f"{mine}:Mine", f"{mine}:Second"], tmp_path) as sinks:
+    with opened(["jsonl", f"{mine}:Mine", f"{mine}:Second"], tmp_path) as sinks:
         sinks.log({"a": 1.5}, 3)
+    said = [f"the sink {name} failed and gets nothing more: OSError: disk full" for name in ("Second", "Mine")]
+    assert (tmp_path / "notes.txt").read_text().splitlines() == said
     for name in ("Mine", "Second"):
         assert (tmp_path / f"{name}.txt").read_text() == "3 {'a': 1.5}\nend\n"
     with pytest.raises(ConfigError, match="Other"), opened([f"{mine}:Other"], tmp_path):
@@ -110,7 +116,7 @@ def test_sinks_of_your_own_are_all_closed_though_one_fails(tmp_path: Path) -> No
 
 
 def test_metrics_are_on_disk_after_every_line_at_full_precision(tmp_path: Path) -> None:
-    with opened(["jsonl", "jsonl"], tmp_path) as sinks:
+    with opened(["jsonl"], tmp_path) as sinks:
         sinks.stage("warm start", 2)
         sinks.log({"sft/loss": 1 / 3}, 1)
         sinks.stage("reinforcement learning", 5)
@@ -422,3 +428,18 @@ def test_trajectories_are_readable(tmp_path: Path) -> None:
         ],
     }
     assert records[1]["status"] == "failed" and records[1]["reward"] is None and len(records[1]["messages"]) == 2
+
+
+def test_every_metric_that_a_run_writes_is_documented(tmp_path: Path) -> None:
+    words = ["trainer.steps=1", "sft.steps=1", "sft.batch_size=2", "rollout.prompts_per_step=2", "rollout.group_size=2"]
+    words += ["sampling.max_new_tokens=8", "eval.tasks=2", "eval.samples=2", "eval.every_steps=1", "log=[jsonl]"]
+    words += ["reward=[numeric,length]", "kl.coef=0.1", "correction.weight=token", "checkpoint.every_steps=0"]
+    asyncio.run(train(preset("calculator", *words), tmp_path, Curve()))
+    rows = [loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    written = {name for row in rows for name in row} - {"stage", "step"}
+    page = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
+    patterns = [re.sub("NAME|CAUSE|8$", "[^/]+", name) for name in re.findall(r"`([a-z]+/[^`]+)`", page)]
+    as_rollout = {name.replace("eval/", "rollout/", 1) for name in written}
+    missing = {name for name in as_rollout if not any(re.fullmatch(p, name) for p in patterns)}
+    assert {name for name in missing if name.replace("rollout/", "eval/", 1) not in patterns} == set()
+    assert {"policy/kl", "reward/length/mean", "policy/correction/weight", "eval/greedy", "sft/loss"} <= written

@@ -18,12 +18,13 @@ import pytest
 import yaml
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import LEARNING, find_runs, read_metrics, read_runs
+from mtgrpo.record.reading import find_runs, read_metrics, read_runs
 from mtgrpo.record.versions import write_versions
 from mtgrpo.report import content, main
 from mtgrpo.report.charts import chart
 from mtgrpo.statistics import compare, mean_over_tasks, wilson
 from mtgrpo.text import sparkline
+from mtgrpo.types import LEARNING
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b[31m\u202e&amp;```\n# head [x](js:1)"
 SETTINGS = {
@@ -337,6 +338,17 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert "Report: 2 runs" in page.text
     assert {"50.0%", "90.0%"} <= set(re.findall(r"\d+\.\d%", page.text))
     assert page.tags.count("svg") == 5  # both in each
+
+
+def test_runs_are_compared_with_the_first_task_by_task(tmp_path: Path) -> None:
+    def evaluation(solved: int) -> dict[str, Any]:
+        rows = [trajectory(f"t/{n}", float(n < solved)) for n in range(10) for _ in range(2)]
+        return {"summary": SUMMARY, "trajectories": {"evaluation_after": rows}}
+
+    folders = [make_run(tmp_path / name, **evaluation(solved)) for name, solved in (("a", 2), ("b", 8), ("c", 2))]
+    b, c = content.against_first(read_runs(folders))
+    assert b.startswith("b against a, success on 10 tasks: +60.0 points (") and b.endswith(", p = 0.031")  # 2 / 2**6
+    assert c.startswith("c against a, success on 10 tasks: +0.0 points (") and c.endswith(", p = 1")
 
 
 def test_a_run_that_has_not_ended(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ import yaml
 
 from mtgrpo import watch
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import LEARNING, read_end
+from mtgrpo.record.reading import read_end
+from mtgrpo.types import LEARNING
 from mtgrpo.watch import main, read_progress
 
 NOW = 1_700_000_000.0

@@ -60,11 +60,18 @@ class Snapshot:
     content: dict[str, Any]
 
 
-def snapshot(step: int, model: PreTrainedModel, training: Any, state: Mapping[str, Any]) -> Snapshot:
-    """Copy the weights of `model`, the tensors in `training` (nested, see `flatten`), and `state`, for JSON."""
+def snapshot(
+    step: int, model: PreTrainedModel, training: Any, state: Mapping[str, Any], last: Snapshot | None = None
+) -> Snapshot:
+    """Copy the weights of `model`, the tensors in `training` (nested, see `flatten`), and `state`, for JSON.
+
+    `last`: the same run's snapshot before, written by now. Its memory is used again: new memory takes longer to get
+    than to fill.
+    """
     tensors, rest = flatten(training)
     content = {"step": step, "state": dict(state), "training": rest}
-    return Snapshot(step, _copied(saved_weights(model)), _copied(tensors), content)
+    weights = _copied(saved_weights(model), last.weights if last else {})
+    return Snapshot(step, weights, _copied(tensors, last.tensors if last else {}), content)
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerFast) -> dict[str, bytes]:
@@ -216,14 +223,17 @@ def unflatten(tensors: Mapping[str, Tensor], rest: Any) -> Any:
     return {key: unflatten(tensors, inner) for key, inner in value.items()}
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU; tensors that are the same memory, as tied weights are, still are afterwards."""
+def _copied(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, where it fits in the memory of `into`; what is the same memory, as tied weights are, still is."""
     copies: dict[tuple[Any, ...], Tensor] = {}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         place = _place(tensor)
         if place not in copies:
-            copies[place] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            old = into.get(name)
+            if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+                old = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copies[place] = old.copy_(tensor.detach())
         found[name] = copies[place]
     return found
 

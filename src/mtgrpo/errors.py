@@ -46,9 +46,9 @@ def refuse_without_effect(settings: Any, names: tuple[str, ...], needs: str) -> 
 
 
 def refuse_without_package(package: str, setting: str, extra: str = "gpu") -> None:
-    """Raise ConfigError where `package`, which `setting` needs and the extra brings, is not installed."""
+    """Raise ConfigError where `package`, which `setting` needs and our `extra` brings, is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{setting} needs the package {package}: pip install mtgrpo[{extra}], or leave it out")
+        raise ConfigError(f"{setting} needs the package {package}: pip install 'mtgrpo[{extra}]', or leave it out")
 
 
 def harmless(error: BaseException) -> RuntimeError:

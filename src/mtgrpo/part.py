@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -23,6 +23,7 @@ class RunContext:
     folder: Path  # of the run; it exists
     note: Callable[[str], None]  # tells the person something
     secrets: Mapping[str, str]  # the environment's variables, such as keys of interfaces
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])  # every option of the run, by its full name
 
 
 class Part:

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from mtgrpo.errors import require
 
 SUMMARY = "summary"  # in a demonstration, the name of an assistant's message that answers a condenser
+LEARNING, EVALUATION = "reinforcement learning", "evaluation"  # stages of a run, as its record names them
 Role = Literal["system", "user", "assistant", "tool"]
 
 

@@ -14,8 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mtgrpo.record.reading import LEARNING, Row, find_runs, parse_row, read_end, read_settings
+from mtgrpo.record.reading import Row, find_runs, parse_row, read_end, read_settings
 from mtgrpo.text import clock, is_number, number, printable, sparkline
+from mtgrpo.types import LEARNING
 
 _TAIL = 1 << 18  # bytes of metrics.jsonl that are read: of a run with fifty metrics, the last 200 rows
 _NOTES = 1 << 12

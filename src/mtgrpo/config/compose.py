@@ -29,7 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from mtgrpo.config.experiment import Experiment
+from mtgrpo.config.experiment import SINKS, Experiment
 from mtgrpo.config.options import Setting, chosen_class, entries, groups, options, schema, spell, store_name, unknown
 from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_option, read_primary, read_recipe
 from mtgrpo.config.run_record import checkpoint_folder, read_run
@@ -198,6 +198,7 @@ class ExperimentLoader(ConfigLoaderImpl):
         choices = {group: option.choices[group] if option else named[group] for group, option in inherited.items()}
         known = schema(choices)
         values, sources = _merged(chosen, named, known)
+        values.setdefault("log", list(SINKS))
         settings = [o for o in own if o.key_or_group not in choices]
         inside = tuple(f"{group}.{name}." for group in choices for name in entries(group, choices[group]))
         inside += tuple(f"{name}." for name, setting in known.items() if setting.holds_any)
@@ -231,11 +232,9 @@ class ExperimentLoader(ConfigLoaderImpl):
         asked = [o for o in given if o.key_or_group == "recipe"]
         checkpoint = [str(o.value()) for o in given if o.key_or_group == "checkpoint" and self._evaluates]
         run = checkpoint_folder(checkpoint[-1]).parent.parent if checkpoint else self._run
-        if run is not None or self._evaluates:
-            if run is None:
-                raise ConfigError("eval and serve need checkpoint=RUN/checkpoints/step_000070")
+        if run is not None:
             if asked:
-                raise ConfigError("eval and serve take the configuration of the checkpoint's run: leave recipe= out")
+                raise ConfigError("eval takes the configuration of the checkpoint's run: leave recipe= out")
             trust = [o.value() for o in given if o.key_or_group == "trust_code"]
             used = read_run(run, trusted=trust[-1:] == [True])
             return used.choices.get("recipe"), [used, *layers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from mtgrpo.advantages import AdvantageEstimator
 from mtgrpo.advantages.turn import ByTurn
@@ -26,8 +27,10 @@ from mtgrpo.rewards import Reward
 from mtgrpo.rollout.filter import Filter
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.tasks import TaskSource
+from mtgrpo.tasks.conversations import Conversations
 from mtgrpo.types import Sampling
 
+SINKS = ("console", "jsonl")  # where nothing else is chosen
 LATEST = "true"  # `resume=true`; any other text is the path of a checkpoint
 
 
@@ -54,6 +57,7 @@ class WarmStart:
 
     steps: int = 0
     batch_size: int = 32  # demonstrations per step
+    demonstrations: str = ""  # a file or folder of JSON Lines of messages; by default the task's own demonstrations
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
 
     def __post_init__(self) -> None:
@@ -67,9 +71,37 @@ class Evaluation:
     every_steps: int = 0  # also during training, with one sample per task; 0 = only before and after
     tasks: int = 200
     samples: int = 8  # per task at temperature 1; pass@8 needs 8
+    fail_under: float = 0.0  # `mtgrpo eval` ends with exit code 1 where held-out success is lower; 0 = never
 
     def __post_init__(self) -> None:
-        require(self, every_steps=">= 0 (0 = only before and after)", tasks=">= 1", samples=">= 1")
+        require(
+            self,
+            every_steps=">= 0 (0 = only before and after)",
+            tasks=">= 1",
+            samples=">= 1",
+            fail_under=">= 0 and <= 1",
+        )
+
+
+class Form(Enum):
+    """How collected conversations are written."""
+
+    trajectories = "trajectories"  # with statuses, rewards and the lengths of turns, as in a run's `trajectories`
+    messages = "messages"  # messages and tools alone, as most libraries fine-tune on them; `sft.demonstrations` too
+
+
+@dataclass
+class Collection:
+    """What `mtgrpo collect` writes: conversations of the policy as it is."""
+
+    tasks: int = 200
+    samples: int = 1  # per task
+    held_out: bool = False  # of the held-out tasks in place of those of training
+    form: Form = Form.trajectories  # messages: alone, as most libraries fine-tune on them; `sft.demonstrations` too
+    successes: bool = False  # only these
+
+    def __post_init__(self) -> None:
+        require(self, tasks=">= 1", samples=">= 1")
 
 
 @dataclass
@@ -134,8 +166,10 @@ class Experiment:
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     sft: WarmStart = field(default_factory=WarmStart)
     eval: Evaluation = field(default_factory=Evaluation)
+    collect: Collection = field(default_factory=Collection)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    log: list[str] = field(default_factory=lambda: ["console", "jsonl"])
+    # console, jsonl, wandb, tensorboard, mlflow, trackio or path/to/file.py:Name; settings as log.wandb.project=mine
+    log: Any = None
     debug: Debug = field(default_factory=Debug)
     profile: Profile = field(default_factory=Profile)
 
@@ -261,11 +295,19 @@ class Experiment:
 
     def check_warm_start(self) -> None:
         """Raise ConfigError where a warm start is asked for and the tasks have no demonstrations."""
-        if self.sft.steps and type(self.task).demonstration is TaskSource.demonstration:
+        if self.sft.steps and type(self.demonstrated).demonstration is TaskSource.demonstration:
             raise ConfigError(
                 f"sft.steps={self.sft.steps}: task {type(self.task).__name__} has no demonstrations to learn from; set "
-                "sft.steps=0, or write `demonstration` in a task source of your own (task=path/to/file.py:Name)"
+                "sft.steps=0, or sft.demonstrations=FILE, or write `demonstration` in a task source of your own "
+                "(task=path/to/file.py:Name)"
             )
+
+    @property
+    def demonstrated(self) -> TaskSource:
+        """The tasks of the warm start."""
+        if not self.sft.demonstrations:
+            return self.task
+        return Conversations(path=self.sft.demonstrations, eval_fraction=0.0, system_prompt=self.task.system_prompt)
 
     def check_training(self) -> None:
         """Raise ConfigError for what can be evaluated but not trained."""

@@ -1,9 +1,15 @@
-"""The record that a run keeps of its configuration, which an evaluation takes up again. It may be somebody else's."""
+"""The folder of a run, and the record in it of its configuration, which an evaluation takes up again.
+
+The record may be somebody else's.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +20,7 @@ from mtgrpo.config.options import groups
 from mtgrpo.config.recipe import Recipe, read_yaml
 from mtgrpo.errors import ConfigError
 
+LOCK = ".lock"  # in the folder of a run
 _RESOLVER = re.compile(r"\$\{[^}]*:")
 
 
@@ -87,3 +94,34 @@ def checkpoint_folder(given: str, place: Path | None = None) -> Path:
             "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000070"
         )
     return path
+
+
+@contextmanager
+def claimed(folder: Path, chosen: bool, resumed: bool = False) -> Generator[Path]:
+    """The folder of a run, made where it is not there, and while it runs locked against other processes.
+
+    A `chosen` one may be there and empty, for a run that is `resumed` not empty. Another one gets a number behind its
+    name where it is taken. Raises ConfigError.
+    """
+    if resumed and not chosen:
+        raise ConfigError("resume=true goes on in the folder of a run: add hydra.run.dir=FOLDER (or hydra.sweep.dir)")
+    for number in itertools.count():
+        place = folder.with_name(f"{folder.name}-{number}") if number else folder
+        try:
+            place.mkdir(parents=True)
+        except FileExistsError as error:
+            if chosen and (not place.is_dir() or (not resumed and any(path.name != LOCK for path in place.iterdir()))):
+                raise ConfigError(
+                    f"the folder {place} is not empty: a run needs one of its own, or resume=true to go on with it"
+                ) from error
+            if not chosen:
+                continue
+        except OSError as error:
+            raise ConfigError(f"cannot make the run's folder {error.filename}: {error.strerror}") from error
+        with (place / LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"another process runs in {place}: wait for its end, or end it") from error
+            yield place
+        return

@@ -6,16 +6,26 @@ Names of metrics are flat, with "/" between area and quantity. What is measured 
 
 from __future__ import annotations
 
+import copy
+import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from mtgrpo import extension
-from mtgrpo.part import Part, RunContext
+from mtgrpo.errors import ConfigError
+from mtgrpo.part import Part, RunContext, built, named
+from mtgrpo.types import EVALUATION, LEARNING
 
 
+@dataclass
 class Sink(Part, ABC):
     """Takes a run's metrics and notes. It is opened before everything else and closed after it."""
+
+    required: ClassVar[bool] = False  # its errors end the run; another is left out after its first, which is noted
 
     @abstractmethod
     def stage(self, name: str, total: int) -> None:
@@ -30,44 +40,138 @@ class Sink(Part, ABC):
         """Something to tell the person. The text is data: nothing in it is markup."""
 
 
-class Sinks:
-    """Hands everything to each of its sinks."""
+@dataclass
+class Tracker(Sink, ABC):
+    """Base of sinks for experiment trackers, where a run is a set of curves over the steps of training.
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = sinks
+    Evaluations stand at the last step before them. Notes stay with the other sinks.
+    """
+
+    project: str = "mtgrpo"
+    name: str = ""  # of the run; by default the last two parts of its folder
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With the tracker's run begun, or taken up where this run is resumed. ConfigError where that fails."""
+        running = copy.copy(self)
+        running.name = self.name or "/".join(context.folder.resolve().parts[-2:])
+        running._stage, running._trained = "", 0
+        try:
+            running.begin(context)
+        except Exception as error:
+            option = type(self).__module__.rpartition(".")[2]
+            said = " ".join(str(error).split())
+            raise ConfigError(f"log={option} cannot begin: {type(error).__name__}: {said}; or leave it out") from error
+        try:
+            yield running
+        finally:
+            running.end()
+
+    def stage(self, name: str, total: int) -> None:
+        """The stage that what follows belongs to."""
+        self._stage = name
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write what is finite."""
+        if self._stage == LEARNING:
+            self._trained = step
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self.write(finite, self._trained if self._stage == EVALUATION else step)
+
+    def note(self, text: str) -> None:
+        """Not written."""
+
+    @abstractmethod
+    def begin(self, context: RunContext) -> None:
+        """Begin the tracker's run and hand it `context.settings`, the configuration."""
+
+    @abstractmethod
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Metrics of a step of training or, where their names begin with `sft/`, of the warm start."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """All is written; end the tracker's run."""
+
+    @staticmethod
+    def kept_id(path: Path, new: Callable[[], str]) -> str:
+        """The id in the file `path`, so that a run which is resumed stays one run of the tracker; else a new one."""
+        if not path.exists():
+            path.write_text(new())
+        return path.read_text()
+
+
+class Sinks:
+    """Hands everything to each of its sinks; one that fails and is not required is noted and left out."""
+
+    def __init__(self) -> None:
+        self._sinks: list[Sink] = []
+
+    async def add(self, sink: Sink, context: RunContext, stack: AsyncExitStack) -> None:
+        """Open a sink; `stack` closes it."""
+        own = AsyncExitStack()
+        running = await own.enter_async_context(sink.open(context))
+        self._sinks.append(running)
+
+        async def close() -> None:
+            try:
+                await own.aclose()
+            except Exception as error:
+                self._failed(running, error)
+
+        stack.push_async_callback(close)
 
     def stage(self, name: str, total: int) -> None:
         """See `Sink.stage`."""
-        for sink in self._sinks:
-            sink.stage(name, total)
+        self._each(lambda sink: sink.stage(name, total))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """See `Sink.log`."""
-        for sink in self._sinks:
-            sink.log(metrics, step)
+        self._each(lambda sink: sink.log(metrics, step))
 
     def note(self, text: str) -> None:
         """See `Sink.note`."""
-        for sink in self._sinks:
-            sink.note(text)
+        self._each(lambda sink: sink.note(text))
 
     def tell(self, notes: list[str]) -> None:
         """Note each of `notes`, of which nothing is left."""
         while notes:
             self.note(notes.pop(0))
 
+    def _each(self, act: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                act(sink)
+            except Exception as error:
+                self._failed(sink, error)
+
+    def _failed(self, sink: Sink, error: Exception) -> None:
+        """What is raised while it is handled: the error itself, of a required sink."""
+        if sink.required:
+            raise error
+        if sink in self._sinks:
+            self._sinks.remove(sink)
+            self.note(f"the sink {type(sink).__name__} failed and gets nothing more: {type(error).__name__}: {error}")
+
 
 @asynccontextmanager
-async def open_sinks(names: Sequence[str], context: RunContext) -> AsyncGenerator[Sinks]:
-    """The sinks called `names` (each once), while they are open; a name may also be `path/to/file.py:Name`.
-
-    Raises ConfigError for a name that is not a sink.
-    """
-    kinds = [sink_class(name) for name in dict.fromkeys(names)]
+async def open_sinks(options: Any, context: RunContext) -> AsyncGenerator[Sinks]:
+    """The sinks that `options` names, see `chosen`, while they are open. Raises ConfigError."""
+    sinks = Sinks()
     async with AsyncExitStack() as stack:
-        yield Sinks([await stack.enter_async_context(kind().open(context)) for kind in kinds])
+        for sink in chosen(options):
+            await sinks.add(sink, context, stack)
+        yield sinks
 
 
-def sink_class(name: str) -> type[Sink]:
-    """The sink called `name`. Raises ConfigError for a name that is none."""
+def chosen(options: Any) -> list[Sink]:
+    """The sinks of a list of names, or of a mapping from names to settings; a name may be `path/to/file.py:Name`.
+
+    Raises ConfigError for what is no sink, or no setting of one.
+    """
+    wanted = named(options or [], "log", "wandb: {project: mine}")
+    return [built(f"sink {name}", _sink_class(name), settings) for name, settings in wanted.items()]
+
+
+def _sink_class(name: str) -> type[Sink]:
     return extension.find_class(__name__, name, Sink)

@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from typing import Self
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from rich import console as rich_console
 from rich.console import Group
@@ -34,10 +35,13 @@ _SHOWN = {  # metric: how it is written, in order of importance
 _LINES = 20  # at most about so many lines per stage where lines are plain
 
 
+@dataclass
 class Console(Sink):
     """A progress bar with the newest values; ten to twenty plain lines per stage where there is no terminal."""
 
-    def __init__(self) -> None:
+    required: ClassVar[bool] = True  # a terminal that is closed ends the run, as elsewhere
+
+    def __post_init__(self) -> None:
         self._out = rich_console.Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._interactive = self._out.is_interactive and self._out.file.isatty()
         self._live: Live | None = None

@@ -5,22 +5,28 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from typing import BinaryIO, Self
+from dataclasses import dataclass
+from io import BytesIO
+from typing import BinaryIO, ClassVar, Self
 
 from mtgrpo.log import Sink
 from mtgrpo.part import RunContext
 from mtgrpo.strict_json import strict_json
 
 
+@dataclass
 class Jsonl(Sink):
     """Appends one JSON object per step, `{"stage": ..., "step": ..., metrics...}`, and is on disk after every line.
 
     Numbers have full precision; NaN and infinity are null. Notes go to a file of their own: they may speak of times.
     """
 
-    _metrics: BinaryIO
-    _notes: BinaryIO
-    _stage = ""
+    required: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self._metrics: BinaryIO = BytesIO()
+        self._notes: BinaryIO = BytesIO()
+        self._stage = ""
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
@@ -30,7 +36,7 @@ class Jsonl(Sink):
             (context.folder / "metrics.jsonl").open("ab") as metrics,
             (context.folder / "notes.txt").open("ab") as notes,
         ):
-            running._metrics, running._notes, running._stage = metrics, notes, ""
+            running._metrics, running._notes = metrics, notes
             yield running
 
     def stage(self, name: str, total: int) -> None:

@@ -16,9 +16,9 @@ from typing import Any, cast
 import yaml
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.types import LEARNING
 
 BEFORE, AFTER = "evaluation_before", "evaluation_after"  # the files of trajectories that evaluations leave
-LEARNING, EVALUATION = "reinforcement learning", "evaluation"  # names of stages in metrics.jsonl
 _POINTS = 2000  # rows of metrics that are kept
 _TRAJECTORIES = 4096  # of a file, at most
 _MARK = b'"eval/'  # in every row with a measurement on held-out tasks: there are few, and they are kept by themselves

@@ -8,21 +8,47 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.strict_json import strict_json
-from mtgrpo.types import Group, Message, Trajectory, Turn
+from mtgrpo.types import Group, Message, ToolSpec, Trajectory, Turn
 
 
 def write(folder: Path, name: str, groups: Sequence[Group]) -> Path:
     """Write the trajectories of `groups` to `name` under the run's `folder`, all or none; returns the file."""
     target = folder / "trajectories"
     target.mkdir(parents=True, exist_ok=True)
-    lines = [strict_json(_record(trajectory)) for group in groups for trajectory in group.trajectories]
+    lines = [strict_json(record(trajectory)) for group in groups for trajectory in group.trajectories]
     partial, file = target / f".{name}.partial", target / f"{name}.jsonl"
     partial.write_bytes(b"".join(line + b"\n" for line in lines))
     os.replace(partial, file)
     return file
 
 
-def _record(trajectory: Trajectory) -> dict[str, Any]:
+def fine_tuning(trajectory: Trajectory, tools: Sequence[ToolSpec]) -> dict[str, Any]:
+    """The conversation in the form that most libraries fine-tune on: `messages`, and the `tools` that were offered."""
+    row: dict[str, Any] = {"messages": [_plain(message) for message in _messages(trajectory)]}
+    if tools:
+        functions = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools]
+        row["tools"] = [{"type": "function", "function": function} for function in functions]
+    return row
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    plain = _message(message)
+    plain.pop("error", None)
+    if "tool_calls" in plain:
+        plain["tool_calls"] = [{"type": "function", "function": call} for call in plain["tool_calls"]]
+    if "reasoning" in plain:
+        plain["reasoning_content"] = plain.pop("reasoning")
+    return plain
+
+
+def _messages(trajectory: Trajectory) -> list[Message]:
+    """What was said between policy and environment; a condenser's questions were not."""
+    spoken = [turn for turn in trajectory.turns if not turn.auxiliary]
+    return [*trajectory.task.messages, *(said for turn in spoken for said in (turn.message, *turn.observations))]
+
+
+def record(trajectory: Trajectory) -> dict[str, Any]:
+    """All of a trajectory but its tokens, for JSON."""
     messages = list(trajectory.task.messages)
     for turn in trajectory.turns:
         messages += [turn.message, *turn.observations]

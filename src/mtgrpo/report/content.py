@@ -9,9 +9,10 @@ from typing import Any, cast
 
 from mtgrpo.config.recipe import read_recipe
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import AFTER, BEFORE, EVALUATION, LEARNING, Row, RunRecord, flat
+from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, flat
 from mtgrpo.statistics import Comparison, Estimate, compare, mean_over_tasks, wilson
 from mtgrpo.text import clock, is_number, number, shorten
+from mtgrpo.types import EVALUATION, LEARNING
 
 Series = list[tuple[float, float]]  # step, value
 
@@ -257,6 +258,18 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[int, list[str]]]:
     ]
 
 
+def against_first(runs: Sequence[RunRecord]) -> list[str]:
+    """What the others differ from the first run in, task by task, where both were measured on the same tasks."""
+    said: list[str] = []
+    first = (runs[0].outcomes(AFTER) or {}) if len(runs) > 1 else {}
+    for run in runs[1:]:
+        other = run.outcomes(AFTER) or {}
+        if both := [task for task in first if task in other]:
+            found = compare([first[task] for task in both], [other[task] for task in both])
+            said.append(f"{run.name} against {runs[0].name}, success on {len(both)} tasks: {_gained(found)}")
+    return said
+
+
 def interval(estimate: Estimate | None) -> str:
     """Mean and interval in per cent; "" for none."""
     return f"{estimate.mean:.1%} ({estimate.low:.1%} to {estimate.high:.1%})" if estimate else ""
@@ -266,9 +279,13 @@ def change(measurement: Measurement) -> str:
     """How much was gained, in percentage points, and how sure that is; "" where one of the two is missing."""
     found, before, after = measurement.comparison, measurement.before, measurement.after
     if found:
-        gain, p_value = found.difference, f"p < {1e-4:.4f}" if found.p_value < 1e-4 else f"p = {found.p_value:.2g}"
-        return f"{100 * gain.mean:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}), {p_value}"
+        return _gained(found)
     return f"{100 * (after.mean - before.mean):+.1f} points" if before and after else ""
+
+
+def _gained(found: Comparison) -> str:
+    gain, p_value = found.difference, f"p < {1e-4:.4f}" if found.p_value < 1e-4 else f"p = {found.p_value:.2g}"
+    return f"{100 * gain.mean:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}), {p_value}"
 
 
 def states(runs: Sequence[RunRecord]) -> list[str]:

@@ -69,6 +69,10 @@ class Reward(Part, ABC):
         work = settings.reward
         return await together(tried(lambda one=one: run(work, one), self.retries) for one in siblings)
 
+    def answer(self, trajectory: Trajectory) -> str:
+        """What it answered, spelled so that equal answers are the same text: for majority votes; "" = nothing."""
+        return trajectory.final.strip()
+
     def note(self, divide_by_std: bool) -> str:
         """What the user should know before training begins; "" = nothing.
 
@@ -174,6 +178,10 @@ class OfRewards(Reward, ABC):
             running = copy.copy(self)
             running._parts = {n: await stack.enter_async_context(opened(p, context)) for n, p in self._parts.items()}
             yield running
+
+    def answer(self, trajectory: Trajectory) -> str:
+        """As the first of the others has it."""
+        return next(iter(self._parts.values())).answer(trajectory)
 
     async def part_scores(self, siblings: Sequence[Trajectory]) -> list[dict[str, Score] | Exception]:
         """What each of the others gives each sibling, by name; an exception where one of them could not."""

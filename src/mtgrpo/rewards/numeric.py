@@ -47,6 +47,11 @@ class Numeric(Reward):
             )
         return float(stated_number(trajectory.final, self.require_marker) == answer)
 
+    def answer(self, trajectory: Trajectory) -> str:
+        """The number of the final message."""
+        number = stated_number(trajectory.final, self.require_marker)
+        return "" if number is None else str(number)
+
 
 def stated_number(text: str, require_marker: bool) -> Fraction | None:
     """The number that `text` gives as its answer, as `Numeric` finds it; None where there is none."""

@@ -13,10 +13,12 @@ from mtgrpo.record import trajectories
 from mtgrpo.record.reading import AFTER
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.group import RolloutRunner
+from mtgrpo.stages.findings import Findings
 from mtgrpo.stages.metrics import describe, valid
 from mtgrpo.stages.run import Run, open_run
+from mtgrpo.strict_json import strict_json
 from mtgrpo.together import together
-from mtgrpo.types import Group, Task
+from mtgrpo.types import EVALUATION, Group, Task
 
 
 class AllFailedError(RunError):
@@ -51,24 +53,38 @@ async def evaluate_fully(run: Run, name: str = AFTER) -> dict[str, float]:
 
     The sampled conversations are kept as `name`, one of BEFORE and AFTER.
     """
+    return (await _measure(run, name))[0]
+
+
+async def _measure(run: Run, name: str) -> tuple[dict[str, float], list[Group]]:
+    """The metrics, and what was sampled."""
     samples = run.experiment.eval.samples
-    run.sinks.stage("evaluation", 1)
+    run.sinks.stage(EVALUATION, 1)
     groups = await _run_groups(run.runner.at("eval", temperature=1.0), run.held_out, samples)
     trajectories.write(run.folder, name, groups)
     found = describe(groups, run.runner.reward.success_at, samples)
     metrics = {f"eval/{key}": value for key, value in found.items()}
     metrics |= await evaluate_greedy(run.runner, run.held_out)
     run.sinks.log(metrics, 1)
-    return metrics
+    return metrics, groups
 
 
-def run_evaluation(experiment: Experiment, folder: Path, checkpoint: Path) -> None:
-    """Measure a saved policy; writes `summary.json` in `folder`."""
+def run_evaluation(experiment: Experiment, folder: Path, checkpoint: Path | None) -> None:
+    """Measure a saved policy, or the model itself; writes `summary.json` and `evaluation.json` in `folder`.
+
+    Raises RunError where held-out success is below `eval.fail_under`, when all is written.
+    """
+    name = str(checkpoint or experiment.model.name)
 
     async def measure() -> None:
-        settings = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, name=str(checkpoint)))
+        settings = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, name=name))
         async with open_run(settings, folder, trains=False) as run:
-            write_summary(folder, await evaluate_fully(run))
-            run.sinks.note(f"the measurements are in {folder / 'summary.json'}")
+            metrics, groups = await _measure(run, AFTER)
+            write_summary(folder, metrics)
+            findings = Findings.of(groups, run.runner.reward, metrics["eval/greedy"])
+            (folder / "evaluation.json").write_bytes(strict_json(findings.record(), indent=2) + b"\n")
+            run.sinks.note(f"{findings.table()}\nall of it is in {folder / 'evaluation.json'}")
+        if (success := metrics["eval/success"]) < (least := experiment.eval.fail_under):
+            raise RunError(f"held-out success is {success:.3f}, below eval.fail_under={least:g}")
 
     asyncio.run(measure())

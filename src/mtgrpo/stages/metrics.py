@@ -26,21 +26,23 @@ def valid(groups: Sequence[Group]) -> list[Trajectory]:
     return [t for group in groups for t in group.trajectories if t.status is not Status.FAILED]
 
 
+def succeeded(trajectory: Trajectory, success_at: float) -> bool:
+    """Whether it ended by itself, within all limits, with a reward of at least `success_at`."""
+    return trajectory.status is Status.COMPLETED and trajectory.reward >= success_at
+
+
 def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metrics:
     """Means over trajectories, failed ones left out; pass@samples is the share of tasks that any sample solves.
 
-    A success ends by itself, within all limits, with a reward of at least `success_at`.
+    What a success is: see `succeeded`.
     """
     scored = valid(groups)
     if not scored:
         return {"failed": 1.0}
 
-    def succeeded(trajectory: Trajectory) -> bool:
-        return trajectory.status is Status.COMPLETED and trajectory.reward >= success_at
-
-    solved = [any(map(succeeded, of_task)) for group in groups if (of_task := valid([group]))]
+    solved = [any(succeeded(t, success_at) for t in of_task) for group in groups if (of_task := valid([group]))]
     return {
-        "success": _mean(float(succeeded(t)) for t in scored),
+        "success": _mean(float(succeeded(t, success_at)) for t in scored),
         "reward": _mean(t.reward for t in scored),
         f"pass@{samples}": _mean(float(s) for s in solved),
         "tool_rate": _mean(float(t.tool_calls > 0) for t in scored),

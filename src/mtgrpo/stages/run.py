@@ -22,13 +22,14 @@ from mtgrpo.checkpoint import Checkpoint
 from mtgrpo.config.experiment import LATEST, Experiment
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError
-from mtgrpo.log import Sinks, open_sinks, sink_class
+from mtgrpo.log import Sinks, chosen, open_sinks
 from mtgrpo.memory import plan
 from mtgrpo.model.attention import cuts_trees, describe_attention
 from mtgrpo.model.load import device_of_process, load_model, load_tokenizer
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.traits import check_length, traits
 from mtgrpo.part import RunContext, opens
+from mtgrpo.record.reading import read_settings
 from mtgrpo.record.versions import write_versions
 from mtgrpo.rewards import opened
 from mtgrpo.rollout.conversation import Limits, visible_tools
@@ -65,8 +66,7 @@ def check(experiment: Experiment) -> list[str]:
 
     Returns what the user should know of the tasks.
     """
-    for name in experiment.log:
-        sink_class(name)
+    chosen(experiment.log)
     if experiment.resume not in ("", LATEST):
         checkpoint.read(Path(experiment.resume))
     notes = [] if opens(experiment.task) else open_tasks(experiment)[0].notes
@@ -128,7 +128,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
     async with AsyncExitStack() as stack:
         stack.enter_context(_ended_by_signals())
         resumed = take_up(experiment.resume, folder, early.append) if trains else None
-        context = RunContext(folder, early.append, os.environ)
+        context = RunContext(folder, early.append, os.environ, read_settings(folder))
         sinks = await stack.enter_async_context(open_sinks(experiment.log, context))
         sinks.tell(early)
         context = replace(context, note=sinks.note)

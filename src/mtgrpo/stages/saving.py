@@ -46,6 +46,7 @@ class Saver:
         self._settings = read_settings(run.folder)
         self._thread = thread
         self._writing: Future[Path] | None = None
+        self._copied: checkpoint.Snapshot | None = None
         self._mark: _Mark | None = None
         self.path = run.resumed.path if run.resumed else None  # of the checkpoint that was last seen whole
 
@@ -102,7 +103,8 @@ class Saver:
         kept = run.experiment.checkpoint
         measured = {step: success for step, success in self._curve.success.items() if step}
         best = sorted(measured, key=lambda step: (measured[step], step))[-kept.keep_best :] if kept.keep_best else []
-        copied = checkpoint.snapshot(mark.step, run.model, mark.training.state_dict(), mark.state)
+        copied = checkpoint.snapshot(mark.step, run.model, mark.training.state_dict(), mark.state, self._copied)
+        self._copied = copied
         mark.saved = True
         self._writing = self._thread.submit(
             checkpoint.write, run.folder, copied, run.model, self._tokenizer, kept.keep_last, best

@@ -1,4 +1,4 @@
-"""The endpoint for a finished checkpoint, to try an agent by hand."""
+"""A finished policy behind the endpoint of agents, to try one by hand."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from mtgrpo.types import Task
 UNLIMITED = 2**40
 
 
-def run_serving(experiment: Experiment, folder: Path, checkpoint: Path) -> None:
-    """Serve the policy of `checkpoint` until Ctrl-C; says where, and with which key."""
+def run_serving(experiment: Experiment, folder: Path, checkpoint: Path | None) -> None:
+    """Serve the policy of `checkpoint`, or the model itself, until Ctrl-C; says where, and with which key."""
+    name = str(checkpoint or experiment.model.name)
 
     async def serve() -> None:
         settings = dataclasses.replace(
             experiment,
-            model=dataclasses.replace(experiment.model, name=str(checkpoint)),
+            model=dataclasses.replace(experiment.model, name=name),
             trainer=dataclasses.replace(experiment.trainer, deterministic=False),  # it would wait for silent agents
         )
         async with open_run(settings, folder, trains=False) as run, open_endpoint() as endpoint:
@@ -35,8 +36,8 @@ def run_serving(experiment: Experiment, folder: Path, checkpoint: Path) -> None:
             )
             async with endpoint.conversation(session) as address:
                 run.sinks.note("serving until Ctrl-C:")
-                for name, value in address.environ().items():
-                    run.sinks.note(f"export {name}={value}")
+                for variable, value in address.environ().items():
+                    run.sinks.note(f"export {variable}={value}")
                 await asyncio.Event().wait()
 
     asyncio.run(serve())

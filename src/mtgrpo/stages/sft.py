@@ -66,11 +66,12 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
     run.sinks.stage("warm start", settings.steps)
     optimizer = Optimizer(run.model, settings.optimizer, settings.steps)
     policy = Policy(run.model, optimizer, experiment.batch.tokens, temperature=1.0)
-    stream = experiment.task.stream(Split.train, experiment.seed + DEMONSTRATION_SEED)
+    source = experiment.demonstrated
+    stream = source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED)
     if run.resumed and begun["step"]:
         optimizer.load_state_dict(run.resumed.training())
         stream.load_state_dict(begun["tasks"])
-    examples = demonstrations(experiment.task, stream, run.runner, experiment.seed)
+    examples = demonstrations(source, stream, run.runner, experiment.seed)
     limit = most_unasked(experiment, run.model)
     name = f"batch.token_budget={limit}"
     if longest := traits(run.model).longest:

@@ -29,6 +29,7 @@ from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.sft import warm_start
 from mtgrpo.stages.trends import Trends
 from mtgrpo.stages.update import make_stream, make_updater, update
+from mtgrpo.types import LEARNING
 
 MISMATCH = "in a conversation the engine's log-probabilities differ from the trainer's"
 
@@ -71,7 +72,7 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
     budget = Budget(run.experiment.trainer, **saver.state.get("budget", {}))
     trends = Trends(saver.state.get("entropy", math.nan))
     training = _Training(run, make_updater(run), make_stream(run), budget, saver, curve, trends)
-    run.sinks.stage("reinforcement learning", run.experiment.trainer.steps)
+    run.sinks.stage(LEARNING, run.experiment.trainer.steps)
     for note in run.experiment.notes:
         run.sinks.note(note)
     try:

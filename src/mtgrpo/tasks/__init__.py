@@ -209,7 +209,7 @@ def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
     if isinstance(prompt, str):
         return (Message("user", prompt),)
     values = cast("list[Any]", prompt) if isinstance(prompt, list) else []
-    messages = tuple(_message(value, f"{where}, message {nth}") for nth, value in enumerate(values, 1))
+    messages = tuple(message_from(value, f"{where}, message {nth}") for nth, value in enumerate(values, 1))
     if not messages:
         raise ConfigError(
             f"{where} must be a string or a list of messages, got {_shown(prompt)}; choose another with "
@@ -225,7 +225,7 @@ def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
 
 def _worked(examples: Any) -> tuple[Message, ...]:
     values = cast("list[Any]", examples if isinstance(examples, list) else [examples])
-    messages = tuple(_message(value, f"task.examples, message {nth}") for nth, value in enumerate(values, 1))
+    messages = tuple(message_from(value, f"task.examples, message {nth}") for nth, value in enumerate(values, 1))
     if messages and (messages[0].role, messages[-1].role) != ("user", "assistant"):
         raise ConfigError(
             "task.examples must be messages that begin with a user's and end with an assistant's, "
@@ -234,7 +234,8 @@ def _worked(examples: Any) -> tuple[Message, ...]:
     return messages
 
 
-def _message(value: Any, where: str) -> Message:
+def message_from(value: Any, where: str) -> Message:
+    """The message that a mapping with role and content describes. Raises ConfigError, beginning with `where`."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: must be an object with role and content, got {_shown(value)}")
     fields = cast("Mapping[str, Any]", value)
@@ -251,7 +252,9 @@ def _message(value: Any, where: str) -> Message:
         raise ConfigError(f"{where}: content must be a string, got {_shown(content)}")
     name = fields.get("name")
     tool_calls = tuple(_tool_call(call, where) for call in cast("list[Any]", calls or []))
-    return Message(cast("Role", role), content, tool_calls=tool_calls, name=name if isinstance(name, str) else "")
+    reasoning = fields.get("reasoning") or fields.get("reasoning_content")
+    texts = (text if isinstance(text, str) else "" for text in (reasoning, name))
+    return Message(cast("Role", role), content, next(texts), tool_calls, next(texts))
 
 
 def _tool_call(value: Any, where: str) -> ToolCall:

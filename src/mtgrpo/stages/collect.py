@@ -1,0 +1,62 @@
+"""Conversations of a policy without training: `collected.jsonl`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from pathlib import Path
+
+from mtgrpo.config.experiment import Experiment, Form
+from mtgrpo.record.summary import write_summary
+from mtgrpo.record.trajectories import fine_tuning, record
+from mtgrpo.stages.evaluate import AllFailedError
+from mtgrpo.stages.metrics import describe, succeeded, valid
+from mtgrpo.stages.run import Run, open_run
+from mtgrpo.strict_json import strict_json
+from mtgrpo.together import together
+from mtgrpo.types import Group
+
+
+def run_collection(experiment: Experiment, folder: Path, checkpoint: Path | None) -> None:
+    """Write `collected.jsonl` in `folder`, task by task, as `experiment.collect` says."""
+    name = str(checkpoint or experiment.model.name)
+
+    async def collect() -> None:
+        settings = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, name=name))
+        async with open_run(settings, folder, trains=False) as run:
+            await _collect(run)
+
+    asyncio.run(collect())
+
+
+async def _collect(run: Run) -> None:
+    """As many tasks at once as a training step has, so that what is held in memory does not grow with the file."""
+    wanted, experiment = run.experiment.collect, run.experiment
+    tasks = iter(run.held_out if wanted.held_out else run.tasks)
+    runner = run.runner.at("collect", temperature=experiment.sampling.temperature)
+    path = run.folder / "collected.jsonl"
+    done = written = 0
+    run.sinks.stage("collecting", wanted.tasks)
+    with path.open("wb") as file:
+        while chosen := list(itertools.islice(tasks, min(experiment.rollout.prompts_per_step, wanted.tasks - done))):
+            groups = await together(runner.run_group(task, wanted.samples) for task in chosen)
+            if not done and not valid(groups):
+                reason = groups[0].trajectories[0].reason
+                raise AllFailedError(f"every conversation of the first {len(chosen)} tasks failed, by {reason}")
+            for line in _lines(run, groups):
+                file.write(line)
+                written += 1
+            file.flush()
+            done += len(chosen)
+            metrics = {f"collect/{key}": v for key, v in describe(groups, runner.reward.success_at, 1).items()}
+            run.sinks.log(metrics, done)
+    write_summary(run.folder, {"collect/tasks": done, "collect/conversations": written})
+    run.sinks.note(f"{written} conversations of {done} tasks are in {path}")
+
+
+def _lines(run: Run, groups: list[Group]) -> list[bytes]:
+    wanted, tools = run.experiment.collect, run.experiment.environment.tool_specs
+    found = [t for t in valid(groups) if succeeded(t, run.runner.reward.success_at) or not wanted.successes]
+    rows = (record(t) if wanted.form is Form.trajectories else fine_tuning(t, tools) for t in found)
+    return [strict_json(row) + b"\n" for row in rows]

@@ -1,0 +1,48 @@
+"""Conversations that are already written: to learn from them, and to be asked the same again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.tasks import Rows, cell, message_from
+from mtgrpo.tasks.jsonl import FileSource, JsonlRows
+from mtgrpo.types import Message, Task
+
+_SAID = "said"
+
+
+@dataclass
+class Conversations(FileSource):
+    """JSON Lines of `messages`, as most libraries fine-tune on them and `mtgrpo collect` writes them.
+
+    What stands before the first assistant's message is the task, the rest its demonstration. So
+    `mtgrpo sft task=conversations task.path=FILE` learns from them; `sft.demonstrations=FILE` does beside other tasks.
+    """
+
+    suffix: ClassVar[str] = ".jsonl"
+
+    def rows(self, files: Mapping[Path, str]) -> Rows:
+        """Random access to the lines of `files`."""
+        return JsonlRows(files)
+
+    def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
+        """What was said."""
+        return task.metadata[_SAID]
+
+    def _task(self, rows: Rows, number: int, row: Mapping[str, Any]) -> Task:
+        where, column = rows.where(number), self.columns.messages
+        values: Any = cell(row, column)
+        if not isinstance(values, list):
+            raise ConfigError(f"{where}: no list of messages in column {column!r}; name it with task.columns.messages")
+        messages = [
+            message_from(value, f"{where}, message {n}") for n, value in enumerate(cast("list[Any]", values), 1)
+        ]
+        first = next((n for n, message in enumerate(messages) if message.role == "assistant"), 0)
+        if not first:
+            raise ConfigError(f"{where}: needs a message before the first of an assistant, and one of an assistant")
+        task = super()._task(rows, number, {**row, self.columns.prompt: values[:first]})
+        return Task(task.id, task.messages, task.answer, {**task.metadata, _SAID: tuple(messages[first:])})
