@@ -34,7 +34,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_folder: Path)
         (tmp_path / name).write_text("".join(blocks("json")))
     for name, block in zip(("tools.py", "short.py", "my_agent.py", "engine.py"), blocks("python"), strict=True):
         (tmp_path / name).write_text(block)
-    (path,) = re.findall(r"checkpoint=(\S+)/checkpoints/step_000070", README)
+    (path,) = set(re.findall(r"checkpoint=(\S+)/checkpoints/step_000070", README))
     words = ["sft.steps=1", "trainer.steps=1", "rollout.prompts_per_step=1", "eval.tasks=1", "eval.samples=1"]
     with pytest.raises(SystemExit) as done:
         cli.main(["train", *words, f"hydra.run.dir={path}", "log=[jsonl]"])

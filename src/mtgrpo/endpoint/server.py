@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from mtgrpo.endpoint import Address, RefusedError, Reply
 from mtgrpo.endpoint.chat_completions import ChatCompletions
-from mtgrpo.endpoint.dialect import STATUS, Dialect, mapping, words
+from mtgrpo.endpoint.dialect import STATUS, Dialect, event, mapping, words
 from mtgrpo.endpoint.messages import Messages
 from mtgrpo.endpoint.responses import Responses
 from mtgrpo.endpoint.session import Session
@@ -76,69 +76,53 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request; an ASGI application."""
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        path = scope["path"]
-        key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        if path.startswith("/s/"):  # for agents that cannot set a key
-            key, _, path = path.removeprefix("/s/").partition("/")
-            path = f"/{path}"
-        path = path.removeprefix("/v1")
-        dialect = DIALECTS.get(path, DIALECTS["/messages" if "anthropic-version" in headers else "/chat/completions"])
-        gone = asyncio.Event()
-        reading = _Reading(receive, gone)
+        client = _Connection(scope, receive, send)
         try:
-            status, answer = 200, await self._answered(scope["method"], path, key, headers, dialect, reading, send)
+            answer = await self._answered(client)
+            if answer is not None:
+                await client.say(answer)
         except RefusedError as refused:
-            status, answer = STATUS[refused.kind], dialect.error(refused.kind, str(refused))
+            await client.say(client.dialect.error(refused.kind, str(refused)), STATUS[refused.kind])
         except Exception as error:  # ours: the agent is told, and the run goes on
-            status, answer = 500, dialect.error("broken", f"{type(error).__name__}: {error}")
+            await client.say(client.dialect.error("broken", f"{type(error).__name__}: {error}"), 500)
         finally:
-            reading.stop()
-        if answer is not None:
-            await _send(send, status, answer)
+            client.stop()
 
-    async def _answered(
-        self,
-        method: str,
-        path: str,
-        key: str,
-        headers: dict[str, str],
-        dialect: Dialect,
-        reading: _Reading,
-        send: Send,
-    ) -> dict[str, Any] | None:
+    async def _answered(self, client: _Connection) -> dict[str, Any] | None:
         """The body of the response; None where it has been sent, or nobody is there. Raises RefusedError."""
+        method, path, dialect = client.method, client.path, client.dialect
         if (method, path) == ("GET", "/health"):
             return {"status": "ok"}
         if method == "GET" and path.startswith("/models"):
             return _models(path.removeprefix("/models").removeprefix("/"))
         if method != "POST" or path not in (*DIALECTS, "/rewards"):
-            raise RefusedError(
-                "missing", f"there is no {method} {path}; known: {', '.join(DIALECTS)}, /models, /rewards"
-            )
-        session = self._session(key)
-        body = await reading.body()
+            known = ", ".join((*DIALECTS, "/models", "/rewards"))
+            raise RefusedError("missing", f"there is no {method} {path}; known: {known}")
+        session = self._session(client.key)
+        body = await client.body()
         if path == "/rewards":
             amount, reply = body.get("reward"), words(body.get("reply"), "reply")
             if isinstance(amount, bool) or not isinstance(amount, int | float):
                 raise RefusedError("invalid", f"reward must be a number, got {amount!r:.100}")
             await self._there(_called(session.reward, float(amount), reply))
             return {"ok": True}
-        retry = headers.get("x-stainless-retry-count", "")
-        request = dialect.read(body, int(retry) if retry.isdecimal() else -1)
+        request = dialect.read(body, client.retry)
         if path.endswith("/count_tokens"):
             return {"input_tokens": await self._there(_called(session.count, request))}
-        prefixes, stream = (dialect.reply_prefix, dialect.call_prefix), body.get("stream") is True
-        work = self._there(session.answer(request, reading, prefixes))
+        work = self._there(session.answer(request, client, (dialect.reply_prefix, dialect.call_prefix)))
         work.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
         delivered = False
         try:
-            reply = await _awaited(work, reading, dialect, send if stream else None)
-            if reply is not None:
-                await _deliver(reply, reading, dialect, body, send)
-                delivered = not reading.gone.is_set()
+            reply = await client.waits(work, streams=body.get("stream") is True)
+            if reply is not None and body.get("stream") is True:
+                for piece in dialect.events(reply, body):
+                    await client.push(piece)
+                await client.push(b"", more=False)
+            elif reply is not None:
+                await client.say(dialect.write(reply, body))
+            delivered = reply is not None and not client.gone.is_set()
         finally:
-            await self._there(_called(session.settle, reading, delivered))
+            await self._there(_called(session.settle, client, delivered))
         return None
 
     def _there(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
@@ -146,12 +130,23 @@ class Endpoint:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
-class _Reading:
-    """One connection's side of a request: its body, whether the client has gone, and the stream to it."""
+class _Connection:
+    """One request: who sends it, whether they are still there, and what is sent to them."""
 
-    def __init__(self, receive: Receive, gone: asyncio.Event) -> None:
-        self.gone = gone
-        self._receive = receive
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.method, self.path = scope["method"], scope["path"]
+        self.key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        if self.path.startswith("/s/"):  # for agents that cannot set a key
+            self.key, _, self.path = self.path.removeprefix("/s/").partition("/")
+            self.path = f"/{self.path}"
+        self.path = self.path.removeprefix("/v1")
+        usual = "/messages" if "anthropic-version" in headers else "/chat/completions"
+        self.dialect = DIALECTS.get(self.path, DIALECTS[usual])
+        retry = headers.get("x-stainless-retry-count", "")
+        self.retry = int(retry) if retry.isdecimal() else -1
+        self.gone = asyncio.Event()
+        self._receive, self._send = receive, send
         self._begun = False
         self._listening: asyncio.Task[None] | None = None
 
@@ -175,57 +170,52 @@ class _Reading:
             raise RefusedError("invalid", f"the body of the request is no JSON: {error}") from None
         return dict(mapping(found, "the body of the request"))
 
-    async def _listen(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.gone.set()
+    async def waits(self, work: asyncio.Future[Reply], streams: bool) -> Reply | None:
+        """The reply, or None where the client has gone, or was told of an error. A stream is kept alive meanwhile."""
+        gone = asyncio.ensure_future(self.gone.wait())
+        try:
+            while True:
+                await asyncio.wait({work, gone}, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                if work.done() or gone.done():
+                    return work.result() if work.done() else None
+                if streams:
+                    await self.push(b": keep-alive\n\n")
+        except RefusedError as refused:
+            if not self._begun:
+                raise
+            await self.push(event(self.dialect.error(refused.kind, str(refused)), "error"))
+            await self.push(b"", more=False)
+            return None
+        finally:
+            gone.cancel()
+
+    async def push(self, data: bytes, more: bool = True) -> None:
+        """Send a piece of a stream; the first sends the headers."""
+        if not self._begun:
+            await self._head(200, b"text/event-stream; charset=utf-8", (b"cache-control", b"no-cache"))
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def say(self, answer: dict[str, Any], status: int = 200) -> None:
+        """Send the whole response."""
+        body = json.dumps(answer).encode()
+        again = () if status == 200 else ((b"x-should-retry", b"false"),)  # it would be refused again
+        await self._head(status, b"application/json", (b"content-length", str(len(body)).encode()), *again)
+        await self._send({"type": "http.response.body", "body": body})
 
     def stop(self) -> None:
         """Listen no more."""
         if self._listening is not None:
             self._listening.cancel()
 
-    async def push(self, send: Send, data: bytes, more: bool = True) -> None:
-        """Send a piece of a stream; the first sends the headers."""
-        if not self._begun:
-            self._begun = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+    async def _head(self, status: int, kind: bytes, *headers: tuple[bytes, bytes]) -> None:
+        self._begun = True
+        headers = ((b"content-type", kind), *headers)
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
-
-async def _awaited(work: asyncio.Future[Reply], reading: _Reading, dialect: Dialect, send: Send | None) -> Reply | None:
-    """The reply, or None where the client has gone or was told of an error. send: of a stream, which is kept alive."""
-    gone = asyncio.ensure_future(reading.gone.wait())
-    begun = False
-    try:
-        while True:
-            await asyncio.wait({work, gone}, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            if gone.done():
-                return None
-            if send is not None:
-                begun = True
-                await reading.push(send, b": keep-alive\n\n")
-    except RefusedError as refused:
-        if not begun or send is None:
-            raise
-        text = json.dumps(dialect.error(refused.kind, str(refused)))
-        await reading.push(send, f"event: error\ndata: {text}\n\n".encode())
-        await reading.push(send, b"", more=False)
-        return None
-    finally:
-        gone.cancel()
-
-
-async def _deliver(reply: Reply, reading: _Reading, dialect: Dialect, body: dict[str, Any], send: Send) -> None:
-    if body.get("stream") is not True:
-        await _send(send, 200, dialect.write(reply, body))
-        return
-    for event in dialect.events(reply, body):
-        await reading.push(send, event)
-    await reading.push(send, b"", more=False)
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone.set()
 
 
 async def _called(function: Callable[..., T], *arguments: Any) -> T:
@@ -237,15 +227,6 @@ def _models(name: str) -> dict[str, Any]:
     model = {"id": name or "policy", "object": "model", "created": 0, "owned_by": "mtgrpo", "type": "model"}
     model |= {"display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}
     return model if name else {"object": "list", "data": [model], "has_more": False}
-
-
-async def _send(send: Send, status: int, answer: dict[str, Any]) -> None:
-    body = json.dumps(answer).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status != 200:
-        headers.append((b"x-should-retry", b"false"))  # the same request would be refused again
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 @asynccontextmanager
