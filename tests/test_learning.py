@@ -22,9 +22,13 @@ def mtgrpo(*words: str, folder: Path) -> Summary:
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights after the warm start of a seed that nothing was calibrated on."""
+    """The weights after the warm start of a seed that nothing was calibrated on.
+
+    200 steps longer than the recipe's: after 1,300 this seed's policy copies numbers wrong (greedy success .875 on one
+    processor), which is not what is tested here.
+    """
     folder = tmp_path_factory.mktemp("warm") / "run"
-    mtgrpo("sft", "seed=77", folder=folder)
+    mtgrpo("sft", "seed=77", "sft.steps=1500", folder=folder)
     return max((folder / "checkpoints").iterdir())
 
 

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.record import reading
 from mtgrpo.record.reading import find_runs, read_metrics, read_runs
 from mtgrpo.record.versions import write_versions
 from mtgrpo.report import content, main
@@ -257,7 +258,7 @@ def test_examples_of_success_and_failure(tmp_path: Path) -> None:
     ]
     assert [message["role"] for message in examples[0].prompt] == ["system", "assistant", "user"]
     assert [message["role"] for message in examples[0].said] == ["assistant", "tool", "assistant"]
-    assert content.calls(examples[0].said[0]) == ['calculator({"e": "391"})']
+    assert reading.calls(examples[0].said[0]) == ['calculator({"e": "391"})']
 
 
 # ---------------------------------------------------------------- the page

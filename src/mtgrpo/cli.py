@@ -36,6 +36,7 @@ EXPERIMENTS = {
 }
 MEASURES = ("eval", "collect", "serve")  # commands that train nothing
 READERS = {  # commands about runs and machines, with flags and a module of their own
+    "show": "conversations of a run in the terminal: show RUN [--step N] [--task ID] [--failures]",
     "report": "what runs did and learned, on one page: report RUN [RUN ...]",
     "export": "a checkpoint as a model for others: export CHECKPOINT --to hf|peft|merged --out DIR",
     "watch": "a run, live in the terminal: watch RUN",

@@ -34,17 +34,18 @@ class Workers:
         """`function(argument)`, found in one of the processes; all three must be picklable.
 
         Raises what it raises. Where a process dies, or is given up as this is cancelled, all that was underway is done
-        again, each by itself; what then dies too raises BrokenProcessPool.
+        again, where one dies then too each by itself; what dies by itself raises BrokenProcessPool.
         """
-        pool = self._pool
-        try:
-            return await _found(pool, function, argument)
-        except (BrokenProcessPool, asyncio.CancelledError) as error:
-            if self._pool is pool:
-                self._pool = _new_pool()
-                _terminate(pool)  # it may hang for ever
-            if isinstance(error, asyncio.CancelledError):
-                raise
+        for _ in range(2):
+            pool = self._pool
+            try:
+                return await _found(pool, function, argument)
+            except (BrokenProcessPool, asyncio.CancelledError) as error:
+                if self._pool is pool:
+                    self._pool = _new_pool()
+                    _terminate(pool)  # it may hang for ever
+                if isinstance(error, asyncio.CancelledError):
+                    raise
         async with self._turn:
             lone = self._lone = self._lone or _new_pool(1)
             try:

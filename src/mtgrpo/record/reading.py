@@ -16,6 +16,7 @@ from typing import Any, cast
 import yaml
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.text import number, shorten
 from mtgrpo.types import LEARNING
 
 BEFORE, AFTER = "evaluation_before", "evaluation_after"  # the files of trajectories that evaluations leave
@@ -145,6 +146,28 @@ def read_end(path: Path, size: int) -> list[bytes]:
     except FileNotFoundError:
         return []
     return lines[1 if start else 0 : -1]  # the first may be cut, the last is being written
+
+
+def objects(value: object) -> list[Row]:
+    """The JSON objects of a list; [] for what is no list."""
+    return (
+        [cast("Row", part) for part in cast("list[Any]", value) if isinstance(part, dict)]
+        if isinstance(value, list)
+        else []
+    )
+
+
+def calls(message: Row) -> list[str]:
+    """The tool calls of a message, as `name(arguments)`."""
+    found = objects(message.get("tool_calls"))
+    return [shorten(f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})") for call in found]
+
+
+def facts(row: Row) -> str:
+    """How a conversation ended, on a line."""
+    said = [f"reward {number(row.get('reward'))}", str(row.get("status")), str(row.get("reason") or "")]
+    said.append(f"expected {shorten(str(row['answer']))}" if row.get("answer") else "")
+    return ", ".join(filter(None, said))
 
 
 class _Thinned:

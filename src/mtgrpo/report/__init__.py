@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from mtgrpo import __version__
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import RunRecord, find_runs, read_runs
+from mtgrpo.record.reading import RunRecord, calls, facts, find_runs, read_runs
 from mtgrpo.report import content
 from mtgrpo.report.charts import COLORS, chart
 from mtgrpo.text import number, printable, shorten, sparkline
@@ -53,7 +53,15 @@ def _page(name: str, runs: Sequence[RunRecord]) -> str:
     )
     title = f"Report: {runs[0].name}" if len(runs) == 1 else f"Report: {len(runs)} runs"
     filled = {"runs": runs, "several": len(runs) > 1, "title": title, "version": __version__}
-    offered = {"content": content, "number": number, "shorten": shorten, "sparkline": sparkline, "fenced": _fenced}
+    offered = {
+        "content": content,
+        "calls": calls,
+        "facts": facts,
+        "number": number,
+        "shorten": shorten,
+        "sparkline": sparkline,
+        "fenced": _fenced,
+    }
     drawing = {"chart": chart, "colors": COLORS}
     return environment.get_template(f"{name}.jinja").render(**filled, **offered, **drawing).strip() + "\n"
 
@@ -69,7 +77,7 @@ def _fenced(example: content.Example) -> Markup:
     said: list[str] = []
     for message in [*example.prompt[-1:], *example.said]:
         parts = [f"[{message.get('role')}]", message.get("reasoning"), message.get("content")]
-        parts += [f"-> {call}" for call in content.calls(message)] + [message.get("error")]
+        parts += [f"-> {call}" for call in calls(message)] + [message.get("error")]
         said.append(printable("\n".join(str(part) for part in parts if part)))
     text = "\n\n".join(said)
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 from mtgrpo.config.recipe import read_recipe
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, flat
+from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, flat, objects
 from mtgrpo.statistics import Comparison, Estimate, compare, mean_over_tasks, wilson
 from mtgrpo.text import clock, is_number, number, shorten
 from mtgrpo.types import EVALUATION, LEARNING
@@ -217,36 +215,15 @@ def examples(run: RunRecord) -> tuple[str, list[Example]]:
 
 def _example(row: Row, success: bool) -> Example:
     """What the policy said is as many messages of the assistant, from the end, as the conversation has turns."""
-    messages = [_cut(message) for message in _objects(row.get("messages"))]
+    messages = [_cut(message) for message in objects(row.get("messages"))]
     by_policy = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    turns = len(_objects(row.get("turns")))
+    turns = len(objects(row.get("turns")))
     start = by_policy[-turns] if 0 < turns <= len(by_policy) else len(messages)
     return Example(success, row, messages[:start], messages[start:])
 
 
-def _objects(value: object) -> list[Row]:
-    return (
-        [cast("Row", part) for part in cast("list[Any]", value) if isinstance(part, dict)]
-        if isinstance(value, list)
-        else []
-    )
-
-
 def _cut(message: Row) -> Row:
     return {key: shorten(value) if isinstance(value, str) else value for key, value in message.items()}
-
-
-def calls(message: Row) -> list[str]:
-    """The tool calls of a message, as `name(arguments)`."""
-    found = _objects(message.get("tool_calls"))
-    return [shorten(f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})") for call in found]
-
-
-def facts(row: Row) -> str:
-    """How a conversation ended, on a line."""
-    said = [f"reward {number(row.get('reward'))}", str(row.get("status")), str(row.get("reason") or "")]
-    said.append(f"expected {shorten(str(row['answer']))}" if row.get("answer") else "")
-    return ", ".join(filter(None, said))
 
 
 def results(runs: Sequence[RunRecord]) -> list[tuple[int, list[str]]]:

@@ -1,0 +1,71 @@
+"""`mtgrpo show`: conversations in the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.show import main
+
+
+def conversation(task: str, reward: float, said: str) -> dict[str, Any]:
+    call = {"name": "calculator", "arguments": {"expression": said}}
+    return {
+        **{"task": task, "sample": 1, "status": "completed", "reason": "", "reward": reward, "answer": "391"},
+        "messages": [
+            {"role": "user", "content": "What is 17 * 23?"},
+            {"role": "assistant", "content": "", "reasoning": "hm", "tool_calls": [call]},
+            {"role": "tool", "name": "calculator", "content": "391"},
+            {"role": "assistant", "content": "\x1b[2J#### 391", "error": "not JSON"},
+        ],
+        "turns": [{"output_tokens": 12, "extends": False}, {"output_tokens": 3, "extends": False}],
+        "components": {"numeric": reward, "length": 0.5},
+        "turn_rewards": [0.25, 0.75],
+    }
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"stage": "reinforcement learning", "step": 2}\n')
+    rows = [conversation("t/1", 1.0, "17 * 23"), conversation("t/2", 0.0, "17 * 32")]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "trajectories" / "step_000002.jsonl").write_text(lines + '{"task": "t/3", "cut')
+    return tmp_path
+
+
+def test_a_conversation_is_shown_as_it_went(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run_folder), "--count", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "t/1, sample 1: reward 1, completed, expected 391",
+        "  numeric 1, length 0.5",
+        "[user] What is 17 * 23?",
+        "[assistant] hm",
+        '-> calculator({"expression": "17 * 23"})  turn 1: 12 tokens, reward 0.25',
+        "[tool calculator] 391",
+        "[assistant] \\x1b[2J#### 391",  # what would clear the screen is spelled out
+        "unreadable: not JSON  turn 2: 3 tokens, reward 0.75, a new context",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "tasks"), [([], ["t/1", "t/2"]), (["--failures"], ["t/2"]), (["--task", "1", "--step", "2"], ["t/1"])]
+)
+def test_those_that_were_asked_for_are_shown(
+    words: list[str], tasks: list[str], run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(run_folder), *words])
+    assert [line[:3] for line in capsys.readouterr().out.splitlines() if line.startswith("t/")] == tasks
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--step", "9"], "has kept no step_000009; it has step_000002"), (["--sample", "7"], "has no such conversation")],
+)
+def test_what_is_not_there_is_said(words: list[str], said: str, run_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        main([str(run_folder), *words])
