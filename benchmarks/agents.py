@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import torch
-from forest import TOKEN_BUDGET, Sides, agree
+from forest import Sides, agree
 from record import finish
 
 from mtgrpo.chat import Chat, ChatSettings, open_chat
@@ -29,6 +29,7 @@ from mtgrpo.model import tiny
 from mtgrpo.types import Completion, Finish, Message, Sample, Sampling, Task, Trajectory
 
 SIDES = ("forest", "per_turn_packed")
+TOKEN_BUDGET = 4096
 WORDS = ("Tom", "buys", "sells", "pens", "cards", "finds", "more", "times", "number", "grows")
 
 
@@ -38,7 +39,7 @@ class Foreign:
 
     turns: int
     drifts: bool
-    siblings: int = 4
+    siblings: int
     prompt: int = 400
     sampled: int = 60
     observed: int = 60
@@ -80,9 +81,9 @@ def said(chat: Chat, rng: random.Random, tokens: int) -> str:
     return text
 
 
-def measure(turns: int, drifts: bool, repeats: int) -> dict[str, float]:
+def measure(turns: int, siblings: int, drifts: bool, repeats: int) -> dict[str, float]:
     """One agent, both sides."""
-    sides = Sides("2m", Foreign(turns, drifts), TOKEN_BUDGET)  # pyright: ignore[reportArgumentType]
+    sides = Sides("2m", Foreign(turns, drifts, siblings), TOKEN_BUDGET)  # pyright: ignore[reportArgumentType]
     agree(sides, SIDES)
     times: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(repeats):
@@ -104,14 +105,17 @@ def measure(turns: int, drifts: bool, repeats: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="an agent of 5 turns, one repeat; writes no file")
+    parser.add_argument("--siblings", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    turns, repeats = (5, 1) if arguments.quick else (20, 3)
-    detail = {name: measure(turns, name == "drift", repeats) for name in ("exact", "drift")}
+    turns, repeats = (5, 1) if arguments.quick else (20, arguments.repeats)
+    siblings = arguments.siblings
+    detail = {name: measure(turns, siblings, name == "drift", repeats) for name in ("exact", "drift")}
     ratios: dict[str, float | None] = {
         "agents.vs_stepwise": detail["exact"]["ratio"],
         "agents.vs_stepwise_drift": detail["drift"]["ratio"],
     }
-    settings = {"threads": torch.get_num_threads(), "turns": turns, "repeats": repeats}
+    settings = {"threads": torch.get_num_threads(), "turns": turns, "siblings": siblings, "repeats": repeats}
     finish("agents", ratios, {**detail, **settings}, None if arguments.quick else "agents.json")
 
 
