@@ -81,7 +81,15 @@ class Scenario:
                         new = prompt + (tokens(self.summary + self.observed) if self.summary else [])
                     logprobs = [-1.0] * len(output)
                     versions = [0] * len(output)
-                    turn = Turn(new, output, logprobs, versions, Finish.STOP, Message("assistant"), extends)
+                    turn = Turn(
+                        new,
+                        output,
+                        logprobs,
+                        versions,
+                        Finish.STOP,
+                        Message("assistant"),
+                        number - 1 if extends else -1,
+                    )
                     trajectory.turns.append(turn)
                 found.append(trajectory)
         return found
@@ -161,7 +169,7 @@ class Sides:
         found: list[tuple[list[int], list[bool], float]] = []
         for trajectory in self.trajectories:
             for turn in trajectory.turns:
-                if not turn.extends:
+                if turn.parent < 0:
                     found.append(([], [], trajectory.reward))
                 found[-1][0].extend([*turn.new_context, *turn.output])
                 found[-1][1].extend([False] * len(turn.new_context) + [True] * len(turn.output))

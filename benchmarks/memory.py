@@ -126,7 +126,7 @@ def trajectories(vocabulary: int, tokens: int) -> list[Trajectory]:
     for _ in range(2 * (tokens // 512)):
         output = [rng.randrange(vocabulary) for _ in range(511)]
         prompt = [rng.randrange(vocabulary)]
-        turn = Turn(prompt, output, [-1.0] * 511, [0] * 511, Finish.STOP, Message("assistant"), False)
+        turn = Turn(prompt, output, [-1.0] * 511, [0] * 511, Finish.STOP, Message("assistant"))
         found.append(Trajectory(task, turns=[turn]))
     return found
 

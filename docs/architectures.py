@@ -253,10 +253,10 @@ def tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(3, 64) for _ in range(count)]
 
 
-def turn(new_context: list[int], output: list[int], extends: bool = False) -> Turn:
+def turn(new_context: list[int], output: list[int], parent: int = -1) -> Turn:
     """A turn with log-probabilities that are not compared."""
     unknown = [-1.0] * len(output), [0] * len(output)
-    return Turn(new_context, output, *unknown, Finish.STOP, Message("assistant"), extends)
+    return Turn(new_context, output, *unknown, Finish.STOP, Message("assistant"), parent)
 
 
 def trajectories(longest: int) -> list[Trajectory]:
@@ -268,9 +268,11 @@ def trajectories(longest: int) -> list[Trajectory]:
         for sample_index in range(3):
             turns = [turn(prompt, opening[: 1 + sample_index % 2] + tokens(rng, part - 1 - sample_index % 2))]
             for _ in range(sample_index):
-                turns.append(turn(tokens(rng, part // 2), tokens(rng, part - part // 2), extends=True))
+                turns.append(turn(tokens(rng, part // 2), tokens(rng, part - part // 2), parent=len(turns) - 1))
             if sample_index == 2:
-                turns.append(turn(tokens(rng, 1), tokens(rng, length - length // 2 - 3 * part - 1), extends=True))
+                turns.append(
+                    turn(tokens(rng, 1), tokens(rng, length - length // 2 - 3 * part - 1), parent=len(turns) - 1)
+                )
             turns.append(turn(prompt[: length // 4] + tokens(rng, 2), tokens(rng, part)))
             rollouts.append(Trajectory(task, turns=turns))
     return rollouts

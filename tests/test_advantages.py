@@ -41,7 +41,7 @@ def rollout(reward: float, turn_rewards: Sequence[float], replies: Sequence[str]
         seen = (Message("tool", replies[number]),) if number < len(replies) else ()
         output = [7] * tokens
         logprobs, versions = [-1.0] * tokens, [0] * tokens
-        turn = Turn([1, 2], output, logprobs, versions, Finish.STOP, Message("assistant"), number > 0, seen)
+        turn = Turn([1, 2], output, logprobs, versions, Finish.STOP, Message("assistant"), number - 1, seen)
         trajectory.turns.append(turn)
     return trajectory
 

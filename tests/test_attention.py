@@ -86,10 +86,8 @@ def make_model(family: str, dtype: DType = DType.float64) -> PreTrainedModel:
     return model
 
 
-def turn(new_context: list[int], output: list[int], extends: bool = False) -> Turn:
-    return Turn(
-        new_context, output, [-1.0] * len(output), [0] * len(output), Finish.STOP, Message("assistant"), extends
-    )
+def turn(new_context: list[int], output: list[int], parent: int = -1) -> Turn:
+    return Turn(new_context, output, [-1.0] * len(output), [0] * len(output), Finish.STOP, Message("assistant"), parent)
 
 
 @st.composite
@@ -103,7 +101,7 @@ def trajectories(draw: st.DrawFn) -> list[Trajectory]:
         for _ in range(draw(st.integers(1, 3))):
             extends = bool(turns) and draw(st.booleans())
             context = draw(tokens) if extends else [*draw(st.sampled_from(prompts)), *draw(tokens)]
-            turns.append(turn(context, draw(tokens), extends))
+            turns.append(turn(context, draw(tokens), len(turns) - 1 if extends else -1))
         found.append(Trajectory(TASK, turns=turns))
     return found
 
@@ -121,7 +119,7 @@ def conversation(seed: int = 0) -> list[Trajectory]:
         opening = tokens(2)
         for sample_index in range(3):
             turns = [turn(prompt, opening[: sample_index % 2 + 1] + tokens(4))]
-            turns += [turn(tokens(3), tokens(5), extends=True) for _ in range(sample_index)]
+            turns += [turn(tokens(3), tokens(5), parent=number) for number in range(sample_index)]
             turns.append(turn(prompt + tokens(4), tokens(6)))
             found.append(Trajectory(TASK, turns=turns))
     return found

@@ -170,6 +170,7 @@ def test_without_a_word_it_is_the_recipe_calculator() -> None:
         "algorithm": "grpo",
         "advantage": "trajectory",
         "engine": "local",
+        "agent": "none",
         "recipe": "calculator",
     }
     made = result.experiment

@@ -42,6 +42,9 @@ class Letters(Chat):
         text = "".join(chr(token) for token in output if token not in (END, ASKS))
         return Message("assistant", text, tool_calls=(ToolCall(CONDENSE.name, {}),) if ASKS in output else ())
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
     def encode(self, message: Message) -> list[int]:
         return [*([ASKS] if message.tool_calls else []), *map(ord, message.content), END]
 

@@ -182,7 +182,7 @@ def test_keep_last_in_a_conversation() -> None:
     pages = [Message("tool", text, name="next") for text in ("one", "two", "three")]
     # After the first step nothing is left out yet: the second turn extends the first.
     assert asked[1] == asked[0] + trajectory.turns[0].output + trajectory.turns[1].new_context
-    assert [turn.extends for turn in trajectory.turns] == [False, True, False, False]
+    assert [turn.parent for turn in trajectory.turns] == [-1, 0, -1, -1]
     assert asked[2] == opened(call, pages[1])
     assert asked[3] == opened(call, pages[2])
     assert [trajectory.context(i) for i in range(4)] == asked
@@ -196,7 +196,7 @@ def test_a_summary_is_a_turn_that_is_trained() -> None:
     assert [turn.output for turn in trajectory.turns] == [said(text) for text in outputs]
     assert [trajectory.context(i) for i in range(5)] == asked
     # The question extends the context, so that what is summarised is computed once.
-    assert [turn.extends for turn in trajectory.turns] == [False, True, False, True, False]
+    assert [turn.parent for turn in trajectory.turns] == [-1, 0, -1, 2, -1]
     assert asked[2] == opened(Message("assistant", "so far: one"), Message("user", "Go on."))
     batch = build_batch([trajectory])
     assert len(batch) == sum(len(said(text)) for text in outputs)

@@ -30,10 +30,10 @@ PLAIN = ContextEfficiency(of=["numeric"], form=Form.plain)
 RIGHT, WRONG = "#### 72", "#### 71"
 
 
-def turn(context: int, output: int, text: str = "", extends: bool = False, auxiliary: bool = False) -> Turn:
+def turn(context: int, output: int, text: str = "", parent: int = -1, auxiliary: bool = False) -> Turn:
     said = Message("assistant", text)
     return Turn(
-        [1] * context, [2] * output, [0.0] * output, [0] * output, Finish.STOP, said, extends, auxiliary=auxiliary
+        [1] * context, [2] * output, [0.0] * output, [0] * output, Finish.STOP, said, parent, auxiliary=auxiliary
     )
 
 
@@ -88,17 +88,19 @@ def test_a_single_right_answer_has_its_share_of_the_bonus_whatever_its_length() 
 
 def test_the_longest_turn_counts_and_condensing_pays() -> None:
     task = Task("task/1", (), "72")
-    whole = Trajectory(task, turns=[turn(40, 10), turn(40, 10, RIGHT, extends=True)])
+    whole = Trajectory(task, turns=[turn(40, 10), turn(40, 10, RIGHT, parent=0)])
     condensed = Trajectory(task, turns=[turn(40, 10), turn(30, 10, RIGHT)])
     assert worths(PLAIN, [whole, condensed]) == [1 / 100, 1 / 50]
     assert worths(MATH, [whole, condensed]) == pytest.approx([0.9, 1.0])
-    condensed.turns.insert(1, turn(40, 10, "what matters", extends=True, auxiliary=True))
+    condensed.turns.insert(1, turn(40, 10, "what matters", parent=0, auxiliary=True))
     assert worth_of(PLAIN, condensed) == 1 / 100
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans()), max_size=8))
 def test_longest_context_tokens_is_that_of_the_contexts_themselves(drawn: list[tuple[int, int, bool]]) -> None:
-    turns = [turn(context, output, extends=extends and i > 0) for i, (context, output, extends) in enumerate(drawn)]
+    turns = [
+        turn(context, output, parent=i - 1 if extends else -1) for i, (context, output, extends) in enumerate(drawn)
+    ]
     trajectory = Trajectory(Task("task/1", ()), turns=turns)
     slow = max((len(trajectory.context(i)) + len(one.output) for i, one in enumerate(turns)), default=0)
     assert trajectory.longest_context_tokens == slow

@@ -58,7 +58,9 @@ class Forgetful(Chat):
     def __init__(self) -> None:
         self.stop_ids, self.notes = chat().stop_ids, []
         self.open, self.parse, self.encode = chat().open, chat().parse, chat().encode
+        self.decode = chat().decode
 
+    def decode(self, tokens: Any) -> str: ...
     def open(self, messages: Any, tools: Any) -> list[int]: ...
     def parse(self, output: Any) -> Message: ...
     def encode(self, message: Any) -> list[int]: ...
@@ -128,11 +130,14 @@ def test_every_turn_is_what_was_asked_and_what_was_sampled(spoken: list[list[int
     assert (trajectory.status, trajectory.reason) == (Status.COMPLETED, "")
     assert [turn.output for turn in trajectory.turns] == outputs
     assert [trajectory.context(index) for index in range(len(outputs))] == asked
-    assert [turn.extends for turn in trajectory.turns] == [False, *[not forgetful] * (len(outputs) - 1)]
+    assert [turn.parent for turn in trajectory.turns] == [
+        -1,
+        *(-1 if forgetful else n for n in range(len(outputs) - 1)),
+    ]
     assert trajectory.segments == (len(outputs) if forgetful else 1)
     assert trajectory.sampled_tokens == sum(map(len, outputs))
     for before, (context, turn) in enumerate(zip(asked[1:], trajectory.turns[1:], strict=True)):
-        if turn.extends:
+        if turn.parent >= 0:
             assert context == asked[before] + outputs[before] + turn.new_context
     for turn in trajectory.turns:
         assert turn.finish is Finish.STOP
@@ -146,7 +151,7 @@ def test_a_turn_that_another_stop_token_ends_is_closed_in_the_next_context() -> 
     assert trajectory.status is Status.COMPLETED
     first, second = trajectory.turns
     assert first.output[-1] == closing
-    assert second.extends
+    assert second.parent == 0
     assert second.new_context[0] == chat().stop_ids[0], "part of the context, not of what was sampled"
     assert asked == [trajectory.context(0), trajectory.context(1)]
     messages = [*TASK.messages, first.message, *first.observations]

@@ -111,21 +111,21 @@ def assert_same(one: Forest, other: Forest) -> None:
 # Trajectories
 
 
-def turn(new_context: list[int], output: list[int], extends: bool) -> Turn:
+def turn(new_context: list[int], output: list[int], parent: int) -> Turn:
     logprobs = [-0.01 * (1 + token) for token in output]
-    return Turn(new_context, output, logprobs, [0] * len(output), Finish.STOP, Message("assistant"), extends)
+    return Turn(new_context, output, logprobs, [0] * len(output), Finish.STOP, Message("assistant"), parent)
 
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> list[Trajectory]:
-    """Any number of turns, in any segments; outputs may be empty, and trajectories may have no turns."""
+    """Any number of turns, in any tree; outputs may be empty, and trajectories may have no turns."""
     found: list[Trajectory] = []
     for _ in range(draw(st.integers(0, 4))):
         turns: list[Turn] = []
         for _ in range(draw(st.integers(0, 4))):
-            extends = bool(turns) and draw(st.booleans())
-            context = draw(TOKENS) if extends else [draw(st.integers(0, 2)), *draw(TOKENS)]
-            turns.append(turn(context, draw(TOKENS), extends))
+            parent = draw(st.integers(-1, len(turns) - 1))
+            context = draw(TOKENS) if parent >= 0 else [draw(st.integers(0, 2)), *draw(TOKENS)]
+            turns.append(turn(context, draw(TOKENS), parent))
         found.append(Trajectory(TASK, turns=turns))
     return found
 
@@ -137,8 +137,8 @@ def columns(batch: Batch) -> dict[str, list[Any]]:
 
 
 def test_siblings_share_their_prompt_and_what_they_sampled_alike() -> None:
-    first = Trajectory(TASK, turns=[turn([1, 2], [3, 4], False), turn([5], [6], True), turn([7], [8], False)])
-    second = Trajectory(TASK, turns=[turn([1, 2], [3, 9], False)])
+    first = Trajectory(TASK, turns=[turn([1, 2], [3, 4], -1), turn([5], [6], 0), turn([7], [8], -1)])
+    second = Trajectory(TASK, turns=[turn([1, 2], [3, 9], -1)])
     batch = build_batch([first, second])
     assert batch.forest.paths() == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [7, 8]]
     assert batch.node.tolist() == [2, 3, 5, 8, 2, 6]  # both sampled node 2: one node, two entries
@@ -169,10 +169,19 @@ def test_entries_are_the_sampled_tokens_after_their_whole_context(trajectories: 
     assert trie(batch.forest.paths()) == trie(whole)
 
 
+def test_chains_that_take_turns_keep_a_row_each_and_a_branch_begins_another() -> None:
+    turns = [turn([1], [2], -1), turn([9], [8], -1), turn([3], [4], 0), turn([7], [6], 1), turn([5], [5], 0)]
+    trajectory = Trajectory(TASK, turns=turns)
+    batch = build_batch([trajectory])
+    assert batch.segment.tolist() == [0, 1, 0, 1, 2]
+    assert trajectory.segments == 3
+    assert batch.forest.paths() == [[1, 2, 3, 4], [1, 2, 5, 5], [9, 8, 7, 6]]
+
+
 @given(trajectories())
 def test_storing_turns_in_more_segments_changes_nothing(trajectories: list[Trajectory]) -> None:
     apart = [
-        Trajectory(TASK, turns=[turn(one.context(i), one.turns[i].output, False) for i in range(len(one.turns))])
+        Trajectory(TASK, turns=[turn(one.context(i), one.turns[i].output, -1) for i in range(len(one.turns))])
         for one in trajectories
     ]
     batch, again = build_batch(trajectories), build_batch(apart)
@@ -194,7 +203,7 @@ def test_the_order_of_trajectories_changes_only_the_order_of_entries(
 
 def cut(output: list[int], kept: list[list[int]]) -> Turn:
     """A turn that was sampled from few tokens."""
-    made = turn([1, 2], output, False)
+    made = turn([1, 2], output, -1)
     made.kept = [array("i", tokens) for tokens in kept]
     return made
 
@@ -212,21 +221,21 @@ def test_what_was_kept_stays_with_its_entry_and_is_stored_once() -> None:
 
 
 def test_a_batch_is_cut_throughout_or_not_at_all() -> None:
-    trajectories = [Trajectory(TASK, turns=[cut([5], [[5]])]), Trajectory(TASK, turns=[turn([1, 2], [7], False)])]
+    trajectories = [Trajectory(TASK, turns=[cut([5], [[5]])]), Trajectory(TASK, turns=[turn([1, 2], [7], -1)])]
     with pytest.raises(RunError, match="1 of 2 sampled tokens say what"):
         build_batch(trajectories)
 
 
 def test_a_batch_of_nothing() -> None:
-    for trajectories in ([], [Trajectory(TASK)], [Trajectory(TASK, turns=[turn([], [], False)])]):
+    for trajectories in ([], [Trajectory(TASK)], [Trajectory(TASK, turns=[turn([], [], -1)])]):
         batch = build_batch(trajectories)
         assert (len(batch), len(batch.forest), batch.forest.paths()) == (0, 0, [])
         assert batch.node.dtype == batch.token.dtype == batch.trajectory.dtype == batch.turn.dtype == torch.int64
 
 
-FINE = turn([1], [2, 3], False)
+FINE = turn([1], [2, 3], -1)
 WRONG = {
-    "extends=True, but no turn precedes it": (turn([1], [2], True), 0),
+    "parent=0 is no turn before it": (turn([1], [2], 0), 0),
     "2 output tokens but 1 log-probabilities": (Turn([1], [2, 3], [-0.1], [0, 0], Finish.STOP, FINE.message), 1),
     "2 output tokens but 1 versions": (Turn([1], [2, 3], [-0.1, -0.1], [0], Finish.STOP, FINE.message), 1),
     "output position 1, token 3, has log-probability nan": (
@@ -234,10 +243,10 @@ WRONG = {
         1,
     ),
     "output position 0, token 2, has log-probability -inf": (
-        Turn([1], [2], [float("-inf")], [0], Finish.STOP, FINE.message, extends=True),
+        Turn([1], [2], [float("-inf")], [0], Finish.STOP, FINE.message, parent=0),
         1,
     ),
-    "output position 0, token 2, was sampled from an empty context": (turn([], [2], False), 1),
+    "output position 0, token 2, was sampled from an empty context": (turn([], [2], -1), 1),
 }
 
 

@@ -129,7 +129,7 @@ def test_what_stands_to_the_right_wins() -> None:
 
 def test_every_name_of_another_library_is_answered_with_one_of_ours() -> None:
     choices: dict[str, Any] = {"task": "parquet", "environment": "tool_use", "condenser": "none", "reward": "numeric"}
-    known = schema(choices | {"algorithm": "grpo", "advantage": "trajectory", "engine": "local"})
+    known = schema(choices | {"algorithm": "grpo", "advantage": "trajectory", "engine": "local", "agent": "none"})
     for name, ours in elsewhere().items():
         key = re.split(r"[ ,=]", ours)[0]
         assert key in known or key in (*groups(), "hydra.run.dir"), ours

@@ -391,9 +391,7 @@ def test_trajectories_are_readable(tmp_path: Path) -> None:
             message=Message("assistant", "", reasoning="hm", tool_calls=(call,)),
             observations=(Message("tool", "391", name="calculator"),),
         ),
-        Turn(
-            [6], [], [], [], Finish.LENGTH, Message("assistant", "lone \ud83d\u2028é", error="bad JSON"), extends=True
-        ),
+        Turn([6], [], [], [], Finish.LENGTH, Message("assistant", "lone \ud83d\u2028é", error="bad JSON"), parent=0),
     ]
     failed = Trajectory(task, 1, status=Status.FAILED, reason="tool outage", reward=math.nan)
     group = Group(task, [Trajectory(task, 0, turns, Status.TRUNCATED, "max_turns", reward=0.5), failed])
@@ -423,9 +421,9 @@ def test_trajectories_are_readable(tmp_path: Path) -> None:
             {"role": "assistant", "content": "lone \ud83d\u2028é", "error": "bad JSON"},
         ],
         "turns": [
-            {"new_context_tokens": 3, "output_tokens": 2, "finish": "stop", "extends": False}
+            {"new_context_tokens": 3, "output_tokens": 2, "finish": "stop", "parent": -1}
             | {"version_min": 7, "version_max": 8},
-            {"new_context_tokens": 1, "output_tokens": 0, "finish": "length", "extends": True}
+            {"new_context_tokens": 1, "output_tokens": 0, "finish": "length", "parent": 0}
             | {"version_min": None, "version_max": None},
         ],
     }

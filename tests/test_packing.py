@@ -23,7 +23,7 @@ Path = tuple[int, ...]
 def trajectory(*parts: list[int]) -> Trajectory:
     """One segment: context, output, further context, output ..."""
     turns = [
-        Turn(context, output, [-0.1] * len(output), [0] * len(output), Finish.STOP, Message("assistant"), i > 0)
+        Turn(context, output, [-0.1] * len(output), [0] * len(output), Finish.STOP, Message("assistant"), i - 1)
         for i, (context, output) in enumerate(zip(parts[::2], parts[1::2], strict=True))
     ]
     return Trajectory(TASK, turns=turns)

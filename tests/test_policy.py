@@ -59,7 +59,7 @@ def make_trajectory(seed: int, turns: int) -> Trajectory:
     for number in range(turns):
         output = tokens(1, 6)
         logprobs = [-rng.random() for _ in output]
-        turn = Turn(tokens(2, 9), output, logprobs, [0] * len(output), Finish.STOP, Message("assistant"), number > 0)
+        turn = Turn(tokens(2, 9), output, logprobs, [0] * len(output), Finish.STOP, Message("assistant"), number - 1)
         trajectory.turns.append(turn)
     return trajectory
 
@@ -234,7 +234,7 @@ def test_loss_and_entropy_are_averages_over_the_sampled_tokens() -> None:
 def stored_with(trajectory: Trajectory, breaks: set[int]) -> Trajectory:
     """The same turns in other segments: one begins at every turn of `breaks`."""
     turns = [
-        replace(turn, new_context=trajectory.context(number), extends=False) if number in breaks else turn
+        replace(turn, new_context=trajectory.context(number), parent=-1) if number in breaks else turn
         for number, turn in enumerate(trajectory.turns)
     ]
     return replace(trajectory, turns=turns)

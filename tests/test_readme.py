@@ -32,9 +32,9 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_folder: Path)
     monkeypatch.chdir(tmp_path)
     for name in ("problems.jsonl", "held_out.jsonl"):
         (tmp_path / name).write_text("".join(blocks("json")))
-    for name, block in zip(("tools.py", "short.py", "engine.py"), blocks("python"), strict=True):
+    for name, block in zip(("tools.py", "short.py", "my_agent.py", "engine.py"), blocks("python"), strict=True):
         (tmp_path / name).write_text(block)
-    (path,) = re.findall(r"checkpoint=(\S+)/checkpoints/step_000070", README)
+    (path,) = set(re.findall(r"checkpoint=(\S+)/checkpoints/step_000070", README))
     words = ["sft.steps=1", "trainer.steps=1", "rollout.prompts_per_step=1", "eval.tasks=1", "eval.samples=1"]
     with pytest.raises(SystemExit) as done:
         cli.main(["train", *words, f"hydra.run.dir={path}", "log=[jsonl]"])
@@ -92,7 +92,7 @@ VERL = (Path(__file__).parents[1] / "docs" / "coming_from_verl.md").read_text()
 
 def test_the_names_beside_those_of_verl_exist() -> None:
     chosen = {"task": "parquet", "environment": "tool_use", "condenser": "keep_last", "reward": "context_efficiency"}
-    chosen |= {"algorithm": "grpo", "advantage": "trajectory", "engine": "local"}
+    chosen |= {"algorithm": "grpo", "advantage": "trajectory", "engine": "local", "agent": "none"}
     known = schema(chosen)
     rows = [line.split("|") for line in VERL.splitlines() if line.startswith("| `")]
     ours = [
@@ -107,7 +107,7 @@ def test_the_options_in_the_readme_exist() -> None:
     chosen = {"environment": "tool_use", "condenser": "keep_last", "reward": "em", "algorithm": "grpo"}
     known: set[str] = set()
     for task in ("jsonl", "parquet", "reasoning_gym"):
-        options = {**chosen, "task": task, "advantage": "trajectory", "engine": "local"}
+        options = {**chosen, "task": task, "advantage": "trajectory", "engine": "local", "agent": "none"}
         known |= set(schema(options))
     groups = {name.partition(".")[0] for name in known}
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S))

@@ -49,6 +49,7 @@ def taken_up(place: Path, *words: str) -> Composed:
         ({"environment": {"tools": ["evil.${oc.env:AWAY}:f"]}}, {}, "evil.${oc.env:AWAY}:f"),
         ({"environment": {"tools": [r"\${oc.env:AWAY}:f"]}}, {}, "${oc.env:AWAY}:f"),
         ({}, {"reward": ["numeric", "evil.py:f"]}, "evil.py:f"),
+        ({"agent": {"argv": ["touch", "ran"]}}, {"agent": "command"}, "agent=command with {'argv': ['touch', 'ran']}"),
     ],
 )
 def test_code_that_a_record_names_is_not_run_unasked(

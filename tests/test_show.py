@@ -22,7 +22,7 @@ def conversation(task: str, reward: float, said: str) -> dict[str, Any]:
             {"role": "tool", "name": "calculator", "content": "391"},
             {"role": "assistant", "content": "\x1b[2J#### 391", "error": "not JSON"},
         ],
-        "turns": [{"output_tokens": 12, "extends": False}, {"output_tokens": 3, "extends": False}],
+        "turns": [{"output_tokens": 12, "parent": -1}, {"output_tokens": 3, "parent": -1}],
         "components": {"numeric": reward, "length": 0.5},
         "turn_rewards": [0.25, 0.75],
     }

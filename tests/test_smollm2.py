@@ -96,7 +96,7 @@ def conversations(model: PreTrainedModel, new_tokens: int) -> list[Trajectory]:
                 done: Completion = await sample(context, sampling)
                 said = chat.parse(done.tokens)
                 versions, finish = done.versions, done.finish
-                trajectory.turns.append(Turn(new, done.tokens, done.logprobs, versions, finish, said, bool(turn)))
+                trajectory.turns.append(Turn(new, done.tokens, done.logprobs, versions, finish, said, turn - 1))
                 if done.finish is not Finish.STOP:
                     break
                 messages.append(said)

@@ -57,7 +57,7 @@ def conversation(prompt: list[int], turns: int, rng: random.Random) -> Trajector
         output = [rng.randrange(100, 2000) for _ in range(rng.randint(2, 12))]
         said = Message("assistant", "")
         trajectory.turns.append(
-            Turn(context, output, [0.0] * len(output), [0] * len(output), Finish.STOP, said, turn > 0)
+            Turn(context, output, [0.0] * len(output), [0] * len(output), Finish.STOP, said, turn - 1)
         )
     return trajectory
 

@@ -153,7 +153,7 @@ def rollout(size: Size, peak: Found) -> tuple[list[Trajectory], Found]:
         async with engine.conversation(Key(0, scope, str(number // size.siblings), number)) as sample:
             found = await sample(prompt, sampling)
         message = Message("assistant")
-        turn = Turn(prompt, found.tokens, found.logprobs, found.versions, found.finish, message, False)
+        turn = Turn(prompt, found.tokens, found.logprobs, found.versions, found.finish, message)
         return Trajectory(Task(str(number), (Message("user", "?"),)), turns=[turn])
 
     async def everything(scope: str) -> list[Trajectory]:

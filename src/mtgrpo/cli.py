@@ -32,8 +32,9 @@ EXPERIMENTS = {
     "sft": "the warm start alone",
     "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070; or a model: model.name=NAME",
     "collect": "conversations of such a policy, also to fine-tune on: collect.form=messages",
+    "serve": "such a policy behind the endpoint of agents, to try one by hand",
 }
-MEASURES = ("eval", "collect")  # commands that train nothing
+MEASURES = ("eval", "collect", "serve")  # commands that train nothing
 READERS = {  # commands about runs and machines, with flags and a module of their own
     "show": "conversations of a run in the terminal: show RUN [--step N] [--task ID] [--failures]",
     "report": "what runs did and learned, on one page: report RUN [RUN ...]",
@@ -66,6 +67,7 @@ mtgrpo COMMAND [KEY=VALUE ...]
   mtgrpo train recipe=[gsm8k,lora] optimizer.lr=1e-5    what stands to the right wins
   mtgrpo train seed=1,2,3 algorithm.clip_high=0.28 --multirun
   mtgrpo train reward=path/to/file.py:MyReward task=jsonl task.path=my.jsonl
+  mtgrpo train agent=python agent.function=my_agent.py:solve task=jsonl task.path=my.jsonl
   mtgrpo train hydra.run.dir=FOLDER resume=true         goes on with what is there, if anything is
   mtgrpo eval checkpoint=PATH trust_code=true           runs the code files that its record names
   mtgrpo eval checkpoint=PATH --fail-under 0.8          exit code 1 where held-out success is lower
@@ -320,6 +322,10 @@ def run_job(command: str, config: DictConfig) -> float | None:
         from mtgrpo.stages.collect import run_collection  # noqa: PLC0415
 
         run_collection(experiment, folder, _checkpoint(hydra))
+    elif command == "serve":
+        from mtgrpo.stages.serve import run_serving  # noqa: PLC0415
+
+        run_serving(experiment, folder, _checkpoint(hydra))
     elif command == "sft":
         from mtgrpo.stages.sft import run_sft  # noqa: PLC0415
 

@@ -180,8 +180,9 @@ class Attend(Protocol):
 class Turn:
     """One pair (context, output).
 
-    `new_context` is the context beyond the previous turn's context and output when `extends` is true, else the whole
-    context. A run of turns that extend one another is a segment and shares its tokens in training.
+    `parent` is the turn of the trajectory, an earlier one, that this one continues: `new_context` is what its context
+    has beyond the parent's context and output. -1: it continues none, and `new_context` is the whole context. A run of
+    turns that continue one another is a segment; what turns share is computed once in training.
     """
 
     new_context: list[int]
@@ -190,10 +191,10 @@ class Turn:
     versions: list[int]
     finish: Finish
     message: Message
-    extends: bool = False
+    parent: int = -1
     observations: tuple[Message, ...] = ()  # the environment's answer
     kept: list[array[int]] = field(default_factory=list["array[int]"])  # as in the completion
-    auxiliary: bool = False  # answers a condenser, and the environment never sees it
+    auxiliary: bool = False  # beside the conversation: it answers a condenser, or an agent's helper
     paid: float = 0.0  # what the environment paid for it
 
 
@@ -219,11 +220,16 @@ class Trajectory(Counts):
     condensed: int = 0  # how often its context was condensed
     tokens_before: int = 0  # of all contexts before they were condensed
     tokens_after: int = 0  # of the same contexts after
+    given: float | None = None  # the reward that its agent gave; None = the configured reward scores it
+    output: str = ""  # what its agent gave as its answer; "" = the last message is that
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what else its agent gave
+    counts: dict[str, float] = field(default_factory=dict[str, float])  # of its agent's requests, by name
+    untrained: list[Turn] = field(default_factory=list[Turn])  # sampled, and received by nobody or not to be trained
 
     @property
     def final(self) -> str:
-        """The text of the model's last message to the environment, without its reasoning; "" if there is none."""
-        return next((turn.message.content for turn in reversed(self.turns) if not turn.auxiliary), "")
+        """The answer of its agent, or the text of the last message to the environment, without reasoning; "" = none."""
+        return self.output or next((turn.message.content for turn in reversed(self.turns) if not turn.auxiliary), "")
 
     @property
     def sampled_tokens(self) -> int:
@@ -232,24 +238,24 @@ class Trajectory(Counts):
 
     @property
     def segments(self) -> int:
-        """Number of runs of turns whose contexts extend one another."""
-        return sum(not turn.extends for turn in self.turns)
+        """Number of runs of turns that continue one another."""
+        return len(self.turns) - len({turn.parent for turn in self.turns} - {-1})
 
     @property
     def longest_context_tokens(self) -> int:
         """The most tokens that a turn's context and output have together; 0 without turns."""
-        longest = length = 0
+        lengths: list[int] = []
         for turn in self.turns:
-            length = (length if turn.extends else 0) + len(turn.new_context) + len(turn.output)
-            longest = max(longest, length)
-        return longest
+            before = lengths[turn.parent] if turn.parent >= 0 else 0
+            lengths.append(before + len(turn.new_context) + len(turn.output))
+        return max(lengths, default=0)
 
     def context(self, index: int) -> list[int]:
         """The full context tokens of turn `index`."""
-        turn = self.turns[index]
-        if not turn.extends:
-            return list(turn.new_context)
-        return self.context(index - 1) + self.turns[index - 1].output + turn.new_context
+        pieces = [self.turns[index].new_context]
+        while (index := self.turns[index].parent) >= 0:
+            pieces += [self.turns[index].output, self.turns[index].new_context]
+        return [token for piece in reversed(pieces) for token in piece]
 
 
 @dataclass(slots=True)

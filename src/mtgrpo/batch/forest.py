@@ -109,7 +109,7 @@ class Batch:
     behaviour_logp: Tensor  # fp64, what the engine reported
     trajectory: Tensor  # int64, index into the trajectories the batch was made of
     turn: Tensor  # int64, index of the turn within its trajectory
-    segment: Tensor  # int64, numbers the runs of turns that extend one another, over the whole batch
+    segment: Tensor  # int64, numbers the runs of turns that continue one another, over the whole batch
     version: Tensor  # int64, of the policy that sampled the token: its number of weight updates
     kept: Kept | None = None  # None = all tokens were sampled from the whole vocabulary
 
@@ -181,7 +181,7 @@ def _number(new: NDArray[np.bool_], column: NDArray[np.int64]) -> NDArray[np.int
 
 
 def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
-    """Lay the turns out as a forest: one row per segment, where a turn that extends the one before continues its row.
+    """Lay the turns out as a forest: one row per segment. The first turn to continue another continues its row too.
 
     Raises RunError for turns that cannot be trained on, naming the turn and what is wrong.
     """
@@ -192,19 +192,21 @@ def build_batch(trajectories: Sequence[Trajectory]) -> Batch:
     versions: list[int] = []
     kept: list[array[int]] = []
     for index, trajectory in enumerate(trajectories):
-        row: list[int] = []
+        first = len(places)  # of its turns
         for number, turn in enumerate(trajectory.turns):
-            if not turn.extends:
-                row = []
-                rows.append(row)
+            of_row, _, stop = places[first + turn.parent] if 0 <= turn.parent < number else (len(rows), 0, 0)
+            if of_row == len(rows) or stop < len(rows[of_row]):  # it continues none, or not as the first
+                rows.append(rows[of_row][:stop] if stop else [])
+                of_row = len(rows) - 1
+            row = rows[of_row]
             row.extend(turn.new_context)
-            problem = _problem(turn, first=number == 0, context_length=len(row))
+            problem = _problem(turn, number, context_length=len(row))
             if problem:
                 raise RunError(
                     f"task {trajectory.task.id!r}, sample {trajectory.sample_index}, turn {number}: {problem}"
                 )
-            places.append((len(rows) - 1, len(row), len(row) + len(turn.output)))
-            labels.append((index, number, len(rows) - 1))
+            places.append((of_row, len(row), len(row) + len(turn.output)))
+            labels.append((index, number, of_row))
             row.extend(turn.output)
             behaviour.extend(turn.logprobs)
             versions.extend(turn.versions)
@@ -237,10 +239,10 @@ def _join(kept: Sequence[array[int]]) -> Kept:
     return Kept(number, offset, torch.from_numpy(np.frombuffer(b"".join(sets), np.int32).astype(np.int64)))
 
 
-def _problem(turn: Turn, first: bool, context_length: int) -> str:
+def _problem(turn: Turn, number: int, context_length: int) -> str:
     """Why a turn cannot be trained on and what to do; "" when it can."""
-    if first and turn.extends:
-        return "extends=True, but no turn precedes it; give its whole context with extends=False"
+    if not -1 <= turn.parent < number:
+        return f"parent={turn.parent} is no turn before it; give its whole context with parent=-1"
     if len(turn.versions) != len(turn.output):
         return (
             f"{len(turn.output)} output tokens but {len(turn.versions)} versions; the engine must report one for each"

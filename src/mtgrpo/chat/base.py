@@ -64,5 +64,9 @@ class Chat(ABC):
         """The message in sampled tokens, with or without their stop token. Mistakes in it are `Message.error`."""
 
     @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of sampled tokens, special ones included."""
+
+    @abstractmethod
     def encode(self, message: Message) -> list[int]:
         """The output tokens, stop token included, with which the model would have generated `message`."""

@@ -95,6 +95,9 @@ class RendererChat(Chat):
         reasoning, rest, _ = split_thinking(self._safe.decode(output[:end]), inside=False)
         return Message("assistant", rest, reasoning, error=error)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._safe.decode(tokens)
+
     def encode(self, message: Message) -> list[int]:
         rendered = self._renderer.render(self._messages([USER, message]))
         output = self._after_prompt(rendered.token_ids)

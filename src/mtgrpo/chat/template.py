@@ -160,6 +160,9 @@ class TemplateChat(Chat):
         content = parsed.content.removesuffix(self._separator) if parsed.calls else parsed.content
         return Message("assistant", content, reasoning, parsed.calls, error=parsed.error)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._safe.decode(tokens)
+
     def encode(self, message: Message) -> list[int]:
         shape = (bool(message.reasoning), bool(message.content), len(message.tool_calls))
         if shape not in self._outputs:

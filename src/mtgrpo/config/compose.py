@@ -201,7 +201,7 @@ class ExperimentLoader(ConfigLoaderImpl):
         values.setdefault("log", list(SINKS))
         settings = [o for o in own if o.key_or_group not in choices]
         inside = tuple(f"{group}.{name}." for group in choices for name in entries(group, choices[group]))
-        inside += tuple(f"{name}." for name, setting in known.items() if setting.type is Any)
+        inside += tuple(f"{name}." for name, setting in known.items() if setting.holds_any)
         settings.sort(key=lambda o: o.key_or_group.startswith(inside))  # a list first, then settings of what is in it
         lines = [line for o in settings if (line := _line(o, known, values, inside))]
         _gather(values, choices)
@@ -291,7 +291,7 @@ def _line(override: Override, known: Mapping[str, Setting], values: dict[str, An
             raise ConfigError(f"{line}: no recipe sets {key}, there is nothing to take away")
         del values[key]
         return ""
-    holder = next((name for name in known if key.startswith(f"{name}.") and known[name].type is Any), "")
+    holder = next((name for name in known if key.startswith(f"{name}.") and known[name].holds_any), "")
     if holder and isinstance(values.get(holder), list | dict):
         values[holder] = _with_entry(values[holder], key.removeprefix(f"{holder}.").split("."), override.value())
         return ""
@@ -303,7 +303,7 @@ def _line(override: Override, known: Mapping[str, Setting], values: dict[str, An
             raise ConfigError(unknown(key, known))
         if not isinstance(override.value(), dict):
             raise ConfigError(f"{line}: {key} has settings of its own: {', '.join(section)}")
-    elif known[key].type is Any or key.startswith(inside):
+    elif known[key].holds_any or key.startswith(inside):
         values[key] = override.value()  # Hydra merges containers, but the user means to replace the whole of one
         return ""
     return line.lstrip("+")

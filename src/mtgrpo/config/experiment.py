@@ -8,6 +8,7 @@ from typing import Any
 
 from mtgrpo.advantages import AdvantageEstimator
 from mtgrpo.advantages.turn import ByTurn
+from mtgrpo.agents import Agent
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.correction import Correction, OldPolicy
@@ -45,7 +46,7 @@ class TrainerSettings(Updates):
     epochs: int = 0  # passes over the training tasks
     total_turns: int = 0  # model turns sampled, over the run
     wall_time_s: float = 0.0  # of rollouts and updates; evaluation and saving are not counted
-    deterministic: bool | None = None  # every digit depends on the seed alone; null: if rollout.max_staleness is 0
+    deterministic: bool | None = None  # every digit depends on the seed alone; null: in step and without an agent
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,6 +151,7 @@ class Experiment:
     algorithm: Algorithm
     advantage: AdvantageEstimator
     engine: Engine
+    agent: Agent
     seed: int = 0
     resume: str = ""  # true: go on in hydra.run.dir=FOLDER; or PATH of a checkpoint to go on from in a new folder
     # exact: steps after the checkpoint are run again from their start; continue: what the journal holds of them is
@@ -188,6 +190,7 @@ class Experiment:
         self._check_critic()
         self._check_rewards()
         self._check_policies()
+        self._check_agent()
         self._check_deterministic()
         self.engine.check(self.sampling)
         if self.condenser.attends and not self.engine.attends:
@@ -205,7 +208,7 @@ class Experiment:
     def deterministic(self) -> bool:
         """Whether results depend on the seed alone."""
         chosen = self.trainer.deterministic
-        return not self.rollout.max_staleness if chosen is None else chosen
+        return not (self.rollout.max_staleness or self.agent.active) if chosen is None else chosen
 
     @property
     def resumes_exactly(self) -> bool:
@@ -226,7 +229,7 @@ class Experiment:
             raise ConfigError(f"model.value_head=true, but algorithm {name} has no use for it: leave it out")
 
     def _check_rewards(self) -> None:
-        turns = self.reward.judges_turns or self.environment.pays_turns
+        turns = self.reward.judges_turns or self.environment.pays_turns or self.agent.active
         name = type(self.reward).__name__
         if isinstance(self.advantage, ByTurn) and not turns:
             raise ConfigError(
@@ -276,6 +279,20 @@ class Experiment:
         if self.reference.update_every == 1 and single:
             raise ConfigError(
                 "reference.update_every=1 with one update per batch: the reference would always be the policy itself"
+            )
+
+    def _check_agent(self) -> None:
+        if not self.agent.active:
+            return
+        if self.trainer.deterministic:
+            raise ConfigError(
+                "trainer.deterministic=true waits until every open conversation has asked for its next turn, and "
+                f"nobody knows whether agent {type(self.agent).__name__} will: leave it out"
+            )
+        if self.condenser.active:
+            raise ConfigError(
+                f"condenser {self.condenser.name} condenses the conversations of the environment: with agent "
+                f"{type(self.agent).__name__} the agent chooses its contexts itself; set condenser=none"
             )
 
     def _check_deterministic(self) -> None:

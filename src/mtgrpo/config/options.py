@@ -36,6 +36,11 @@ class Setting:
     type: Any
     owner: type
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether its entries are the user's to name."""
+        return self.type is Any or typing.get_origin(self.type) is dict
+
 
 @functools.cache
 def groups() -> dict[str, type]:

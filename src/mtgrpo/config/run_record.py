@@ -27,7 +27,8 @@ _RESOLVER = re.compile(r"\$\{[^}]*:")
 def read_run(folder: Path, trusted: bool = False) -> Recipe:
     """What a run used, from the record that it keeps in its folder; what it gave Hydra is left out.
 
-    trusted: the record may name Python files and MCP servers, which will be run, and resolvers such as ${oc.env:KEY}.
+    trusted: the record may name Python files, commands and MCP servers, which will be run, and resolvers such as
+    ${oc.env:KEY}.
     Raises ConfigError.
     """
     try:
@@ -43,6 +44,8 @@ def read_run(folder: Path, trusted: bool = False) -> Recipe:
     resolved = _resolved(values)
     # What is still to be resolved may become the name of a file, so it counts as one. The tool mcp runs commands.
     named = sorted({text for text in _texts([choices, resolved]) if text == "mcp" or ".py:" in text or "${" in text})
+    if choices["agent"] == "command":
+        named.append(f"agent=command with {content.get('agent')!r:.200}")
     if named and not trusted:
         raise ConfigError(
             f"the record of run {folder} names code or values of this machine, which would be executed or read: "

@@ -64,6 +64,9 @@ def record(trajectory: Trajectory) -> dict[str, Any]:
         **({"components": trajectory.components} if trajectory.components else {}),
         **({"turn_rewards": trajectory.turn_rewards} if trajectory.turn_rewards else {}),
         **({"outages": trajectory.outages} if trajectory.outages else {}),
+        **({"output": trajectory.output} if trajectory.output else {}),
+        **({"counts": trajectory.counts} if trajectory.counts else {}),
+        **({"untrained": [_message(turn.message) for turn in trajectory.untrained]} if trajectory.untrained else {}),
     }
 
 
@@ -86,7 +89,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "new_context_tokens": len(turn.new_context),
         "output_tokens": len(turn.output),
         "finish": turn.finish.value,
-        "extends": turn.extends,
+        "parent": turn.parent,
         **({"auxiliary": True} if turn.auxiliary else {}),
         "version_min": min(turn.versions, default=None),
         "version_max": max(turn.versions, default=None),

@@ -176,7 +176,7 @@ class RolloutState:
             versions=completion.versions,
             finish=completion.finish,
             message=self._chat.parse(completion.tokens),
-            extends=self._extends,
+            parent=len(trajectory.turns) - 1 if self._extends else -1,
             kept=completion.kept,
             auxiliary=auxiliary,
         )

@@ -20,13 +20,13 @@ def demonstrate(task: Task, opening: Opening, messages: Sequence[Message], chat:
     messages = [message for message in messages if message.name != SUMMARY]  # no condenser requests one
     trajectory = Trajectory(task)
     history = list(opening.messages)
-    new_context, extends = chat.open(history, opening.tools), False
+    new_context, parent = chat.open(history, opening.tools), -1
     for index, message in enumerate(messages):
         if message.role != "assistant":
             continue
         output = chat.encode(message)
         count = len(output)
-        turn = Turn(new_context, output, [0.0] * count, [0] * count, Finish.STOP, message, extends)
+        turn = Turn(new_context, output, [0.0] * count, [0] * count, Finish.STOP, message, parent)
         trajectory.turns.append(turn)
         answers = _answers(messages[index + 1 :])
         turn.observations = answers
@@ -35,7 +35,7 @@ def demonstrate(task: Task, opening: Opening, messages: Sequence[Message], chat:
             break
         added = chat.extend(history, answers, opening.tools)
         history.extend(answers)
-        extends = added is not None
+        parent = len(trajectory.turns) - 1 if added is not None else -1
         new_context = chat.open(history, opening.tools) if added is None else added
     return trajectory
 

@@ -7,15 +7,18 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass, field
 
+from mtgrpo.agents import Agent
+from mtgrpo.agents.none import NoAgent
 from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser
 from mtgrpo.environments import STOP_S, Environment
 from mtgrpo.errors import ConfigError
 from mtgrpo.extension import explained
 from mtgrpo.rewards import Reward, Score, scores
+from mtgrpo.rollout.agent import run_agent
 from mtgrpo.rollout.conversation import Limits, run_rollout
 from mtgrpo.together import by_itself
 from mtgrpo.tools.faults import Faults
@@ -39,6 +42,7 @@ class RolloutRunner:
     slots: asyncio.Semaphore  # bounds the conversations open at once
     score_timeout_s: float = 0.0  # 0 = none
     faults: Callable[..., AbstractContextManager[None]] = Faults().during  # of the conversation with that key
+    agent: Agent = field(default_factory=NoAgent)  # leads the conversations in place of the environment, if active
     scope: str = "train/0"  # what the rollouts are for: part of the key of every random number
 
     def at(self, scope: str, temperature: float | None = None) -> RolloutRunner:
@@ -81,7 +85,11 @@ class RolloutRunner:
         """The group, all that did not fail of it scored together; what cannot be scored has failed."""
         began = time.perf_counter()
         valid = [t for t in group.trajectories if t.status is not Status.FAILED]
-        for trajectory, score in zip(valid, await self._scores(valid), strict=True):
+        scored = [t for t in valid if t.given is None]
+        for trajectory in valid:
+            if trajectory.given is not None:
+                set_score(trajectory, Score(trajectory.given))
+        for trajectory, score in zip(scored, await self._scores(scored), strict=True):
             if isinstance(score, Exception):
                 trajectory.status = Status.FAILED
                 trajectory.reason = f"RewardError: {type(self.reward).__name__}: {explained(score)}"
@@ -100,15 +108,24 @@ class RolloutRunner:
 
     async def _attempt(self, task: Task, sample_index: int, attempt: int) -> Trajectory:
         late = TimeoutError(f"it took longer than rollout.timeout_s={self.timeout_s}")
+        scope = f"{self.scope}/attempt{attempt}"
+
+        def open_chain(number: int) -> AbstractAsyncContextManager[Sample]:
+            return self.open_conversation(scope + (f"/chain{number}" if number else ""), task.id, sample_index)
+
         try:
-            key = (f"{self.scope}/attempt{attempt}", task.id, sample_index)
-            async with self.open_conversation(*key) as sample:
+            if self.agent.active:
+                conversation = functools.partial(
+                    run_agent, *(task, self.agent, self.chat, open_chain, self.sampling, self.limits)
+                )
+                return await by_itself(conversation, self.timeout_s or None, late, grace_s=2 * STOP_S)
+            async with open_chain(0) as sample:
                 conversation = functools.partial(
                     run_rollout,
                     *(task, self.environment, self.chat, sample),
                     *(self.sampling, self.limits, self.condenser, self.attend),
                 )
-                with self.faults(*key):
+                with self.faults(scope, task.id, sample_index):
                     return await by_itself(conversation, self.timeout_s or None, late, grace_s=2 * STOP_S)
         except ConfigError:
             raise

@@ -100,6 +100,7 @@ def describe_step(
         "reward/groups_with_variance": sum(len(set(of_group)) > 1 for of_group in rewards) / len(rewards),
         **_components(trajectories),
         **_turn_rewards(trajectories),
+        **_agents(trajectories),
         **{f"rollout/{name}": value for name, value in found.items()},
         "rollout/segments": sum(t.segments for t in trajectories) / count,
         "rollout/retried": sum(t.attempts > 1 for t in trajectories) / count,
@@ -121,6 +122,16 @@ def _components(trajectories: Sequence[Trajectory]) -> Metrics:
         for name, amount in trajectory.components.items():
             found.setdefault(name, []).append(amount)
     return {f"reward/{name}/mean": _mean(amounts) for name, amounts in found.items()}
+
+
+def _agents(trajectories: Sequence[Trajectory]) -> Metrics:
+    """What foreign agents sent, per conversation; exact_share: of turns after others, those on recorded tokens."""
+    counts = sum((Counter(t.counts) for t in trajectories), Counter[str]())
+    if not counts:
+        return {}
+    exact, drifted = counts["exact"], counts["drifted"]
+    share = {"agent/exact_share": exact / (exact + drifted)} if exact + drifted else {}
+    return {f"agent/{name}": number / len(trajectories) for name, number in counts.items()} | share
 
 
 def _turn_rewards(trajectories: Sequence[Trajectory]) -> Metrics:

@@ -110,6 +110,7 @@ async def open_parts(experiment: Experiment, context: RunContext) -> AsyncGenera
             experiment,
             task=await stack.enter_async_context(experiment.task.open(context)),
             environment=await stack.enter_async_context(experiment.environment.open(context)),
+            agent=await stack.enter_async_context(experiment.agent.open(context)),
             condenser=await stack.enter_async_context(experiment.condenser.open(context)),
             reward=await stack.enter_async_context(opened(experiment.reward, context)),
         )
@@ -246,6 +247,7 @@ def make_runner(
 
     return RolloutRunner(
         environment=experiment.environment,
+        agent=experiment.agent,
         chat=chat,
         reward=experiment.reward,
         sampling=experiment.sampling,

@@ -68,7 +68,7 @@ class Tool(Part):
         target = self._target
         work = functools.partial(target, **self._settings, **schema.from_json(arguments, target))
         blocking = self.blocking and not schema.is_coroutine_function(target)
-        answer = await _in_thread(work) if blocking else work()
+        answer = await in_thread(work) if blocking else work()
         return await answer if inspect.isawaitable(answer) else answer
 
     def repeatable(self, name: str) -> bool:
@@ -172,7 +172,7 @@ def abandoned() -> int:
     return len(_abandoned)
 
 
-def _in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
+def in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
     """Run `work` in a daemon thread of its own.
 
     Unlike in a pool, calls never queue behind others that hang, and a call that hangs cannot keep a program alive.

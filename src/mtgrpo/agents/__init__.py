@@ -1,0 +1,107 @@
+"""Agents that exist already: they talk to the policy through an endpoint, as they would to OpenAI or Anthropic.
+
+One file = one way to start an agent. What an agent sends is recorded by `endpoint/`; nothing of it is written again.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+
+from mtgrpo import extension
+from mtgrpo.endpoint import Address as Address
+from mtgrpo.errors import ConfigError, refuse_without_package, require
+from mtgrpo.part import Part, RunContext
+from mtgrpo.types import Task, Trajectory
+
+if TYPE_CHECKING:
+    from mtgrpo.endpoint.server import Endpoint
+
+
+@dataclass
+class Outcome:
+    """What an agent leaves. A number stands for an Outcome of that reward, a text for one of that output."""
+
+    reward: float | None = None  # of the whole conversation; None = what it posted to /v1/rewards, or `reward`
+    turn_rewards: Mapping[str, float] = field(default_factory=dict[str, float])  # by the id of a reply
+    output: str = ""  # its answer, which `reward` grades; "" = the text of its last reply
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])  # for a reward of your own: `trajectory.data`
+
+
+def outcome_of(given: Any) -> Outcome:
+    """What a function returned or a reward file holds, as an Outcome. Raises TypeError for what is none."""
+    if isinstance(given, Outcome):
+        return given
+    if given is None:
+        return Outcome()
+    if isinstance(given, str):
+        return Outcome(output=given)
+    if isinstance(given, int | float):
+        return Outcome(reward=float(given))
+    if isinstance(given, dict) and all(
+        isinstance(value, int | float) for value in cast("dict[str, Any]", given).values()
+    ):
+        return Outcome(turn_rewards=cast("dict[str, float]", given))
+    raise TypeError(f"the agent gave {given!r:.200}; give None, a number, a text, an Outcome or rewards by reply id")
+
+
+@dataclass
+class Agent(Part, ABC):
+    """Base of all agents."""
+
+    active: ClassVar[bool] = True  # whether it takes the place of the environment
+    _endpoint = cast("Endpoint | None", None)  # while it is open
+
+    max_requests: int = 64  # turns sampled in one attempt; then the conversation is truncated
+    timeout_s: float = 1800.0  # of one attempt without its scoring; then it has failed; 0 = none
+    train: str = "all"  # turns: all; main = no helpers with other tools; or path/to/file.py:f, trajectory -> bools
+    pin_system: bool = False  # the first system prompt stands for later ones, where an agent rewrites it on its way
+    strict: bool = False  # fields that have no effect, such as temperature, are refused; false: counted
+
+    def __post_init__(self) -> None:
+        require(self, max_requests=">= 1", timeout_s=">= 0 (0 = none)")
+        if self.active:
+            refuse_without_package("uvicorn", f"agent={type(self).__name__.lower()}", "agents")
+        self.trains()
+
+    def trains(self) -> Callable[[Trajectory], Sequence[bool]]:
+        """Says of each turn of a trajectory whether it is trained. Raises ConfigError."""
+        if self.train == "all":
+            return lambda trajectory: [True] * len(trajectory.turns)
+        if self.train == "main":
+            return lambda trajectory: [not turn.auxiliary for turn in trajectory.turns]
+        if ".py:" not in self.train:
+            raise ConfigError(f"`train={self.train}` is none of all, main and path/to/file.py:function")
+        return extension.find(__name__, self.train, Agent)
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With its endpoint running."""
+        if not self.active:
+            yield self
+            return
+        from mtgrpo.endpoint.server import open_endpoint  # noqa: PLC0415  settings alone import no library
+
+        async with open_endpoint() as endpoint:
+            running = copy.copy(self)
+            running._endpoint = endpoint
+            yield running
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where it sends its requests. Raises RuntimeError before it is open."""
+        if self._endpoint is None:
+            raise RuntimeError(f"the agent {type(self).__name__} is not open: use `async with agent.open(context)`")
+        return self._endpoint
+
+    @abstractmethod
+    async def run(self, task: Task, address: Address) -> Outcome:
+        """Let the agent work on `task`; it sends its requests to `address`.
+
+        Called in the event loop that samples for it: what blocks must run elsewhere. An exception fails the
+        conversation, which is run again. When this is cancelled, whatever was started has to end.
+        """

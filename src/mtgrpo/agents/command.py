@@ -1,0 +1,71 @@
+"""Any program: a coding agent's command line, a script in any language."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mtgrpo.agents import Address, Agent, Outcome, outcome_of
+from mtgrpo.agents.process import run_process
+from mtgrpo.errors import ConfigError, require
+from mtgrpo.types import Task
+
+
+@dataclass
+class Command(Agent):
+    """A command, started anew for each conversation in a folder of its own.
+
+    It finds the policy by the variables OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. In
+    `argv`, `files` and `environment`, {prompt} stands for the task's messages of the user, and so do {task}, {url},
+    {openai_url}, {key} and {model} for its id and the parts of the address.
+    """
+
+    argv: list[str] = field(default_factory=list[str])  # [mini,-t,"{prompt}"]
+    directory: str = ""  # its content is copied into the folder of each conversation
+    files: dict[str, str] = field(default_factory=dict[str, str])  # written there: path -> text
+    environment: dict[str, str] = field(default_factory=dict[str, str])  # variables; of ours only PATH and the locale
+    reward_file: str = ""  # that it leaves there: a number, a JSON text, or {reply id: reward}
+    keep_output: int = 2000  # the last characters of what it prints are kept as `output`; 0 = none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, keep_output=">= 0")
+        if not self.argv:
+            raise ConfigError(
+                '`argv` is empty: give the command and its arguments, such as agent.argv=[mini,-t,"{prompt}"]'
+            )
+        if self.directory and not Path(self.directory).expanduser().is_dir():
+            raise ConfigError(f"`directory={self.directory}`: there is no such folder")
+
+    async def run(self, task: Task, address: Address) -> Outcome:
+        prompt = "\n\n".join(message.content for message in task.messages if message.role == "user")
+        given = {"prompt": prompt, "task": task.id, "url": address.url, "openai_url": address.openai_url}
+        given |= {"key": address.key, "model": address.model}
+
+        def filled(text: str) -> str:
+            pieces = text.split("{")  # what stands for itself may hold braces too
+            for number, piece in enumerate(pieces[1:], 1):
+                name, closed, rest = piece.partition("}")
+                pieces[number] = given[name] + rest if closed and name in given else "{" + piece
+            return "".join(pieces)
+
+        with tempfile.TemporaryDirectory(prefix="mtgrpo-", ignore_cleanup_errors=True) as place:
+            folder = Path(place)
+            if self.directory:
+                source = Path(self.directory).expanduser()
+                await asyncio.to_thread(shutil.copytree, source, folder, dirs_exist_ok=True)
+            for name, text in self.files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_text(filled(text))
+            argv = [filled(word) for word in self.argv]
+            environment = {name: filled(value) for name, value in self.environment.items()}
+            said = await run_process(argv, folder, address, environment, self.keep_output)
+            if not self.reward_file:
+                return Outcome(data={"output": said})
+            outcome = outcome_of(json.loads((folder / self.reward_file).read_text()))
+            outcome.data = {"output": said}
+            return outcome

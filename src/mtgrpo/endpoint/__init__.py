@@ -1,0 +1,98 @@
+"""The HTTP side of foreign agents: an endpoint that speaks as OpenAI and Anthropic do, and records what it samples.
+
+`server.py` is HTTP, a dialect is one file, `session.py` decides what a request continues. What was sampled is recorded
+exactly as it was sampled, in the context in which it was; nothing is rendered again, aligned or repaired.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mtgrpo.types import Message, ToolSpec
+
+Kind = Literal["invalid", "overflow", "key", "missing", "closed", "large", "broken"]
+
+
+class RefusedError(Exception):
+    """A request is not answered: `kind` says which of the dialect's errors that is, the message what is wrong."""
+
+    def __init__(self, kind: Kind, text: str) -> None:
+        super().__init__(text)
+        self.kind: Kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """What a foreign agent is given. Every request that carries the key belongs to its conversation."""
+
+    url: str  # http://127.0.0.1:PORT, where Anthropic's SDK sends to; OpenAI's sends to `openai_url`
+    key: str  # the API key
+    model: str = "policy"  # a name to send; any other is accepted too
+
+    @property
+    def openai_url(self) -> str:
+        """The base URL of OpenAI's SDK and of those that speak as it does."""
+        return f"{self.url}/v1"
+
+    def environ(self) -> dict[str, str]:
+        """The variables that the SDKs read, and MTGRPO_URL and MTGRPO_KEY."""
+        return {
+            "OPENAI_BASE_URL": self.openai_url,
+            "OPENAI_API_BASE": self.openai_url,
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.key,
+            "MTGRPO_URL": self.url,
+            "MTGRPO_KEY": self.key,
+            "MTGRPO_MODEL": self.model,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One message of a request."""
+
+    message: Message
+    ids: tuple[str, ...] = ()  # of the tool calls that it makes
+
+    @property
+    def meaning(self) -> str:
+        """Equal for messages that mean the same. Reasoning does not count: agents may or may not send it."""
+        calls = [(call.name, call.arguments) for call in self.message.tool_calls]
+        content = self.message.content.strip() if self.message.role == "assistant" else self.message.content
+        return json.dumps([self.message.role, content, self.message.name, calls], sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an agent asks for, whatever the dialect."""
+
+    messages: tuple[Said, ...]
+    tools: tuple[ToolSpec, ...]
+    digest: str  # equal for requests with equal bodies
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # fields that have no effect here
+    retry: int = -1  # how often the client has sent it before, as it says itself; -1 = it does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the policy answered."""
+
+    id: str
+    message: Message
+    finish: Literal["stop", "length", "stop_string"]
+    context_tokens: int
+    output_tokens: int
+    call_ids: tuple[str, ...] = ()  # of the message's tool calls
+    stop: str = ""  # the stop string that ended it
+
+    @property
+    def calls(self) -> list[tuple[str, str, Mapping[str, Any]]]:
+        """Of each tool call its id, its name and its arguments."""
+        calls = zip(self.call_ids, self.message.tool_calls, strict=True)
+        return [(call_id, call.name, call.arguments) for call_id, call in calls]

@@ -1,0 +1,43 @@
+"""A finished policy behind the endpoint of agents, to try one by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.endpoint.server import open_endpoint
+from mtgrpo.endpoint.session import Budget, Session
+from mtgrpo.stages.run import open_run
+from mtgrpo.types import Task
+
+UNLIMITED = 2**40
+
+
+def run_serving(experiment: Experiment, folder: Path, checkpoint: Path | None) -> None:
+    """Serve the policy of `checkpoint`, or the model itself, until Ctrl-C; says where, and with which key."""
+    name = str(checkpoint or experiment.model.name)
+
+    async def serve() -> None:
+        settings = dataclasses.replace(
+            experiment,
+            model=dataclasses.replace(experiment.model, name=name),
+            trainer=dataclasses.replace(experiment.trainer, deterministic=False),  # it would wait for silent agents
+        )
+        async with open_run(settings, folder, trains=False) as run, open_endpoint() as endpoint:
+            runner = run.runner.at("serve")
+            session = Session(
+                Task("serve", ()),
+                run.chat,
+                runner.sampling,
+                Budget(runner.limits.context_tokens, UNLIMITED, UNLIMITED),
+                lambda number: runner.open_conversation(f"serve/chain{number}", "serve", 0),
+            )
+            async with endpoint.conversation(session) as address:
+                run.sinks.note("serving until Ctrl-C:")
+                for variable, value in address.environ().items():
+                    run.sinks.note(f"export {variable}={value}")
+                await asyncio.Event().wait()
+
+    asyncio.run(serve())
