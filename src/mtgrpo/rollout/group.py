@@ -22,7 +22,7 @@ from mtgrpo.rollout.agent import run_agent
 from mtgrpo.rollout.conversation import Limits, run_rollout
 from mtgrpo.together import by_itself
 from mtgrpo.tools.faults import Faults
-from mtgrpo.types import Attend, Group, OpenConversation, Sampling, Status, Task, Trajectory
+from mtgrpo.types import Attend, Group, OpenConversation, Sample, Sampling, Status, Task, Trajectory
 
 
 @dataclass(frozen=True)
