@@ -246,7 +246,7 @@ class ServerEngine:
         """Find servers that are lost while nobody asks them for anything, or that hang."""
         while True:
             await asyncio.sleep(HEALTH_S)
-            await self._each(Replica.healthy)
+            await self._each(lambda replica: replica.healthy())
 
     async def _each(self, work: Callable[[Replica], Awaitable[None]], among: Sequence[Replica] | None = None) -> None:
         """Do `work` with all servers at once, those that are alive if not told otherwise."""
@@ -297,7 +297,7 @@ class ServerEngine:
         """Sample nothing until `resume`; what requests in flight have is kept."""
         self._going = False
         while any(request.asked for request in self._requests):
-            await self._each(Replica.abort)  # once more for those that had not arrived
+            await self._each(lambda replica: replica.abort())  # once more for those that had not arrived
             await asyncio.sleep(ARRIVES_S)
 
     async def resume(self) -> None:
@@ -309,7 +309,7 @@ class ServerEngine:
         """Pause; servers that share the trainer's GPU give their memory back."""
         await self.pause()
         if self._sleeps:
-            await self._each(Replica.sleep)
+            await self._each(lambda replica: replica.sleep())
             self._asleep = True
 
     async def wake(self) -> None:
@@ -320,7 +320,7 @@ class ServerEngine:
     async def _awake(self) -> None:
         if self._asleep:
             torch.cuda.empty_cache()  # what the trainer has not in use is theirs
-            await self._each(Replica.wake)
+            await self._each(lambda replica: replica.wake())
             self._asleep = False
 
     async def close(self) -> None:

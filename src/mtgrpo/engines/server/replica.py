@@ -178,4 +178,6 @@ class Replica(ABC):
 
 def connect(url: str) -> httpx.AsyncClient:
     """A client of the server at `url`, for as many requests at once as there are."""
-    return httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=None, max_keepalive_connections=None))
+    # A server drops connections that were idle for 5 s; one that is used at that moment would look like a lost server.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
+    return httpx.AsyncClient(base_url=url, limits=limits)
