@@ -33,11 +33,13 @@ from typing import Any
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import (
+    CallRecord,
     Completion,
     Finish,
     Group,
     Message,
     OpenConversation,
+    Outcome,
     Sample,
     Sampling,
     Status,
@@ -252,7 +254,7 @@ class Journal:
             message, observations = _message(said["message"]), tuple(map(_message, said["observations"]))
             turns.append(
                 Turn(
-                    new_context=event["context"] if said["extends"] else whole,
+                    new_context=event["context"] if said["parent"] >= 0 else whole,
                     output=sampled.tokens,
                     logprobs=sampled.logprobs,
                     versions=sampled.versions,
@@ -261,7 +263,8 @@ class Journal:
                     **_read_back(said, message=message, observations=observations),
                 )
             )
-        return Trajectory(task, **_read_back(record, turns=turns, status=Status(record["status"])))
+        calls = [CallRecord(**_read_back(call, outcome=Outcome(call["outcome"]))) for call in record["calls"]]
+        return Trajectory(task, **_read_back(record, turns=turns, calls=calls, status=Status(record["status"])))
 
 
 def _events(data: bytes) -> Iterator[tuple[bytes, Event]]:

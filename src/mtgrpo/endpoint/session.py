@@ -20,7 +20,7 @@ from mtgrpo.chat.safe_tokenizer import shared_length
 from mtgrpo.endpoint import RefusedError, Reply, Request
 from mtgrpo.endpoint.exchange import Exchange
 from mtgrpo.errors import ConfigError
-from mtgrpo.types import Completion, Finish, Message, Sample, Sampling, Task, Trajectory, Turn
+from mtgrpo.types import CallRecord, Completion, Finish, Message, Sample, Sampling, Task, Trajectory, Turn
 
 USED_UP = "The budget of this conversation is used up."  # not empty: agents ask again for what is
 MOST_USED_UP = 3  # such replies; then requests are refused
@@ -269,7 +269,7 @@ class Session:
             turn = trajectory.turns[parent.turn]
             turn.observations = turn.observations or tuple(context.answers)
         exchange.turn, exchange.history = len(trajectory.turns), [*context.history, message]
-        trajectory.tool_calls += len(message.tool_calls)
+        trajectory.calls = [*trajectory.calls, *(CallRecord(call.name) for call in message.tool_calls)]
         trajectory.turns.append(
             Turn(
                 new_context=context.new,

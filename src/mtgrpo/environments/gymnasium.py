@@ -8,7 +8,7 @@ from typing import Any
 
 from mtgrpo.environments import Environment, Opening, Reply, below, seed_of
 from mtgrpo.errors import ConfigError
-from mtgrpo.types import Message, Task, ToolSpec
+from mtgrpo.types import CallRecord, Message, Outcome, Task, ToolSpec
 
 _NAMES = {
     "FrozenLake": ["left", "down", "right", "up"],
@@ -85,11 +85,12 @@ class Gymnasium(Environment):
             text = f"error: say one of {', '.join(self._names)}" + (
                 " with one call of the tool act" if self.tool else ""
             )
-            return Reply((Message(role, text, name=_TOOL if calls else ""),), tool_calls=calls, tool_errors=calls)
+            refused = (CallRecord(_TOOL, Outcome.refused),) * calls
+            return Reply((Message(role, text, name=_TOOL if calls else ""),), calls=refused)
         observation, reward, terminated, truncated, _ = self._game.step(action)
         done = bool(terminated or truncated)
         answer = Message(role, self._seen(observation), name=_TOOL if calls else "")
-        return Reply(() if done else (answer,), done, float(reward), tool_calls=calls)
+        return Reply(() if done else (answer,), done, float(reward), (CallRecord(_TOOL),) * calls)
 
     async def stop(self) -> None:
         if self._game is not None:

@@ -72,7 +72,8 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
     """Roll out, update, repeat, until the first limit; returns steps and seconds, evaluation and saving not counted."""
     budget = Budget(run.experiment.trainer, **saver.state.get("budget", {}))
     trends = Trends(saver.state.get("entropy", math.nan))
-    journal = Journal(run.folder / "journal")
+    recorded = not run.experiment.agent.active  # whose conversations only the agent can take up
+    journal = Journal(run.folder / "journal" if recorded else None)
     training = _Training(run, make_updater(run), make_stream(run, journal), journal, budget, saver, curve, trends)
     run.sinks.stage(LEARNING, run.experiment.trainer.steps)
     for note in run.experiment.notes:

@@ -34,8 +34,7 @@ def make_stream(run: Run, journal: Journal) -> Stream:
         return bool(left) and chosen.keeps(left[0], experiment.reward.success_at, algorithm.shaped_reward)
 
     batches = chosen.max_batches if chosen.refill else 1
-    replayable = experiment.environment.replayable and not experiment.agent.active
-    opened = journal.recording(run.runner.open_conversation, replayable)
+    opened = journal.recording(run.runner.open_conversation, experiment.environment.replayable)
     runner = dataclasses.replace(run.runner, open_conversation=opened)
     return Stream(runner, run.tasks, experiment.rollout, keeps, batches, journal)
 
