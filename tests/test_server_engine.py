@@ -23,12 +23,13 @@ from mtgrpo.engines.server import Kind, Server, Sync
 from mtgrpo.engines.server import engine as server_engine
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.memory import estimate
-from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer, save_model
+from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.rounding import plain_logprobs
 from mtgrpo.model.settings import DType, LoRA
 from mtgrpo.sync import HOT, Nothing, Proof, ProofError
 from mtgrpo.sync.adapter import Adapter
 from mtgrpo.sync.files import Files
+from saving import save_model
 from test_memory import named, row
 
 

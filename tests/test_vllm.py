@@ -26,11 +26,12 @@ from mtgrpo.engines.server import Server
 from mtgrpo.engines.server.engine import ServerEngine
 from mtgrpo.engines.server.replica import Replica
 from mtgrpo.errors import ConfigError, EngineError
-from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer, save_model
+from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.rounding import plain_logprobs
 from mtgrpo.model.settings import LoRA
 from mtgrpo.sync import Nothing, ProofError
 from mtgrpo.types import Completion, Finish, Sampling
+from saving import save_model
 from test_engine import make_model
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
