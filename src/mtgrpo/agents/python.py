@@ -82,14 +82,12 @@ def main() -> None:
     """In the process: the function of task.json leaves outcome.json."""
     asked: dict[str, Any] = json.loads(Path("task.json").read_text())
     task: dict[str, Any] = asked["task"]
-    messages = [
+    task["messages"] = tuple(
         Message(**message | {"tool_calls": tuple(ToolCall(**call) for call in message["tool_calls"])})
         for message in task["messages"]
-    ]
-    function = extension.find("mtgrpo.agents", asked["function"], Agent)
-    outcome = outcome_of(
-        _called(function, Task(**task | {"messages": tuple(messages)}), Address(**asked["address"]), [])
     )
+    function = extension.find("mtgrpo.agents", asked["function"], Agent)
+    outcome = outcome_of(_called(function, Task(**task), Address(**asked["address"]), []))
     Path("outcome.json").write_text(json.dumps(dataclasses.asdict(outcome)))
 
 
