@@ -31,6 +31,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import (
     CallRecord,
@@ -51,6 +53,7 @@ from mtgrpo.types import (
 
 Event = dict[str, Any]
 _GZIP = 31  # what zlib calls its format with a header and a checksum
+_SMALL = (28, 5)  # the same with a window of 4 KiB: for an event the usual one takes longer to make than to use
 _CHUNK = 1 << 16  # bytes that are looked at together for the end of an event
 
 
@@ -92,7 +95,8 @@ class Journal:
         if self._file is None:
             return
         try:
-            data = zlib.compress(json.dumps(event, default=_plain).encode() + b"\n", 1, _GZIP)
+            packer = zlib.compressobj(1, zlib.DEFLATED, *_SMALL)
+            data = packer.compress(_json(event) + b"\n") + packer.flush()
             if self._file.write(data) != len(data):
                 raise OSError("the disk is full")
         except (OSError, RecursionError) as error:
@@ -288,6 +292,13 @@ def _events(data: bytes) -> Iterator[tuple[bytes, Event]]:
 
 def _event(raw: bytes) -> Event:
     return next(_events(raw))[1]
+
+
+def _json(event: Event) -> bytes:
+    try:
+        return orjson.dumps(event, _plain, orjson.OPT_PASSTHROUGH_DATACLASS)  # in a tenth of the time
+    except TypeError:  # it has no lone surrogates and no integers beyond 64 bits
+        return json.dumps(event, default=_plain).encode()
 
 
 def _plain(value: Any) -> Any:
