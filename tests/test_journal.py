@@ -36,10 +36,12 @@ from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.tasks import IndexedStream
 from mtgrpo.types import (
+    CallRecord,
     Completion,
     Finish,
     Group,
     Message,
+    Outcome,
     Sampling,
     Status,
     Task,
@@ -57,11 +59,12 @@ def group_of(task: Task) -> Group:
     """One with everything that a trajectory can have."""
     first = Turn([1, 2], [3, STOP], [-0.1 - 1e-17, -1e-300], [4, 5], Finish.STOP, CALLED)
     first.observations, first.paid, first.kept = (HELLO,), 0.5, [array("i", [3, 9]), array("i", [])]
-    second = Turn([7], [8], [-1 / 3], [5], Finish.LENGTH, Message("assistant"), extends=True, auxiliary=True)
+    second = Turn([7], [8], [-1 / 3], [5], Finish.LENGTH, Message("assistant"), parent=0, auxiliary=True)
     third = Turn([1, 2, 3, STOP, 7, 8, 9], [6], [-2.0], [6], Finish.STOP, Message("assistant", "new segment"))
     turns = [first, second, third]
     whole = Trajectory(task, 1, turns, Status.TRUNCATED, "max_turns", 0.25, {"format": 1.0}, [0.0, 0.25, 0.5])
-    whole.outages, whole.sample_s, whole.attempts = ["the tool add failed"], 1.5, 2
+    whole.calls = (CallRecord("add", Outcome.outage, 2, 0.5, "the tool add failed"), CallRecord("", Outcome.refused))
+    whole.sample_s, whole.attempts = 1.5, 2
     return Group(task, [whole, Trajectory(task, 2, status=Status.FAILED, reason="TimeoutError")], 0.75)
 
 
@@ -104,6 +107,19 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
         assert found.group(number, task) == group_of(task)
         assert found.group(number, task) is None
     assert found.batch(0) == [0, 1, 2] and found.batch(0) is None
+
+
+def test_a_conversation_that_ended_earlier_the_second_time_comes_back(tmp_path: Path) -> None:
+    path = written(tmp_path, groups=1)
+    journal = resumed(tmp_path)
+    journal.begin(0)
+    group = group_of(Task("t0", ()))
+    del group.trajectories[0].turns[1:]
+    journal.add(finished=0, group=group)
+    journal.close()
+    assert path.exists()
+    found = resumed(tmp_path).group(0, Task("t0", ()))
+    assert found is not None and found.trajectories[0].turns == group.trajectories[0].turns
 
 
 def test_people_can_read_it(tmp_path: Path) -> None:

@@ -730,7 +730,7 @@ def test_a_gpu_that_runs_out_of_memory_says_when_and_what_would_help(
 
 def test_what_needs_bitsandbytes_is_refused_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"`kind=adamw_8bit` needs the package bitsandbytes: pip install mtgrpo"):
+    with pytest.raises(ConfigError, match=r"`kind=adamw_8bit` needs the package bitsandbytes: pip install .mtgrpo"):
         OptimizerSettings(kind=Kind.adamw_8bit)
 
 

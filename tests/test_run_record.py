@@ -49,6 +49,10 @@ def taken_up(place: Path, *words: str) -> Composed:
         ({"environment": {"tools": ["evil.${oc.env:AWAY}:f"]}}, {}, "evil.${oc.env:AWAY}:f"),
         ({"environment": {"tools": [r"\${oc.env:AWAY}:f"]}}, {}, "${oc.env:AWAY}:f"),
         ({}, {"reward": ["numeric", "evil.py:f"]}, "evil.py:f"),
+        ({"engine": {"python": "./evil.sh"}}, {"engine": "server"}, "engine.python=./evil.sh"),
+        ({"engine": {"url": ["http://evil"]}}, {"engine": "server"}, "engine.url=['http://evil']"),
+        ({"environment": {"tools": {"python": {"sandbox": {"kind": "rlimits"}}}}}, {}, "sandbox.kind=rlimits"),
+        ({"reward": {"sandbox": {"folders": ["/home"]}}}, {"reward": "unit_tests"}, "sandbox.folders=['/home']"),
         ({"agent": {"argv": ["touch", "ran"]}}, {"agent": "command"}, "agent=command with {'argv': ['touch', 'ran']}"),
     ],
 )
@@ -59,6 +63,15 @@ def test_code_that_a_record_names_is_not_run_unasked(
         taken_up(recorded(place, values, **choices))
     assert f"{named}; where you trust it, add trust_code=true" in str(refused.value)
     assert not (place / "ran").exists()
+
+
+def test_a_record_sends_nothing_to_its_own_tracker(place: Path) -> None:
+    run = recorded(place, {"log": {"mlflow": {"tracking_uri": "http://evil"}}})
+    assert taken_up(run).experiment.log == ["console", "jsonl"]
+
+
+def test_what_runs_in_the_usual_sandbox_needs_no_trust(place: Path) -> None:
+    taken_up(recorded(place, {"environment": {"tools": {"python": {"sandbox": {"kind": "bubblewrap"}}}}}))
 
 
 def test_code_that_a_record_names_is_run_where_it_is_trusted(place: Path) -> None:

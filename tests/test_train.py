@@ -140,7 +140,16 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_training(experiment(*words), folder)
     assert {path.name for path in folder.iterdir()} == {
-        *("metrics.jsonl", "notes.txt", "summary.json", "versions.json", "curve.png", "trajectories", "checkpoints")
+        *(
+            "metrics.jsonl",
+            "notes.txt",
+            "summary.json",
+            "versions.json",
+            "curve.png",
+            "trajectories",
+            "checkpoints",
+            "journal",
+        )
     }
     assert [path.name for path in sorted((folder / "trajectories").iterdir())] == [
         "evaluation_after.jsonl",

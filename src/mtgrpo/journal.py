@@ -31,8 +31,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import (
     CallRecord,
@@ -96,7 +94,7 @@ class Journal:
             return
         try:
             packer = zlib.compressobj(1, zlib.DEFLATED, *_SMALL)
-            data = packer.compress(_json(event) + b"\n") + packer.flush()
+            data = packer.compress(json.dumps(event, default=_plain).encode() + b"\n") + packer.flush()
             if self._file.write(data) != len(data):
                 raise OSError("the disk is full")
         except (OSError, RecursionError) as error:
@@ -251,7 +249,8 @@ class Journal:
         key = (f"{scope}/attempt{record['attempts'] - 1}", task.id, record["sample_index"])
         context: list[int] = []
         turns: list[Turn] = []
-        for said, event in zip(record["turns"], map(_event, self._turns.pop(key, [])), strict=bool(record["turns"])):
+        events = [_event(raw) for raw in self._turns.pop(key, [])[: len(record["turns"])]]  # it may end earlier again
+        for said, event in zip(record["turns"], events, strict=True):
             whole = (context if event["extends"] else []) + event["context"]
             sampled = _completion(event["completion"])
             context = whole + sampled.tokens
@@ -267,7 +266,7 @@ class Journal:
                     **_read_back(said, message=message, observations=observations),
                 )
             )
-        calls = [CallRecord(**_read_back(call, outcome=Outcome(call["outcome"]))) for call in record["calls"]]
+        calls = tuple(CallRecord(**_read_back(call, outcome=Outcome(call["outcome"]))) for call in record["calls"])
         return Trajectory(task, **_read_back(record, turns=turns, calls=calls, status=Status(record["status"])))
 
 
@@ -292,13 +291,6 @@ def _events(data: bytes) -> Iterator[tuple[bytes, Event]]:
 
 def _event(raw: bytes) -> Event:
     return next(_events(raw))[1]
-
-
-def _json(event: Event) -> bytes:
-    try:
-        return orjson.dumps(event, _plain, orjson.OPT_PASSTHROUGH_DATACLASS)  # in a tenth of the time
-    except TypeError:  # it has no lone surrogates and no integers beyond 64 bits
-        return json.dumps(event, default=_plain).encode()
 
 
 def _plain(value: Any) -> Any:

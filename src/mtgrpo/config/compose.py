@@ -234,7 +234,7 @@ class ExperimentLoader(ConfigLoaderImpl):
         run = checkpoint_folder(checkpoint[-1]).parent.parent if checkpoint else self._run
         if run is not None:
             if asked:
-                raise ConfigError("eval takes the configuration of the checkpoint's run: leave recipe= out")
+                raise ConfigError("checkpoint= brings the configuration of its run: leave recipe= out")
             trust = [o.value() for o in given if o.key_or_group == "trust_code"]
             used = read_run(run, trusted=trust[-1:] == [True])
             return used.choices.get("recipe"), [used, *layers]

@@ -18,9 +18,10 @@ from mtgrpo.batch.settings import BatchSettings
 from mtgrpo.chat import ChatSettings
 from mtgrpo.condensers import Condenser
 from mtgrpo.engines import Engine
+from mtgrpo.engines.server import Server
 from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError, require
-from mtgrpo.model.settings import ModelSettings
+from mtgrpo.model.settings import Head, ModelSettings
 from mtgrpo.policy.settings import OptimizerSettings, ReferenceSettings, Schedule, Updates
 from mtgrpo.profile import Profile
 from mtgrpo.rewards import Reward
@@ -191,6 +192,7 @@ class Experiment:
         self._check_rewards()
         self._check_policies()
         self._check_agent()
+        self._check_server()
         self._check_deterministic()
         self.engine.check(self.sampling)
         if self.condenser.attends and not self.engine.attends:
@@ -289,10 +291,27 @@ class Experiment:
                 "trainer.deterministic=true waits until every open conversation has asked for its next turn, and "
                 f"nobody knows whether agent {type(self.agent).__name__} will: leave it out"
             )
+        if self.resume_mode is ResumeMode["continue"]:
+            raise ConfigError(
+                "resume_mode=continue goes on with conversations that had begun; an agent's begin again: leave it out"
+            )
         if self.condenser.active:
             raise ConfigError(
                 f"condenser {self.condenser.name} condenses the conversations of the environment: with agent "
                 f"{type(self.agent).__name__} the agent chooses its contexts itself; set condenser=none"
+            )
+
+    def _check_server(self) -> None:
+        if not isinstance(self.engine, Server):
+            return
+        if self.trainer.deterministic:
+            raise ConfigError(
+                "trainer.deterministic=true with engine=server: what a server samples depends on what else it does; "
+                "leave it out, or set engine=local"
+            )
+        if self.model.head is not Head.fp32:
+            raise ConfigError(
+                f"model.head={self.model.head.value} is for engine=local; a server has its own head: leave it out"
             )
 
     def _check_deterministic(self) -> None:

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mtgrpo.config.options import groups
 from mtgrpo.config.recipe import Recipe, read_yaml
+from mtgrpo.engines.server import PYTHON
 from mtgrpo.errors import ConfigError
 
 LOCK = ".lock"  # in the folder of a run
@@ -40,12 +41,14 @@ def read_run(folder: Path, trusted: bool = False) -> Recipe:
             f"the record of run {folder} lacks {what}: another version of mtgrpo wrote it, and that one can read it"
         ) from error
     content = read_yaml(folder / ".hydra" / "config.yaml")
-    values = {key: value for key, value in content.items() if str(key).partition(".")[0] != "hydra"}
+    # Its sinks may send to servers of somebody else.
+    values = {key: value for key, value in content.items() if str(key).partition(".")[0] not in ("hydra", "log")}
     resolved = _resolved(values)
     # What is still to be resolved may become the name of a file, so it counts as one. The tool mcp runs commands.
     named = sorted({text for text in _texts([choices, resolved]) if text == "mcp" or ".py:" in text or "${" in text})
     if choices["agent"] == "command":
         named.append(f"agent=command with {content.get('agent')!r:.200}")
+    named += _programs(values)
     if named and not trusted:
         raise ConfigError(
             f"the record of run {folder} names code or values of this machine, which would be executed or read: "
@@ -66,6 +69,20 @@ def _resolved(values: dict[str, Any]) -> dict[str, Any]:
         return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.create(values), resolve=True))
     except OmegaConfBaseException:
         return values
+
+
+def _programs(value: Any, name: str = "") -> Iterator[str]:
+    """Settings that start a program, ask a server or open a sandbox, where they are not the defaults."""
+    if isinstance(value, dict):
+        held = cast("dict[str, Any]", value)
+        usual = {"engine": {"python": PYTHON}, "sandbox": {"kind": "bubblewrap", "python": "python3"}}.get(name, {})
+        risky = {"engine": ("python", "arguments", "url"), "sandbox": ("kind", "python", "folders")}.get(name, ())
+        yield from (f"{name}.{key}={held[key]}" for key in risky if held.get(key) and held[key] != usual.get(key))
+        for key, inner in held.items():
+            yield from _programs(inner, str(key).rpartition(".")[2])
+    elif isinstance(value, list):
+        for each in cast("list[Any]", value):
+            yield from _programs(each)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -159,13 +159,15 @@ class Session:
     def finish(self, trains: Callable[[Trajectory], Sequence[bool]]) -> Trajectory:
         """The trajectory, once it is closed. Turns that nobody received or `trains` leaves out are not trained.
 
-        Turns that announce other tools than most turns do are auxiliary.
+        Turns that announce other tools than most turns do are auxiliary, unless they continue one that is not: an agent
+        may ask for its last answer without tools.
         """
         trajectory = self.trajectory
         tools = [tuple(tool.name for tool in exchange.request.tools) for exchange in self._recorded]
         main = Counter(tools).most_common(1)
         for turn, names in zip(trajectory.turns, tools, strict=True):
-            turn.auxiliary = names != main[0][0]
+            continues = turn.parent >= 0 and not trajectory.turns[turn.parent].auxiliary
+            turn.auxiliary = names != main[0][0] and not continues
         delivered = [exchange.delivered for exchange in self._recorded]
         self.counts["discarded"] = delivered.count(False)
         self.counts["auxiliary"] = sum(turn.auxiliary for turn in trajectory.turns)

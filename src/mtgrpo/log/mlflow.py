@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class MLflow(Tracker):
 
     def begin(self, context: RunContext) -> None:
         """See `Tracker.begin`."""
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # all conversations wait while it is asked
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         from mlflow.entities import Param  # noqa: PLC0415
         from mlflow.tracking import MlflowClient  # noqa: PLC0415
 

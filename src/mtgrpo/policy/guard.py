@@ -92,14 +92,13 @@ def check_provenance(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
     logprobs: list[float] = []
     owner: list[int] = []
     for number, trajectory in enumerate(trajectories):
-        last = -1
         for turn in trajectory.turns:
-            row = [*(turn.new_context[-1:] or [last]), *turn.output]
+            last = turn.new_context[-1:] or trajectory.turns[turn.parent].output[-1:]
+            row = [*last, *turn.output]
             token += row[1:]
             before += row[:-1]
             logprobs += turn.logprobs
             owner += [number] * len(turn.output)
-            last = row[-1]
     parent = batch.forest.parent[batch.node]
     compared = {
         "token": (batch.token, torch.tensor(token)),

@@ -12,8 +12,9 @@ from mtgrpo.record.summary import write_summary
 from mtgrpo.record.trajectories import fine_tuning, record
 from mtgrpo.stages.evaluate import AllFailedError
 from mtgrpo.stages.metrics import describe, succeeded, valid
-from mtgrpo.stages.run import Run, open_run
+from mtgrpo.stages.run import EVAL_SEED, Run, open_run
 from mtgrpo.strict_json import strict_json
+from mtgrpo.tasks import Split
 from mtgrpo.together import together
 from mtgrpo.types import Group
 
@@ -33,8 +34,9 @@ def run_collection(experiment: Experiment, folder: Path, checkpoint: Path | None
 async def _collect(run: Run) -> None:
     """As many tasks at once as a training step has, so that what is held in memory does not grow with the file."""
     wanted, experiment = run.experiment.collect, run.experiment
-    tasks = iter(run.held_out if wanted.held_out else run.tasks)
-    runner = run.runner.at("collect", temperature=experiment.sampling.temperature)
+    split, seed = (Split.eval, EVAL_SEED) if wanted.held_out else (Split.train, experiment.seed)
+    tasks = experiment.task.stream(split, seed, repeat=False)  # each once
+    runner = run.runner.at("collect")
     path = run.folder / "collected.jsonl"
     done = written = 0
     run.sinks.stage("collecting", wanted.tasks)
@@ -49,8 +51,8 @@ async def _collect(run: Run) -> None:
                 written += 1
             file.flush()
             done += len(chosen)
-            metrics = {f"collect/{key}": v for key, v in describe(groups, runner.reward.success_at, 1).items()}
-            run.sinks.log(metrics, done)
+            found = describe(groups, runner.reward.success_at, wanted.samples)
+            run.sinks.log({f"collect/{key}": value for key, value in found.items()}, done)
     write_summary(run.folder, {"collect/tasks": done, "collect/conversations": written})
     run.sinks.note(f"{written} conversations of {done} tasks are in {path}")
 

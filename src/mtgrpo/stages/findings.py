@@ -68,7 +68,7 @@ class Findings:
         rows += [(name, f"{value:.3f}") for name, value in self.means.items()]
         for way, found in self.breakdowns.items():
             rows += [(f"{name} {way}", str(estimate)) for name, estimate in found.items()]
-        head = f"{self.tasks} held-out tasks, {self.samples} samples of each; 95 % intervals over tasks"
+        head = f"{self.tasks} held-out tasks, at least {self.samples} samples of each; 95 % intervals over tasks"
         width = max(len(name) for name, _ in rows)
         return "\n".join([head, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 

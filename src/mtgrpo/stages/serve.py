@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
+from mtgrpo.agents.none import NoAgent
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.endpoint.server import open_endpoint
 from mtgrpo.endpoint.session import Budget, Session
@@ -22,6 +23,8 @@ def run_serving(experiment: Experiment, folder: Path, checkpoint: Path | None) -
     async def serve() -> None:
         settings = dataclasses.replace(
             experiment,
+            agent=NoAgent(),
+            watchdog_s=0.0,  # silence is no fault
             model=dataclasses.replace(experiment.model, name=name),
             trainer=dataclasses.replace(experiment.trainer, deterministic=False),  # it would wait for silent agents
         )
