@@ -68,6 +68,7 @@ class Mcp(Tool):
         self._specs: dict[str, ToolSpec] = {}
         self._routes: dict[str, tuple[str, str]] = {}  # what the model calls: the server, and the tool's name there
         self._own: dict[str, _Connection] = {}  # those of this conversation
+        self.idempotent = not any(server.stateful for server in self.servers.values())
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:

@@ -11,6 +11,7 @@ from typing import Self
 from mtgrpo.part import RunContext
 from mtgrpo.tools import Tool
 from mtgrpo.tools.sandbox import Sandbox
+from mtgrpo.text import printable
 from mtgrpo.types import Task
 
 
@@ -54,7 +55,10 @@ class Python(Tool):
         finally:
             if not self.stateful:
                 await session.close()
+        output = printable(result.output).replace(
+            "\ufffd", "?"
+        )  # its answers are text, or they would be asked for again
         if not result.stopped:
-            return result.output
+            return output
         lost = "; all variables are lost" if self.stateful else ""
-        return f"{result.output}\nerror: the code was stopped: {result.stopped}{lost}".lstrip("\n")
+        return f"{output}\nerror: the code was stopped: {result.stopped}{lost}".lstrip("\n")

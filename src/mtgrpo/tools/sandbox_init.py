@@ -81,7 +81,7 @@ class Worker:
         error = stopped = ""
         while not (stopped := self._stopped(end)):
             if select.select([self._status], [], [], LOOK_S)[0]:
-                said = os.read(self._status, 4096).decode(errors="replace").split()
+                said = os.read(self._status, 4096).decode(errors="backslashreplace").split()
                 if said[:1] == [password]:
                     error = " ".join(said[1:])
                     break
