@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from mtgrpo.part import RunContext
+from mtgrpo.text import printable
 from mtgrpo.tools import Tool
 from mtgrpo.tools.sandbox import Sandbox
-from mtgrpo.text import printable
 from mtgrpo.types import Task
 
 
