@@ -10,6 +10,7 @@ import socket
 import warnings
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from peft import PeftModel
@@ -21,6 +22,7 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.engine import probe
 from mtgrpo.engines.server import Kind, Server, Sync
 from mtgrpo.engines.server import engine as server_engine
+from mtgrpo.engines.server.vllm import VLLM
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.memory import estimate
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
@@ -193,6 +195,29 @@ def test_a_closed_engine_answers_with_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(EngineError, match="the engine is closed"):
         asyncio.run(ask())
+
+
+def test_adapters_of_a_run_before_are_unloaded_and_the_base_never_is() -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            base = {"id": "mine", "root": "nowhere", "max_model_len": 64, "parent": None}
+            return httpx.Response(200, json={"data": [base, {"id": "policy-0", "parent": "mine"}]})
+        if request.content:
+            asked.append(f"{request.url.path.split('/')[2].split('_')[0]} {json.loads(request.content)['lora_name']}")
+        return httpx.Response(200)
+
+    async def run() -> None:
+        server = VLLM("s", httpx.AsyncClient(base_url="http://s", transport=httpx.MockTransport(answer)))
+        await server.check({}, 64)
+        for version in (0, 1):
+            await server.load_adapter(f"policy-{version}", Path())
+        server.alive = True
+        await server.close()
+
+    asyncio.run(run())
+    assert asked == ["unload policy-0", "load policy-0", "load policy-1", "unload policy-0", "unload policy-1"]
 
 
 # --- which engine ---

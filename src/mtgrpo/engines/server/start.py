@@ -52,7 +52,7 @@ def start_engine(settings: Server, model: PreTrainedModel, longest_context: int,
             (folder or exchange) / f"server_{number}.log",
             exchange,
         )
-        replicas.append(kind(f"server {number}", connect(f"http://{HOST}:{port}"), process))
+        replicas.append(kind(f"server {number}", connect(f"http://{HOST}:{port}", ours=True), process))
     sleeps = model.device.type == "cuda" and settings.shares_gpu
     return ServerEngine(replicas, push, longest_context, settings.start_timeout_s, sleeps, exchange)
 

@@ -12,6 +12,7 @@ import json
 import os
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ import torch
 from transformers.utils import CONFIG_NAME
 
 from mtgrpo.engines.server import MOST_KEPT, Server
-from mtgrpo.engines.server.replica import LostError, Part, Replica
+from mtgrpo.engines.server.replica import HANGS_S, LostError, Part, Replica
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.sync import HOT
 from mtgrpo.types import Finish, Sampling
 
 NAME = "policy"  # of the model that a server of ours serves
+ADAPTERS = "policy-"  # what names of our adapters begin with
 TIED = 16  # tokens that may be as likely as the last that top-k keeps, and are kept too
 COMPARED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")  # of configurations
 RESETS, RESET_S = 200, 0.05  # tries to reset the prefix cache, and the seconds between them
@@ -39,12 +41,17 @@ class VLLM(Replica):
 
     generates = "/inference/v1/generate"
     _model = NAME  # or the adapter that is sampled with
+    _adapter = ""  # that it has of us
     _label = ""  # of its weights
 
     async def check(self, config: Mapping[str, Any], longest: int) -> None:
         """See `Replica.check`; a server without what we need of its interface is refused too."""
-        (served, *_) = (await self.ask("GET", "/v1/models"))["data"]
-        self._model, length = served["id"], served["max_model_len"]
+        models = (await self.ask("GET", "/v1/models"))["data"]
+        for name in (model["id"] for model in models if model.get("parent")):
+            if name.startswith(ADAPTERS):  # of a run before, or of this one before the server was lost
+                await self._unload(name)
+        served = next(model for model in models if not model.get("parent"))
+        self._model, self._adapter, length = served["id"], "", served["max_model_len"]
         theirs = Path(served["root"]) / CONFIG_NAME
         found = json.loads(theirs.read_text()) if theirs.is_file() else config  # else the push finds out
         if differing := [name for name in COMPARED if found.get(name) != config.get(name)]:
@@ -116,9 +123,19 @@ class VLLM(Replica):
     async def load_adapter(self, name: str, folder: Path) -> None:
         """See `Replica.load_adapter`; the one before is let go."""
         await self.ask("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
-        before, self._model = self._model, name
-        if before != NAME:
-            await self.ask("POST", "/v1/unload_lora_adapter", json={"lora_name": before})
+        before, self._model, self._adapter = self._adapter, name, name
+        if before:
+            await self._unload(before)
+
+    async def _unload(self, name: str) -> None:
+        await self.ask("POST", "/v1/unload_lora_adapter", timeout_s=HANGS_S, json={"lora_name": name})
+
+    async def close(self) -> None:
+        """See `Replica.close`; a server that stays gets rid of our adapter."""
+        if self._adapter and self.alive and not self.process:
+            with suppress(EngineError):
+                await self._unload(self._adapter)
+        await super().close()
 
     async def label(self, version: int) -> None:
         """See `Replica.label`."""
