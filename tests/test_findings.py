@@ -10,6 +10,7 @@ import pytest
 
 from mtgrpo.config.compose import preset
 from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.record.trajectories import fine_tuning, record
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.stages.collect import run_collection
 from mtgrpo.stages.evaluate import run_evaluation
@@ -110,6 +111,13 @@ def test_successes_alone_are_collected(base: Path, tmp_path: Path) -> None:
     words = ("collect.tasks=2", "collect.successes=true", f"model.name={base / 'model'}")
     run_collection(preset("calculator", *SMALL, *words), tmp_path, None)
     assert (tmp_path / "collected.jsonl").read_text() == ""  # an untrained model solves nothing
+
+
+def test_what_an_environment_opens_with_is_kept() -> None:
+    found = trajectory(Task("t", (Message("user", "Play."),)), "up")
+    found.opening = (Message("user", "Play."), Message("user", "SFFF"))
+    assert [m["content"] for m in record(found)["messages"]] == ["Play.", "SFFF", "up"]
+    assert [m["content"] for m in fine_tuning(found, ())["messages"]] == ["Play.", "SFFF", "up"]
 
 
 ROW = {

@@ -267,7 +267,8 @@ class Journal:
                 )
             )
         calls = tuple(CallRecord(**_read_back(call, outcome=Outcome(call["outcome"]))) for call in record["calls"])
-        return Trajectory(task, **_read_back(record, turns=turns, calls=calls, status=Status(record["status"])))
+        own = {"turns": turns, "calls": calls, "opening": tuple(map(_message, record["opening"]))}
+        return Trajectory(task, **_read_back(record, **own, status=Status(record["status"])))
 
 
 def _events(data: bytes) -> Iterator[tuple[bytes, Event]]:

@@ -224,6 +224,7 @@ class Trajectory(Counts):
     output: str = ""  # what its agent gave as its answer; "" = the last message is that
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what else its agent gave
     counts: dict[str, float] = field(default_factory=dict[str, float])  # of its agent's requests, by name
+    opening: Sequence[Message] = ()  # what it began with, where that is not the task's messages alone
     untrained: list[Turn] = field(default_factory=list[Turn])  # sampled, and received by nobody or not to be trained
 
     @property

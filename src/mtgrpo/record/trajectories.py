@@ -44,12 +44,13 @@ def _plain(message: Message) -> dict[str, Any]:
 def _messages(trajectory: Trajectory) -> list[Message]:
     """What was said between policy and environment; a condenser's questions were not."""
     spoken = [turn for turn in trajectory.turns if not turn.auxiliary]
-    return [*trajectory.task.messages, *(said for turn in spoken for said in (turn.message, *turn.observations))]
+    opening = trajectory.opening or trajectory.task.messages
+    return [*opening, *(said for turn in spoken for said in (turn.message, *turn.observations))]
 
 
 def record(trajectory: Trajectory) -> dict[str, Any]:
     """All of a trajectory but its tokens, for JSON."""
-    messages = list(trajectory.task.messages)
+    messages = list(trajectory.opening or trajectory.task.messages)
     for turn in trajectory.turns:
         messages += [turn.message, *turn.observations]
     return {

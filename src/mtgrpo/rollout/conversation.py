@@ -75,8 +75,10 @@ async def run_rollout(
         opening: Any = given
         if not isinstance(opening, Opening):
             raise TypeError(f"{type(environment).__name__}.start gave {opening!r:.200}; give an Opening")
-        state = RolloutState(Trajectory(task), opening, chat, sample, sampling, limits, condenser or Whole(), attend)
-        trajectory = state.trajectory
+        trajectory = Trajectory(task)
+        if tuple(opening.messages) != task.messages:
+            trajectory.opening = tuple(opening.messages)
+        state = RolloutState(trajectory, opening, chat, sample, sampling, limits, condenser or Whole(), attend)
         try:
             await _converse(state, running)
         except _LimitError as limit:
