@@ -584,7 +584,7 @@ def test_the_tools_of_ones_own_are_given_to_the_environment(own: str) -> None:
 
 
 def test_the_checkpoint_s_run_is_the_recipe_of_its_evaluation(place: Path, own: str) -> None:
-    first = composed("recipe=gsm8k", "seed=3", f"reward={own}:Half", "rollout.group_size=4", "log=[jsonl]")
+    first = composed("recipe=gsm8k", "seed=3", f"reward={own}:Half", "rollout.group_size=4")
     record = place / ".hydra"
     record.mkdir()
     (record / "config.yaml").write_text(first.values)

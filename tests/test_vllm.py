@@ -257,7 +257,8 @@ def test_a_run_trains_beside_a_server_and_kill_9_of_it_leaves_nothing(python: st
         time.sleep(0.2)
     for row in rows:
         assert row["engine/proof_nats"] < CLOSE and row["engine/servers"] == 1
-        assert row["rollout/token_staleness"] > 0 or row["policy/mismatch/worst_trajectory"] < CLOSE
+        # It is there where something was trained: an untrained model's rewards seldom differ.
+        assert row["rollout/token_staleness"] > 0 or row.get("policy/mismatch/worst_trajectory", 0.0) < CLOSE
 
 
 def test_a_launched_server_takes_adapters_and_whole_models_and_ends_by_ctrl_c(python: str, tmp_path: Path) -> None:
