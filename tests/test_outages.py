@@ -253,12 +253,12 @@ def test_no_more_calls_of_a_tool_at_once_than_allowed() -> None:
     assert in_jumping_time(most_at_once(gate())) == 20
 
 
-@pytest.mark.parametrize("error", [OSError("down"), CallTimeoutError("no answer within 1 s")])
-def test_a_tool_that_keeps_failing_is_hardly_called(error: Exception) -> None:
+def test_a_tool_that_keeps_failing_is_hardly_called() -> None:
     """Once 5 attempts have failed it is tried every 10 seconds, by one at a time, until it works again."""
 
     async def run() -> None:
         asked: list[float] = []
+        error = OSError("down")
         broken, shared = True, gate(break_after=5, backoff_s=10)
         now = asyncio.get_running_loop().time
 
@@ -283,6 +283,36 @@ def test_a_tool_that_keeps_failing_is_hardly_called(error: Exception) -> None:
         broken = False
         assert await attempts(20) == ["here"] * 20
         assert asked[6:] == [22] + [23] * 19  # one tries, the others follow
+
+    in_jumping_time(run())
+
+
+def test_calls_that_hang_say_nothing_of_a_tool() -> None:
+    """They may hang by the model's arguments; between failures they do not end the row of those."""
+
+    async def run() -> None:
+        shared = gate(break_after=2)
+
+        async def attempt(error: Exception) -> None:
+            async def work() -> str:
+                raise error
+
+            await shared.attempt(work)
+
+        for _ in range(5):
+            with pytest.raises(CallTimeoutError):
+                await attempt(CallTimeoutError("no answer within 1 s"))
+        for error in (OSError("down"), CallTimeoutError("no answer within 1 s"), OSError("down")):
+            with pytest.raises(type(error)):
+                await attempt(error)
+        why = "the last 2 attempts failed, in the end by OSError: down"
+        with pytest.raises(RuntimeError, match=why):
+            await attempt(OSError("down"))
+        await asyncio.sleep(1)
+        with pytest.raises(CallTimeoutError):
+            await attempt(CallTimeoutError("no answer within 1 s"))
+        with pytest.raises(RuntimeError, match=why):  # the next ones do not hang one after the other
+            await attempt(OSError("down"))
 
     in_jumping_time(run())
 

@@ -23,7 +23,7 @@ class CallLimits:
     call_retries: int = 4  # further attempts at a call that failed through no fault of the model
     backoff_s: float = 1.0  # before the first further attempt; twice as long before each one after it
     max_concurrent_calls: int = 0  # of one tool at once, over all conversations; the others wait; 0 = any number
-    break_after: int = 20  # attempts that fail in a row; then one is made every `backoff_s` seconds; 0 = never
+    break_after: int = 20  # failures in a row, no time-outs; then an attempt every `backoff_s` seconds; 0 = never
     max_output_chars: int = 0  # of an answer, head and tail; 0 = what environment.max_tool_tokens allows
 
     def __post_init__(self) -> None:
@@ -67,8 +67,9 @@ class Gate:
             try:
                 found = await work()
             except Exception as error:
-                failed = isinstance(error, CallTimeoutError) or not isinstance(error, ToolError)
-                self._failed, self._why = self._failed + 1 if failed else 0, explained(error)
+                if not isinstance(error, CallTimeoutError):  # which may be the doing of the model's arguments
+                    failed = not isinstance(error, ToolError)
+                    self._failed, self._why = self._failed + 1 if failed else 0, explained(error)
                 self._untried_until = asyncio.get_running_loop().time() + self.limits.backoff_s
                 raise
             self._failed = 0
