@@ -165,6 +165,12 @@ async def test_long_output_keeps_its_ends(kind: Kind) -> None:
     assert f"[{10_000 + 9 - 100} bytes left out]" in found.output
 
 
+@pytest.mark.parametrize("before", ["", "x"])
+async def test_long_output_is_cut_between_characters(kind: Kind, before: str) -> None:
+    [found] = await run(f"print('{before}' + 'é' * 1000)", kind=kind, output_chars=102)
+    assert "\ufffd" not in found.output and found.output.count("é") >= 48
+
+
 @pytest.mark.usefixtures("bubblewrap")
 async def test_nothing_goes_on_between_two_pieces_of_code() -> None:
     counting = (
@@ -227,6 +233,17 @@ async def test_the_tool_in_a_conversation(kind: Kind, stateful: bool, tmp_path: 
     assert said[1] == ["1\n"] if stateful else "NameError" in said[1][0]
     assert said[2] == [f"error: the code was stopped: it took longer than 1 s{lost}"]
     assert Python(stateful=stateful).idempotent is not stateful
+
+
+async def test_code_that_prints_no_text_runs_once(kind: Kind, tmp_path: Path) -> None:
+    environment = ToolUse(tools={"python": {"sandbox": {"kind": kind.value}}})
+    task = Task("task/1", (Message("user", "?"),))
+    async with (
+        environment.open(RunContext(tmp_path, print, {})) as running,
+        running.conversation(task) as (playing, _),
+    ):
+        reply = await playing.step(calls("print('a\\0\\ufffdb')"))
+    assert (reply.messages[0].content, reply.tool_retries) == ("a\\x00?b\n", 0)
 
 
 @pytest.mark.usefixtures("bubblewrap")

@@ -55,9 +55,8 @@ class Python(Tool):
         finally:
             if not self.stateful:
                 await session.close()
-        output = printable(result.output).replace(
-            "\ufffd", "?"
-        )  # its answers are text, or they would be asked for again
+        # Whatever the code prints is an answer: what is no text would be asked for again.
+        output = printable(result.output).replace("\ufffd", "?")
         if not result.stopped:
             return output
         lost = "; all variables are lost" if self.stateful else ""

@@ -8,6 +8,7 @@ it; as process 1 of a sandbox it cannot be killed from within, and all others en
 from __future__ import annotations
 
 import ast
+import codecs
 import contextlib
 import ctypes
 import fcntl
@@ -91,10 +92,12 @@ class Worker:
         """What the code has printed; both ends of it where it is long."""
         file, half = self._output, self._limits["output_bytes"] // 2
         size = os.fstat(file).st_size
-        text = os.pread(file, half, 0)
-        if size > 2 * half:
-            text += f"\n[{size - 2 * half} bytes left out]\n".encode()
-        return (text + os.pread(file, half, max(half, size - half))).decode(errors="replace")
+        head, tail = os.pread(file, half, 0), os.pread(file, half, max(half, size - half))
+        if size <= 2 * half:
+            return (head + tail).decode(errors="replace")
+        begin = codecs.getincrementaldecoder("utf-8")("replace").decode(head)  # without a character that was cut
+        end = tail.lstrip(bytes(range(0x80, 0xC0))).decode(errors="replace")
+        return f"{begin}\n[{size - 2 * half} bytes left out]\n{end}"
 
     def _stopped(self, end: float) -> str:
         """Why the code cannot go on; "" = it can."""
