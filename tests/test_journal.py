@@ -365,6 +365,7 @@ def test_tools_say_whether_a_call_may_be_made_again(tmp_path: Path) -> None:
         file.write("buy.idempotent = False\n")
     assert ToolUse(tools=[f"{tmp_path}/look.py:look"]).replayable
     assert not ToolUse(tools=[f"{tmp_path}/look.py:look", f"{tmp_path}/buy.py:buy"]).replayable
+    assert ToolUse(tools={"python": {"stateful": True}}).replayable  # a new interpreter is given the same code
 
 
 # --- batches

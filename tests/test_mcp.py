@@ -150,6 +150,14 @@ async def test_a_stateful_server_belongs_to_one_conversation(tmp_path: Path) -> 
         await until(lambda: len(processes(tmp_path)) == 1)
 
 
+def test_what_a_stateful_server_has_done_is_not_done_again(tmp_path: Path) -> None:
+    def replayable(**settings: Any) -> bool:
+        servers = {"a": server(tmp_path), "b": server(tmp_path, **settings)}
+        return ToolUse(tools={"mcp": {"servers": servers}}).replayable
+
+    assert replayable() and not replayable(stateful=True)
+
+
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for it, at most 10 seconds."""
     for _ in range(200):

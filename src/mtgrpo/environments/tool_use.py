@@ -89,7 +89,7 @@ class ToolUse(CallLimits, Environment):
 
     @property
     def replayable(self) -> bool:
-        return all(tool.idempotent for tool in self._loaded.values())
+        return all(tool.replayable for tool in self._loaded.values())
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:

@@ -76,6 +76,11 @@ class Tool(Part):
         return self.idempotent
 
     @property
+    def replayable(self) -> bool:
+        """Whether all calls of a conversation may be made again, after another `start`."""
+        return self.idempotent
+
+    @property
     def _target(self) -> Callable[..., Any]:
         """What the arguments go to."""
         return cast("Callable[..., Any]", self)

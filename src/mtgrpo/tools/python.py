@@ -28,6 +28,11 @@ class Python(Tool):
     def __post_init__(self) -> None:
         self.idempotent = not self.stateful
 
+    @property
+    def replayable(self) -> bool:
+        """With variables too: a new interpreter, given the same code, has them again."""
+        return True
+
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         """With a sandbox that was tried. Raises ConfigError where it does not work."""
