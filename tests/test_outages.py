@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -348,6 +349,20 @@ def test_single_tools_have_limits_of_their_own(tools: Any) -> None:
     in_jumping_time(run())
     with pytest.raises(ConfigError, match=r"environment\.limits of Unsteady has no setting 'timeout_s'"):
         ToolUse(tools=[f"{tools.path}:Unsteady"], limits={"Unsteady": {"timeout_s": 5}})
+
+
+def test_how_many_calls_of_a_tool_there_may_be_at_once() -> None:
+    """A tool says itself how many there may be at once; settings lower it, and those of the tool alone replace it."""
+
+    def at_once(**settings: Any) -> list[int]:
+        environment = ToolUse(tools=["python", "calculator"], **settings)
+        return [offer.gate.limits.max_concurrent_calls for offer in environment._offers.values()]  # pyright: ignore[reportPrivateUsage]
+
+    processors = os.cpu_count() or 1
+    assert at_once() == [processors, 0]
+    assert at_once(max_concurrent_calls=1) == [1, 1]
+    assert at_once(max_concurrent_calls=999) == [processors, 999]
+    assert at_once(limits={"python": {"max_concurrent_calls": 99}}) == [99, 0]
 
 
 def test_every_tool_is_described_by_itself() -> None:

@@ -246,6 +246,21 @@ async def test_code_that_prints_no_text_runs_once(kind: Kind, tmp_path: Path) ->
     assert (reply.messages[0].content, reply.tool_retries) == ("a\\x00?b\n", 0)
 
 
+async def test_endless_loops_take_no_time_from_other_code(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    tools = {"python": {"sandbox": {"kind": kind.value, "timeout_s": LIMIT_S}}}
+    environment = ToolUse(tools=tools, call_timeout_s=2.5, call_retries=0)
+    task = Task("task/1", (Message("user", "?"),))
+    async with (
+        environment.open(RunContext(tmp_path, print, {})) as running,
+        running.conversation(task) as (playing, _),
+    ):
+        reply = await playing.step(calls(*["while True: pass"] * 3, "1"))
+    assert (reply.messages[3].content, reply.tool_timeouts) == ("1\n", 0)
+
+
 @pytest.mark.usefixtures("bubblewrap")
 async def test_a_cancelled_call_leaves_no_process(nothing_left: str) -> None:
     tool = Python()

@@ -74,12 +74,13 @@ class ToolUse(CallLimits, Environment):
                 if spec.name in self._offers:
                     raise ConfigError(f"two tools are named {spec.name!r}: the model could not tell them apart")
                 closed = type(tool).specs is Tool.specs  # made from a signature, which takes no other arguments
-                gate = Gate(self._limits(spec.name))
+                gate = Gate(self._limits(spec.name, tool.max_at_once))
                 self._offers[spec.name] = _Offer(option, spec, ArgumentCheck(spec, closed), gate)
 
-    def _limits(self, tool: str) -> CallLimits:
+    def _limits(self, tool: str, max_at_once: int) -> CallLimits:
         """Those of one tool. Raises ConfigError."""
         usual = {field.name: getattr(self, field.name) for field in fields(CallLimits)}
+        usual["max_concurrent_calls"] = min(filter(None, (self.max_concurrent_calls, max_at_once)), default=0)
         own = named(self.limits or {}, "environment.limits", "search: {call_timeout_s: 5}").get(tool, {})
         return built(f"environment.limits of {tool}", CallLimits, {**usual, **own})
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import os
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, cast
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.part import RunContext
@@ -28,11 +30,17 @@ class UnitTests(Reward):
 
     sandbox: Sandbox = field(default_factory=Sandbox)
 
+    _slots = cast("asyncio.Semaphore | None", None)  # while a run lasts
+
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
-        """With a sandbox that was tried. Raises ConfigError where it does not work."""
+        """With a sandbox that was tried, for as many answers at once as there are processors.
+
+        Raises ConfigError where it does not work.
+        """
         running = copy.copy(self)
         running.sandbox = await self.sandbox.opened()
+        running._slots = asyncio.Semaphore(os.cpu_count() or 1)
         yield running
 
     async def rewards(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
@@ -46,11 +54,12 @@ class UnitTests(Reward):
             raise ConfigError(f"task {task.id} has no `tests` in its metadata; reward=unit_tests is for task=mbpp")
         if code is None:
             return 0.0
-        session = self.sandbox.session()
-        try:
-            for part in (f"{task.metadata.get('setup', '')}\n{code}", tests):
-                if not (await session.run(part)).passed:
-                    return 0.0
-        finally:
-            await session.close()
+        async with self._slots or nullcontext():
+            session = self.sandbox.session()
+            try:
+                for part in (f"{task.metadata.get('setup', '')}\n{code}", tests):
+                    if not (await session.run(part)).passed:
+                        return 0.0
+            finally:
+                await session.close()
         return 1.0

@@ -42,6 +42,7 @@ class Tool(Part):
 
     blocking = True  # `__call__` runs in a thread, so that nothing else waits; False for microsecond work
     idempotent = True  # a call that failed may be made again; False: it might do its work twice
+    max_at_once = 0  # calls, over all conversations, that the settings may lower; 0 = any number
     option_name = ""  # what the option is called
 
     async def start(self, task: Task) -> None:

@@ -22,7 +22,7 @@ class CallLimits:
     call_timeout_s: float = 30.0  # of one attempt at a call; then the model is told that there was no answer
     call_retries: int = 4  # further attempts at a call that failed through no fault of the model
     backoff_s: float = 1.0  # before the first further attempt; twice as long before each one after it
-    max_concurrent_calls: int = 0  # of one tool at once, over all conversations; the others wait; 0 = any number
+    max_concurrent_calls: int = 0  # of one tool at once, over all conversations; the others wait; 0 = as the tool says
     break_after: int = 20  # failures in a row, no time-outs; then an attempt every `backoff_s` seconds; 0 = never
     max_output_chars: int = 0  # of an answer, head and tail; 0 = what environment.max_tool_tokens allows
 

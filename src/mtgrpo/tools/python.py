@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class Python(Tool):
 
     def __post_init__(self) -> None:
         self.idempotent = not self.stateful
+        self.max_at_once = os.cpu_count() or 1  # the time a call waits for its turn is not the code's
 
     @property
     def replayable(self) -> bool:

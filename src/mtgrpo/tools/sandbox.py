@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import json
 import os
 import platform
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.tools import sandbox_init
@@ -82,21 +81,14 @@ class Sandbox:
     file_mb: int = 16  # in /tmp, what it prints included, and as much in /dev/shm; rlimits: of each file
     output_chars: int = 4000  # of what it prints: beginning and end
 
-    _slots = cast("asyncio.Semaphore | None", None)
-
     def __post_init__(self) -> None:
         require(self, timeout_s="> 0", memory_mb=">= 32", processes=">= 1", file_mb=">= 1", output_chars=">= 100")
         if self.kind is Kind.rlimits:
             refuse_without_effect(self, ("folders",), "with sandbox.kind=rlimits code can read what you can")
 
     async def opened(self) -> Self:
-        """A copy for a run, which runs as many pieces of code at once as there are processors.
-
-        Raises ConfigError where this kind of sandbox does not work on this machine.
-        """
-        running = copy.copy(self)
-        running._slots = asyncio.Semaphore(os.cpu_count() or 1)
-        session = running.session()
+        """It, once it was tried. Raises ConfigError where this kind of sandbox does not work on this machine."""
+        session = self.session()
         try:
             if (found := await session.run("print(6 * 7)")).output != "42\n":
                 raise RuntimeError(f"print(6 * 7) gave {found}")
@@ -109,7 +101,7 @@ class Sandbox:
             ) from error
         finally:
             await session.close()
-        return running
+        return self
 
     def session(self) -> Session:
         """A new interpreter; whoever asks for it closes it. It starts with the first code that it is given."""
@@ -166,7 +158,7 @@ class Session:
 
     async def run(self, code: str) -> Result:
         """Run `code`, after what was begun before. Raises OSError or RuntimeError where the sandbox itself fails."""
-        async with self._lock, self._sandbox._slots or contextlib.nullcontext():  # pyright: ignore[reportPrivateUsage]
+        async with self._lock:
             try:
                 result = await self._answer(code)
             except BaseException:
