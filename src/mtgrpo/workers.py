@@ -19,6 +19,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 LIMIT_S = 10  # of processor time, for somebody else's code that is tried first
 LIMIT_BYTES = 2**30
+OUT_OF_MEMORY = 1  # an exit code
 NICE = 10  # how far the processes give way to decoding and training, of 19
 
 
@@ -105,30 +106,42 @@ def _terminate(pool: ProcessPoolExecutor) -> None:
 
 def fails_within_limits(work: Callable[[], object]) -> str:
     """How `work`, somebody else's code, fails in a process of its own that may use 10 s and 1 GiB more; "" = not."""
+    found = exit_code(work, LIMIT_S, LIMIT_BYTES)
+    if found in (0, OUT_OF_MEMORY):
+        return "took more memory than 1 GiB" if found else ""
+    return f"took longer than {LIMIT_S} s" if found in (-signal.SIGPROF, -signal.SIGKILL) else f"ended with {found}"
+
+
+def exit_code(work: Callable[[], object], limit_s: float, limit_bytes: int) -> int:
+    """The number that `work` gives in a fork of this process, 0 for anything else; below 0: a signal ended it.
+
+    Beyond `limit_s` seconds of processor time SIGPROF does, beyond four times as long without an end SIGKILL. It may
+    take `limit_bytes` more memory, else it is OUT_OF_MEMORY; where `work` raises anything else it is 0.
+    """
     context = multiprocessing.get_context("fork")  # at once, and nothing has to be picklable; no thread is used there
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
-        process = context.Process(target=_limited, args=(work,))
+        process = context.Process(target=_limited, args=(work, limit_s, limit_bytes))
         process.start()
-    process.join(3 * LIMIT_S)
+    process.join(4 * limit_s + 10)
     process.kill()
     process.join()
     found = process.exitcode
     process.close()
-    if found in (0, 1):
-        return "took more memory than 1 GiB" if found else ""
-    return f"took longer than {LIMIT_S} s" if found in (-signal.SIGXCPU, -signal.SIGKILL) else f"ended with {found}"
+    assert found is not None, "it has ended"
+    return found
 
 
-def _limited(work: Callable[[], object]) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+def _limited(work: Callable[[], object], limit_s: float, limit_bytes: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_PROF, limit_s)  # counted by the kernel: nothing in the process can keep it alive
     if (statm := Path("/proc/self/statm")).exists():  # Linux
-        used = int(statm.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT_BYTES, used + LIMIT_BYTES))
+        limit = int(statm.read_text().split()[0]) * resource.getpagesize() + limit_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
-        work()
+        found = work()
+        os._exit(found if isinstance(found, int) else 0)
     except MemoryError:
-        os._exit(1)
+        os._exit(OUT_OF_MEMORY)
     except Exception:  # whoever asked meets it again
         os._exit(0)
-    os._exit(0)
