@@ -180,7 +180,7 @@ def test_rows_that_say_nothing_are_refused(metadata: dict[str, Any], message: st
 
 
 def test_without_the_package_the_reward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtgrpo.rewards.ifeval.find_spec", lambda _: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'mtgrpo\[ifeval\]'"):
         IFEval()
 

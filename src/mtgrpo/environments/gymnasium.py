@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtgrpo.environments import Environment, Opening, Reply, below, seed_of
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.types import CallRecord, Message, Outcome, Task, ToolSpec
 
 _NAMES = {
@@ -55,12 +55,9 @@ class Gymnasium(Environment):
     async def start(self, task: Task) -> Opening:
         """Begin the game of the task's seed. Raises ConfigError for a game that cannot be made or played so."""
         self._game: Any = None
-        try:
-            import gymnasium  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ConfigError(
-                "environment=gymnasium needs the package gymnasium; install it with: pip install 'mtgrpo[games]'"
-            ) from error
+        refuse_without_package("gymnasium", "environment=gymnasium", "games")
+        import gymnasium  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+
         settings = {**(self.settings or {}), **task.metadata.get("settings", {})}
         try:
             self._game = gymnasium.make(self.game, **settings)

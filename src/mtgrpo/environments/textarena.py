@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtgrpo.environments import Environment, Opening, Reply, below, seed_of
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.types import Message, Task
 
 
@@ -28,12 +28,9 @@ class TextArena(Environment):
 
     async def start(self, task: Task) -> Opening:
         """Begin the game of the task's seed. Raises ConfigError for a game that is unknown or not for one player."""
-        try:
-            import textarena  # noqa: PLC0415  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
-        except ImportError as error:
-            raise ConfigError(
-                "environment=textarena needs the package textarena; install it with: pip install 'mtgrpo[games]'"
-            ) from error
+        refuse_without_package("textarena", "environment=textarena", "games")
+        import textarena  # noqa: PLC0415  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
+
         with self._own_random(random.Random(seed_of(task)).getstate()):
             try:
                 self._game: Any = textarena.make(f"{self.game}-raw")  # its messages one by one, not all at every turn

@@ -8,10 +8,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from importlib.util import find_spec
 from typing import Any
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.rewards import Reward
 from mtgrpo.types import Task, Trajectory
 
@@ -40,11 +39,7 @@ class IFEval(Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if find_spec("langdetect") is None:
-            raise ConfigError(
-                "reward=ifeval recognises languages by the package langdetect; install it with: "
-                "pip install 'mtgrpo[ifeval]'"
-            )
+        refuse_without_package("langdetect", "reward=ifeval", "ifeval")
 
     def reward(self, trajectory: Trajectory) -> float:
         """From 0.0 to 1.0. Raises ConfigError when the task has no instructions, or some of an unknown kind."""

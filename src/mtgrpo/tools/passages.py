@@ -16,11 +16,10 @@ from typing import Any, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_package
 
 _LAYOUT = 1  # of the folder; another one is built again
 _ABOUT = "about.json"
-_INSTALL = "the search tool needs the packages bm25s and PyStemmer; install them with: pip install 'mtgrpo[search]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +185,11 @@ def _words(bm25s: Any, stemmer: Any, texts: list[str]) -> list[list[str]]:
 
 def _packages() -> tuple[Any, Any]:
     """bm25s and a stemmer."""
-    try:
-        import bm25s  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
-        import Stemmer  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError(_INSTALL) from error
+    for package in ("bm25s", "Stemmer"):
+        refuse_without_package(package, "the tool search", "search")
+    import bm25s  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+    import Stemmer  # noqa: PLC0415
+
     return bm25s, Stemmer.Stemmer("english")
 
 
