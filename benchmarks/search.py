@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mtgrpo.tasks.hub import data_folder
+from mtgrpo.tasks.published import data_folder
 from mtgrpo.tools.passages import PassageIndex
 
 K = 10  # passages for each query

@@ -21,12 +21,13 @@ from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import ConfigError
 from mtgrpo.extension import names, options
 from mtgrpo.rewards.numeric import Numeric
-from mtgrpo.tasks import Columns, IndexedStream, Split, TaskSource, held_out, hub, permuted
+from mtgrpo.tasks import Columns, IndexedStream, Split, TaskSource, held_out, permuted, published
 from mtgrpo.tasks.gsm8k import Gsm8k, solve_with_calculator
-from mtgrpo.tasks.hub import Hub, HubRows
+from mtgrpo.tasks.hub import Hub
 from mtgrpo.tasks.jsonl import BadRows, Jsonl
 from mtgrpo.tasks.ledger import PROMPT, Ledger
 from mtgrpo.tasks.parquet import Parquet
+from mtgrpo.tasks.published import HubRows
 from mtgrpo.tasks.word_problems import WordProblems
 from mtgrpo.tools.calculator import Calculator
 from mtgrpo.types import SUMMARY, Finish, Message, Task, ToolCall, Trajectory, Turn
@@ -543,7 +544,7 @@ def prompts(stream: Iterable[Task], count: int) -> list[str]:
 
 
 def test_hub_streams_shuffles_and_resumes(hub_folder: Path) -> None:
-    source = Hub(path=str(hub_folder), shuffle_buffer=8)
+    source = Hub(path=str(hub_folder))
     stream = source.stream(Split.train, 3)
     first, second = prompts(stream, 50), prompts(stream, 50)
     assert stream.epoch == 2
@@ -580,7 +581,6 @@ def test_hub_errors_name_the_option(hub_folder: Path) -> None:
     columns = Columns(prompt="question")
     message = error_of(lambda: Hub(path=str(hub_folder), columns=columns).stream(Split.train, 0))
     assert "prompt, answer" in message and "task.columns.prompt=" in message
-    assert "shuffle_buffer" in error_of(lambda: Hub(path=str(hub_folder), shuffle_buffer=0).stream(Split.train, 0))
 
 
 # GSM8K and SVAMP
@@ -734,13 +734,13 @@ def test_without_files_the_hub_is_read(hub_folder: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("no_local_data")
 def test_the_data_folder_is_found_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hub.data_folder() is None
+    assert published.data_folder() is None
     (tmp_path / "shared" / "data").mkdir(parents=True)
-    assert hub.data_folder() == Path("../shared/data")
+    assert published.data_folder() == Path("../shared/data")
     monkeypatch.setenv("MTGRPO_DATA", str(tmp_path))
-    assert hub.data_folder() == tmp_path
+    assert published.data_folder() == tmp_path
     monkeypatch.setenv("MTGRPO_DATA", str(tmp_path / "none"))
-    assert "MTGRPO_DATA=" in error_of(hub.data_folder)
+    assert "MTGRPO_DATA=" in error_of(published.data_folder)
 
 
 def test_varied_word_problems_keep_wording_and_equation(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,24 @@ class TaskSource(Part, ABC):
         return tuple(message for example in shown for message in example if message.name != SUMMARY)
 
 
+@dataclass
+class Generated(TaskSource, ABC):
+    """Base of sources that make their tasks up: endless, and task number i is the same in every run with one `seed`."""
+
+    @abstractmethod
+    def task(self, split: Split, seed: int, index: int) -> Task:
+        """Task number `index` of a split."""
+
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+        """An endless stream, whatever `repeat` says."""
+        return IndexedStream(None, lambda index: self.task(split, seed, index), seed, repeat)
+
+
+def called(tool: str, arguments: Mapping[str, Any], answer: str) -> tuple[Message, Message]:
+    """A call and what the tool answers, for demonstrations."""
+    return Message("assistant", tool_calls=(ToolCall(tool, arguments),)), Message("tool", answer, name=tool)
+
+
 def held_out(task_id: str, fraction: float) -> bool:
     """Whether the task of this id belongs to the held-out `fraction`; depends on nothing else, so it never changes."""
     return hashed(task_id) < fraction * 2**64

@@ -7,7 +7,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream
+from mtgrpo.tasks import Generated, Split
 from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator as CalculatorTool
 from mtgrpo.types import Message, Task, ToolCall
@@ -62,7 +62,7 @@ class Demonstrator:
 
 
 @dataclass
-class Calculator(TaskSource):
+class Calculator(Generated):
     """Chains of + - * over 3-digit numbers, too wide to do in the head; the answer is one integer after `####`.
 
     Held out by construction: a fifth of all numbers appears as an operand in `eval` tasks only and never in training.
@@ -80,11 +80,8 @@ class Calculator(TaskSource):
                 f"got {self.min_steps} and {self.max_steps}"
             )
 
-    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
-        """An endless stream; task number i of a split is the same in every run with the same `task.seed` and `seed`."""
-        return IndexedStream(None, lambda index: self._task(split, seed, index), seed, repeat)
-
-    def _task(self, split: Split, seed: int, index: int) -> Task:
+    def task(self, split: Split, seed: int, index: int) -> Task:
+        """A story about a chain of calculations."""
         rng = random.Random(f"calculator/{self.seed}/{seed}/{split.value}/{index}")
         problem = draw_problem(rng, self.min_steps, self.max_steps, held_out=split is Split.eval)
         prompt = tell(problem, rng)

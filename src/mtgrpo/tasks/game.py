@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream
+from mtgrpo.tasks import Generated, Split
 from mtgrpo.tasks.stream import hashed
 from mtgrpo.types import Message, Task
 
 
 @dataclass
-class Game(TaskSource):
+class Game(Generated):
     """An endless stream of seeds, for environment=gymnasium and environment=textarena; `eval` has seeds of its own.
 
     What the game itself says stands below the prompt.
@@ -19,11 +19,8 @@ class Game(TaskSource):
     prompt: str = "Play this game."
     seed: int = 0  # another seed gives other games
 
-    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
-        """An endless stream; task number i of a split is the same in every run with the same `task.seed` and `seed`."""
-        return IndexedStream(None, lambda index: self._task(split, seed, index), seed, repeat)
-
-    def _task(self, split: Split, seed: int, index: int) -> Task:
+    def task(self, split: Split, seed: int, index: int) -> Task:
+        """A seed."""
         name = f"game/{self.seed}/{seed}/{split.value}/{index}"
         prompt = self.with_prompt((Message("user", self.prompt),))
         return Task(name, prompt, metadata={"seed": hashed(name) % 2**31})

@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, Rows, Split
+from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, Rows, Split, called
 from mtgrpo.tasks.published import Published, Row, file_rows, text, user
 from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator
-from mtgrpo.types import Message, Task, ToolCall
+from mtgrpo.types import Message, Task
 
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 
@@ -66,8 +66,7 @@ def solve_with_calculator(calculations: list[tuple[str, str]], answer: str) -> t
             return None
         if not agrees:
             return None
-        call = ToolCall("calculator", {"expression": expression})
-        messages += [Message("assistant", tool_calls=(call,)), Message("tool", reply, name="calculator")]
+        messages += called("calculator", {"expression": expression}, reply)
     if not messages or Fraction(reply) != Fraction(answer):
         return None
     return (*messages, Message("assistant", f"#### {answer}"))

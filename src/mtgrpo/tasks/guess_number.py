@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtgrpo.errors import ConfigError, require
-from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream, held_out
+from mtgrpo.tasks import Generated, Split, held_out
 from mtgrpo.types import Message, Task
 
 _TRIES = 1000  # ranges that are drawn to get one of the wanted split
 
 
 @dataclass
-class GuessNumber(TaskSource):
+class GuessNumber(Generated):
     """A number within a range, for environment=guess_number.
 
     A fifth of all ranges is held out. Halving the range finds one of 2 ** n - 1 numbers with n
@@ -32,11 +32,8 @@ class GuessNumber(TaskSource):
         require(self, min_width=">= 2", max_width=f">= {self.min_width} (min_width)", highest=">= 10")
         require(self, right=">= 0 and <= 1", guesses=">= 1")
 
-    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
-        """An endless stream; task number i of a split is the same in every run with the same `task.seed` and `seed`."""
-        return IndexedStream(None, lambda index: self._task(split, seed, index), seed, repeat)
-
-    def _task(self, split: Split, seed: int, index: int) -> Task:
+    def task(self, split: Split, seed: int, index: int) -> Task:
+        """A range. Raises ConfigError where there are too few for the split."""
         name = f"guess_number/{self.seed}/{seed}/{split.value}/{index}"
         rng = random.Random(name)
         for _ in range(_TRIES):

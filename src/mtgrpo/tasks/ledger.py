@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtgrpo.errors import ConfigError, require
-from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream
+from mtgrpo.tasks import Generated, Split, called
 from mtgrpo.tasks.calculator import numbers
-from mtgrpo.types import SUMMARY, Message, Task, ToolCall
+from mtgrpo.types import SUMMARY, Message, Task
 
 PROMPT = "Add up the amounts on all pages."
 
 
 @dataclass
-class Ledger(TaskSource):
+class Ledger(Generated):
     """Pages with one amount each, read one by one (tool next_page); a running total is kept with the calculator.
 
     The answer is the total after `####`. At any time only the total so far and the page last read are needed, so that
@@ -37,11 +37,8 @@ class Ledger(TaskSource):
             )
         require(self, right=">= 0 and <= 1")
 
-    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
-        """An endless stream; task number i of a split is the same in every run with the same `task.seed` and `seed`."""
-        return IndexedStream(None, lambda index: self._task(split, seed, index), seed, repeat)
-
-    def _task(self, split: Split, seed: int, index: int) -> Task:
+    def task(self, split: Split, seed: int, index: int) -> Task:
+        """Pages."""
         name = f"ledger/{self.seed}/{seed}/{split.value}/{index}"
         rng = random.Random(name)
         amounts = _AMOUNTS[split is Split.eval]
@@ -67,20 +64,16 @@ _AMOUNTS = {held_out: numbers(100, 999, held_out) for held_out in (False, True)}
 
 def _conversation(pages: list[int], finished: bool) -> Iterator[Message]:
     """The conversation after the task; if `finished`, up to the reply that there are no more pages."""
-    yield from _called("next_page", {}, str(pages[0]))
+    yield from called("next_page", {}, str(pages[0]))
     yield Message("assistant", f"total {pages[0]}", name=SUMMARY)
     total = pages[0]
     for amount in pages[1:]:
-        yield from _called("next_page", {}, str(amount))
+        yield from called("next_page", {}, str(amount))
         yield Message("assistant", f"total {total} new {amount}", name=SUMMARY)
-        yield from _called("calculator", {"expression": f"{total} + {amount}"}, str(total + amount))
+        yield from called("calculator", {"expression": f"{total} + {amount}"}, str(total + amount))
         total += amount
         yield Message("assistant", f"total {total}", name=SUMMARY)
     if finished:
-        yield from _called("next_page", {}, "no more pages")
+        yield from called("next_page", {}, "no more pages")
         yield Message("assistant", f"total {total} end", name=SUMMARY)
     yield Message("assistant", f"#### {total}")
-
-
-def _called(tool: str, arguments: dict[str, str], answer: str) -> tuple[Message, Message]:
-    return Message("assistant", tool_calls=(ToolCall(tool, arguments),)), Message("tool", answer, name=tool)

@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass
 
 from mtgrpo.errors import require
-from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream, held_out
+from mtgrpo.tasks import Generated, Split, called, held_out
 from mtgrpo.tools.market import EVENTS, STOCKS, day_of, open_day, price
-from mtgrpo.types import Message, Task, ToolCall
+from mtgrpo.types import Message, Task
 
 QUESTION = "What is the price of {stock} on the day of the {event} of {year}?"
 YEARS = range(10, 100)
@@ -16,7 +16,7 @@ _EVAL_FRACTION = 0.2
 
 
 @dataclass
-class Market(TaskSource):
+class Market(Generated):
     """What something costs on the day of an event; where the market is closed then, on the next day it is open.
 
     It takes two calls of the server `python -m mtgrpo.tools.market`, day_of and price, and where price says that the
@@ -29,11 +29,8 @@ class Market(TaskSource):
     def __post_init__(self) -> None:
         require(self, right=">= 0 and <= 1")
 
-    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
-        """An endless stream; task number i of a split is the same in every run with the same `seed`."""
-        return IndexedStream(None, lambda index: self._task(split, seed, index), seed, repeat)
-
-    def _task(self, split: Split, seed: int, index: int) -> Task:
+    def task(self, split: Split, seed: int, index: int) -> Task:
+        """A question."""
         name = f"market/{seed}/{split.value}/{index}"
         rng = random.Random(name)
         while True:
@@ -50,17 +47,13 @@ class Market(TaskSource):
         stock, event, year = (task.metadata[name] for name in ("stock", "event", "year"))
         kind = "right" if rng.random() < self.right else rng.choice(["year for day", "gave up"])
         day = year if kind == "year for day" else day_of(event, year)
-        said = [] if kind == "year for day" else [*_called("day_of", {"event": event, "year": year}, str(day))]
+        said = [] if kind == "year for day" else [*called("day_of", {"event": event, "year": year}, str(day))]
         if kind == "gave up":
             return (*said, Message("assistant", f"#### {day}"))
         if open_day(day) != day:
-            said += _called("price", {"stock": stock, "day": day}, price(stock, day))
-            said += _called("open_day", {"day": day}, str(open_day(day)))
+            said += called("price", {"stock": stock, "day": day}, price(stock, day))
+            said += called("open_day", {"day": day}, str(open_day(day)))
             day = open_day(day)
         found = price(stock, day)
-        said += _called("price", {"stock": stock, "day": day}, found)
+        said += called("price", {"stock": stock, "day": day}, found)
         return (*said, Message("assistant", f"#### {found}"))
-
-
-def _called(tool: str, arguments: dict[str, str | int], answer: str) -> tuple[Message, Message]:
-    return Message("assistant", tool_calls=(ToolCall(tool, arguments),)), Message("tool", answer, name=tool)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.tasks import Rows, Split
-from mtgrpo.tasks.hub import HubRows
 from mtgrpo.tasks.jsonl import JsonlRows
 from mtgrpo.tasks.parquet import ParquetRows
-from mtgrpo.tasks.published import Published, Row, folder_rows, text, user
+from mtgrpo.tasks.published import HubRows, Published, Row, folder_rows, text, user
 from mtgrpo.types import Message, Task
 
 _EVAL_FRACTION = 0.1  # of a single file

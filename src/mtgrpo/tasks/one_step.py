@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from mtgrpo.errors import ConfigError, require
-from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream, held_out
+from mtgrpo.tasks import Generated, Split, held_out
 from mtgrpo.types import Message, Task
 
 NAMES = ("Tom", "Ann", "Bob", "Eva", "Sam", "Mia", "Leo", "Zoe")
@@ -37,7 +37,7 @@ _EVAL_FRACTION = 0.2
 
 
 @dataclass
-class OneStep(TaskSource):
+class OneStep(Generated):
     """Short stories about one sum, difference, product or quotient; the answer is one integer after `####`.
 
     Held out by construction: a fifth of all pairs of numbers that are calculated with (quotient and divisor in a
@@ -54,15 +54,12 @@ class OneStep(TaskSource):
         enough = ">= 9 (or there are too few pairs of numbers to hold some out)"
         require(self, largest=enough, largest_factor=enough)
 
-    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
-        """An endless stream; task number i of a split is the same in every run with the same `seed`."""
-        return IndexedStream(None, lambda index: self._task(split, seed, index), seed, repeat)
-
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
         """The calculation and the answer."""
         return (Message("assistant", f"{task.metadata['calculation']} = {task.answer}\n#### {task.answer}"),)
 
-    def _task(self, split: Split, seed: int, index: int) -> Task:
+    def task(self, split: Split, seed: int, index: int) -> Task:
+        """A story."""
         task_id = f"one_step/{seed}/{split.value}/{index}"
         rng = random.Random(task_id)
         operator = rng.choice(self.operators)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.tasks import Rows
 from mtgrpo.tasks.jsonl import FileSource
 
@@ -46,12 +46,9 @@ class ParquetRows(Rows):
     """
 
     def __init__(self, files: Mapping[Path, str]) -> None:
-        try:
-            from pyarrow import parquet  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
-        except ImportError as error:
-            raise ConfigError(
-                "Parquet files need the package pyarrow; install it with: pip install 'mtgrpo[data]'"
-            ) from error
+        refuse_without_package("pyarrow", "a Parquet file", "data")
+        from pyarrow import parquet  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+
         self._groups: list[_RowGroup] = []
         blocks: list[int] = []
         for path, name in files.items():

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.tasks import IndexedStream, Rows, Split, TaskSource, TaskStream
-from mtgrpo.tasks.hub import HubRows, data_folder
 from mtgrpo.tasks.jsonl import JsonlRows
 from mtgrpo.tasks.parquet import ParquetRows
 from mtgrpo.types import Message, Task
@@ -58,6 +58,8 @@ class Published(TaskSource):
         row = rows[index]
         try:
             task = self.task(row, rows, index)
+        except ConfigError:
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise self.unfit(rows, index) from error
         return replace(task, messages=self.with_prompt(task.messages))
@@ -125,3 +127,64 @@ def folder_rows(path: str, stem: str) -> Rows:
         )
     files = {file: file.stem for file in found[0] or found[1]}
     return JsonlRows(files) if found[0] else ParquetRows(files)
+
+
+def data_folder() -> Path | None:
+    """The folder of local data sets: $MTGRPO_DATA, else ../shared/data where that exists, else None.
+
+    Raises ConfigError when $MTGRPO_DATA is set to something that is not a folder.
+    """
+    named = os.environ.get("MTGRPO_DATA")
+    folder = Path(named or "../shared/data")
+    if folder.is_dir():
+        return folder
+    if named:
+        raise ConfigError(
+            f"MTGRPO_DATA={named} is not a folder; set it to the folder that holds the data sets, or unset it"
+        )
+    return None
+
+
+class HubRows(Rows):
+    """The rows of one split of a data set, downloaded once and mapped from disk.
+
+    Raises ConfigError, ending in `cure`, when it cannot be loaded.
+    """
+
+    def __init__(self, path: str, subset: str, split: str, cure: str) -> None:
+        self._data = _load(path, subset, split, cure)
+        self.blocks = [len(self)]  # one run: any row is as cheap to read as any other
+        self._name = f"{path} ({split})"
+        self._split = split
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._data[index]
+
+    def where(self, index: int) -> str:
+        """The data set and the row, counted from 1."""
+        return f"{self._name}, row {index + 1}"
+
+    def default_id(self, index: int) -> str:
+        """The split and the row's number."""
+        return f"{self._split}/{index + 1}"
+
+    def readings(self, column: str = "") -> Iterator[Callable[[], Mapping[str, Any]]]:
+        """Every row in order."""
+        return (lambda row=row: row for row in self._data)
+
+
+def _load(path: str, subset: str, split: str, cure: str) -> Any:
+    refuse_without_package("datasets", "a data set of the hub", "data")
+    import datasets  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+
+    try:
+        load_dataset = cast("Any", datasets.load_dataset)  # pyright: ignore[reportUnknownMemberType]
+        return load_dataset(path, subset or None, split=split)
+    except Exception as error:  # a missing name, a missing network and a broken file have no common base
+        raise ConfigError(
+            f"the data set {path!r} (subset {subset or 'default'}, split {split}) could not be loaded: "
+            f"{type(error).__name__}: {error}; {cure}"
+        ) from error

@@ -8,8 +8,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from mtgrpo.errors import ConfigError
-from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream, held_out
+from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.tasks import Generated, Split, TaskStream, held_out
 from mtgrpo.types import Message, Task
 
 # Their scoring runs the model's answer as Python code, by eval or sympy's parse_expr.
@@ -23,7 +23,7 @@ _TRIES = 100  # questions that are tried to get one of the wanted split
 
 
 @dataclass
-class ReasoningGym(TaskSource):
+class ReasoningGym(Generated):
     """One data set of reasoning-gym, graded by its own rules with reward=reasoning_gym.
 
     Held out is a fifth of all questions, by a hash of their text: no question is both trained on and evaluated.
@@ -36,21 +36,26 @@ class ReasoningGym(TaskSource):
     run_answers: bool = False  # allow data sets that are graded by running the model's answer as Python code
 
     def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
-        """An endless stream; the same in every run with the same `seed`. Raises ConfigError for what cannot be made."""
+        """An endless stream. Raises ConfigError for what cannot be made."""
         if self.dataset in RUNS_ANSWERS and not self.run_answers:
             raise ConfigError(
                 f"task.dataset={self.dataset} is graded by running the model's answers as Python code, which may do "
                 "anything; where that is no danger, set task.run_answers=true"
             )
-        config = json.dumps(self.config or {}, sort_keys=True)
-        _questions(self.dataset, config, 0)
-        return IndexedStream(None, lambda index: self._task(config, split, seed, index), seed, repeat)
+        _questions(self.dataset, self._config, 0)
+        return super().stream(split, seed, repeat)
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
         """The library's answer; None for tasks with several right answers, of which it names none."""
         return (Message("assistant", f"#### {task.answer}"),) if task.answer else None
 
-    def _task(self, config: str, split: Split, seed: int, index: int) -> Task:
+    @property
+    def _config(self) -> str:
+        return json.dumps(self.config or {}, sort_keys=True)
+
+    def task(self, split: Split, seed: int, index: int) -> Task:
+        """The next question that belongs to the split. Raises ConfigError where there are too few."""
+        config = self._config
         for number in range(index * _TRIES, (index + 1) * _TRIES):
             entry = _entry(self.dataset, config, seed, number)
             if held_out(entry["question"], _EVAL_FRACTION) is (split is Split.eval):
@@ -82,13 +87,10 @@ def _entry(name: str, config: str, seed: int, number: int) -> dict[str, Any]:
 @functools.lru_cache(maxsize=4)
 def _questions(name: str, config: str, seed: int) -> Any:
     """A data set of the library. Raises ConfigError when there is none of that name and those settings."""
-    try:
-        import reasoning_gym  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
-        from reasoning_gym.factory import DATASETS  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
-    except ImportError as error:
-        raise ConfigError(
-            "task=reasoning_gym needs the package reasoning-gym; install it with: pip install 'mtgrpo[reasoning-gym]'"
-        ) from error
+    refuse_without_package("reasoning_gym", "task=reasoning_gym", "reasoning-gym")
+    import reasoning_gym  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+    from reasoning_gym.factory import DATASETS  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+
     if name not in DATASETS:
         raise ConfigError(
             f"task.dataset={name!r} is no data set of reasoning-gym; it has {', '.join(sorted(DATASETS))}"

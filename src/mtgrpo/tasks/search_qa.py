@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.tasks import Rows, Split
-from mtgrpo.tasks.hub import data_folder
+from mtgrpo.tasks import Rows, Split, called
 from mtgrpo.tasks.jsonl import JsonlRows
-from mtgrpo.tasks.published import Published, Row, text, texts, user
+from mtgrpo.tasks.published import Published, Row, data_folder, text, texts, user
 from mtgrpo.tools.search import Search
-from mtgrpo.types import Message, Task, ToolCall
+from mtgrpo.types import Message, Task
 
 _TRAIN = {"hotpotqa-train", "musique-train", "2wikimultihopqa-train"}
 _EVAL = {"hotpotqa-dev"}
@@ -85,7 +84,7 @@ class SearchQA(Published):
         """A call and the tool's reply, which is put down in `seen`."""
         reply = getattr(self._search, tool)(**arguments)
         seen[f"{tool} {arguments}"] = reply
-        return Message("assistant", tool_calls=(ToolCall(tool, arguments),)), Message("tool", reply, name=tool)
+        return called(tool, arguments, reply)
 
     def _belongs(self, rows: Rows, index: int, split: Split) -> bool:
         row = rows[index]

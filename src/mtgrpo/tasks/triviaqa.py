@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.tasks import Rows, Split
-from mtgrpo.tasks.hub import HubRows
-from mtgrpo.tasks.published import Published, Row, folder_rows, text, texts, user
+from mtgrpo.tasks.published import HubRows, Published, Row, folder_rows, text, texts, user
 from mtgrpo.types import Task
 
 
