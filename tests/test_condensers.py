@@ -26,7 +26,7 @@ from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
 from mtgrpo.rollout.conversation import CONDENSE, Limits, run_rollout
-from mtgrpo.rollout.demonstrations import demonstrate_condensed
+from mtgrpo.rollout.demonstrations import demonstrate
 from mtgrpo.types import CallRecord, Completion, Finish, Group, Message, Sampling, Status, Task, ToolSpec, Trajectory
 from test_conversation import TASK, WIDE, chat, said, tokenizer
 
@@ -334,7 +334,7 @@ def test_a_demonstration_is_condensed_as_play_would(condenser: Condenser) -> Non
         Message("assistant", "done"),
     ]  # fmt: skip
     opening = Opening(TASK.messages, (SPEC,))
-    shown = asyncio.run(demonstrate_condensed(TASK, opening, messages, chat(), condenser, 4096, 60))
+    shown = asyncio.run(demonstrate(TASK, opening, messages, chat(), condenser, 4096, 60))
     asks = isinstance(condenser, Summarize)
     outputs = [CALL, "seen: one", CALL, "seen: two", "done"] if asks else [CALL, CALL, "done"]
     trajectory, asked = played(outputs, ["one", "two"], condenser)
@@ -347,7 +347,7 @@ def test_a_demonstration_without_summaries_cannot_teach_them() -> None:
     messages = [chat().parse(said(CALL)), Message("tool", "one", name="next"), Message("assistant", "done")]
     with pytest.raises(ConfigError, match="Summarize asks for a summary"):
         opening = Opening(TASK.messages, (SPEC,))
-        asyncio.run(demonstrate_condensed(TASK, opening, messages, chat(), Summarize(when=When.every_turn), 4096, 60))
+        asyncio.run(demonstrate(TASK, opening, messages, chat(), Summarize(when=When.every_turn), 4096, 60))
 
 
 # --- what is refused

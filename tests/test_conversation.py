@@ -529,7 +529,7 @@ def test_a_demonstration_is_laid_out_as_the_policy_would_have_played_it(system_p
             opening = await environment.start(task)
             async with engine.conversation(Key(0, "train/1", task.id, 0)) as sample:
                 policy = await run_rollout(task, environment, with_chat, sample, Sampling(max_new_tokens=200), WIDE)
-            return demonstrate(task, opening, messages, with_chat), policy
+            return await demonstrate(task, opening, messages, with_chat), policy
 
         shown, policy = asyncio.run(both())
         assert (policy.status, shown.status) == (Status.COMPLETED, Status.COMPLETED)

@@ -14,7 +14,7 @@ from mtgrpo.condensers.summarize import Summarize
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
 from mtgrpo.rewards.numeric import Numeric
-from mtgrpo.rollout.demonstrations import demonstrate, demonstrate_condensed
+from mtgrpo.rollout.demonstrations import demonstrate
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.ledger import Ledger
 from mtgrpo.types import SUMMARY, Message, Task, ToolCall, Trajectory
@@ -72,7 +72,8 @@ def test_demonstrations_follow_the_environment(right: float) -> None:
     for task in tasks():
         messages = source.demonstration(task, 3)
         asyncio.run(follow(task, messages))
-        shown = demonstrate(task, asyncio.run(copy.copy(environment()).start(task)), messages, chat())
+        opening = asyncio.run(copy.copy(environment()).start(task))
+        shown = asyncio.run(demonstrate(task, opening, messages, chat()))
         assert not any(turn.auxiliary for turn in shown.turns)
         grades.append(Numeric().reward(shown))
     assert set(grades) == {right}
@@ -81,13 +82,13 @@ def test_demonstrations_follow_the_environment(right: float) -> None:
 def shown(condenser: KeepLast | Summarize, task: Task) -> Trajectory:
     opening = asyncio.run(copy.copy(environment()).start(task))
     messages = Ledger().demonstration(task, 3)
-    return asyncio.run(demonstrate_condensed(task, opening, messages, chat(), condenser, 600, 60))
+    return asyncio.run(demonstrate(task, opening, messages, chat(), condenser, 600, 60))
 
 
 def test_condensed_conversations_fit_where_the_whole_does_not() -> None:
     for task in tasks(count=5):
         opening = asyncio.run(copy.copy(environment()).start(task))
-        whole = demonstrate(task, opening, Ledger().demonstration(task, 3), chat())
+        whole = asyncio.run(demonstrate(task, opening, Ledger().demonstration(task, 3), chat()))
         longest = max(len(whole.context(i)) for i in range(len(whole.turns)))
         for condenser in (KeepLast(keep_last_n_steps=2), Summarize(when=When.every_turn)):
             short = shown(condenser, task)

@@ -7,56 +7,35 @@ from dataclasses import dataclass, replace
 
 from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser, Conversation
+from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
 from mtgrpo.rollout.conversation import Limits, run_rollout
-from mtgrpo.types import SUMMARY, Attend, Completion, Finish, Message, Sampling, Task, Trajectory, Turn
+from mtgrpo.types import SUMMARY, Attend, Completion, Finish, Message, Sampling, Task, Trajectory
 
 UNLIMITED = 2**40  # tokens
 
 
-def demonstrate(task: Task, opening: Opening, messages: Sequence[Message], chat: Chat) -> Trajectory:
-    """`messages` are what the assistant and the tools say after the opening; log-probabilities are set to 0."""
-    messages = [message for message in messages if message.name != SUMMARY]  # no condenser requests one
-    trajectory = Trajectory(task)
-    history = list(opening.messages)
-    new_context, parent = chat.open(history, opening.tools), -1
-    for index, message in enumerate(messages):
-        if message.role != "assistant":
-            continue
-        output = chat.encode(message)
-        count = len(output)
-        turn = Turn(new_context, output, [0.0] * count, [0] * count, Finish.STOP, message, parent)
-        trajectory.turns.append(turn)
-        answers = _answers(messages[index + 1 :])
-        turn.observations = answers
-        history.append(message)
-        if not answers:
-            break
-        added = chat.extend(history, answers, opening.tools)
-        history.extend(answers)
-        parent = len(trajectory.turns) - 1 if added is not None else -1
-        new_context = chat.open(history, opening.tools) if added is None else added
-    return trajectory
-
-
-async def demonstrate_condensed(
+async def demonstrate(
     task: Task,
     opening: Opening,
     messages: Sequence[Message],
     chat: Chat,
-    condenser: Condenser,
-    context_tokens: int,
-    max_new_tokens: int,
+    condenser: Condenser | None = None,
+    context_tokens: int = UNLIMITED,
+    max_new_tokens: int = 1,
     attend: Attend | None = None,
 ) -> Trajectory:
     """`messages` are what the assistant and the tools say after the opening; log-probabilities are set to 0.
 
-    Contexts are condensed as in a rollout with the same two limits. Messages of the assistant whose name is "summary"
-    answer a condenser that asks, and are left out where none does. Raises ConfigError where one asks and there is none.
+    Contexts are condensed as in a rollout with the same two limits, if at all. Messages of the assistant whose name is
+    "summary" answer a condenser that asks, and are left out where none does. Raises ConfigError where one asks and
+    there is none.
     """
-    script = _Script(task, opening, list(messages), chat, condenser)
-    limits = Limits(context_tokens, sampled_tokens=UNLIMITED, tool_tokens=UNLIMITED)
+    condenser = condenser or Whole()
+    kept = [message for message in messages if condenser.active or message.name != SUMMARY]
+    script = _Script(task, opening, kept, chat, condenser)
+    limits = Limits(context_tokens if condenser.active else UNLIMITED, UNLIMITED, UNLIMITED)
     sampling = Sampling(max_new_tokens=max_new_tokens)
     environment, asking = _ScriptedEnvironment(script=script), _ScriptedCondenser(script)
     return await run_rollout(task, environment, chat, script.sample, sampling, limits, asking, attend)
@@ -116,6 +95,10 @@ class _ScriptedCondenser(Condenser):
         self._script = script
 
     @property
+    def active(self) -> bool:
+        return self._script.condenser.active
+
+    @property
     def name(self) -> str:
         return self._script.condenser.name
 
@@ -125,9 +108,3 @@ class _ScriptedCondenser(Condenser):
             return await conversation.ask(question)
 
         return await self._script.condenser.condense(replace(conversation, ask=ask))
-
-
-def _answers(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """What stands before the assistant's next message."""
-    end = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
-    return tuple(messages[:end])

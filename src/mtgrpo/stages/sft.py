@@ -20,7 +20,7 @@ from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.summary import write_summary
-from mtgrpo.rollout.demonstrations import demonstrate, demonstrate_condensed
+from mtgrpo.rollout.demonstrations import demonstrate
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.run import Run, most_unasked, open_run
@@ -109,13 +109,8 @@ async def demonstrations(
         without = 0
         async with runner.environment.conversation(task) as (_, opening):
             pass  # what it opens with is all that is needed
-        if runner.condenser.active:
-            limits = runner.limits.context_tokens, runner.sampling.max_new_tokens
-            yield await demonstrate_condensed(
-                task, opening, messages, runner.chat, runner.condenser, *limits, runner.attend
-            )
-        else:
-            yield demonstrate(task, opening, messages, runner.chat)
+        limits = runner.limits.context_tokens, runner.sampling.max_new_tokens
+        yield await demonstrate(task, opening, messages, runner.chat, runner.condenser, *limits, runner.attend)
 
 
 async def within(
