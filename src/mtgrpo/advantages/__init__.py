@@ -8,14 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from mtgrpo.advantages.rewards import Rewards
-from mtgrpo.algorithms import Algorithm
+from mtgrpo.algorithms import Algorithm, Tensor
 from mtgrpo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Level(Enum):

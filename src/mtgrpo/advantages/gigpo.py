@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mtgrpo.advantages import AdvantageEstimator, Assigned, discounted, last_of
 from mtgrpo.advantages.rewards import Rewards
-from mtgrpo.algorithms import Algorithm
+from mtgrpo.algorithms import Algorithm, Tensor
 from mtgrpo.errors import require
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mtgrpo.algorithms import Algorithm, Truncated
+from mtgrpo.algorithms import Algorithm, Tensor, Truncated
 from mtgrpo.types import Group, Status, Trajectory
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 AUXILIARY = 2**20  # more turns than any conversation has
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mtgrpo.advantages import AdvantageEstimator, Assigned
 from mtgrpo.advantages.rewards import Rewards
-from mtgrpo.algorithms import Algorithm
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtgrpo.algorithms import Algorithm, Tensor
 
 
 @dataclass

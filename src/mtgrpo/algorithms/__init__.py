@@ -9,14 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from mtgrpo.algorithms.average import Average
 from mtgrpo.errors import ConfigError, require
 from mtgrpo.types import Status, Trajectory
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+
+Tensor: TypeAlias = "torch.Tensor"  # settings alone import no library
 
 
 class Truncated(Enum):

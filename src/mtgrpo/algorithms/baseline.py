@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mtgrpo.algorithms import Algorithm, Baseline
+from mtgrpo.algorithms import Algorithm, Baseline, Tensor
 from mtgrpo.errors import require
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
+from mtgrpo.algorithms import Tensor
 from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class OldPolicy(Enum):

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mtgrpo.algorithms import PerToken, Tokens
+from mtgrpo.algorithms import PerToken, Tensor, Tokens
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.algorithms.surrogate import ClippedSurrogate
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
+from mtgrpo.algorithms import Tensor
 from mtgrpo.algorithms.ratio import LARGEST, is_clamped, ratio_of
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 STEPS_AT_MOST = 0.2  # by how much of its value the coefficient changes at once, times kl.adaptation (arXiv:1909.08593)
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mtgrpo.algorithms import Algorithm, Baseline
+from mtgrpo.algorithms import Algorithm, Baseline, Tensor
 from mtgrpo.algorithms.baseline import whitened
 from mtgrpo.algorithms.surrogate import ClippedSurrogate
 from mtgrpo.errors import require
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass

@@ -5,11 +5,7 @@ In fp32 exp(89) is infinite, and 0 times infinity, the gradient where a clip hol
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from mtgrpo.algorithms import Tensor
 
 LARGEST = 20.0  # nats: exp(20) is 5e8
 

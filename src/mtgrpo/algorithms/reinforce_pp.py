@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mtgrpo.algorithms import Algorithm, Baseline
+from mtgrpo.algorithms import Algorithm, Baseline, Tensor
 from mtgrpo.algorithms.baseline import group_mean, whitened
 from mtgrpo.algorithms.surrogate import ClippedSurrogate
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mtgrpo.algorithms import PerToken, Tokens
+from mtgrpo.algorithms import PerToken, Tensor, Tokens
 from mtgrpo.algorithms.ratio import ratio_of
 from mtgrpo.errors import ConfigError, require
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass

@@ -23,7 +23,6 @@ class SGLang(Replica):
     _label = ""  # of its weights
 
     async def check(self, config: Mapping[str, Any], longest: int) -> None:
-        """See `Replica.check`."""
         info = await self.ask("GET", "/get_server_info")
         if (length := info.get("context_length")) and length < longest:
             raise ConfigError(
@@ -32,7 +31,6 @@ class SGLang(Replica):
             )
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
-        """See `Replica.sample`."""
         settings = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -46,7 +44,6 @@ class SGLang(Replica):
         return Part([entry[1] for entry in listed], [entry[0] for entry in listed], [], finish)
 
     async def likeliest(self, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
-        """See `Replica.likeliest`."""
         settings = {"max_new_tokens": 1, "temperature": HOT, "ignore_eos": True}
         found = await self._generate(tokens, settings, logprob_start_len=0, top_logprobs_num=count)
         rows = zip(found["input_token_logprobs"][1:], found["input_top_logprobs"][1:], strict=True)
@@ -61,7 +58,6 @@ class SGLang(Replica):
         return found
 
     async def abort(self) -> None:
-        """See `Replica.abort`."""
         await self.ask("POST", "/abort_request", json={"abort_all": True})
 
     async def reload(self, folder: Path) -> None:
@@ -75,7 +71,6 @@ class SGLang(Replica):
         raise ConfigError("engine.kind=sglang takes no adapters: set engine.kind=vllm, or train all weights")
 
     async def label(self, version: int) -> None:
-        """See `Replica.label`."""
         self._label = str(version)
         await self.ask("POST", "/update_weight_version", json={"new_version": self._label})
 

@@ -70,7 +70,6 @@ class VLLM(Replica):
             raise ConfigError(f"{self.name} takes no weights: start it with VLLM_SERVER_DEV_MODE=1 set") from error
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
-        """See `Replica.sample`."""
         cut = sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
         settings: dict[str, Any] = {
             "max_tokens": sampling.max_new_tokens,
@@ -91,7 +90,6 @@ class VLLM(Replica):
         )
 
     async def likeliest(self, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
-        """See `Replica.likeliest`."""
         settings = {"max_tokens": 1, "prompt_logprobs": count, "temperature": HOT, "logprobs": 0, "ignore_eos": True}
         answer = await self._generate(tokens, settings)
         rows = [{int(token): found["logprob"] for token, found in row.items()} for row in answer["prompt_logprobs"][1:]]
@@ -107,11 +105,9 @@ class VLLM(Replica):
         return answer
 
     async def abort(self) -> None:
-        """See `Replica.abort`."""
         await self.ask("POST", "/abort_requests", json={})
 
     async def reload(self, folder: Path) -> None:
-        """See `Replica.reload`."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self.ask("POST", "/collective_rpc", json=call)
         for _ in range(RESETS):
@@ -138,7 +134,6 @@ class VLLM(Replica):
         await super().close()
 
     async def label(self, version: int) -> None:
-        """See `Replica.label`."""
         self._label = str(version)
         await self.ask("POST", "/update_weight_version", json={"new_version": self._label})
 
@@ -147,7 +142,6 @@ class VLLM(Replica):
         await self.ask("POST", "/sleep", params={"level": 1})
 
     async def wake(self) -> None:
-        """See `Replica.wake`."""
         await self.ask("POST", "/wake_up")
 
 
