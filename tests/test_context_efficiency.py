@@ -144,7 +144,7 @@ def test_shorter_right_answers_are_never_worth_less_and_order_does_not_matter(
 def test_what_length_and_being_right_move_an_advantage_by(
     others: list[tuple[bool, int]], bonus: float, long: int, short: int, early: int
 ) -> None:
-    """The bounds of the docstring, with all that a trajectory changes of its siblings' rewards."""
+    """The bounds of docs/tasks_and_rewards.md, with all that a trajectory changes of its siblings' rewards."""
     reward = ContextEfficiency(of=["numeric"], bonus=bonus)
     n = len(others) + 1
 

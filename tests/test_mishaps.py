@@ -195,7 +195,7 @@ def test_a_schema_that_refers_to_nothing_is_refused() -> None:
 async def test_payments_count_once_with_answers_of_a_file_too() -> None:
     trajectory = told("a")
     trajectory.turns[0].paid = 2.0
-    assert await scores(GroundTruth(of=["environment"]), [trajectory]) == [Score(2.0, paid=2.0)]
+    assert await scores(GroundTruth(of=["environment"]), [trajectory]) == [Score(2.0, {"environment": 2.0}, paid=2.0)]
 
 
 async def test_parts_of_several_rewards_keep_their_components() -> None:

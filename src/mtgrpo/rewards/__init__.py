@@ -183,6 +183,10 @@ class OfRewards(Reward, ABC):
         """As the first of the others has it."""
         return next(iter(self._parts.values())).answer(trajectory)
 
+    def note(self, divide_by_std: bool) -> str:
+        """What each of the others has to say."""
+        return "; ".join(text for part in self._parts.values() if (text := part.note(divide_by_std)))
+
     async def part_scores(self, siblings: Sequence[Trajectory]) -> list[dict[str, Score] | Exception]:
         """What each of the others gives each sibling, by name; an exception where one of them could not."""
         found = await together(scores(part, siblings) for part in self._parts.values())

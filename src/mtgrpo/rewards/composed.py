@@ -30,10 +30,6 @@ class Composed(OfRewards):
         """The weighted sums. Raises ConfigError as the others do."""
         return [one if isinstance(one, Exception) else self._sum(one) for one in await self.part_scores(siblings)]
 
-    def note(self, divide_by_std: bool) -> str:
-        """What each of the others has to say."""
-        return "; ".join(text for part in self._parts.values() if (text := part.note(divide_by_std)))
-
     def _settings(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
         weight = given.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float):

@@ -32,22 +32,7 @@ class ContextEfficiency(OfRewards):
     pass_rate is the share of the siblings that are right (of those that did not fail), shortest the least L of these;
     one that was truncated and right counts in both, whatever algorithm.truncated makes of it.
 
-    Bounded: 1 - bonus < R_i <= 1 - bonus + bonus * pass_rate, with bonus < 1/2. So right siblings differ by less than
-    bonus * pass_rate, whatever their lengths, while right and wrong differ by more than 1 - bonus > bonus: a wrong
-    answer never pays, however short. A shorter way that is wrong more often has the higher expected reward only
-    if it is right more than (1 - bonus) / (1 - bonus + bonus * pass_rate) times as often: 0.8 times by default where
-    siblings are all right, nearer to 1 where they are not. That limit comes from the range of right answers' rewards;
-    no other shape of the bonus within it would raise it, a smaller `bonus` does. For the advantages R_i - mean(R) of
-    n > 1 siblings, which trajectory i moves through the others' rewards too: its length counts for at most
-    2 bonus (1 - 1/n), its being right for more than (1 - bonus - bonus / n)(1 - 1/n) > 0.
-
-    All this needs algorithm.divide_by_std=false. Where all siblings are right only lengths differ; divided by their
-    deviation, tiny differences weigh as much as right against wrong elsewhere, whatever the form and the bonus, and one
-    short way among long ones pays as soon as it is right more than half of the time.
-
-    Plain: right and wrong differ by 1 / L, 5e-4 at 2000 tokens. Adam does not mind the scale of gradients, but what is
-    added to them does not shrink with it: with algorithm.divide_by_std=false kl.coef, algorithm.entropy_coef and
-    rewards of turns drown the outcome, and optimizer.max_grad_norm no longer binds.
+    A wrong answer never pays, however short, where algorithm.divide_by_std=false: docs/tasks_and_rewards.md says why.
 
     An answer is right that all rewards in `of` count as a success: of=[numeric], of={code: {}, format: {min_chars: 9}}.
     A truncated trajectory is graded by its final message, as other rewards do.
@@ -102,4 +87,4 @@ class ContextEfficiency(OfRewards):
                 "kl.coef, algorithm.entropy_coef and rewards of turns drown, and optimizer.max_grad_norm no longer "
                 "binds; set reward.form=bounded"
             )
-        return "; ".join(found + [text for part in self._parts.values() if (text := part.note(divide_by_std))])
+        return "; ".join(filter(None, (*found, super().note(divide_by_std))))

@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.rewards import Given, OfRewards, Score
+from mtgrpo.rewards import Given
 from mtgrpo.rewards.code import last_code_block
+from mtgrpo.rewards.composed import Composed
 from mtgrpo.types import Trajectory
 
 _MARKER = re.compile(r"####|\\boxed\{")
 
 
 @dataclass
-class GroundTruth(OfRewards):
+class GroundTruth(Composed):
     """The sum of the rewards `of`, which are told the answers of a file in place of the tasks' own."""
 
     default: ClassVar[Mapping[str, Any]] = {"em": None}
 
-    of: Any = None  # as reward=composed has it, without weights; null: [em]
+    of: Any = None  # as reward=composed has it; null: [em]
     file: str = ""  # lines {"id": ..., "answer": ...}, which take precedence over the tasks' own answers
     heuristic: bool = False  # of a task without an answer, a message that merely looks like one is worth 1
 
@@ -38,21 +39,15 @@ class GroundTruth(OfRewards):
             task = replace(task, answer=self._answers[task.id], metadata={})
         elif self.heuristic and not (task.answer.strip() or task.metadata.get("answers")):
             return [_looks_answered(trajectory.final) for trajectory in siblings]
-        found = await self.part_scores([replace(trajectory, task=task) for trajectory in siblings])
-        return [one if isinstance(one, Exception) else _sum(one) for one in found]
+        return await super().rewards([replace(trajectory, task=task) for trajectory in siblings])
 
     def note(self, divide_by_std: bool) -> str:
         """That tasks may be graded by a marker alone."""
-        if not self.heuristic:
-            return ""
-        return (
+        said = (
             "reward ground_truth: heuristic=true: of tasks without an answer, whatever looks like one counts as right; "
             "the policy may learn to write just that"
         )
-
-
-def _sum(found: dict[str, Score]) -> Score:
-    return Score(sum(one.total for one in found.values()), paid=sum(one.paid for one in found.values()))
+        return "; ".join(filter(None, (said * self.heuristic, super().note(divide_by_std))))
 
 
 def _looks_answered(text: str) -> float:
