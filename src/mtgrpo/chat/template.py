@@ -90,7 +90,6 @@ class TemplateChat(Chat):
         self._thinking = settings.thinking
         self._schemas: dict[str, Mapping[str, Any]] = {}
         self._extensions: dict[tuple[Any, ...], TemplatePieces | None] = {}
-        self._outputs: dict[tuple[bool, bool, int], TemplatePieces | None] = {}
         self._visible: dict[tuple[Any, ...], frozenset[int]] = {}
 
         self._prompt = self._template.render_or_refuse([USER], (), prompt=True)
@@ -164,15 +163,7 @@ class TemplateChat(Chat):
         return self._safe.decode(tokens)
 
     def encode(self, message: Message) -> list[int]:
-        shape = (bool(message.reasoning), bool(message.content), len(message.tool_calls))
-        if shape not in self._outputs:
-            self._outputs[shape] = self._learn_output(*shape)
-        pieces = self._outputs[shape]
-        if pieces is None:
-            return self._safe.encode_after(self._opener, self._output(message))
-        values = [self._safe.escape(text, sampled=True) for text in (message.reasoning, message.content)]
-        values.append(self._format.write(self._template.escaped_calls(message.tool_calls)))
-        return self._safe.encode_after(self._opener, pieces.fill(values))
+        return self._safe.encode_after(self._opener, self._output(message))
 
     def _find_turn_end(self) -> str:
         """The added token with which the template ends an assistant's turn whatever follows; "" if there is none."""
@@ -201,8 +192,9 @@ class TemplateChat(Chat):
 
     def _find_separator(self) -> str:
         """The text that the template writes between content and tool calls."""
-        pieces = self._learn_output(reasoning=False, content=True, calls=1)
-        return pieces.literals[1] if pieces is not None and pieces.slots == (1, 2) else "\n"
+        text = self._output(Message("assistant", "contentx7q", tool_calls=(PROBE_CALL,)))
+        between, written, _ = text.partition("contentx7q")[2].partition(self._format.write((PROBE_CALL,)))
+        return between if written else "\n"
 
     def _learn_extension(self, calls: bool, tools: bool, new: Sequence[Message]) -> TemplatePieces | None:
         texts = _texts(new)
@@ -236,19 +228,6 @@ class TemplateChat(Chat):
                 return None
             extensions.add(extension)
         return extensions.pop() if len(extensions) == 1 else None
-
-    def _learn_output(self, reasoning: bool, content: bool, calls: int) -> TemplatePieces | None:
-        probes = (PROBE_CALL,) * calls
-        written = self._format.write(probes)
-
-        def write(values: Sequence[str]) -> str | None:
-            thoughts, text = values[0] if reasoning else "", values[1] if content else ""
-            text = self._output(Message("assistant", text, thoughts, probes))
-            if not calls:
-                return text
-            return text.replace(written, values[2]) if text.count(written) == 1 else None
-
-        return learn(write, 3)
 
     def _output(self, message: Message) -> str:
         """The text of the model's output, by rendering the template; in the format alone where that does not work."""
