@@ -85,7 +85,7 @@ def load_file(path: Path) -> ModuleType:
     try:
         return importlib.import_module(f"{__name__}.{str(path).encode().hex()}")
     except Exception as error:
-        raise ConfigError(f"{path} cannot be imported: {_where(error, path)}{type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path} cannot be imported: {explained(error)}") from error
 
 
 class _FileFinder:
@@ -116,12 +116,6 @@ def explained(error: BaseException) -> str:
 def _own(frame: FrameType) -> bool:
     """Whether the code stands in a file that `load_file` has read."""
     return str(frame.f_globals.get("__name__")).startswith(f"{__name__}.")
-
-
-def _where(error: Exception, path: Path) -> str:
-    """The deepest line of the file itself that the error went through; a syntax error says its own."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f"line {lines[-1]}: " if lines else ""
 
 
 def only(candidates: list[str], where: str, base: type) -> str:
