@@ -303,9 +303,9 @@ def test_nothing_is_opened_before_the_run(tmp_path: Path) -> None:
     "settings, message",
     [
         ({}, r"needs a corpus: environment.tools=\{search: \{corpus: FILE\}\}"),
-        ({"corpus": "x", "max_results": 4}, "results must be from 1 to max_results"),
-        ({"corpus": "x", "results": 0}, "results must be from 1 to max_results"),
-        ({"corpus": "x", "snippet_chars": -1}, "snippet_chars >= 0"),
+        ({"corpus": "x", "max_results": 4}, "`results` must be >= 1 and <= 4 .max_results."),
+        ({"corpus": "x", "results": 0}, "`results` must be >= 1 and <= 10 "),
+        ({"corpus": "x", "snippet_chars": -1}, "`snippet_chars` must be >= 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], message: str) -> None:

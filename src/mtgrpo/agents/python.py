@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import json
+import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine
@@ -19,7 +20,7 @@ from mtgrpo.agents import Address, Agent, Outcome, outcome_of
 from mtgrpo.agents.process import run_process
 from mtgrpo.errors import ConfigError
 from mtgrpo.tools import in_thread
-from mtgrpo.types import Message, Task, ToolCall
+from mtgrpo.types import Task
 
 
 class Isolation(Enum):
@@ -65,29 +66,18 @@ class Python(Agent):
     async def _in_process(self, task: Task, address: Address) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="mtgrpo-", ignore_cleanup_errors=True) as place:
             folder = Path(place)
-            given = {"function": str(Path(self.function).expanduser().resolve()), "path": sys.path}
-            asked = {**given, "task": dataclasses.asdict(task), "address": dataclasses.asdict(address)}
-            (folder / "task.json").write_text(json.dumps(asked))
-            argv = [
-                sys.executable,
-                "-P",
-                "-c",
-                f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()",
-            ]
+            function = str(Path(self.function).expanduser().resolve())
+            (folder / ".asked").write_bytes(pickle.dumps((function, task, address)))
+            code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
+            argv = [sys.executable, "-P", "-c", code]
             await run_process(argv, folder, address, self.environment, keep=500)
             return Outcome(**json.loads((folder / "outcome.json").read_text()))
 
 
 def main() -> None:
-    """In the process: the function of task.json leaves outcome.json."""
-    asked: dict[str, Any] = json.loads(Path("task.json").read_text())
-    task: dict[str, Any] = asked["task"]
-    task["messages"] = tuple(
-        Message(**message | {"tool_calls": tuple(ToolCall(**call) for call in message["tool_calls"])})
-        for message in task["messages"]
-    )
-    function = extension.find("mtgrpo.agents", asked["function"], Agent)
-    outcome = outcome_of(_called(function, Task(**task), Address(**asked["address"]), []))
+    """In the process: the function that is asked for leaves outcome.json."""
+    name, task, address = pickle.loads(Path(".asked").read_bytes())
+    outcome = outcome_of(_called(extension.find("mtgrpo.agents", name, Agent), task, address, []))
     Path("outcome.json").write_text(json.dumps(dataclasses.asdict(outcome)))
 
 

@@ -6,12 +6,76 @@ context and the sampled output. Text that the policy did not sample cannot becom
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from mtgrpo.chat.base import Chat, ChatSettings, Thinking, Tools
+from mtgrpo.types import Message, ToolSpec
 
-__all__ = ["Chat", "ChatSettings", "Thinking", "Tools", "open_chat"]
+
+class Thinking(Enum):
+    """Whether the reasoning of earlier turns stays in the context."""
+
+    keep = "keep"  # it stays in the context: every turn extends the one before, token for token
+    strip = "strip"  # where the template drops it, the context is rendered again and a new segment begins
+
+
+class Tools(Enum):
+    """How tools are described to the model, and how calls and replies are written."""
+
+    auto = "auto"  # by the template; in the prompt where the template has no place for them
+    template = "template"  # by the template
+    prompt = "prompt"  # in the system prompt and in contents, as Hermes does; the template gets no tools
+
+
+@dataclass
+class ChatSettings:
+    """How messages become tokens."""
+
+    template: str = "auto"  # auto = the tokenizer's own; "chatml", for base models too; or the path of a .jinja file
+    tools: Tools = Tools.auto  # by the template, or in the prompt; auto = the prompt where the template has no place
+    thinking: Thinking = Thinking.keep  # keep: the policy sees its earlier reasoning; strip: as the template has it
+
+
+class Chat(ABC):
+    """Turns messages into tokens and back, for one model."""
+
+    stop_ids: tuple[int, ...]  # the tokens that end a turn
+    notes: list[str]  # the settings in force, for the start of a run; `open` may add one
+    template: str | None = None  # the jinja source in use; None = the tokenizer's own
+
+    @abstractmethod
+    def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """The tokens of a whole conversation so far, with the generation prompt of the model's next turn.
+
+        Raises ConfigError when the template refuses the conversation, or has no place for tools.
+        """
+
+    @abstractmethod
+    def extend(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec], ended: int | None = None
+    ) -> list[int] | None:
+        """The tokens between a sampled output and the model's next turn.
+
+        `history` ends with the sampled message, `new` is the environment's answer. `ended` is the token that ended the
+        output, None for the template's own end of turn; if it is none of `stop_ids`, the template's end of turn
+        follows. Returns None when the next context cannot be proven to begin with the present one: then call `open`.
+        """
+
+    @abstractmethod
+    def parse(self, output: Sequence[int]) -> Message:
+        """The message in sampled tokens, with or without their stop token. Mistakes in it are `Message.error`."""
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of sampled tokens, special ones included."""
+
+    @abstractmethod
+    def encode(self, message: Message) -> list[int]:
+        """The output tokens, stop token included, with which the model would have generated `message`."""
 
 
 def open_chat(tokenizer: Any, settings: ChatSettings) -> Chat:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import renderers  # pyright: ignore[reportMissingTypeStubs]
 import renderers.base  # pyright: ignore[reportMissingTypeStubs]
 
-from mtgrpo.chat.base import Chat, Thinking
+from mtgrpo.chat import Chat, Thinking
 from mtgrpo.chat.formats import Malformed, split_thinking
 from mtgrpo.chat.pieces import PROBE_TOOL, USER
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from mtgrpo.chat.base import Chat, ChatSettings, Thinking, Tools
+from mtgrpo.chat import Chat, ChatSettings, Thinking, Tools
 from mtgrpo.chat.formats import FORMATS, Hermes, ToolFormat, split_thinking
 from mtgrpo.chat.pieces import (
     ANCHOR,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.types import Group, Status, Trajectory
 
 
@@ -23,13 +23,8 @@ class Filter:
     max_batches: int = 10  # run for one, at most; then it is trained as it is
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_success <= self.max_success <= 1:
-            raise ConfigError(
-                "filter.min_success and filter.max_success must satisfy 0 <= min <= max <= 1, "
-                f"got {self.min_success} and {self.max_success}"
-            )
-        if self.max_batches < 1:
-            raise ConfigError(f"filter.max_batches must be >= 1, got {self.max_batches}")
+        require(self, min_success=">= 0", max_success=f">= {self.min_success} and <= 1 (min_success and 1)")
+        require(self, max_batches=">= 1")
         if self.refill and not self.active:
             raise ConfigError(
                 "filter.refill=true, but nothing is left out: set filter.zero_variance=true, or filter.min_success and "

@@ -6,7 +6,7 @@ import random
 import zlib
 from dataclasses import dataclass, field
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.tasks import Generated, Split
 from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator as CalculatorTool
@@ -74,11 +74,7 @@ class Calculator(Generated):
     demonstrator: Demonstrator = field(default_factory=Demonstrator)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_steps <= self.max_steps <= 8:
-            raise ConfigError(
-                f"task.min_steps and task.max_steps must satisfy 1 <= min <= max <= 8, "
-                f"got {self.min_steps} and {self.max_steps}"
-            )
+        require(self, min_steps=">= 1", max_steps=f">= {self.min_steps} and <= 8 (min_steps and the most)")
 
     def task(self, split: Split, seed: int, index: int) -> Task:
         """A story about a chain of calculations."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import require
 from mtgrpo.tasks import Generated, Split, called
 from mtgrpo.tasks.calculator import numbers
 from mtgrpo.types import SUMMARY, Message, Task
@@ -30,12 +30,7 @@ class Ledger(Generated):
     right: float = 1.0  # share of demonstrations without an error; the others stop at an earlier page
 
     def __post_init__(self) -> None:
-        if not 2 <= self.min_pages <= self.max_pages:
-            raise ConfigError(
-                "task.min_pages and task.max_pages must satisfy 2 <= min <= max, "
-                f"got {self.min_pages} and {self.max_pages}"
-            )
-        require(self, right=">= 0 and <= 1")
+        require(self, min_pages=">= 2", max_pages=f">= {self.min_pages} (min_pages)", right=">= 0 and <= 1")
 
     def task(self, split: Split, seed: int, index: int) -> Task:
         """Pages."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 from mtgrpo.errors import ConfigError, require
@@ -34,41 +36,29 @@ class Faults:
     @contextmanager
     def during(self, *key: object) -> Generator[None]:
         """In the conversation that begins here; `key` tells it from all others."""
-        token = _conversation.set(_Conversation(self, key))
+        attempts = (partial(self._attempt, random.Random(repr((key, number)))) for number in count(1))
+        token = _attempts.set(attempts)
         try:
             yield
         finally:
-            _conversation.reset(token)
-
-
-class _Conversation:
-    """The faults of one conversation, call by call."""
-
-    def __init__(self, faults: Faults, key: tuple[object, ...]) -> None:
-        self._faults, self._key, self._calls = faults, key, 0
-
-    def next_call(self) -> Attempt:
-        self._calls += 1
-        draw = random.Random(repr((self._key, self._calls)))
-        return lambda work: self._attempt(draw, work)
+            _attempts.reset(token)
 
     async def _attempt(self, draw: random.Random, work: Callable[[], Awaitable[Any]]) -> Any:
-        faults, drawn = self._faults, draw.random()
-        if faults.latency_s:
-            await asyncio.sleep(faults.latency_s)
-        if drawn < faults.error_rate:
+        drawn = draw.random()
+        if self.latency_s:
+            await asyncio.sleep(self.latency_s)
+        if drawn < self.error_rate:
             raise ConnectionError("a fault on purpose (faults.error_rate)")
-        if (drawn := drawn - faults.error_rate) < faults.hang_rate:
+        if (drawn := drawn - self.error_rate) < self.hang_rate:
             await asyncio.Event().wait()
-        if drawn - faults.hang_rate < faults.garbage_rate:
+        if drawn - self.hang_rate < self.garbage_rate:
             return draw.randbytes(40).decode("latin-1") + "\0"
         return await work()
 
 
-_conversation: ContextVar[_Conversation | None] = ContextVar("_conversation", default=None)
+_attempts: ContextVar[Iterator[Attempt]] = ContextVar("_attempts")  # of each call of a conversation
 
 
 def next_call() -> Attempt | None:
     """What makes the attempts at the next call of this conversation, and lets some of them fail; None outside one."""
-    conversation = _conversation.get()
-    return conversation.next_call() if conversation else None
+    return next(_attempts.get(iter(())), None)

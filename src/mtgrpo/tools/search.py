@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.part import RunContext
 from mtgrpo.tools import Tool, ToolError, schema
 from mtgrpo.tools.passages import Passage, PassageIndex
@@ -40,11 +40,7 @@ class Search(Tool):
                 "the tool search needs a corpus: environment.tools={search: {corpus: FILE}}, a .jsonl file with id, "
                 "text and perhaps title"
             )
-        if not 1 <= self.results <= self.max_results or self.snippet_chars < 0:
-            raise ConfigError(
-                "the tool search: results must be from 1 to max_results, and snippet_chars >= 0 (0 = all), "
-                f"got {self.results}, {self.max_results} and {self.snippet_chars}"
-            )
+        require(self, results=f">= 1 and <= {self.max_results} (max_results)", snippet_chars=">= 0 (0 = all)")
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
