@@ -29,13 +29,8 @@ def names(package: str) -> list[str]:
 
 def options(package: str, base: type) -> dict[str, type]:
     """The classes that a folder offers, by their option's name; a file that holds no concrete `base` is no option."""
-    found: dict[str, type] = {}
-    for name in names(package):
-        module = importlib.import_module(f"{package}.{name}")
-        candidates = _candidates(module, base)
-        if candidates:
-            found[name] = getattr(module, only(candidates, module.__name__, base))
-    return found
+    modules = {name: importlib.import_module(f"{package}.{name}") for name in names(package)}
+    return {name: _only(module, base) for name, module in modules.items() if _candidates(module, base)}
 
 
 def find(package: str, name: str, base: type) -> Any:
@@ -58,8 +53,7 @@ def find(package: str, name: str, base: type) -> Any:
             f"there is no {package.rpartition('.')[2]} named {name!r}; known: {', '.join(options(package, base))}; "
             "or give a file of your own as path/to/file.py:Name"
         )
-    module = importlib.import_module(f"{package}.{name}")
-    return getattr(module, only(_candidates(module, base), f"{package}.{name}", base))
+    return _only(importlib.import_module(f"{package}.{name}"), base)
 
 
 def find_class(package: str, name: str, base: type[T]) -> type[T]:
@@ -118,13 +112,14 @@ def _own(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).startswith(f"{__name__}.")
 
 
-def only(candidates: list[str], where: str, base: type) -> str:
-    """The single name in `candidates`; an extension file holds exactly one concrete subclass of `base`."""
-    if len(candidates) != 1:
+def _only(module: ModuleType, base: type) -> type:
+    """The one concrete subclass of `base` that an extension file holds."""
+    found = _candidates(module, base)
+    if len(found) != 1:
         raise ConfigError(
-            f"{where} must define exactly one concrete {base.__name__}, it defines {candidates or 'none'}"
+            f"{module.__name__} must define exactly one concrete {base.__name__}, it defines {found or 'none'}"
         )
-    return candidates[0]
+    return getattr(module, found[0])
 
 
 def _candidates(module: ModuleType, base: type) -> list[str]:

@@ -9,8 +9,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtgrpo.agents import Address, Agent, Outcome, outcome_of
-from mtgrpo.agents.process import run_process
+from mtgrpo.agents import Address, Agent, Outcome, outcome_of, run_process
 from mtgrpo.errors import ConfigError, require
 from mtgrpo.types import Task
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo import extension
-from mtgrpo.agents import Address, Agent, Outcome, outcome_of
-from mtgrpo.agents.process import run_process
+from mtgrpo.agents import Address, Agent, Outcome, outcome_of, run_process
 from mtgrpo.errors import ConfigError
 from mtgrpo.tools import in_thread
 from mtgrpo.types import Task
