@@ -32,7 +32,6 @@ from talk import Talk, Tokens
 from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.condensers.none import Whole
 from mtgrpo.engines import Key
-from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.journal import Journal
 from mtgrpo.model import tiny
 from mtgrpo.rollout.conversation import Limits
@@ -42,10 +41,13 @@ from mtgrpo.rollout.stream import Stream
 from mtgrpo.tasks import IndexedStream
 from mtgrpo.types import Message, Sampling, Task
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from scripted import ScriptedEngine
+
 FOLDER = Path("outputs/benchmarks/stream")
 BATCH, STALENESS, SAVED = 100, 2, 10  # tasks; updates; batches from one saved position to the next
 ANEW = multiprocessing.get_context("forkserver")
-ANEW.set_forkserver_preload(["mtgrpo.model.tiny", "mtgrpo.rollout.stream", "mtgrpo.engines.scripted"])
+ANEW.set_forkserver_preload(["mtgrpo.model.tiny", "mtgrpo.rollout.stream", "scripted"])
 
 
 class Uneven(Talk):

@@ -138,7 +138,7 @@ def mini_swe_agent(task: Task, address: Address) -> str:
 def main(name: str, outputs: list[str]) -> None:
     """Play with a policy that says `outputs`."""
     from mtgrpo.agents.python import Python
-    from mtgrpo.engines.scripted import ScriptedEngine
+    from scripted import ScriptedEngine
     from test_agents import group_of, said
 
     left = iter(outputs)

@@ -27,7 +27,6 @@ from mtgrpo.condensers.none import Whole
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
-from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import DType
@@ -38,6 +37,7 @@ from mtgrpo.rollout.conversation import Limits
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.update import update_config
 from mtgrpo.types import Group, Message, Sampling, Status, Task, Trajectory
+from scripted import ScriptedEngine
 from test_conversation import ANSWER, CALL, WIDE, Talk, calculator, chat, said
 from test_policy import Watched, make_model
 

@@ -30,7 +30,6 @@ from mtgrpo.config.compose import compose, parse
 from mtgrpo.engines import Key
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.engines.local.kv_cache import KVCache
-from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError, EngineError, RunError
 from mtgrpo.model import tiny
@@ -46,6 +45,7 @@ from mtgrpo.stages.metrics import describe_staleness
 from mtgrpo.stages.trainer import train
 from mtgrpo.tasks import IndexedStream
 from mtgrpo.types import Completion, Group, Message, Sampling, Status, Task, Trajectory
+from scripted import ScriptedEngine
 
 T = TypeVar("T")
 CHI_SQUARE_49 = 74.9  # 99th percentile with 49 degrees of freedom
@@ -450,7 +450,7 @@ ELSEWHERE = """
 from dataclasses import dataclass
 
 from mtgrpo.engines import Engine
-from mtgrpo.engines.scripted import ScriptedEngine
+from scripted import ScriptedEngine
 
 STARTED = []
 

@@ -22,12 +22,12 @@ from mtgrpo.condensers.recall import Recall, bm25
 from mtgrpo.condensers.summarize import Summarize
 from mtgrpo.condensers.truncate_tools import TruncateTools
 from mtgrpo.engines import Key
-from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
 from mtgrpo.rollout.conversation import CONDENSE, Limits, run_rollout
 from mtgrpo.rollout.demonstrations import demonstrate
 from mtgrpo.types import CallRecord, Completion, Finish, Group, Message, Sampling, Status, Task, ToolSpec, Trajectory
+from scripted import ScriptedEngine
 from test_conversation import TASK, WIDE, chat, said, tokenizer
 
 SPEC = ToolSpec("next", "The next page.", {"type": "object", "properties": {}})

@@ -20,7 +20,6 @@ from mtgrpo.chat import Chat, ChatSettings, open_chat
 from mtgrpo.condensers.none import Whole
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.engines.local import Local
-from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
@@ -35,6 +34,7 @@ from mtgrpo.rollout.stream import Stream
 from mtgrpo.tasks import IndexedStream, Split, TaskStream
 from mtgrpo.tasks.calculator import Calculator
 from mtgrpo.types import Finish, Group, Message, Sample, Sampling, Status, Task, Trajectory
+from scripted import ScriptedEngine
 
 TASK = Task("task/1", (Message("user", "What is 17 * 23?"),), answer="391")
 WIDE = Limits(context_tokens=4096, sampled_tokens=4096, tool_tokens=4096)

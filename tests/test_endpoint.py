@@ -27,10 +27,10 @@ from mtgrpo.endpoint.server import Endpoint, open_endpoint
 from mtgrpo.endpoint.session import USED_UP, Budget, Session
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
-from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.model.load import DType
 from mtgrpo.policy.updater import PolicyUpdater, UpdateConfig
 from mtgrpo.types import Completion, Group, Message, Sample, Sampling, Task, ToolSpec, Trajectory
+from scripted import ScriptedEngine
 from test_conversation import ANSWER, CALL, chat, said
 from test_policy import Watched, make_model
 

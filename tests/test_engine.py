@@ -858,7 +858,7 @@ def test_a_closed_engine_answers_nobody() -> None:
 
 def test_engines_import_no_library() -> None:
     """Settings and protocol alone; what runs a model is imported by `start`."""
-    modules = "mtgrpo.engines, mtgrpo.engines.local, mtgrpo.engines.scripted"
+    modules = "mtgrpo.engines, mtgrpo.engines.local, mtgrpo.engines.server"
     code = f"import sys, {modules}; sys.exit(', '.join({{'torch', 'transformers'}} & set(sys.modules)) or None)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")

@@ -23,7 +23,6 @@ from mtgrpo import journal
 from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.condensers.none import Whole
 from mtgrpo.engines import Key
-from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, EngineError
@@ -49,6 +48,7 @@ from mtgrpo.types import (
     Trajectory,
     Turn,
 )
+from scripted import ScriptedEngine
 
 STOP = tiny.load_tokenizer().eos_token_id
 HELLO = Message("user", "hello\ud800")  # a lone surrogate

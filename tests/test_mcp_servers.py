@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 from mtgrpo.engines import Key
-from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments.tool_use import OnOutage, ToolUse
 from mtgrpo.part import RunContext
 from mtgrpo.stages.metrics import describe
 from mtgrpo.tools import market
 from mtgrpo.types import Outcome, Status, Task
+from scripted import ScriptedEngine
 from test_conversation import TASK, make_runner
 from test_conversation import said as spoken
 from test_mcp import processes, said, server

@@ -16,7 +16,6 @@ import pytest
 
 from heavy_rewards import Elsewhere, Hangs, Leaves, LeavesItsProcess, Niceness, Poisoned
 from mtgrpo import environments, workers
-from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
 from mtgrpo.part import RunContext
@@ -27,6 +26,7 @@ from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.stages.metrics import _components
 from mtgrpo.tools.schema import ArgumentCheck, ToolError
 from mtgrpo.types import Finish, Message, Status, Task, ToolSpec, Trajectory, Turn
+from scripted import ScriptedEngine
 from test_conversation import TASK, make_runner, said
 
 

@@ -19,7 +19,6 @@ import counted
 from mtgrpo import cli
 from mtgrpo.config.compose import preset
 from mtgrpo.engines.local.engine import LocalEngine
-from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import EngineError
 from mtgrpo.part import RunContext
@@ -27,6 +26,7 @@ from mtgrpo.rewards import Score, opened, scores
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.run import open_parts
 from mtgrpo.types import Completion, Finish, Message, Status, Task, Trajectory, Turn
+from scripted import ScriptedEngine
 from test_conversation import TASK, make_runner, said
 
 FILE = counted.__file__

@@ -18,7 +18,6 @@ import pytest
 from mtgrpo import extension
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
-from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Opening, Reply
 from mtgrpo.environments.tool_use import OnOutage, ToolUse
 from mtgrpo.errors import ConfigError
@@ -28,6 +27,7 @@ from mtgrpo.tools import CallTimeoutError, ToolError
 from mtgrpo.tools.calls import CallLimits, Gate
 from mtgrpo.tools.faults import Faults
 from mtgrpo.types import CallRecord, Message, Outcome, Status, Task, ToolCall, Trajectory
+from scripted import ScriptedEngine
 from test_async import in_jumping_time
 from test_conversation import TASK, make_runner, model, said
 

@@ -20,7 +20,7 @@ import yaml
 from mtgrpo.errors import ConfigError
 from mtgrpo.record import reading
 from mtgrpo.record.reading import find_runs, read_metrics, read_runs
-from mtgrpo.record.versions import write_versions
+from mtgrpo.record.summary import write_versions
 from mtgrpo.report import content, main
 from mtgrpo.report.charts import chart
 from mtgrpo.statistics import compare, mean_over_tasks, wilson

@@ -28,9 +28,7 @@ from mtgrpo.memory import estimate
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.rounding import plain_logprobs
 from mtgrpo.model.settings import DType, LoRA
-from mtgrpo.sync import HOT, Nothing, Proof, ProofError
-from mtgrpo.sync.adapter import Adapter
-from mtgrpo.sync.files import Files
+from mtgrpo.sync import HOT, Adapter, Files, Nothing, Proof, ProofError
 from saving import save_model
 from test_memory import named, row
 

@@ -17,11 +17,11 @@ import pytest
 
 from mtgrpo import preset
 from mtgrpo.engines import Key, RunningEngine
-from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.stages import watchdog as watchdog_module
 from mtgrpo.stages.run import open_run
 from mtgrpo.stages.watchdog import Watchdog, open_watchdog, write_state
 from mtgrpo.types import Sampling
+from scripted import ScriptedEngine
 from test_conversation import said
 
 STUCK = '''

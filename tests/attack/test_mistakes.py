@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from mtgrpo import environments, together
-from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.rewards import Reward, Score
 from mtgrpo.types import Message, Status, Task, Trajectory
+from scripted import ScriptedEngine
 from test_async import in_jumping_time
 from test_conversation import TASK, make_runner, said
 

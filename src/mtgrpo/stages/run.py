@@ -31,7 +31,7 @@ from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.traits import check_length, traits
 from mtgrpo.part import RunContext, opens
 from mtgrpo.record.reading import read_settings
-from mtgrpo.record.versions import write_versions
+from mtgrpo.record.summary import write_versions
 from mtgrpo.rewards import opened
 from mtgrpo.rollout.conversation import Limits, visible_tools
 from mtgrpo.rollout.group import RolloutRunner

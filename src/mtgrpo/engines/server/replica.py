@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ import httpx
 
 from mtgrpo.engines.server import guard
 from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.sync import Server
 from mtgrpo.types import Finish, Sampling
 
 HEALTH = "/health"
@@ -80,7 +81,7 @@ class Process:
             await asyncio.to_thread(self._guard.wait)
 
 
-class Replica(ABC):
+class Replica(Server):
     """A server that is running, or that is started as `process`."""
 
     generates: ClassVar[str]  # the path of its requests for tokens
@@ -159,14 +160,6 @@ class Replica(ABC):
     @abstractmethod
     async def abort(self) -> None:
         """Answer the requests in flight with what they have."""
-
-    @abstractmethod
-    async def reload(self, folder: Path) -> None:
-        """Read all weights anew from the files in `folder`, and drop what was computed with others."""
-
-    @abstractmethod
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        """Sample with adapter `name`, which is in `folder`, from here on."""
 
     @abstractmethod
     async def label(self, version: int) -> None:

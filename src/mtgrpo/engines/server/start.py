@@ -19,9 +19,7 @@ from mtgrpo.engines.server.vllm import VLLM, command, environment
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.lora import has_adapter
-from mtgrpo.sync import Nothing, Push
-from mtgrpo.sync.adapter import Adapter
-from mtgrpo.sync.files import Files
+from mtgrpo.sync import Adapter, Files, Nothing, Push
 
 HOST = "127.0.0.1"  # of the servers that are started
 SHARED_MEMORY = Path("/dev/shm")

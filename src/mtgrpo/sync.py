@@ -1,0 +1,181 @@
+"""How new weights reach servers that have a copy of their own, and the proof that they hold them.
+
+Each way writes what servers read, once for all of them, and then tells each server to take it over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
+
+from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.model.load import computes_in, save_weights, saved_weights
+from mtgrpo.model.lora import has_adapter
+from mtgrpo.model.rounding import reference
+
+PROVEN = 64  # tokens of a context that both sides compute
+TOP = 20  # tokens of the vocabulary that are compared after each
+HOT = 2.0  # temperature at which one more token is sampled: its log-probability must be that of the same distribution
+# nats; smaller differences between two implementations are accepted whatever the model's own rounding is
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float64: 1e-4}
+
+
+class ProofError(EngineError):
+    """A server does not hold the trainer's weights."""
+
+
+class Server(ABC):
+    """What a push needs of a server."""
+
+    @abstractmethod
+    async def reload(self, folder: Path) -> None:
+        """Read all weights anew from the files in `folder`, and drop what was computed with others."""
+
+    @abstractmethod
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Sample with adapter `name`, which is in `folder`, from here on."""
+
+
+class Push(ABC):
+    """One way to bring weights to servers."""
+
+    served: str  # the model that a server is started with
+
+    @abstractmethod
+    def write(self, model: PreTrainedModel, version: int) -> int:
+        """Write what is new; returns its bytes. Runs in a thread, while nothing is trained."""
+
+    @abstractmethod
+    async def load(self, server: Server) -> None:
+        """Let `server` take over what was written last."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the trainer's own forward pass says of a context, to be compared with what servers say."""
+
+    version: int
+    tokens: list[int]
+    logprobs: torch.Tensor  # [positions, vocabulary], of the next token
+    bound: float  # nats, the largest distance that is accepted
+
+    @staticmethod
+    def of(model: PreTrainedModel, version: int, context: Sequence[int]) -> Proof:
+        """By the present weights, over `context`."""
+        expected = reference(model, context)
+        bound = max(TOLERANCE[computes_in(model)], expected.bound)
+        return Proof(version, list(context), expected.logprobs.float().cpu(), bound)
+
+    def distance(self, found: Sequence[Mapping[int, float]]) -> float:
+        """Root mean square of the differences in nats, each weighted by its token's probability.
+
+        found: for each token after the first, log-probabilities of that token and of the likeliest ones in its place;
+        at last that of a token that was sampled at temperature `HOT`.
+        """
+        squares = total = 0.0
+        expecting = [*self.logprobs[:-1], (self.logprobs[-1] / HOT).log_softmax(-1)]
+        if len(found) != len(expecting):
+            return math.nan
+        for row, listed in zip(expecting, found, strict=True):
+            ids = torch.tensor(list(listed))
+            expected = row[ids]
+            weight = expected.exp()
+            squares += (weight * (torch.tensor(list(listed.values())) - expected).square()).sum().item()
+            total += weight.sum().item()
+        return (squares / total) ** 0.5 if total else math.nan
+
+    def check(self, found: Sequence[Mapping[int, float]], server: str) -> float:
+        """The distance in nats. Raises ProofError where it is more than rounding explains."""
+        apart = self.distance(found)
+        if not apart <= self.bound:
+            raise ProofError(
+                f"{server} does not hold the trainer's weights: after update {self.version} its log-probabilities over "
+                f"{len(self.tokens)} tokens differ from the trainer's by {apart:.2g} nats, and {self.bound:.2g} are "
+                "accepted; what was pushed was not taken over, or it serves another model, computes in another dtype, "
+                "or gives other log-probabilities than it samples with (vLLM: --logprobs-mode processed_logprobs)"
+            )
+        return apart
+
+
+class Nothing(Push):
+    """Nothing is pushed: servers must hold the weights already, which the proof finds out."""
+
+    served = ""
+
+    def write(self, model: PreTrainedModel, version: int) -> int:
+        return 0
+
+    async def load(self, server: Server) -> None:
+        return
+
+
+class Files(Push):
+    """All weights: `folder`/served is a model as servers load it. A file appears there whole or not at all."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self._folder = folder / "served"
+        self.served = str(self._folder)
+        self._dtype = dtype
+
+    def write(self, model: PreTrainedModel, version: int) -> int:
+        """The weights in the dtype that servers compute in.
+
+        A head that is tied to the embeddings is written out, as a matrix of its own: vLLM 0.32 leaves a tied one at
+        its old values when it reads weights again.
+        """
+        if has_adapter(model):
+            raise ConfigError("engine.sync=files pushes all weights, and adapters are trained: set engine.sync=adapter")
+        head = next(name for name, part in model.named_modules() if part is model.get_output_embeddings())
+        weights = {name: weight.to("cpu", self._dtype) for name, weight in saved_weights(model).items()}
+        weights[f"{head}.weight"] = weights[f"{head}.weight"].clone()
+        partial = self._folder.with_name("partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        save_weights(model, partial, weights)
+        config = json.loads((partial / CONFIG_NAME).read_text())
+        (partial / CONFIG_NAME).write_text(json.dumps({**config, "tie_word_embeddings": False}))
+        self._folder.mkdir(exist_ok=True)
+        for path in sorted(partial.iterdir()):
+            os.replace(path, self._folder / path.name)
+        return sum(weight.nbytes for weight in weights.values())
+
+    async def load(self, server: Server) -> None:
+        await server.reload(self._folder)
+
+
+class Adapter(Push):
+    """The LoRA adapter alone: `folder`/policy-VERSION, as peft writes it; servers have the base."""
+
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        """Raises ConfigError where nothing is adapted, or no base is there to be served."""
+        config = cast(Any, next(iter(model.peft_config.values()))) if has_adapter(model) else None
+        base = str(config.base_model_name_or_path or "") if config else ""
+        if not base:
+            raise ConfigError("engine.sync=adapter: the model has no adapter of a saved base; set model.lora.rank=16")
+        self.served = base
+        self.rank = int(cast(Any, config).r)
+        self._folder = folder
+        self._name = ""
+
+    def write(self, model: PreTrainedModel, version: int) -> int:
+        """The adapter; the one before it is removed, and the one before that was let go of by then."""
+        if self._name:
+            shutil.rmtree(self._folder / self._name, ignore_errors=True)
+        self._name = f"policy-{version}"
+        weights = saved_weights(model)
+        (self._folder / self._name).mkdir(parents=True, exist_ok=True)
+        save_weights(model, self._folder / self._name, weights)
+        return sum(weight.nbytes for weight in weights.values())
+
+    async def load(self, server: Server) -> None:
+        await server.load_adapter(self._name, self._folder / self._name)
