@@ -197,6 +197,12 @@ class Turn:
     auxiliary: bool = False  # beside the conversation: it answers a condenser, or an agent's helper
     paid: float = 0.0  # what the environment paid for it
 
+    @staticmethod
+    def of(sampled: Completion, message: Message, new_context: list[int], parent: int, auxiliary: bool = False) -> Turn:
+        """The turn that an engine has sampled, and that says `message`."""
+        what = sampled.tokens, sampled.logprobs, sampled.versions, sampled.finish
+        return Turn(new_context, *what, message, parent, kept=sampled.kept, auxiliary=auxiliary)
+
 
 @dataclass(slots=True)
 class Trajectory(Counts):

@@ -272,18 +272,8 @@ class Session:
             turn.observations = turn.observations or tuple(context.answers)
         exchange.turn, exchange.history = len(trajectory.turns), [*context.history, message]
         trajectory.calls = [*trajectory.calls, *(CallRecord(call.name) for call in message.tool_calls)]
-        trajectory.turns.append(
-            Turn(
-                new_context=context.new,
-                output=completion.tokens,
-                logprobs=completion.logprobs,
-                versions=completion.versions,
-                finish=completion.finish,
-                message=message,
-                parent=parent.turn if parent is not None and context.extends else -1,
-                kept=completion.kept,
-            )
-        )
+        number = parent.turn if parent is not None and context.extends else -1
+        trajectory.turns.append(Turn.of(completion, message, context.new, number))
         self._recorded.append(exchange)
 
     def _context(self, exchange: Exchange) -> _Context:

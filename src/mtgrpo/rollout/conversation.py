@@ -171,17 +171,8 @@ class RolloutState:
         began = time.perf_counter()
         completion = await self._sample(self._context, dataclasses.replace(sampling, max_new_tokens=rooms[limit]))
         trajectory.sample_s += time.perf_counter() - began
-        turn = Turn(
-            new_context=self._new,
-            output=completion.tokens,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-            finish=completion.finish,
-            message=self._chat.parse(completion.tokens),
-            parent=len(trajectory.turns) - 1 if self._extends else -1,
-            kept=completion.kept,
-            auxiliary=auxiliary,
-        )
+        parent = len(trajectory.turns) - 1 if self._extends else -1
+        turn = Turn.of(completion, self._chat.parse(completion.tokens), self._new, parent, auxiliary)
         trajectory.turns.append(turn)
         if completion.finish is Finish.LENGTH and not auxiliary:
             raise _LimitError(limit)

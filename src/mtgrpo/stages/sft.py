@@ -98,7 +98,7 @@ async def demonstrations(
     without = 0
     for task in stream:
         messages = source.demonstration(task, seed + stream.epoch)
-        if messages is None:
+        if not messages:
             without += 1
             if without == MAX_WITHOUT:
                 raise ConfigError(

@@ -85,6 +85,7 @@ class Replica(Server):
     """A server that is running, or that is started as `process`."""
 
     generates: ClassVar[str]  # the path of its requests for tokens
+    _label = ""  # of its weights
 
     def __init__(self, name: str, client: httpx.AsyncClient, process: Process | None = None) -> None:
         self.name, self.process = name, process
@@ -135,6 +136,11 @@ class Replica(Server):
         except Exception as error:
             raise LostError(f"{self.name}: {type(error).__name__} {error}".rstrip()) from error
 
+    async def label(self, version: int) -> None:
+        """Call its weights `version`; answers sampled with others raise LostError from here on."""
+        self._label = str(version)
+        await self.ask("POST", "/update_weight_version", json={"new_version": self._label})
+
     async def close(self) -> None:
         """End what is ours."""
         self.alive = False
@@ -160,10 +166,6 @@ class Replica(Server):
     @abstractmethod
     async def abort(self) -> None:
         """Answer the requests in flight with what they have."""
-
-    @abstractmethod
-    async def label(self, version: int) -> None:
-        """Call its weights `version`; answers sampled with others raise LostError from here on."""
 
     @abstractmethod
     async def sleep(self) -> None:

@@ -20,7 +20,6 @@ class SGLang(Replica):
     """An SGLang server that is running already. It has no sleep here and takes no adapters."""
 
     generates = "/generate"
-    _label = ""  # of its weights
 
     async def check(self, config: Mapping[str, Any], longest: int) -> None:
         info = await self.ask("GET", "/get_server_info")
@@ -69,10 +68,6 @@ class SGLang(Replica):
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Raises ConfigError: not built."""
         raise ConfigError("engine.kind=sglang takes no adapters: set engine.kind=vllm, or train all weights")
-
-    async def label(self, version: int) -> None:
-        self._label = str(version)
-        await self.ask("POST", "/update_weight_version", json={"new_version": self._label})
 
     async def sleep(self) -> None:
         """Nothing: it has a GPU of its own."""

@@ -42,7 +42,6 @@ class VLLM(Replica):
     generates = "/inference/v1/generate"
     _model = NAME  # or the adapter that is sampled with
     _adapter = ""  # that it has of us
-    _label = ""  # of its weights
 
     async def check(self, config: Mapping[str, Any], longest: int) -> None:
         """See `Replica.check`; a server without what we need of its interface is refused too."""
@@ -132,10 +131,6 @@ class VLLM(Replica):
             with suppress(EngineError):
                 await self._unload(self._adapter)
         await super().close()
-
-    async def label(self, version: int) -> None:
-        self._label = str(version)
-        await self.ask("POST", "/update_weight_version", json={"new_version": self._label})
 
     async def sleep(self) -> None:
         """See `Replica.sleep`: the weights go to the CPU's memory."""
