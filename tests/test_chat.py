@@ -479,9 +479,10 @@ def test_the_ends_of_the_generation_config_with_a_renderer(monkeypatch: pytest.M
 def test_no_template_runs_in_the_turn_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = with_template(source("qwen3"))
     message = Message("assistant", "I add.", "hm", (ADD,))
+    sampled = chat.encode(message)
 
     def turn() -> tuple[list[int] | None, Message]:
-        return chat.extend([USER, message], [REPLY], [CALCULATOR]), chat.parse(chat.encode(message))
+        return chat.extend([USER, message], [REPLY], [CALCULATOR]), chat.parse(sampled)
 
     first = turn()
 

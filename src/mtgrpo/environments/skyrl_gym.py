@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.types import Message, Task
 
 
@@ -29,12 +29,9 @@ class SkyRLGym(Environment):
     async def start(self, task: Task) -> Opening:
         """Make it for this task. Raises ConfigError where it does not take the task's columns."""
         self._game: Any = None
-        try:
-            import skyrl_gym  # noqa: PLC0415  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
-        except ImportError as error:
-            raise ConfigError(
-                "environment=skyrl_gym needs the package skyrl-gym; install it with: pip install 'mtgrpo[games]'"
-            ) from error
+        refuse_without_package("skyrl_gym", "environment=skyrl_gym", "games")
+        import skyrl_gym  # noqa: PLC0415  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
+
         settings = SimpleNamespace(**(self.settings or {}))
         extras = {"max_turns": self.max_turns, **task.metadata}
         try:
