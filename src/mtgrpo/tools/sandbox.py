@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.tools import sandbox_init
-
-if TYPE_CHECKING:
-    from mtgrpo.tools.sandbox_fusion import FusionSession
+from mtgrpo.tools.sandbox_fusion import FusionSession
+from mtgrpo.tools.sandbox_fusion import Result as Result
 
 _INIT = Path(sandbox_init.__file__).read_text(encoding="utf-8")
 _GRACE_S = 0.5  # beyond the time limit, before the sandbox is ended from outside
@@ -56,20 +55,6 @@ class Kind(Enum):
     bubblewrap = "bubblewrap"  # namespaces: no network, no file but /usr, no process to be seen, none left
     rlimits = "rlimits"  # weaker: limits alone; code can read your files and use your network
     fusion = "fusion"  # a server of SandboxFusion at `url`, with what walls it has
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a piece of code led to."""
-
-    output: str  # what it printed, tracebacks included; the middle is left out where it is long
-    error: str = ""  # the name of the exception that ended it
-    stopped: str = ""  # why it was stopped, or its process died; its variables are then lost
-
-    @property
-    def passed(self) -> bool:
-        """Whether it came to its end."""
-        return not self.error and not self.stopped
 
 
 @dataclass
@@ -117,8 +102,6 @@ class Sandbox:
     def session(self) -> Session | FusionSession:
         """A new interpreter; whoever asks for it closes it. It starts with the first code that it is given."""
         if self.kind is Kind.fusion:
-            from mtgrpo.tools.sandbox_fusion import FusionSession  # noqa: PLC0415  it imports this module
-
             return FusionSession(self.url, self.timeout_s, self.memory_mb, self.output_chars)
         return Session(self)
 

@@ -12,7 +12,6 @@ import httpx
 
 from mtgrpo.text import head_and_tail
 from mtgrpo.tools import sandbox_init
-from mtgrpo.tools.sandbox import Result
 
 REACHED_S = 30.0  # beyond the code's own time, for a request to be taken and answered
 _PROGRAM = """import ast, contextlib, io, json, os, sys, traceback
@@ -30,6 +29,20 @@ error = execute(code, names)
 print("\\n{password}" + error, file=sys.__stdout__, flush=True)
 os._exit(0)
 """
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a piece of code led to."""
+
+    output: str  # what it printed, tracebacks included; the middle is left out where it is long
+    error: str = ""  # the name of the exception that ended it
+    stopped: str = ""  # why it was stopped, or its process died; its variables are then lost
+
+    @property
+    def passed(self) -> bool:
+        """Whether it came to its end."""
+        return not self.error and not self.stopped
 
 
 @dataclass
