@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mtgrpo import __version__
 from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.extension import explained, of_own_code
 
 # What reads a configuration takes a while to import. `mtgrpo --help` and a mistyped command do without.
 if TYPE_CHECKING:
@@ -300,6 +301,10 @@ def checked(command: str, config: DictConfig) -> Composed:
             experiment.check_warm_start()
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename or 'the input'}: {error.strerror or error}") from error
+    except Exception as error:
+        if not of_own_code(error):
+            raise
+        raise ConfigError(explained(error)) from error
     for note in notes:
         print(f"mtgrpo: {note}", file=sys.stderr)
     return composed
@@ -311,29 +316,11 @@ def run_job(command: str, config: DictConfig) -> float | None:
 
     from mtgrpo.config.compose import composed_from  # noqa: PLC0415
     from mtgrpo.record.summary import held_out_reward  # noqa: PLC0415
+    from mtgrpo.stages.command import run_command as run_stages  # noqa: PLC0415
 
     experiment, hydra = composed_from(config).experiment, HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    if command == "eval":
-        from mtgrpo.stages.evaluate import run_evaluation  # noqa: PLC0415
-
-        run_evaluation(experiment, folder, _checkpoint(hydra))
-    elif command == "collect":
-        from mtgrpo.stages.collect import run_collection  # noqa: PLC0415
-
-        run_collection(experiment, folder, _checkpoint(hydra))
-    elif command == "serve":
-        from mtgrpo.stages.serve import run_serving  # noqa: PLC0415
-
-        run_serving(experiment, folder, _checkpoint(hydra))
-    elif command == "sft":
-        from mtgrpo.stages.sft import run_sft  # noqa: PLC0415
-
-        run_sft(experiment, folder)
-    else:
-        from mtgrpo.stages.trainer import run_training  # noqa: PLC0415
-
-        run_training(experiment, folder)
+    run_stages(command, experiment, folder, _checkpoint(hydra))
     return held_out_reward(folder)
 
 

@@ -31,7 +31,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from mtgrpo.config.experiment import SINKS, Experiment
 from mtgrpo.config.options import Setting, chosen_class, entries, groups, options, schema, spell, store_name, unknown
-from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_option, read_primary, read_recipe
+from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_option, read_primary, read_recipe, refuse_absurd
 from mtgrpo.config.run_record import checkpoint_folder, read_run
 from mtgrpo.errors import ConfigError
 
@@ -105,6 +105,7 @@ def composed_from(config: DictConfig) -> Composed:
         raise ConfigError(f"{missing[0]} is not set and has no default; give {missing[0]}=VALUE")
     OmegaConf.resolve(own)
     choices = {key: chosen[key] for key in (*groups(), "recipe") if key in chosen}
+    refuse_absurd(OmegaConf.to_container(own))
     return Composed(_built(own, ""), OmegaConf.to_yaml(own), choices)
 
 

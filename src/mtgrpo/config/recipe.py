@@ -16,6 +16,7 @@ from mtgrpo.config.options import groups
 from mtgrpo.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"
+ABSURD = 1e15  # no setting is as large
 SELF = "_self_"  # in a list of defaults: the place of the file's own values, last where it is not named
 
 
@@ -129,3 +130,13 @@ def _read(path: Path, source: str, primary: bool = False) -> tuple[Recipe, list[
                 raise ConfigError(f"{source} chooses {group!r}; the groups are {', '.join(groups())}")
             choices[group] = absolute(option)
     return Recipe(source, choices, values), inherited if SELF in inherited else [*inherited, SELF]
+
+
+def refuse_absurd(value: Any, key: str = "") -> None:
+    """Raise ConfigError for NaN, infinity and numbers that nothing has, wherever they stand in nested values."""
+    if isinstance(value, dict | list):
+        held = cast("dict[Any, Any] | list[Any]", value)
+        for name, inner in held.items() if isinstance(held, dict) else enumerate(held):
+            refuse_absurd(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, int | float) and not -ABSURD < value < ABSURD:
+        raise ConfigError(f"{key}={value!s:.40} is no usable number; give a finite one below {ABSURD:g}")

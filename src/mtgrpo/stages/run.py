@@ -18,11 +18,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mtgrpo import checkpoint
+from mtgrpo.advantages import try_out
 from mtgrpo.chat import Chat, open_chat
 from mtgrpo.checkpoint import Checkpoint
 from mtgrpo.config.experiment import LATEST, Experiment
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError
+from mtgrpo.extension import TRACEBACK
 from mtgrpo.log import Sinks, chosen, open_sinks
 from mtgrpo.memory import plan
 from mtgrpo.model.attention import cuts_trees, describe_attention
@@ -68,6 +70,7 @@ def check(experiment: Experiment) -> list[str]:
     Returns what the user should know of the tasks.
     """
     chosen(experiment.log)
+    try_out(experiment.advantage, experiment.algorithm)
     if experiment.resume not in ("", LATEST):
         checkpoint.read(Path(experiment.resume))
     notes = [] if opens(experiment.task) else open_tasks(experiment)[0].notes
@@ -125,6 +128,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_versions(folder)
+    (folder / TRACEBACK).unlink(missing_ok=True)  # of what ended it before it was resumed
     early: list[str] = []  # notes of the sinks themselves, before there are any
     async with AsyncExitStack() as stack:
         stack.enter_context(_ended_by_signals())
@@ -171,7 +175,9 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             chat=chat,
             model=model,
             engine=engine,
-            runner=make_runner(experiment, chat, watchdog.sampling(engine.conversation), engine.attend, longest),
+            runner=make_runner(
+                experiment, chat, watchdog.sampling(engine.conversation), engine.attend, longest, folder
+            ),
             tasks=tasks,
             held_out=held_out,
             resumed=resumed,
@@ -239,8 +245,9 @@ def make_runner(
     conversation: Callable[[Key], AbstractAsyncContextManager[Sample]],
     attend: Attend | None,
     longest_context: int,
+    folder: Path | None = None,
 ) -> RolloutRunner:
-    """Bind the parts of a conversation together; `conversation` and `attend` are an engine's."""
+    """Bind the parts of a conversation together; `conversation` and `attend` are an engine's, `folder` the run's."""
 
     def open_conversation(scope: str, task: str, sample_index: int) -> AbstractAsyncContextManager[Sample]:
         return conversation(Key(experiment.seed, scope, task, sample_index))
@@ -263,5 +270,6 @@ def make_runner(
         faults=functools.partial(experiment.faults.during, experiment.seed),
         open_conversation=open_conversation,
         attend=attend,
+        folder=folder,
         slots=asyncio.Semaphore(experiment.rollout.max_concurrent),
     )
