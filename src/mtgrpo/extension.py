@@ -6,6 +6,7 @@ The file name is the option's name, the dataclass in it holds the settings, its 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -13,7 +14,7 @@ import inspect
 import pkgutil
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, TypeVar, cast
@@ -61,12 +62,19 @@ def find(package: str, name: str, base: type) -> Any:
             )
         return found
     if name not in names(package):
+        known = options(package, base)
         raise ConfigError(
-            f"there is no {package.rpartition('.')[2]} named {name!r}; known: {', '.join(options(package, base))}; "
-            "or give a file of your own as path/to/file.py:Name"
+            f"there is no {package.rpartition('.')[2].removesuffix('s')} named {name!r}; {meant(name, known)}known: "
+            f"{', '.join(known)}; or give a file of your own as path/to/file.py:Name"
         )
     module = importlib.import_module(f"{package}.{name}")
     return getattr(module, only(_candidates(module, base), f"{package}.{name}", base))
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Asks whether what is most like `name` was meant, if anything is like it: the beginning of an explanation."""
+    close = difflib.get_close_matches(name, list(known), 2)
+    return f"did you mean {' or '.join(close)}? " if close else ""
 
 
 def find_class(package: str, name: str, base: type[T]) -> type[T]:
@@ -119,7 +127,9 @@ def place(method: Any) -> str:
 
 def misgiven(method: Any, given: Any, expected: str) -> MisgivenError:
     """The error to raise where somebody's `method` gave something else than was `expected`."""
-    return MisgivenError(f"{method.__qualname__} gave {given!r:.120}; {expected}{place(method)}")
+    return MisgivenError(
+        f"{getattr(method, '__qualname__', type(method).__name__)} gave {given!r:.120}; {expected}{place(method)}"
+    )
 
 
 async def awaited(method: Callable[..., Awaitable[T]], *arguments: Any) -> T:

@@ -70,6 +70,8 @@ def parse(arguments: Sequence[str], loader: ConfigLoaderImpl | None = None) -> l
                 f"cannot read {argument!r}: options are key=value, such as seed=1; "
                 "quote a value with special characters twice: key=\"'a, b'\""
             ) from error
+        if not override.key_or_group:
+            raise ConfigError(f"cannot read {argument!r}: nothing stands before the =; options are key=value")
         if override.package is not None:
             raise ConfigError(f"cannot use {argument!r}: an option has one place, leave @ out")
         override.config_loader = loader

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mtgrpo.config.options import groups
 from mtgrpo.errors import ConfigError
+from mtgrpo.extension import meant
 
 RECIPES = Path(__file__).parent / "recipes"
 ABSURD = 1e15  # no setting is as large
@@ -48,9 +48,9 @@ def read_recipe(option: str, folders: Sequence[Path] = (), within: tuple[Path, .
     known = recipes(folders)
     path = known.get(option, (within[-1].parent if within else Path()) / Path(option).expanduser()).resolve()
     if path.suffix != ".yaml":
-        close = difflib.get_close_matches(option, known, 1)
-        meant = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(f"there is no recipe={option}; {meant}known: {', '.join(known)}; or path/to/file.yaml")
+        raise ConfigError(
+            f"there is no recipe={option}; {meant(option, known)}known: {', '.join(known)}; or path/to/file.yaml"
+        )
     if path in within:
         raise ConfigError(f"recipe={option} inherits itself: see the defaults in {within[-1]}")
     own, inherited = _read(path, f"recipe={option}")

@@ -34,6 +34,10 @@ def _run(command: str, experiment: Experiment, folder: Path, checkpoint: Path | 
         from mtgrpo.stages.serve import run_serving  # noqa: PLC0415
 
         run_serving(experiment, folder, checkpoint)
+    elif command == "play":
+        from mtgrpo.stages.play import run_playing  # noqa: PLC0415
+
+        run_playing(experiment, folder, checkpoint)
     elif command == "sft":
         from mtgrpo.stages.sft import run_sft  # noqa: PLC0415
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.hub import refuse_offline, try_hub
 from mtgrpo.tasks import Columns, Rows, Split, TaskSource, TaskStream, task_from_row
 from mtgrpo.types import Task
 
@@ -163,10 +164,12 @@ def _load(path: str, subset: str, split: str, streaming: bool, cure: str) -> Any
         raise ConfigError(
             "data sets of the hub need the package datasets; install it with: pip install 'mtgrpo[data]'"
         ) from error
+    try_hub(path)
     try:
         load_dataset = cast("Any", datasets.load_dataset)  # pyright: ignore[reportUnknownMemberType]
         return load_dataset(path, subset or None, split=split, streaming=streaming)
     except Exception as error:  # a missing name, a missing network and a broken file have no common base
+        refuse_offline(path, f"the data set {path!r}", cure)
         raise ConfigError(
             f"the data set {path!r} (subset {subset or 'default'}, split {split}) could not be loaded: "
             f"{type(error).__name__}: {error}; {cure}"

@@ -107,7 +107,8 @@ def file_rows(path: str, place: str, on_hub: tuple[str, str, str], folder: bool 
         return JsonlRows({file: file.stem})
     if path:
         raise ConfigError(f"task.path={path}: there is no such file; give {what}")
-    cure = f"without a network, set task.path to {what}, or MTGRPO_DATA to the folder of all data sets"
+    lacks = f"{local} has no {place}" if local else "MTGRPO_DATA names the folder of all data sets and is not set"
+    cure = f"set task.path to {what} ({lacks})"
     return HubRows(*on_hub, cure)
 
 
