@@ -38,7 +38,7 @@ def environment(start: str = "", step: str = "") -> str:
 
 def algorithm(baseline: str = "", loss: str = "") -> str:
     """An algorithm with one mistake."""
-    right_baseline = "    def baseline(self, returns, group):\n        return Baseline(returns * 0, returns.new_ones(len(returns)))\n"
+    right_baseline = "    def baseline(self, returns, group):\n        return Baseline(returns * 0, returns * 0 + 1)\n"
     right_loss = "    def loss(self, tokens):\n        return PerToken(-tokens.logp, tokens.logp > 0)\n"
     return of_class("Algorithm", (baseline or right_baseline) + (loss or right_loss))
 
