@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import errno
 import json
 import multiprocessing
 import os
@@ -752,6 +753,17 @@ def test_a_defect_is_shown_with_its_traceback(run: Run, monkeypatch: pytest.Monk
     monkeypatch.setattr("mtgrpo.stages.trainer.run_training", stop)
     with pytest.raises(ZeroDivisionError):  # Python prints it and leaves with 1
         cli.main(["train"])
+
+
+def test_a_full_disk_is_told_in_a_line(run: Run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/metrics.jsonl")
+
+    monkeypatch.setattr("mtgrpo.stages.trainer.run_training", stop)
+    code, _, err = run("train", "hydra.run.dir=run")
+    assert code == 1
+    told = "mtgrpo: the disk is full: cannot write run/metrics.jsonl; make room, then go on with hydra.run.dir="
+    assert err.splitlines() == [f"{told}{place}/run resume=true"]
 
 
 @pytest.mark.parametrize("asked", ["SIGTERM", "SIGINT"])

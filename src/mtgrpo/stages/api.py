@@ -85,22 +85,12 @@ async def rollout_with_advantages(
     if experiment.condenser.attends and attend is None:
         raise ConfigError(f"condenser {experiment.condenser.name} goes by attention: give attend=")
     tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-    chat, size = open_chat(tokenizer, experiment.chat), len(tokenizer)
-
-    async def checked(tokens: Sequence[int], sampling: Sampling) -> Completion:
-        given: Any = await awaited(sample, tokens, sampling)
-        if isinstance(given, Completion) and given.tokens and all(0 <= token < size for token in given.tokens):
-            lengths = {len(given.tokens), len(given.logprobs), len(given.versions)}
-            if len(lengths) == 1:
-                return given
-        expected = f"give a Completion of one token or more, all below {size}, each with its logprob and version"
-        raise misgiven(sample, given, expected)
-
+    chat = open_chat(tokenizer, experiment.chat)
     longest = experiment.environment.max_context_length or experiment.batch.tokens
 
     @asynccontextmanager
     async def conversation(key: Key) -> AsyncGenerator[Sample]:
-        yield checked
+        yield _checked(sample, len(tokenizer))
 
     group_size, extra = experiment.rollout.group_size, experiment.rollout.extra_samples
     with TemporaryDirectory() as folder:
@@ -121,3 +111,18 @@ async def rollout_with_advantages(
     tokens = torch.bincount(rewards.turn, minlength=len(sums)).clamp(min=1)
     per_turn = iter((sums / tokens).tolist())
     return [Scored(group, [[next(per_turn) for _ in t.turns] for t in group.trajectories]) for group in groups]
+
+
+def _checked(sample: Sample, size: int) -> Sample:
+    """Somebody's `sample`, which raises MisgivenError for completions that no engine gives; size: of the vocabulary."""
+
+    async def checked(tokens: Sequence[int], sampling: Sampling) -> Completion:
+        given: Any = await awaited(sample, tokens, sampling)
+        if isinstance(given, Completion) and given.tokens and all(0 <= token < size for token in given.tokens):
+            lengths = {len(given.tokens), len(given.logprobs), len(given.versions)}
+            if len(lengths) == 1:
+                return given
+        expected = f"give a Completion of one token or more, all below {size}, each with its logprob and version"
+        raise misgiven(sample, given, expected)
+
+    return checked

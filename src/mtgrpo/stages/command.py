@@ -54,12 +54,13 @@ def _failures_told(folder: Path) -> Generator[None]:
 
     The traceback is in the folder, of any other error too.
     """
+    kept = folder / TRACEBACK
+    kept.unlink(missing_ok=True)  # of what ended a run that is resumed
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        kept = folder / TRACEBACK
         if not isinstance(error, RunError):
             keep_traceback(error, folder)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -24,7 +24,6 @@ from mtgrpo.checkpoint import Checkpoint
 from mtgrpo.config.experiment import LATEST, Experiment
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError, UnreachableError
-from mtgrpo.extension import TRACEBACK
 from mtgrpo.log import Sinks, chosen, open_sinks
 from mtgrpo.memory import plan
 from mtgrpo.model.attention import cuts_trees, describe_attention
@@ -134,7 +133,6 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_versions(folder)
-    (folder / TRACEBACK).unlink(missing_ok=True)  # of what ended it before it was resumed
     early: list[str] = []  # notes of the sinks themselves, before there are any
     async with AsyncExitStack() as stack:
         stack.enter_context(_ended_by_signals())
@@ -164,12 +162,12 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         stack.push_async_callback(engine.close)
         if not engine.shares_weights:
             await engine.load_weights(model, 0)
-        for note in (*chat.notes, describe_attention(model)):
-            sinks.note(note)
+        sinks.tell([*chat.notes, describe_attention(model)])
         sinks.tell(engine.notes)
         slowest_s = max(experiment.rollout.timeout_s, experiment.rollout.score_timeout_s)  # nothing need move meanwhile
         limit_s = experiment.watchdog_s and max(experiment.watchdog_s, slowest_s + 600 if slowest_s else 0)
         watchdog = stack.enter_context(open_watchdog(limit_s, folder, engine))
+        sampling = watchdog.sampling(engine.conversation)
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through it for garbage takes longer than some training steps
         stack.callback(gc.unfreeze)
@@ -181,9 +179,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             chat=chat,
             model=model,
             engine=engine,
-            runner=make_runner(
-                experiment, chat, watchdog.sampling(engine.conversation), engine.attend, longest, folder
-            ),
+            runner=make_runner(experiment, chat, sampling, engine.attend, longest, folder),
             tasks=tasks,
             held_out=held_out,
             resumed=resumed,
