@@ -215,7 +215,7 @@ def run_stage(total: int, steps: int, folder: Path, metrics: Mapping[str, float]
 def test_plain_output_is_ten_to_twenty_lines(total: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_stage(total, total, tmp_path)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"reinforcement learning ({total} steps): groups of conversations")
+    assert lines[0].startswith(f"reinforcement learning ({total} steps): what did better than its siblings")
     assert 10 <= len(lines) - 1 <= 21
     assert lines[1].split()[:2] == ["step", f"{1:>{len(str(total))}}/{total}".split()[0]]
     assert f"{total}/{total}" in lines[-1]

@@ -34,9 +34,9 @@ _SHOWN = {  # metric: how it is written, in order of importance
     "eval/greedy": "greedy {:.1%}",
 }
 _ABOUT = {  # stage: what happens there, and why
-    "warm start": "imitates demonstrations, so that some conversations succeed and there is something to reinforce",
-    EVALUATION: "how well it does on tasks that it never trains on, sampled and by its most likely answers",
-    LEARNING: "groups of conversations about the same task: those that did better than their siblings become likelier",
+    "warm start": "imitates demonstrations: without a success there is nothing to reinforce",
+    EVALUATION: "on tasks that it never trains on, sampled and by its likeliest tokens",
+    LEARNING: "what did better than its siblings on a task becomes likelier",
 }
 _LINES = 20  # at most about so many lines per stage where lines are plain
 
