@@ -41,7 +41,7 @@ test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-agents bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-chaos ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-agents bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-mcp bench-chaos ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-agents: setup ## what the turns of a foreign agent cost, against a row for each; 10 minutes
 	$(BIN)/python benchmarks/agents.py

@@ -81,6 +81,41 @@ def test_every_turn_has_the_advantage_of_its_trajectory() -> None:
             assert len(trajectory.turns) == (2 if trajectory.reward else 1)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        Completion([], [], [], Finish.STOP),
+        Completion([10**9], [-1.0], [0], Finish.STOP),
+        Completion([1, 2], [-1.0], [0, 0], Finish.STOP),
+        "#### 391",
+    ],
+)
+def test_a_completion_that_no_engine_gives_is_refused(given: Any) -> None:
+    async def sample(tokens: Sequence[int], sampling: Sampling) -> Any:
+        return given
+
+    with pytest.raises(EngineError, match=r"sample gave .*give a Completion of one token or more, all below \d+.*line"):
+        scored("rollout.retries=0", engine=lambda experiment: sample)
+
+
+def test_the_tokenizer_may_be_the_name_of_its_model() -> None:
+    experiment = mtgrpo.preset("jsonl", *WORDS)
+    found = asyncio.run(
+        mtgrpo.rollout_with_advantages(TASKS, sample=Own(experiment), tokenizer="tiny", experiment=experiment)
+    )
+    assert len(found) == len(TASKS)
+
+
+async def test_a_run_from_python_is_refused_before_it_computes(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    for experiment, refusal in (
+        (mtgrpo.preset("calculator", "model.name=./away"), "model.name=./away cannot be loaded"),
+        (mtgrpo.preset("calculator"), "is not empty"),
+    ):
+        with pytest.raises(ConfigError, match=refusal):
+            await mtgrpo.train(experiment, tmp_path)
+
+
 def test_a_turn_may_differ_from_another() -> None:
     """Rewards to go, discounted by half: a step from the end is worth half of the outcome."""
     found = scored("advantage=return_to_go", "advantage.gamma=0.5", "algorithm=reinforce_pp")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import errno
 import json
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -348,8 +349,8 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("kl.coef=0.1 reference.update_every=1", ["always be the policy itself"]),
         ("correction.old_policy=engine correction.weight=token", ["set correction.old_policy=trainer"]),
         ("filter.refill=true", ["set filter.zero_variance=true"]),
-        ("sft.optimizer.lr=-1", ["sft.optimizer.lr and sft.optimizer.muon_lr must be > 0, got -1.0"]),
-        ("optimizer.lr=-1", ["mtgrpo: optimizer.lr and optimizer.muon_lr must be > 0"]),
+        ("sft.optimizer.lr=-1", ["sft.optimizer.lr must be > 0 and <= 1, got -1.0"]),
+        ("optimizer.lr=-1", ["mtgrpo: optimizer.lr must be > 0 and <= 1"]),
         ("model.lora.rank=4", ["model.lora.rank=4: model.name=tiny", "then give model.name=FOLDER"]),
         ("algorithm.clip_low=2", ["algorithm.clip_low must be > 0 and <= 1, got 2.0"]),
         ("profile.reward=false", ["profile.reward=false has no effect: set profile.enabled=true, or leave it out"]),
@@ -361,6 +362,35 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("task=jsonl task.path=away.jsonl", ["task.path=away.jsonl", "no such file"]),
         ("model.name=./nowhere", ["model.name=./nowhere cannot be loaded"]),
         ("reward=away.py:Reward", ["there is no file", "away.py"]),
+        ("optimizer.lr=nan", ["optimizer.lr=nan is no usable number; give a finite one"]),
+        ("optimizer.lr=5", ["optimizer.lr must be > 0 and <= 1, got 5.0"]),
+        ("optimizer.betas=[0.9,inf]", ["optimizer.betas.1=inf is no usable number"]),
+        ("rollout.group_size=1000000000000000000", ["rollout.group_size=1000000000000000000 is no usable number"]),
+        ("reward.success_at=-inf", ["reward.success_at=-inf is no usable number"]),
+        ("environment.tools.calculator.max_digits=nan", ["tools.calculator.max_digits=nan is no usable number"]),
+        ("environment.tools.calculator.max_digits=-3", ["max_digits must be >= 1 and <= 1000, got -3"]),
+        ("environment.tools=[calculater]", ["there is no tool named 'calculater'; did you mean calculator?"]),
+        ("environment.tools=calculator", ["environment.tools must be a list of names"]),
+        ("environment.tools=[calculator,calculator]", ["two are named 'calculator'; rename one"]),
+        ("recipe=calcualtor", ["there is no recipe=calcualtor; did you mean calculator"]),
+        ("recipe=[calculator,gsm9k]", ["there is no recipe=gsm9k; did you mean gsm8k"]),
+        ("algorithm=gpro", ["there is no algorithm=gpro; did you mean gspo or grpo?"]),
+        ("engine=vllm", ["there is no engine=vllm; known: auto, local, server"]),
+        ("log=[consol]", ["there is no log named 'consol'; did you mean console?"]),
+        ("chat.template=chatlm", ["chat.template='chatlm' is neither auto nor chatml nor an existing .jinja file"]),
+        ("agent=python", ["give agent.function=path/to/file.py:name"]),
+        ("agent=command", ["give the command and its arguments, such as agent.argv=["]),
+        ("sft.demonstrations=away.jsonl", ["there is no such file or folder as away.jsonl"]),
+        ("task=parquet", ["give one of them: task.path=FILE"]),
+        ("task=parquet task.path=away.parquet", ["there is no such file or folder as away.parquet"]),
+        ("resume=true", ["add hydra.run.dir=FOLDER"]),
+        ("resume=away", ["away is not a checkpoint: it has no state.json"]),
+        ("trainer.steps=0", ["set trainer.steps, trainer.epochs, trainer.total_turns or trainer.wall_time_s above 0"]),
+        ("=1", ["nothing stands before the =; options are key=value"]),
+        ("seed=", ["seed=: expected an integer"]),
+        ("model.name=Some/Model", ["model.name=Some/Model is not on this machine", "give a folder, smollm2"]),
+        ("--online", ["--online is for --dry-run"]),
+        ("--fail-under 0.5", ["--fail-under 0.5 is for eval"]),
     ],
 )
 def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing(
@@ -446,6 +476,13 @@ def test_a_recipe_of_ones_own_is_checked(content: str, said: str, place: Path) -
         (["trian"], "did you mean train?"),
         (["seed=1"], "the commands are train, sft, eval"),
         (["eval"], "eval needs checkpoint="),
+        (["collect"], "collect needs checkpoint="),
+        (["show"], "the following arguments are required: RUN; mtgrpo show --help lists what there is"),
+        (["show", "away"], "away holds no run"),
+        (["launch", "vllm"], "the following arguments are required: --model"),
+        (["data", "smollm3"], "invalid choice: 'smollm3'"),
+        (["doctor", "--json", "--x"], "unrecognized arguments: --x"),
+        (["train", "--help", "frobnicate"], "no option speaks of 'frobnicate'"),
         (["eval", "checkpoint=away"], "there is no folder"),
         (["eval", "checkpoint=."], ".hydra/config.yaml"),
         (["sft", "sft.steps=0"], "sft.steps"),
@@ -457,6 +494,49 @@ def test_a_wrong_command_is_refused(arguments: list[str], said: str, run: Run, p
     assert (code, out) == (2, "")
     assert said in err
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "said"),
+    [
+        ({"a": ""}, "task.path=a", "a holds no rows; fill it, or name another file"),
+        ({"a": '{"prompt": "1", "answer": "1"}\n'}, "task.path=a", "all 1 rows fall to the other split"),
+        ({"a": '{"prompt":\n'}, "task.path=a", "line 1: not valid JSON"),
+        ({"a": "[1]\n" * 30}, "task.path=a", "a"),
+        ({"a": '{"question": "1", "answer": "1"}\n' * 30}, "task.path=a", "task.columns.prompt"),
+        ({"a": '{"prompt": "1", "answer": "1"}\n' * 30, "b": ""}, "task.path=a task.val_files=[b]", "b holds no rows"),
+        (
+            {"a": '{"prompt": "1", "answer": "1"}\n' * 30},
+            "task.path=a task.val_files=[c]",
+            "no such file or folder as c",
+        ),
+        ({"a": ""}, "task.path=a hydra.run.dir=a", "a"),
+        ({"config.json": "{"}, "task=calculator model.name=.", "model.name=. cannot be loaded"),
+        ({"a.yaml": "a: [1"}, "recipe=a.yaml", "a.yaml cannot be read"),
+    ],
+)
+def test_a_bad_file_is_told_in_a_line(files: dict[str, str], words: str, said: str, run: Run, place: Path) -> None:
+    for name, text in files.items():
+        (place / name).write_text(text)
+    jsonl = [] if "recipe=" in words else ["recipe=jsonl", "model.name=tiny"]
+    code, out, err = run("train", *jsonl, *words.split())
+    assert (code, out) == (2, "")
+    assert said in err and len(err.splitlines()) == 1, err
+    assert sorted(path.name for path in place.iterdir()) == sorted(files)
+
+
+def is_number(hint: Any) -> bool:
+    """Whether a setting of this type is one number, perhaps none."""
+    return hint is float or get_args(hint) == (float, type(None))
+
+
+NUMBERS = [key for key, setting in options.schema(compose([]).choices).items() if is_number(setting.type)]
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_no_number_may_be_nan_infinite_or_absurd(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{re.escape(key)}=.* is no usable number"):
+        composed(f"{key}={['nan', 'inf', '-inf', '1e30'][len(key) % 4]}")
 
 
 # --- what is printed
@@ -485,7 +565,7 @@ def test_help_lists_every_setting_with_type_value_and_comment(run: Run, own: str
     assert "  rollout.group_size  int = 8                 siblings per task\n" in out
     assert "  kl.estimator  k1|k2|k3 = k3 " in out
     assert "  reward.target  float = 0.5                  what everything is worth\n" in out
-    assert "  seed  int = 4\n" in out
+    assert f"{'  seed  int = 4':<46}of everything random" in out
     assert "* task=gsm8k " in out and "  task=calculator " in out
     assert "* recipe=gsm8k " in out and "* reward=own.py:Half " in out
     assert max(map(len, out.splitlines())) <= 100
@@ -551,7 +631,8 @@ def test_parts_of_ones_own_make_a_run(run: Run, place: Path, own: str) -> None:
     assert code == 0, err
     (folder,) = place.glob("outputs/*-*-*/*-*-*")
     module = extension.load_file(Path(own))
-    assert module.seen == [[0.75] * 4]  # of the two groups
+    assert module.seen[-1] == [0.75] * 4  # of the two groups
+    assert [0.0, 1.0] in module.seen  # it was tried out before
     played = [json.loads(line) for line in (folder / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
     assert {(line["task"], line["reward"]) for line in played} >= {("train/0", 0.75), ("train/1", 0.75)}
     assert played[0]["messages"][0]["content"] == "What is 0 + 1?"
@@ -672,6 +753,17 @@ def test_a_defect_is_shown_with_its_traceback(run: Run, monkeypatch: pytest.Monk
     monkeypatch.setattr("mtgrpo.stages.trainer.run_training", stop)
     with pytest.raises(ZeroDivisionError):  # Python prints it and leaves with 1
         cli.main(["train"])
+
+
+def test_a_full_disk_is_told_in_a_line(run: Run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/metrics.jsonl")
+
+    monkeypatch.setattr("mtgrpo.stages.trainer.run_training", stop)
+    code, _, err = run("train", "hydra.run.dir=run")
+    assert code == 1
+    told = "mtgrpo: the disk is full: cannot write run/metrics.jsonl; make room, then go on with hydra.run.dir="
+    assert err.splitlines() == [f"{told}{place}/run resume=true"]
 
 
 @pytest.mark.parametrize("asked", ["SIGTERM", "SIGINT"])

@@ -245,7 +245,7 @@ def test_an_environment_travels_to_another_process() -> None:
 
 
 def test_wrong_settings_are_refused_when_the_environment_is_made(own: str) -> None:
-    with pytest.raises(ConfigError, match="there is no tools named 'abacus'"):
+    with pytest.raises(ConfigError, match="there is no tool named 'abacus'"):
         ToolUse(tools=["abacus"])
     with pytest.raises(ConfigError, match="`call_timeout_s` must be > 0, got 0"):
         ToolUse(call_timeout_s=0)

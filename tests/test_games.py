@@ -6,6 +6,7 @@ import asyncio
 import copy
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,6 +208,12 @@ def test_a_game_without_names_for_its_actions_is_refused() -> None:
 
 
 # --- textarena ---
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some games write files where they are played."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["FrozenLake-v0", "GuessTheNumber-v0", "TowerOfHanoi-v0", "Blackjack-v0"])

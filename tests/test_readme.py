@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from conftest import Run
 from mtgrpo import cli
 from mtgrpo.config.options import schema
 from mtgrpo.extension import load_file
@@ -32,7 +36,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_folder: Path)
     monkeypatch.chdir(tmp_path)
     for name in ("problems.jsonl", "held_out.jsonl"):
         (tmp_path / name).write_text("".join(blocks("json")))
-    for name, block in zip(("tools.py", "short.py", "my_agent.py", "engine.py"), blocks("python"), strict=True):
+    for name, block in zip(("tools.py", "short.py", "my_agent.py"), blocks("python"), strict=True):
         (tmp_path / name).write_text(block)
     (path,) = set(re.findall(r"checkpoint=(\S+)/checkpoints/step_000070", README))
     words = ["sft.steps=1", "trainer.steps=1", "rollout.prompts_per_step=1", "eval.tasks=1", "eval.samples=1"]
@@ -82,9 +86,50 @@ def test_the_list_of_options_is_current(capsys: pytest.CaptureFixture[str]) -> N
     assert OPTIONS.read_text() == capsys.readouterr().out, "run `make docs`"
 
 
-def test_an_engine_of_ones_own(newcomer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load_file(newcomer / "engine.py")
-    assert capsys.readouterr().out.splitlines()[-4:] == ["1.0 [0.0]"] * 4
+OWN = (Path(__file__).parents[1] / "docs" / "your_own_agent.md").read_text()
+QUICK = ["trainer.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2", "eval.tasks=2", "eval.samples=1"]
+
+
+@pytest.fixture
+def own_agent(place: Path) -> Path:
+    """A folder with the files of the page of one's own agent, each of which begins with its name."""
+    found = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", OWN, flags=re.M | re.S)
+    assert len(found) == OWN.count("```python") == 10
+    for name, block in found:
+        (place / name).write_text(block)
+    return place
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("number", range(3))
+def test_one_s_own_agent_is_trained_by_the_command(number: int, own_agent: Path, run: Run) -> None:
+    (block,) = re.findall(r"^```console\n(.*?)^```$", OWN, flags=re.M | re.S)
+    words = shlex.split(block.splitlines()[number])[1:]
+    few = [word.replace("sft.steps=300", "sft.steps=2") for word in words if not word.startswith("trainer.steps")]
+    code, _, err = run(*few, *QUICK, "hydra.run.dir=run")
+    assert code == 0, err
+    assert (own_agent / "rewards.txt").exists() == ("rewards_only" in " ".join(words))
+
+
+@pytest.mark.real
+def test_one_s_own_agent_is_trained_from_a_script_and_from_a_notebook(
+    own_agent: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_file(own_agent / "script.py")
+    assert re.search(r"^[\d.]+ -> [\d.]+$", capsys.readouterr().out, flags=re.M)
+    assert json.loads((own_agent / "runs/from_script/summary.json").read_text())["train/steps"] == 1
+
+    async def cell() -> None:
+        cells = compile((own_agent / "notebook.py").read_text(), "notebook", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        await eval(cells, {"__name__": "notebook"})
+
+    asyncio.run(cell())
+    assert "'eval/success/after'" in capsys.readouterr().out
+
+
+def test_what_to_train_with_an_engine_of_one_s_own(own_agent: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_file(own_agent / "engine.py")
+    assert capsys.readouterr().out.splitlines()[-1] == "[0.45, -0.45, 0.45, -0.45]"
 
 
 VERL = (Path(__file__).parents[1] / "docs" / "coming_from_verl.md").read_text()

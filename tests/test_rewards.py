@@ -235,7 +235,7 @@ def test_rewards_of_turns_are_weighed_too() -> None:
     [
         (None, "reward.of is empty"),
         ("numeric", "must be a list of names"),
-        (["poetry"], "there is no rewards named 'poetry'"),
+        (["poetry"], "there is no reward named 'poetry'"),
         ({"numeric": {"weight": "much"}}, "weight must be a number, got 'much'"),
         ({"numeric": {"wait": 1}}, "the reward numeric has no setting 'wait'; its settings: success_at"),
         ({"environment": {"weight": 2}}, "what the environment pays counts as it is"),

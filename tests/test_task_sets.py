@@ -84,7 +84,7 @@ def test_a_folder_without_its_files_is_said_to_be_one(tmp_path: Path) -> None:
 def test_without_files_and_network_the_cure_is_said(make: Callable[..., TaskSource]) -> None:
     pytest.importorskip("datasets")
     message = refusal(functools.partial(tasks, make(), Split.eval))
-    assert "could not be loaded" in message and ("set task.path" in message or "give a file" in message)
+    assert "is not on this machine" in message and ("set task.path" in message or "give a file" in message)
 
 
 # --- IFEval ---

@@ -706,17 +706,10 @@ def test_another_layout_is_refused_with_its_columns(source: TaskSource, file: st
 
 @pytest.mark.usefixtures("no_local_data")
 @pytest.mark.parametrize("source", [Gsm8k(), WordProblems()])
-def test_without_files_and_network_the_error_says_what_to_set(
-    source: TaskSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+def test_without_files_and_network_the_error_says_what_to_set(source: TaskSource) -> None:
+    pytest.importorskip("datasets")
     message = error_of(lambda: source.stream(Split.train, 0))
-    assert "no network" in message and "task.path" in message and "MTGRPO_DATA" in message
+    assert "does not answer" in message and "task.path" in message and "MTGRPO_DATA" in message
 
 
 @pytest.mark.usefixtures("no_local_data")

@@ -282,7 +282,7 @@ def test_no_tools_is_no_error() -> None:
     [
         ("calculator", "tools must be a list of names"),
         ([{"calculator": {}}], "tools: {'calculator': {}} is no name"),
-        (["abacus"], "there is no tools named 'abacus'; known: calculator"),
+        (["abacus"], "there is no tool named 'abacus'; known: calculator"),
         (["calculator", "calculator"], "two are named 'calculator'"),
         (["calculator", "OWN:calculator"], "two tools are named 'calculator'"),
         (["OWN:Unrelated"], "must be a function or a subclass of Tool"),

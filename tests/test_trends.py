@@ -24,7 +24,7 @@ FINE = {
     [
         ({"policy/entropy": 0.05}, "algorithm.entropy_coef"),
         ({"reward/groups_with_variance": 0.0}, "rollout.group_size"),
-        ({"rollout/truncated": 0.8}, "`reason`"),
+        ({"rollout/truncated": 0.8, "rollout/truncated/max_turns": 0.8}, "by a limit (max_turns): set it higher"),
     ],
 )
 def test_what_stays_bad_is_said_once(bad: dict[str, float], setting: str) -> None:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mtgrpo import __version__
 from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.extension import explained, of_own_code
+from mtgrpo.hub import stay_offline
 
 # What reads a configuration takes a while to import. `mtgrpo --help` and a mistyped command do without.
 if TYPE_CHECKING:
@@ -33,8 +35,9 @@ EXPERIMENTS = {
     "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070; or a model: model.name=NAME",
     "collect": "conversations of such a policy, also to fine-tune on: collect.form=messages",
     "serve": "such a policy behind the endpoint of agents, to try one by hand",
+    "play": "talk to such a policy and its tools in the terminal",
 }
-MEASURES = ("eval", "collect", "serve")  # commands that train nothing
+MEASURES = ("eval", "collect", "serve", "play")  # commands that train nothing
 READERS = {  # commands about runs and machines, with flags and a module of their own
     "show": "conversations of a run in the terminal: show RUN [--step N] [--task ID] [--failures]",
     "report": "what runs did and learned, on one page: report RUN [RUN ...]",
@@ -52,8 +55,8 @@ mtgrpo COMMAND [KEY=VALUE ...]
 
 {chr(10).join(f"  {name:<8}{text}" for name, text in COMMANDS.items())}
 
-  --help, -h              this text; after a command: every option with its value
-  --dry-run               check the configuration, print it, run nothing
+  --help, -h              this text; after a command: every option with its value, or those of --help WORD
+  --dry-run               check the configuration, print it, run nothing; what lies on a hub: with --online
   --multirun, -m          one run for each combination of KEY=VALUE1,VALUE2
   --cfg job|hydra|all     print the configuration (with --resolve, --package NAME)
   --config-dir FOLDER     a folder of your own with recipes (recipe/NAME.yaml) and configurations
@@ -140,7 +143,9 @@ def _experiment(command: str, words: Sequence[str]) -> None:
         from mtgrpo.config.helptext import help_text  # noqa: PLC0415
 
         shown = [word for word in args.overrides if not word.startswith(("checkpoint=", "trust_code=", "hydra."))]
-        show(f"mtgrpo {command} [KEY=VALUE ...]: {COMMANDS[command]}\n\n{help_text(shown, _folders(args))}")
+        asked = " ".join(word for word in shown if "=" not in word)
+        text = help_text([word for word in shown if "=" in word], _folders(args), asked)
+        show(f"mtgrpo {command} [KEY=VALUE ...]: {COMMANDS[command]}\n\n{text}")
         return
     loader = ExperimentLoader(_folders(args), args.config_name or "base", evaluates=command in MEASURES)
     with_hydra(command, loader, functools.partial(_dispatch, args))
@@ -153,6 +158,7 @@ def _flags(words: Sequence[str]) -> argparse.Namespace:
     parser = get_args_parser()
     parser.exit_on_error = False
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--online", action="store_true")
     parser.add_argument("--fail-under", type=float)
     try:
         args, rest = parser.parse_known_intermixed_args(words)
@@ -199,6 +205,10 @@ def _dispatch(args: argparse.Namespace, command: str, hydra: Hydra) -> None:
         if command != "eval":
             raise ConfigError(f"--fail-under {args.fail_under:g} is for eval, it does nothing for {command}")
         words.append(f"eval.fail_under={args.fail_under}")
+    if args.online and not args.dry_run:
+        raise ConfigError("--online is for --dry-run; a run asks the hub for what it needs")
+    if spared := args.dry_run and not args.online:
+        stay_offline()
     named = args.config_name or any("hydra.mode" in word for word in words)  # whether the mode may be set there
     if args.hydra_help:
         hydra.hydra_help("base", get_args_parser(), args)
@@ -207,18 +217,18 @@ def _dispatch(args: argparse.Namespace, command: str, hydra: Hydra) -> None:
     elif args.cfg:
         hydra.show_cfg("base", words, args.cfg, args.package, args.resolve)
     elif args.multirun or (named and hydra.get_mode("base", words) is RunMode.MULTIRUN):
-        _run_several(command, hydra, words, args.dry_run)
+        _run_several(command, hydra, words, args.dry_run, spared)
     else:
-        _run_one(command, hydra, words, args.dry_run)
+        _run_one(command, hydra, words, args.dry_run, spared)
 
 
-def _run_one(command: str, hydra: Hydra, words: list[str], dry: bool) -> None:
+def _run_one(command: str, hydra: Hydra, words: list[str], dry: bool, spared: bool) -> None:
     from hydra.types import RunMode  # noqa: PLC0415
 
     if _gives(words, "hydra.sweep.dir"):
         raise ConfigError("hydra.sweep.dir is for several runs; add --multirun, or give hydra.run.dir=PATH")
     config = hydra.compose_config("base", words, RunMode.RUN)
-    composed = checked(command, config)
+    composed = checked(command, config, spared)
     if dry:
         show(described(composed))
         return
@@ -240,7 +250,7 @@ def _run_one(command: str, hydra: Hydra, words: list[str], dry: bool) -> None:
             raise error
 
 
-def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> None:
+def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool, spared: bool) -> None:
     """Let Hydra's sweeper choose and its launcher start the runs; those of a plain sweep are all checked first."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: PLC0415
     from hydra.errors import HydraException  # noqa: PLC0415
@@ -262,7 +272,7 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
         except HydraException as error:
             raise ConfigError(f"--multirun takes lists such as seed=1,2,3 and ranges: {error}") from error
         for number, job in enumerate(jobs):
-            composed = checked(command, loader.load_sweep_config(config, job))
+            composed = checked(command, loader.load_sweep_config(config, job), spared)
             if dry:
                 show(f"# run {number}: {' '.join(job)}\n{described(composed)}")
     if dry:
@@ -275,8 +285,11 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool) -> Non
         hydra.multirun("base", functools.partial(run_job, command), words)
 
 
-def checked(command: str, config: DictConfig) -> Composed:
-    """The experiment of a run that could begin: all is checked that needs no model. Raises ConfigError."""
+def checked(command: str, config: DictConfig, spared: bool) -> Composed:
+    """The experiment of a run that could begin: all is checked that needs no model. Raises ConfigError.
+
+    spared: hubs are not asked, and what only they have is not checked.
+    """
     from mtgrpo.config.compose import composed_from  # noqa: PLC0415
 
     composed = composed_from(config)
@@ -292,14 +305,18 @@ def checked(command: str, config: DictConfig) -> Composed:
             name = str(_checkpoint(config.hydra) or experiment.model.name)
             if name.startswith("tiny"):  # from scratch
                 raise ConfigError(
-                    "eval needs checkpoint=RUN/checkpoints/step_000070, or model.name=NAME of a trained model"
+                    f"{command} needs checkpoint=RUN/checkpoints/step_000070, or model.name=NAME of a trained model"
                 )
-            notes = check(replace(experiment, resume="", model=replace(experiment.model, name=name)))
+            notes = check(replace(experiment, resume="", model=replace(experiment.model, name=name)), spared)
         else:
-            notes = check(experiment)
+            notes = check(experiment, spared)
             experiment.check_warm_start()
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename or 'the input'}: {error.strerror or error}") from error
+    except Exception as error:
+        if not of_own_code(error):
+            raise
+        raise ConfigError(explained(error)) from error
     for note in notes:
         print(f"mtgrpo: {note}", file=sys.stderr)
     return composed
@@ -311,29 +328,11 @@ def run_job(command: str, config: DictConfig) -> float | None:
 
     from mtgrpo.config.compose import composed_from  # noqa: PLC0415
     from mtgrpo.record.summary import held_out_reward  # noqa: PLC0415
+    from mtgrpo.stages.command import run_command as run_stages  # noqa: PLC0415
 
     experiment, hydra = composed_from(config).experiment, HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    if command == "eval":
-        from mtgrpo.stages.evaluate import run_evaluation  # noqa: PLC0415
-
-        run_evaluation(experiment, folder, _checkpoint(hydra))
-    elif command == "collect":
-        from mtgrpo.stages.collect import run_collection  # noqa: PLC0415
-
-        run_collection(experiment, folder, _checkpoint(hydra))
-    elif command == "serve":
-        from mtgrpo.stages.serve import run_serving  # noqa: PLC0415
-
-        run_serving(experiment, folder, _checkpoint(hydra))
-    elif command == "sft":
-        from mtgrpo.stages.sft import run_sft  # noqa: PLC0415
-
-        run_sft(experiment, folder)
-    else:
-        from mtgrpo.stages.trainer import run_training  # noqa: PLC0415
-
-        run_training(experiment, folder)
+    run_stages(command, experiment, folder, _checkpoint(hydra))
     return held_out_reward(folder)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mtgrpo import __version__
+from mtgrpo.errors import Arguments
 
 GIB = 2**30
 _LEAST_DISK_GIB = 1
@@ -96,7 +96,7 @@ PACKAGES = (
 
 def main(arguments: Sequence[str]) -> int:
     """Print what was found, as text or with --json as JSON alone; 1 where a required part is broken, else 0."""
-    parser = argparse.ArgumentParser("mtgrpo doctor", description=__doc__)
+    parser = Arguments("mtgrpo doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="JSON and nothing else, for scripts")
     parser.add_argument("--online", action="store_true", help="also ask whether the Hugging Face hub answers")
     given = parser.parse_args(arguments)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import operator
-from typing import Any
+from typing import Any, NoReturn
 
 
 class ConfigError(ValueError):
     """The user's configuration or input is wrong; the message says what, the value seen and how to fix it."""
+
+
+class Arguments(argparse.ArgumentParser):
+    """The flags of a command. Wrong ones raise ConfigError, in a line in place of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        raise ConfigError(f"{message}; {self.prog} --help lists what there is")
+
+
+class UnreachableError(ConfigError):
+    """What is asked for lies on a hub, which does not answer or is not asked, and not on this machine."""
 
 
 class RunError(RuntimeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import warnings
@@ -16,7 +15,7 @@ from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIG
 
 from mtgrpo import checkpoint
 from mtgrpo.checkpoint import Checkpoint
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.model.lora import find_adapter
 from mtgrpo.model.settings import FROM_SCRATCH
 
@@ -31,7 +30,7 @@ _SHOWN = ("recipe", "task", "environment", "reward", "algorithm", "advantage", "
 
 def main(arguments: Sequence[str]) -> int:
     """Write the folder and say where it is. Raises ConfigError for a damaged checkpoint or one that does not fit."""
-    parser = argparse.ArgumentParser("mtgrpo export", description=__doc__)
+    parser = Arguments("mtgrpo export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step_000070")
     parser.add_argument(
         "--to", choices=TO, default="hf", help="; ".join(f"{name}: {what}" for name, what in TO.items())

@@ -5,6 +5,8 @@ The file name is the option's name, the dataclass in it holds the settings, its 
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -12,6 +14,7 @@ import inspect
 import pkgutil
 import sys
 import traceback
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, TypeVar, cast
@@ -19,6 +22,11 @@ from typing import Any, TypeVar, cast
 from mtgrpo.errors import ConfigError
 
 T = TypeVar("T")
+TRACEBACK = "traceback.txt"  # in a run's folder: of the error that ended it, or of the first failed conversation
+
+
+class MisgivenError(TypeError):
+    """Somebody's code gave what it should not; the message says what was expected, and names file and line."""
 
 
 def names(package: str) -> list[str]:
@@ -49,11 +57,18 @@ def find(package: str, name: str, base: type) -> Any:
             )
         return found
     if name not in names(package):
+        known = options(package, base)
         raise ConfigError(
-            f"there is no {package.rpartition('.')[2]} named {name!r}; known: {', '.join(options(package, base))}; "
-            "or give a file of your own as path/to/file.py:Name"
+            f"there is no {package.rpartition('.')[2].removesuffix('s')} named {name!r}; {meant(name, known)}known: "
+            f"{', '.join(known)}; or give a file of your own as path/to/file.py:Name"
         )
     return _only(importlib.import_module(f"{package}.{name}"), base)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Asks whether what is most like `name` was meant, if anything is like it: the beginning of an explanation."""
+    close = difflib.get_close_matches(name, list(known), 2)
+    return f"did you mean {' or '.join(close)}? " if close else ""
 
 
 def find_class(package: str, name: str, base: type[T]) -> type[T]:
@@ -98,13 +113,50 @@ __path__: list[str] = []  # modules may lie below this one
 sys.meta_path.append(_FileFinder)
 
 
+def place(method: Any) -> str:
+    """Where a function or method is written, to be put behind what is said of it."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+
+
+def misgiven(method: Any, given: Any, expected: str) -> MisgivenError:
+    """The error to raise where somebody's `method` gave something else than was `expected`."""
+    return MisgivenError(
+        f"{getattr(method, '__qualname__', type(method).__name__)} gave {given!r:.120}; {expected}{place(method)}"
+    )
+
+
+async def awaited(method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    """What a coroutine function gives. Raises MisgivenError where somebody wrote it without `async`."""
+    given = method(*arguments)
+    if not inspect.isawaitable(given):
+        raise misgiven(method, given, f"write it as `async def {cast(Any, method).__name__}`")
+    return await given
+
+
 def explained(error: BaseException) -> str:
     """Its type and what it says; where it came from a user's own file, also the file and line."""
-    steps = [step for one in (error.__cause__, error) if one for step in traceback.walk_tb(one.__traceback__)]
-    own = [(frame.f_code.co_filename, line) for frame, line in steps if _own(frame)]
-    where = f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
+    where = _way(error)
     said = f"{type(error).__name__}: {error}"
     return said if where in said else said + where
+
+
+def of_own_code(error: BaseException) -> bool:
+    """Whether it came from a user's own file, or is about what such a file gave."""
+    return isinstance(error, MisgivenError) or bool(_way(error))
+
+
+def keep_traceback(error: BaseException, folder: Path) -> None:
+    """Write how it came to `error` into `folder`, as far as the disk has room."""
+    with contextlib.suppress(OSError):
+        (folder / TRACEBACK).write_text("".join(traceback.format_exception(error)), errors="backslashreplace")
+
+
+def _way(error: BaseException) -> str:
+    """The last place in a user's own file that it went through, as `place` has it; "" for none."""
+    steps = [step for one in (error.__cause__, error) if one for step in traceback.walk_tb(one.__traceback__)]
+    own = [(frame.f_code.co_filename, line) for frame, line in steps if _own(frame)]
+    return f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
 
 
 def _own(frame: FrameType) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from mtgrpo.engines.server import PYTHON, Server, guard
 from mtgrpo.engines.server.vllm import command, environment
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import Arguments, ConfigError
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -17,7 +16,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises ConfigError where there is no interpreter for it.
     """
-    parser = argparse.ArgumentParser("mtgrpo launch", description=__doc__)
+    parser = Arguments("mtgrpo launch", description=__doc__)
     parser.add_argument("what", choices=["vllm"])
     parser.add_argument("--model", required=True, help="the folder or name of the model that is trained")
     parser.add_argument("--python", default=PYTHON, help="of the environment that has vLLM (%(default)s)")

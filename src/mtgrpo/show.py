@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, calls, facts, find_runs, objects, parse_row, read_runs
 from mtgrpo.text import number, printable, shorten
 
@@ -18,7 +17,7 @@ _COLORS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yello
 
 def main(arguments: Sequence[str]) -> int:
     """Print what was asked for. Raises ConfigError where there is none."""
-    parser = argparse.ArgumentParser("mtgrpo show", description=__doc__)
+    parser = Arguments("mtgrpo show", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--step", type=int, metavar="N", help="of training; default: the newest that there are")

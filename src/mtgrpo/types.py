@@ -146,7 +146,7 @@ class Sampling:
     timeout_s: float = 0.0  # of one turn, training in between counted; a conversation that exceeds it fails; 0 = none
 
     def __post_init__(self) -> None:
-        require(self, temperature=">= 0 (0 = greedy)", top_p="> 0 and <= 1", top_k=">= 0 (0 = off)")
+        require(self, temperature=">= 0 and <= 100 (0 = greedy)", top_p="> 0 and <= 1", top_k=">= 0 (0 = off)")
         require(self, min_p=">= 0 and < 1", max_new_tokens=">= 1", timeout_s=">= 0 (0 = none)")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mtgrpo.errors import Arguments
 from mtgrpo.record.reading import Row, find_runs, parse_row, read_end, read_settings
 from mtgrpo.text import clock, is_number, number, printable, sparkline
 from mtgrpo.types import LEARNING
@@ -55,7 +55,7 @@ class Progress:
 
 def main(arguments: Sequence[str]) -> int:
     """Show the run until it ends or Ctrl-C; with --once, or where there is no terminal, print once and end."""
-    parser = argparse.ArgumentParser("mtgrpo watch", description=__doc__)
+    parser = Arguments("mtgrpo watch", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder; of a sweep's, the run that wrote last")
     parser.add_argument("--once", action="store_true", help="print how it stands now, and end")
     given = parser.parse_args(arguments)

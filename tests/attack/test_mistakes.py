@@ -86,14 +86,14 @@ OF_STEP: dict[str, Callable[[], Any]] = {
     "a reward of nothing": gives(Reply(done=True, reward=None)),  # pyright: ignore[reportArgumentType]
     "NaN": gives(Reply(done=True, reward=math.nan)),
     "infinity": gives(Reply(done=True, reward=math.inf)),
-    "texts for messages": gives(Reply(("hello",))),  # pyright: ignore[reportArgumentType]
+    "texts for messages": lambda: Reply(("hello",)),  # pyright: ignore[reportArgumentType]
     "a message of nothing": gives(Reply((Message("user", None),))),  # pyright: ignore[reportArgumentType]
     "a message of a number": gives(Reply((Message("user", 3),))),  # pyright: ignore[reportArgumentType]
-    "no messages": gives(Reply(None)),  # pyright: ignore[reportArgumentType]
+    "no messages": lambda: Reply(None),  # pyright: ignore[reportArgumentType]
 }
 OF_START: dict[str, Callable[[], Any]] = {
     "messages alone": gives(TASK.messages),
-    "texts for messages": gives(Opening(("hello",))),  # pyright: ignore[reportArgumentType]
+    "texts for messages": lambda: Opening(("hello",)),  # pyright: ignore[reportArgumentType]
     "a message of nothing": gives(Opening((Message("user", None),))),  # pyright: ignore[reportArgumentType]
     "names for tools": gives(Opening(TASK.messages, ("search",))),  # pyright: ignore[reportArgumentType]
 }

@@ -8,11 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mtgrpo.advantages.rewards import Rewards
-from mtgrpo.algorithms import Algorithm, Tensor
+from mtgrpo.algorithms import Algorithm, Baseline, PerToken, Tensor, Tokens
 from mtgrpo.errors import ConfigError
+from mtgrpo.extension import misgiven
 
 
 class Level(Enum):
@@ -85,11 +86,36 @@ def advantages(
 
     rewards: weighted by `estimator`. values [tokens] fp64: as in `AdvantageEstimator.assign`.
     """
-    assigned = estimator.assign(rewards, algorithm, values)
+    assigned: Any = estimator.assign(rewards, algorithm, values)
+    if not isinstance(assigned, Assigned) or assigned.advantage.shape != rewards.turn.shape:
+        raise misgiven(estimator.assign, assigned, "give an Assigned with an advantage for each sampled token")
     trained = rewards.of_tokens(rewards.trained)
     advantage = assigned.advantage.new_zeros(len(assigned.advantage))
     advantage[trained] = algorithm.normalise(assigned.advantage[trained])
     return replace(assigned, advantage=advantage)
+
+
+def try_out(estimator: AdvantageEstimator, algorithm: Algorithm) -> None:
+    """Compute advantages and losses of two trajectories of two tokens, for mistakes to show before a run begins.
+
+    Raises MisgivenError, and whatever they raise.
+    """
+    import torch  # noqa: PLC0415  settings alone import no library
+
+    pair, zeros = torch.arange(2), torch.zeros(4, dtype=torch.float64)
+    baseline: Any = algorithm.baseline(pair.double(), torch.zeros(2, dtype=torch.long))
+    if not isinstance(baseline, Baseline):
+        raise misgiven(algorithm.baseline, baseline, "give a Baseline of the centre and the scale of each return")
+    one_group, turn = torch.zeros(2, dtype=torch.long), pair.repeat_interleave(2)
+    rewards = Rewards(
+        pair.double(), one_group, torch.ones(2, dtype=torch.bool), zeros[:2], pair, one_group, one_group, zeros, turn
+    )
+    found = advantages(estimator, algorithm, rewards, zeros if algorithm.has_critic else None).advantage.float()
+    logp = torch.full((4,), -1.0, requires_grad=True)
+    sequence = algorithm.sequence_term(logp - logp.detach(), found) if algorithm.needs_sequence_ratio else None
+    loss: Any = algorithm.loss(Tokens(logp, logp.detach(), found, sequence))
+    if not isinstance(loss, PerToken) or loss.loss.shape != (4,):
+        raise misgiven(algorithm.loss, loss, "give a PerToken with a loss for each token, not averaged")
 
 
 def discounted(amounts: Tensor, sequence: Tensor, discount: float) -> Tensor:

@@ -21,4 +21,5 @@ class NoAgent(Agent):
         refuse_without_effect(self, settings, "choose an agent, such as agent=python")
 
     async def run(self, task: Task, address: Address) -> Outcome:
-        raise NotImplementedError("there is no agent to run")
+        """Nothing: nobody leads the conversation."""
+        return Outcome()

@@ -31,7 +31,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from mtgrpo.config.experiment import SINKS, Experiment
 from mtgrpo.config.options import Setting, chosen_class, entries, groups, options, schema, spell, store_name, unknown
-from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_option, read_primary, read_recipe
+from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_option, read_primary, read_recipe, refuse_absurd
 from mtgrpo.config.run_record import checkpoint_folder, read_run
 from mtgrpo.errors import ConfigError
 
@@ -70,6 +70,8 @@ def parse(arguments: Sequence[str], loader: ConfigLoaderImpl | None = None) -> l
                 f"cannot read {argument!r}: options are key=value, such as seed=1; "
                 "quote a value with special characters twice: key=\"'a, b'\""
             ) from error
+        if not override.key_or_group:
+            raise ConfigError(f"cannot read {argument!r}: nothing stands before the =; options are key=value")
         if override.package is not None:
             raise ConfigError(f"cannot use {argument!r}: an option has one place, leave @ out")
         override.config_loader = loader
@@ -105,6 +107,7 @@ def composed_from(config: DictConfig) -> Composed:
         raise ConfigError(f"{missing[0]} is not set and has no default; give {missing[0]}=VALUE")
     OmegaConf.resolve(own)
     choices = {key: chosen[key] for key in (*groups(), "recipe") if key in chosen}
+    refuse_absurd(OmegaConf.to_container(own))
     return Composed(_built(own, ""), OmegaConf.to_yaml(own), choices)
 
 

@@ -27,7 +27,7 @@ from mtgrpo.profile import Profile
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.filter import Filter
 from mtgrpo.rollout.settings import RolloutSettings
-from mtgrpo.tasks import TaskSource
+from mtgrpo.tasks import Split, TaskSource
 from mtgrpo.tasks.conversations import Conversations
 from mtgrpo.tools.faults import Faults
 from mtgrpo.types import Sampling
@@ -153,7 +153,7 @@ class Experiment:
     advantage: AdvantageEstimator
     engine: Engine
     agent: Agent
-    seed: int = 0
+    seed: int = 0  # of everything random: the same seed on the same machine gives the same run
     resume: str = ""  # true: go on in hydra.run.dir=FOLDER; or PATH of a checkpoint to go on from in a new folder
     # exact: steps after the checkpoint are run again from their start; continue: what the journal holds of them is
     # taken back, and conversations go on at their last turn; null: exact if rollout.max_staleness is 0
@@ -327,13 +327,15 @@ class Experiment:
                 )
 
     def check_warm_start(self) -> None:
-        """Raise ConfigError where a warm start is asked for and the tasks have no demonstrations."""
+        """Raise ConfigError where a warm start is asked for and there are no demonstrations."""
         if self.sft.steps and type(self.demonstrated).demonstration is TaskSource.demonstration:
             raise ConfigError(
                 f"sft.steps={self.sft.steps}: task {type(self.task).__name__} has no demonstrations to learn from; set "
                 "sft.steps=0, or sft.demonstrations=FILE, or write `demonstration` in a task source of your own "
                 "(task=path/to/file.py:Name)"
             )
+        if self.sft.steps and self.sft.demonstrations:
+            self.demonstrated.stream(Split.train, self.seed)
 
     @property
     def demonstrated(self) -> TaskSource:

@@ -14,24 +14,27 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from mtgrpo import extension
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.options import Setting, chosen_class, groups, options, schema
 from mtgrpo.config.recipe import recipes
+from mtgrpo.errors import ConfigError
+from mtgrpo.log import Sink
 
 WIDTH = 100
 COLUMN = 46  # where what is said of an option begins
 
 
-def help_text(words: Sequence[str], folders: Sequence[Path] = ()) -> str:
+def help_text(words: Sequence[str], folders: Sequence[Path] = (), asked: str = "") -> str:
     """All options, with the values that the overrides `words` give them. Raises ConfigError for wrong ones.
 
-    folders: the user's own configurations.
+    folders: the user's own configurations. asked: a section, or a word; then nothing but what speaks of it.
     """
     composed = compose(parse(words), folders=folders)
     values = OmegaConf.create(composed.values)
     classes = {group: chosen_class(group, composed.choices[group]) for group in groups()}
-    blocks = ["Shown are the values of what is chosen (*).", _recipes(composed.choices["recipe"], folders)]
+    blocks = [["recipe", *_recipes(composed.choices["recipe"], folders)]]
     sections: dict[str, list[str]] = {}
     for key, setting in schema(composed.choices).items():
         section = key.partition(".")[0] if "." in key else ""
@@ -41,11 +44,22 @@ def help_text(words: Sequence[str], folders: Sequence[Path] = ()) -> str:
     general = sections.pop("")
     order = [*classes, *(section for section in sections if section not in classes)]
     hints = {**inspect.get_annotations(Experiment, eval_str=True), **classes}
-    blocks.append("\n".join(["general", *general]))
+    sinks = [_entry(f"  log=[{name}]", summary(sink)) for name, sink in extension.options("mtgrpo.log", Sink).items()]
+    blocks += [["general", *general], ["log", *sinks]]
     for section in order:
         title = section if section in classes else f"{section}: {summary(hints[section])}"
-        blocks.append("\n".join([*textwrap.wrap(title, WIDTH), *sections[section]]))
-    return "\n\n".join(blocks)
+        blocks.append(["\n".join(textwrap.wrap(title, WIDTH)), *sections[section]])
+    if asked and not (blocks := _speaking_of(asked.lower(), blocks)):
+        raise ConfigError(f"no option speaks of {asked!r}; `mtgrpo train --help` lists all")
+    return "\n\n".join(map("\n".join, [["Shown are the values of what is chosen (*)."], *blocks]))
+
+
+def _speaking_of(asked: str, blocks: Sequence[list[str]]) -> list[list[str]]:
+    """The sections named `asked`, else of every section the entries with that word in them."""
+    if named := [block for block in blocks if block[0].partition(":")[0] == asked]:
+        return named
+    found = ([title, *(entry for entry in entries if asked in entry.lower())] for title, *entries in blocks)
+    return [block for block in found if len(block) > 1]
 
 
 def summary(cls: type) -> str:
@@ -80,28 +94,27 @@ def comments(cls: type) -> dict[str, str]:
     return found
 
 
-def _recipes(chosen: Any, folders: Sequence[Path]) -> str:
-    lines = ["recipe"]
+def _recipes(chosen: Any, folders: Sequence[Path]) -> list[str]:
+    entries: list[str] = []
     for name, path in recipes(folders).items():
         mark = "*" if name == chosen or name in chosen else " "
         head = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
         said = " ".join(line.lstrip("# ") for line in head if "@package" not in line)
-        lines += _columns(f"{mark} recipe={name}", said)
-    return "\n".join(lines)
+        entries.append(_entry(f"{mark} recipe={name}", said))
+    return entries
 
 
 def _options(group: str, chosen: str, cls: type) -> list[str]:
     known = options(group)
     offered = {**known, chosen: cls}
     marked = {name: "*" if name == chosen else " " for name in offered}
-    rows = [_columns(f"{marked[name]} {group}={Path(name).name}", summary(option)) for name, option in offered.items()]
-    return [line for row in rows for line in row]
+    return [_entry(f"{marked[name]} {group}={Path(name).name}", summary(option)) for name, option in offered.items()]
 
 
 def _row(key: str, setting: Setting, value: Any) -> str:
     name = key.rpartition(".")[2]
     said = next((notes[name] for cls in setting.owner.__mro__ if name in (notes := comments(cls))), "")
-    return "\n".join(_columns(f"  {key}  {_type(setting.type)} = {_value(value)}", said))
+    return _entry(f"  {key}  {_type(setting.type)} = {_value(value)}", said)
 
 
 def _type(hint: Any) -> str:
@@ -124,9 +137,9 @@ def _value(value: Any) -> str:
     return str(value)
 
 
-def _columns(left: str, right: str) -> list[str]:
+def _entry(left: str, right: str) -> str:
     """Two columns; what does not fit beside `left` stands below it."""
     below = textwrap.wrap(right, WIDTH - COLUMN)
     if len(left) + 2 <= COLUMN and below:
-        return [left.ljust(COLUMN) + below[0], *(" " * COLUMN + line for line in below[1:])]
-    return [*textwrap.wrap(left, WIDTH), *(" " * COLUMN + line for line in below)]
+        return "\n".join([left.ljust(COLUMN) + below[0], *(" " * COLUMN + line for line in below[1:])])
+    return "\n".join([*textwrap.wrap(left, WIDTH), *(" " * COLUMN + line for line in below)])

@@ -71,10 +71,8 @@ def chosen_class(group: str, option: str | list[str]) -> type:
     if option in known:
         return known[option]
     if ".py:" not in option:
-        close = difflib.get_close_matches(option, known, 1)
-        meant = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(
-            f"there is no {group}={option}; {meant}known: {', '.join(known)}; "
+            f"there is no {group}={option}; {extension.meant(option, known)}known: {', '.join(known)}; "
             f"or a class of your own: {group}=path/to/file.py:Name"
         )
     base = groups()[group]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mtgrpo.config.options import groups
 from mtgrpo.errors import ConfigError
+from mtgrpo.extension import meant
 
 RECIPES = Path(__file__).parent / "recipes"
+ABSURD = 1e15  # no setting is as large
 SELF = "_self_"  # in a list of defaults: the place of the file's own values, last where it is not named
 
 
@@ -47,9 +48,9 @@ def read_recipe(option: str, folders: Sequence[Path] = (), within: tuple[Path, .
     known = recipes(folders)
     path = known.get(option, (within[-1].parent if within else Path()) / Path(option).expanduser()).resolve()
     if path.suffix != ".yaml":
-        close = difflib.get_close_matches(option, known, 1)
-        meant = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(f"there is no recipe={option}; {meant}known: {', '.join(known)}; or path/to/file.yaml")
+        raise ConfigError(
+            f"there is no recipe={option}; {meant(option, known)}known: {', '.join(known)}; or path/to/file.yaml"
+        )
     if path in within:
         raise ConfigError(f"recipe={option} inherits itself: see the defaults in {within[-1]}")
     own, inherited = _read(path, f"recipe={option}")
@@ -129,3 +130,13 @@ def _read(path: Path, source: str, primary: bool = False) -> tuple[Recipe, list[
                 raise ConfigError(f"{source} chooses {group!r}; the groups are {', '.join(groups())}")
             choices[group] = absolute(option)
     return Recipe(source, choices, values), inherited if SELF in inherited else [*inherited, SELF]
+
+
+def refuse_absurd(value: Any, key: str = "") -> None:
+    """Raise ConfigError for NaN, infinity and numbers that nothing has, wherever they stand in nested values."""
+    if isinstance(value, dict | list):
+        held = cast("dict[Any, Any] | list[Any]", value)
+        for name, inner in held.items() if isinstance(held, dict) else enumerate(held):
+            refuse_absurd(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, int | float) and not -ABSURD < value < ABSURD:
+        raise ConfigError(f"{key}={value!s:.40} is no usable number; give a finite one below {ABSURD:g}")

@@ -15,9 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from mtgrpo.errors import ConfigError, require
+from mtgrpo.extension import awaited, misgiven
 from mtgrpo.part import Part
 from mtgrpo.together import by_itself
 from mtgrpo.types import CallRecord, Counts, Message, Task, ToolSpec
@@ -31,6 +32,9 @@ class Opening:
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_messages(self.messages)
 
 
 def below(task: Task, text: str, tools: tuple[ToolSpec, ...] = ()) -> Opening:
@@ -55,6 +59,15 @@ class Reply(Counts):
     done: bool = False
     reward: float = 0.0  # what the environment pays for this step: part of the turn's reward, whatever `reward` is
     calls: Sequence[CallRecord] = ()  # what became of the calls that the model made in this turn
+
+    def __post_init__(self) -> None:
+        _check_messages(self.messages)
+
+
+def _check_messages(messages: Any) -> None:
+    """Raise TypeError, in the line of whoever gives them, for what is no sequence of messages."""
+    if not isinstance(messages, tuple | list) or not all(isinstance(one, Message) for one in cast("Any", messages)):
+        raise TypeError(f"messages must be a tuple such as (Message('user', 'text'),), got {messages!r:.200}")
 
 
 @dataclass
@@ -107,7 +120,10 @@ class Environment(Part, ABC):
         own = copy.copy(self)
         cancelled: asyncio.CancelledError | None = None
         try:
-            yield own, await own.start(task)
+            opening: Any = await awaited(own.start, task)
+            if not isinstance(opening, Opening):
+                raise misgiven(own.start, opening, "give an Opening")
+            yield own, opening
         except asyncio.CancelledError as error:
             cancelled = error
             raise

@@ -111,7 +111,7 @@ class ToolUse(CallLimits, Environment):
         self._tools, self._started = {name: copy.copy(tool) for name, tool in self._loaded.items()}, []
         for name, tool in self._tools.items():
             self._started.append(name)
-            await tool.start(task)
+            await extension.awaited(tool.start, task)
         return Opening(task.messages, self.tool_specs)
 
     async def stop(self) -> None:

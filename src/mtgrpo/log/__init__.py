@@ -146,12 +146,14 @@ class Sinks:
                 self._failed(sink, error)
 
     def _failed(self, sink: Sink, error: Exception) -> None:
-        """What is raised while it is handled: the error itself, of a required sink."""
+        """What is raised while it is handled: the error itself, of a required sink or the last."""
         if sink.required:
             raise error
         if sink in self._sinks:
             self._sinks.remove(sink)
-            self.note(f"the sink {type(sink).__name__} failed and gets nothing more: {type(error).__name__}: {error}")
+            if not self._sinks:  # nobody is left who could be told
+                raise error
+            self.note(f"the sink {type(sink).__name__} failed and gets nothing more: {extension.explained(error)}")
 
 
 @asynccontextmanager

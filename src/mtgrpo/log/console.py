@@ -20,6 +20,7 @@ from rich.text import Text
 from mtgrpo.log import Sink
 from mtgrpo.part import RunContext
 from mtgrpo.text import clock, printable
+from mtgrpo.types import EVALUATION, LEARNING
 
 _SHOWN = {  # metric: how it is written, in order of importance
     "reward/mean": "reward {:.3f}",
@@ -31,6 +32,11 @@ _SHOWN = {  # metric: how it is written, in order of importance
     "perf/tokens_per_s": "{:,.0f} tokens/s",
     "eval/success": "held-out {:.1%}",
     "eval/greedy": "greedy {:.1%}",
+}
+_ABOUT = {  # stage: what happens there, and why
+    "warm start": "imitates demonstrations: without a success there is nothing to reinforce",
+    EVALUATION: "on tasks that it never trains on, sampled and by its likeliest tokens",
+    LEARNING: "what did better than its siblings on a task becomes likelier",
 }
 _LINES = 20  # at most about so many lines per stage where lines are plain
 
@@ -60,15 +66,19 @@ class Console(Sink):
         """End the bar of the stage before and begin one."""
         self._end_bar()
         self._begin(name, total)
+        if self._interactive and name in _ABOUT:
+            self.note(f"{name}: {_ABOUT[name]}")
         if self._interactive:
             self._live = Live(get_renderable=self._panel, console=self._out, refresh_per_second=4)
             self._live.start()
         else:
-            self.note(f"{name} ({total} steps)" if total > 1 else name)
+            title = f"{name} ({total} steps)" if total > 1 else name
+            self.note(f"{title}: {_ABOUT[name]}" if name in _ABOUT else title)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Show the newest value of each metric."""
         self._latest = {**self._latest, **metrics}
+        self._obstacles = _obstacles(metrics)
         if step > self._done:
             if not self._done:
                 self._marks = deque([(self._marks[0][0], step - 1)], self._marks.maxlen)  # resumed: not from 0
@@ -78,10 +88,12 @@ class Console(Sink):
         if self._live is None and (step >= self._due[measured] or step == self._total):
             self._due[measured] = _next_line(step, self._total)
             of = f"{step:>{len(str(self._total))}}/{self._total}" if self._total else f"{step}"
-            self.note("  ".join([f"  step {of}", *_pieces(metrics), self._times()]))
+            self.note("  ".join([f"  step {of}", *_pieces(metrics), *self._obstacles, self._times()]))
 
     def note(self, text: str) -> None:
         """A line that stays, above the bar."""
+        if self._live is not None and self._done == self._total:
+            self._end_bar()  # what is said after the last step stands below the bar
         encoding = self._out.encoding
         self._out.print(Text(printable(text).encode(encoding, "backslashreplace").decode(encoding)))
 
@@ -93,6 +105,7 @@ class Console(Sink):
     def _begin(self, name: str, total: int) -> None:
         self._name, self._total, self._done = name, total, 0
         self._latest: dict[str, float] = {}
+        self._obstacles: list[str] = []
         self._due = {False: 0, True: 0}  # the step of the next plain line; evaluations have lines of their own
         self._marks = deque([(time.monotonic(), 0)], 20)  # when which step was done: the newest ones tell the speed
         self._began = self._marks[0][0]
@@ -105,7 +118,7 @@ class Console(Sink):
         head = Table.grid(padding=(0, 1))
         head.add_row(Text(self._name, "bold", no_wrap=True), bar, Text(count), Text(self._times(), "dim"))
         lines = [""]
-        for piece in _pieces(self._latest):
+        for piece in [*_pieces(self._latest), *self._obstacles]:
             if len(lines[-1]) + len(piece) + 2 > width:
                 lines.append("")
             lines[-1] += "  " + piece
@@ -124,8 +137,23 @@ class Console(Sink):
 
 def _pieces(metrics: Mapping[str, float]) -> list[str]:
     pieces = [form.format(metrics[name]) for name, form in _SHOWN.items() if name in metrics]
-    passed = [name for name in metrics if name.startswith("eval/pass@")]
+    passed = [name for name in metrics if name.startswith("eval/pass@") and name != "eval/pass@1"]  # that is success
     return pieces + [f"{name.removeprefix('eval/')} {metrics[name]:.1%}" for name in passed]
+
+
+def _obstacles(metrics: Mapping[str, float]) -> list[str]:
+    """Why little or nothing is learned from a step, or measured by an evaluation, as far as its metrics tell."""
+    found: list[str] = []
+    if metrics.get("reward/groups_with_variance") == 0:
+        found.append("no group's rewards differ: nothing to learn")
+    elif "reward/mean" in metrics and "policy/entropy" not in metrics:
+        found.append("no update: too few conversations to compare")
+    for area in ("rollout", "eval"):
+        cut = {name: share for name, share in metrics.items() if name.startswith(f"{area}/truncated/")}
+        if metrics.get(f"{area}/truncated", 0) > 0.5:
+            limit = max(cut, key=lambda name: cut[name])
+            found.append(f"{cut[limit]:.0%} cut by {limit.rpartition('/')[2]}, which is no success")
+    return found
 
 
 def _next_line(step: int, total: int) -> int:

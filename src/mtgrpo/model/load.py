@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.hub import refuse_offline, try_hub
 from mtgrpo.model import smollm2, tiny
 from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
@@ -41,8 +42,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer that belongs to model `name`; loads no weights. Raises ConfigError when there is none."""
     if name in tiny.SHAPES:
         return tiny.load_tokenizer()
+    folder = place(name)
+    try_hub(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place(name), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a missing name, a missing network and a damaged file have no common base
         raise ConfigError(not_found(name, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -210,7 +213,10 @@ def place(name: str) -> str:
 
 
 def not_found(name: str, error: Exception, base: str = "") -> str:
-    """What to say when model `name`, or the `base` of the adapter that it is, cannot be loaded."""
+    """What to say when model `name`, or the `base` of the adapter that it is, cannot be loaded.
+
+    Raises UnreachableError where it may be on the hub, which is not asked.
+    """
     reason = str(error).partition("\n")[0]
     if base:
         return (
@@ -218,6 +224,7 @@ def not_found(name: str, error: Exception, base: str = "") -> str:
             f"write where it is now as base_model_name_or_path in {name}/adapter_config.json"
         )
     known = ", ".join(tiny.SHAPES)
+    refuse_offline(name, f"model.name={name}", f"give a folder, smollm2 (mtgrpo data smollm2), or {known}")
     return f"model.name={name} cannot be loaded ({reason}); give a folder, a name on the Hugging Face hub, or {known}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mtgrpo.errors import ConfigError, refuse_without_effect, refuse_without_package
+from mtgrpo.errors import ConfigError, refuse_without_effect, refuse_without_package, require
 
 
 class Kind(Enum):
@@ -40,8 +40,8 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm
 
     def __post_init__(self) -> None:
-        if self.lr <= 0 or self.muon_lr <= 0:
-            raise ConfigError(f"`lr` and `muon_lr` must be > 0, got {self.lr} and {self.muon_lr}")
+        require(self, lr="> 0 and <= 1", muon_lr="> 0 and <= 1", max_grad_norm="> 0", weight_decay=">= 0 and <= 1")
+        require(self, warmup_steps=">= 0")
         if self.kind is Kind.adamw_8bit:
             refuse_without_package("bitsandbytes", "`kind=adamw_8bit`")
             if self.offload:
@@ -50,12 +50,6 @@ class OptimizerSettings:
             refuse_without_effect(self, ("muon_lr",), "set `kind=muon`")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"`betas` must be two numbers in [0, 1), got {self.betas}")
-        if self.max_grad_norm <= 0:
-            raise ConfigError(f"`max_grad_norm` must be > 0, got {self.max_grad_norm}")
-        if self.weight_decay < 0 or self.warmup_steps < 0:
-            raise ConfigError(
-                f"`weight_decay` and `warmup_steps` must be >= 0, got {self.weight_decay} and {self.warmup_steps}"
-            )
 
 
 @dataclass
@@ -66,10 +60,7 @@ class ReferenceSettings:
     ema: float = 0.0  # after each step the reference moves this share of the way towards the policy; 0 = it stays
 
     def __post_init__(self) -> None:
-        if self.update_every < 0 or not 0 <= self.ema <= 1:
-            raise ConfigError(
-                f"`update_every` must be >= 0 and `ema` in [0, 1], got {self.update_every} and {self.ema}"
-            )
+        require(self, update_every=">= 0", ema=">= 0 and <= 1")
         if self.update_every and self.ema:
             raise ConfigError(
                 f"`update_every={self.update_every}` and `ema={self.ema}` are two ways to move the "
@@ -85,8 +76,4 @@ class Updates:
     updates_per_batch: int = 1  # passes over the batch
 
     def __post_init__(self) -> None:
-        if self.minibatch_trajectories < 0 or self.updates_per_batch < 1:
-            raise ConfigError(
-                "`minibatch_trajectories` must be >= 0 and `updates_per_batch` >= 1, "
-                f"got {self.minibatch_trajectories} and {self.updates_per_batch}"
-            )
+        require(self, minibatch_trajectories=">= 0", updates_per_batch=">= 1")

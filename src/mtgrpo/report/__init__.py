@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from mtgrpo import __version__
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.record.reading import RunRecord, calls, facts, find_runs, read_runs
 from mtgrpo.report import content
 from mtgrpo.report.charts import COLORS, chart
@@ -20,7 +19,7 @@ from mtgrpo.text import number, printable, shorten, sparkline
 
 def main(arguments: Sequence[str]) -> int:
     """Write the report and say where it is. Raises ConfigError where there is no run, or no file can be written."""
-    parser = argparse.ArgumentParser("mtgrpo report", description=__doc__)
+    parser = Arguments("mtgrpo report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or that of a sweep")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first RUN")
     parser.add_argument("--markdown", action="store_true", help="Markdown in place of HTML, report.md")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self, TypeAlias, TypeVar, cast
 
 from mtgrpo import extension
 from mtgrpo.errors import ConfigError, require
+from mtgrpo.extension import misgiven
 from mtgrpo.part import Part, RunContext, built, named
 from mtgrpo.together import by_itself, together
 from mtgrpo.types import Trajectory
@@ -117,16 +118,18 @@ async def scores(reward: Reward, siblings: Sequence[Trajectory]) -> list[Score |
     """
     if not siblings:
         return []
+    method = reward.reward if type(reward).rewards is Reward.rewards else reward.rewards
     given: Any = await tried(lambda: reward.rewards(siblings), reward.retries)
     if isinstance(given, Exception):
         return [given] * len(siblings)
     if not isinstance(given, Sequence) or isinstance(given, str) or len(cast("Sequence[Any]", given)) != len(siblings):
-        wrong = TypeError(f"gave {given!r:.200} for {len(siblings)} trajectories; give one for each")
-        return [wrong] * len(siblings)
-    return [_checked(one, trajectory) for one, trajectory in zip(cast("Sequence[Any]", given), siblings, strict=True)]
+        return [misgiven(method, given, f"it is for {len(siblings)} trajectories; give one for each")] * len(siblings)
+    listed = cast("Sequence[Any]", given)
+    return [_checked(one, trajectory, method) for one, trajectory in zip(listed, siblings, strict=True)]
 
 
-def _checked(given: Any, trajectory: Trajectory) -> Score | Exception:
+def _checked(given: Any, trajectory: Trajectory, method: Any) -> Score | Exception:
+    """What `method` gave for a trajectory as a Score, or what is wrong with it."""
     if isinstance(given, Exception):
         return given
     try:
@@ -134,11 +137,9 @@ def _checked(given: Any, trajectory: Trajectory) -> Score | Exception:
         parts = {name: _finite(part) for name, part in score.components.items()}
         score = Score(_finite(score.total), parts, tuple(map(_finite, score.turns)), _finite(score.paid))
     except (TypeError, ValueError, OverflowError, AttributeError):
-        return TypeError(f"gave {given!r:.200}; give a finite number, or a Score of finite numbers")
+        return misgiven(method, given, "give a finite number, or a Score of finite numbers")
     if len(score.turns) not in (0, len(trajectory.turns)):
-        return TypeError(
-            f"gave {len(score.turns)} rewards for {len(trajectory.turns)} turns; give one for each, or none"
-        )
+        return misgiven(method, score.turns, f"there are {len(trajectory.turns)} turns; give one for each, or none")
     return score
 
 

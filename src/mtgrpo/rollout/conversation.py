@@ -16,6 +16,7 @@ from mtgrpo.condensers import Condenser, Conversation, Step, When, how_many_fit,
 from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
+from mtgrpo.extension import awaited, misgiven, place
 from mtgrpo.text import head_and_tail
 from mtgrpo.types import Attend, Finish, Message, Sample, Sampling, Status, Task, ToolSpec, Trajectory, Turn
 
@@ -71,10 +72,7 @@ async def run_rollout(
     hold the opening, or that gives other messages than it may.
     """
     sampling = dataclasses.replace(sampling, stop_ids=[*sampling.stop_ids, *chat.stop_ids])
-    async with environment.conversation(task) as (running, given):
-        opening: Any = given
-        if not isinstance(opening, Opening):
-            raise TypeError(f"{type(environment).__name__}.start gave {opening!r:.200}; give an Opening")
+    async with environment.conversation(task) as (running, opening):
         trajectory = Trajectory(task)
         if tuple(opening.messages) != task.messages:
             trajectory.opening = tuple(opening.messages)
@@ -98,10 +96,10 @@ async def _converse(state: RolloutState, environment: Environment) -> None:
         reply: Any = Reply()
         if message is not None:
             began = time.perf_counter()
-            reply = await environment.step(message)
+            reply = await awaited(environment.step, message)
             trajectory.tool_s += time.perf_counter() - began
         if not isinstance(reply, Reply) or not math.isfinite(reply.reward):
-            raise TypeError(f"{type(environment).__name__}.step gave {reply!r:.200}; give a Reply with a finite reward")
+            raise misgiven(environment.step, reply, "give a Reply with a finite reward")
         most = environment.max_tool_tokens * CHARS_PER_TOKEN  # to tokenise far more would hold up all conversations
         messages = tuple(dataclasses.replace(one, content=head_and_tail(one.content, most)) for one in reply.messages)
         turn.observations, turn.paid = (*messages, *asked), float(reply.reward)
@@ -219,7 +217,9 @@ class RolloutState:
             attention=self._attention,
         )
         began, sampled_s = time.perf_counter(), self.trajectory.sample_s
-        messages = await self._condenser.condense(conversation)
+        messages: Any = await awaited(self._condenser.condense, conversation)
+        if not isinstance(messages, list):
+            raise misgiven(self._condenser.condense, messages, "give a list of messages")
         self.trajectory.condense_s += time.perf_counter() - began - (self.trajectory.sample_s - sampled_s)
         asked = self.trajectory.turns[-1].auxiliary
         if messages == self._messages() and not asked and tokens <= self._budget:
@@ -269,13 +269,13 @@ class RolloutState:
 
     def _check(self, messages: Sequence[Message], tokens: int, given: int, asked: bool) -> None:
         """Raises ConfigError for what a condenser may not do; that a summary is too long is no fault of its own."""
-        name = f"condenser {self._condenser.name}"
+        name, where = f"condenser {self._condenser.name}", place(self._condenser.condense)
         if not messages:
-            raise ConfigError(f"{name} gave no messages; it must give the opening at least")
+            raise ConfigError(f"{name} gave no messages; it must give the opening at least{where}")
         if tuple(messages[: len(self._opening)]) != tuple(self._opening):
-            raise ConfigError(f"{name} changed system prompt or task; its messages must begin with the opening")
+            raise ConfigError(f"{name} changed system prompt or task; its messages must begin with the opening{where}")
         if tokens > max(given, self._budget) and not asked:
-            raise ConfigError(f"{name} made a context of {tokens} tokens from one of {given}; it must not grow")
+            raise ConfigError(f"{name} made a context of {tokens} tokens from one of {given}; it must not grow{where}")
         if tokens > self._budget:
             raise _LimitError("max_condensed_tokens")
 

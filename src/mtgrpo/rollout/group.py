@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mtgrpo.agents import Agent
 from mtgrpo.agents.none import NoAgent
@@ -16,7 +17,7 @@ from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser
 from mtgrpo.environments import STOP_S, Environment
 from mtgrpo.errors import ConfigError
-from mtgrpo.extension import explained
+from mtgrpo.extension import TRACEBACK, explained, keep_traceback
 from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rollout.agent import run_agent
 from mtgrpo.rollout.conversation import Limits, run_rollout
@@ -43,6 +44,7 @@ class RolloutRunner:
     score_timeout_s: float = 0.0  # 0 = none
     faults: Callable[..., AbstractContextManager[None]] = Faults().during  # of the conversation with that key
     agent: Agent = field(default_factory=NoAgent)  # leads the conversations in place of the environment, if active
+    folder: Path | None = None  # of the run, where the first failure leaves its traceback
     scope: str = "train/0"  # what the rollouts are for: part of the key of every random number
 
     def at(self, scope: str, temperature: float | None = None) -> RolloutRunner:
@@ -92,7 +94,7 @@ class RolloutRunner:
         for trajectory, score in zip(scored, await self._scores(scored), strict=True):
             if isinstance(score, Exception):
                 trajectory.status = Status.FAILED
-                trajectory.reason = f"RewardError: {type(self.reward).__name__}: {explained(score)}"
+                trajectory.reason = f"RewardError: {type(self.reward).__name__}: {self._why(score)}"
             else:
                 set_score(trajectory, score)
         group.score_s = time.perf_counter() - began
@@ -130,7 +132,13 @@ class RolloutRunner:
         except ConfigError:
             raise
         except Exception as error:  # whatever a tool or an environment raises is data: it is counted and shown
-            return Trajectory(task, status=Status.FAILED, reason=explained(error))
+            return Trajectory(task, status=Status.FAILED, reason=self._why(error))
+
+    def _why(self, error: Exception) -> str:
+        """What to say of a failure; that of the first leaves its traceback."""
+        if self.folder is not None and not (self.folder / TRACEBACK).exists():
+            keep_traceback(error, self.folder)
+        return explained(error)
 
 
 def set_score(trajectory: Trajectory, score: Score) -> None:

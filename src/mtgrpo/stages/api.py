@@ -1,4 +1,4 @@
-"""For people with an engine of their own: rollouts, scored and compared as the trainer would do it."""
+"""What Python offers beside the command: a whole run, and rollouts for people with an engine of their own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -17,13 +18,19 @@ from mtgrpo.advantages.rewards import comparable, rewards_of
 from mtgrpo.algorithms.kl import Place
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.chat import open_chat
-from mtgrpo.config.experiment import Experiment
+from mtgrpo.config.experiment import LATEST, Experiment
+from mtgrpo.config.run_record import claimed
 from mtgrpo.engines import Key
 from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.extension import awaited, misgiven
+from mtgrpo.model.load import load_tokenizer
 from mtgrpo.part import RunContext
-from mtgrpo.stages.run import make_runner, open_parts
+from mtgrpo.policy.step import Metrics
+from mtgrpo.record.curve import Curve
+from mtgrpo.stages import trainer
+from mtgrpo.stages.run import check, make_runner, open_parts
 from mtgrpo.together import together
-from mtgrpo.types import Attend, Group, Sample, Status, Task
+from mtgrpo.types import Attend, Completion, Group, Sample, Sampling, Status, Task
 
 
 @dataclass(frozen=True)
@@ -37,18 +44,35 @@ class Scored:
     advantages: list[list[float]]
 
 
+async def train(experiment: Experiment, folder: str | Path) -> Metrics:
+    """A run in `folder`, as `mtgrpo train` does it: warm start, evaluate, train, evaluate. `await` it in a notebook.
+
+    folder: an empty one or none yet; with `experiment.resume="true"` one to go on with. Returns what `summary.json`
+    holds. Raises ConfigError before anything is computed, and RunError.
+    """
+    for note in check(experiment):
+        print(note)
+    experiment.check_warm_start()
+    with claimed(Path(folder), True, experiment.resume == LATEST) as place:
+        curve = Curve()
+        summary = await trainer.train(experiment, place, curve)
+        curve.draw(place, width=100)
+    return summary
+
+
 async def rollout_with_advantages(
     tasks: Sequence[Task],
     *,
     sample: Sample,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerFast | str,
     experiment: Experiment,
     attend: Attend | None = None,
 ) -> list[Scored]:
     """Run `experiment.rollout.group_size` conversations about each task, score them, compare them.
 
-    sample: continues a list of tokens; many calls are awaited at once, `rollout.max_concurrent` at most. attend: for
-    condenser=attention. Groups of which too many failed to be compared are left out, as in training; turns that
+    sample: continues a list of tokens; many calls are awaited at once, `rollout.max_concurrent` at most. tokenizer: may
+    be the name of its model. attend: for condenser=attention. Groups of which too many failed to be compared are left
+    out, as in training; turns that
     training would leave out (algorithm.truncated=mask) have advantage 0.
 
     Raises EngineError when every conversation failed, and ConfigError where an advantage depends on more than rewards:
@@ -60,19 +84,20 @@ async def rollout_with_advantages(
         raise ConfigError(f"{what} needs the policy's own numbers, which rollout_with_advantages has not: leave it out")
     if experiment.condenser.attends and attend is None:
         raise ConfigError(f"condenser {experiment.condenser.name} goes by attention: give attend=")
+    tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     chat = open_chat(tokenizer, experiment.chat)
     longest = experiment.environment.max_context_length or experiment.batch.tokens
 
     @asynccontextmanager
     async def conversation(key: Key) -> AsyncGenerator[Sample]:
-        yield sample
+        yield _checked(sample, len(tokenizer))
 
-    size, extra = experiment.rollout.group_size, experiment.rollout.extra_samples
+    group_size, extra = experiment.rollout.group_size, experiment.rollout.extra_samples
     with TemporaryDirectory() as folder:
         context = RunContext(Path(folder), print, os.environ)
         async with open_parts(experiment, context) as opened:
             runner = make_runner(opened, chat, conversation, attend, longest)
-            finished = await together(runner.run_group(task, size, extra) for task in tasks)
+            finished = await together(runner.run_group(task, group_size, extra) for task in tasks)
     trajectories = [trajectory for group in finished for trajectory in group.trajectories]
     if trajectories and all(trajectory.status is Status.FAILED for trajectory in trajectories):
         raise EngineError(f"every conversation failed, the first because of {trajectories[0].reason}")
@@ -86,3 +111,18 @@ async def rollout_with_advantages(
     tokens = torch.bincount(rewards.turn, minlength=len(sums)).clamp(min=1)
     per_turn = iter((sums / tokens).tolist())
     return [Scored(group, [[next(per_turn) for _ in t.turns] for t in group.trajectories]) for group in groups]
+
+
+def _checked(sample: Sample, size: int) -> Sample:
+    """Somebody's `sample`, which raises MisgivenError for completions that no engine gives; size: of the vocabulary."""
+
+    async def checked(tokens: Sequence[int], sampling: Sampling) -> Completion:
+        given: Any = await awaited(sample, tokens, sampling)
+        if isinstance(given, Completion) and given.tokens and all(0 <= token < size for token in given.tokens):
+            lengths = {len(given.tokens), len(given.logprobs), len(given.versions)}
+            if len(lengths) == 1:
+                return given
+        expected = f"give a Completion of one token or more, all below {size}, each with its logprob and version"
+        raise misgiven(sample, given, expected)
+
+    return checked

@@ -40,6 +40,7 @@ def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metric
     if not scored:
         return {"failed": 1.0}
 
+    limits = Counter(t.reason for t in scored if t.status is Status.TRUNCATED)
     solved = [any(succeeded(t, success_at) for t in of_task) for group in groups if (of_task := valid([group]))]
     return {
         "success": _mean(float(succeeded(t, success_at)) for t in scored),
@@ -53,6 +54,7 @@ def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metric
         "turns": _mean(float(len(t.turns)) for t in scored),
         "sampled_tokens": _mean(float(t.sampled_tokens) for t in scored),
         "truncated": _mean(float(t.status is Status.TRUNCATED) for t in scored),
+        **{f"truncated/{limit}": cut / len(scored) for limit, cut in limits.items()},
         "failed": 1 - len(scored) / sum(len(group.trajectories) for group in groups),
     }
 

@@ -18,11 +18,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mtgrpo import checkpoint
+from mtgrpo.advantages import try_out
 from mtgrpo.chat import Chat, open_chat
 from mtgrpo.checkpoint import Checkpoint
 from mtgrpo.config.experiment import LATEST, Experiment
 from mtgrpo.engines import Key, RunningEngine
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, UnreachableError
 from mtgrpo.log import Sinks, chosen, open_sinks
 from mtgrpo.memory import plan
 from mtgrpo.model.attention import cuts_trees, describe_attention
@@ -62,16 +63,23 @@ class Run:
     resumed: Checkpoint | None = None  # from which the run goes on
 
 
-def check(experiment: Experiment) -> list[str]:
+def check(experiment: Experiment, spared: bool = False) -> list[str]:
     """Raise ConfigError for whatever the user got wrong, as far as nothing has to be open and no weights be loaded.
 
-    Returns what the user should know of the tasks.
+    Returns what the user should know of the tasks, and, where hubs are `spared`, what was not checked for that.
     """
     chosen(experiment.log)
+    try_out(experiment.advantage, experiment.algorithm)
     if experiment.resume not in ("", LATEST):
         checkpoint.read(Path(experiment.resume))
-    notes = [] if opens(experiment.task) else open_tasks(experiment)[0].notes
-    open_tokenizer(experiment)
+    notes: list[str] = []
+    try:
+        notes += [] if opens(experiment.task) else open_tasks(experiment)[0].notes
+        open_tokenizer(experiment)
+    except UnreachableError as error:
+        if not spared:
+            raise
+        notes.append(f"not checked: {error}; with --online the hub is asked")
     return notes
 
 
@@ -154,12 +162,12 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         stack.push_async_callback(engine.close)
         if not engine.shares_weights:
             await engine.load_weights(model, 0)
-        for note in (*chat.notes, describe_attention(model)):
-            sinks.note(note)
+        sinks.tell([*chat.notes, describe_attention(model)])
         sinks.tell(engine.notes)
         slowest_s = max(experiment.rollout.timeout_s, experiment.rollout.score_timeout_s)  # nothing need move meanwhile
         limit_s = experiment.watchdog_s and max(experiment.watchdog_s, slowest_s + 600 if slowest_s else 0)
         watchdog = stack.enter_context(open_watchdog(limit_s, folder, engine))
+        sampling = watchdog.sampling(engine.conversation)
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through it for garbage takes longer than some training steps
         stack.callback(gc.unfreeze)
@@ -171,7 +179,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             chat=chat,
             model=model,
             engine=engine,
-            runner=make_runner(experiment, chat, watchdog.sampling(engine.conversation), engine.attend, longest),
+            runner=make_runner(experiment, chat, sampling, engine.attend, longest, folder),
             tasks=tasks,
             held_out=held_out,
             resumed=resumed,
@@ -239,8 +247,9 @@ def make_runner(
     conversation: Callable[[Key], AbstractAsyncContextManager[Sample]],
     attend: Attend | None,
     longest_context: int,
+    folder: Path | None = None,
 ) -> RolloutRunner:
-    """Bind the parts of a conversation together; `conversation` and `attend` are an engine's."""
+    """Bind the parts of a conversation together; `conversation` and `attend` are an engine's, `folder` the run's."""
 
     def open_conversation(scope: str, task: str, sample_index: int) -> AbstractAsyncContextManager[Sample]:
         return conversation(Key(experiment.seed, scope, task, sample_index))
@@ -263,5 +272,6 @@ def make_runner(
         faults=functools.partial(experiment.faults.during, experiment.seed),
         open_conversation=open_conversation,
         attend=attend,
+        folder=folder,
         slots=asyncio.Semaphore(experiment.rollout.max_concurrent),
     )

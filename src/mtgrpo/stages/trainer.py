@@ -43,7 +43,14 @@ def run_training(experiment: Experiment, folder: Path) -> None:
     drawn = curve.draw(folder, min(size.columns, 100))
     if "console" in experiment.log:
         before, after = summary["eval/success/before"], summary["eval/success/after"]
-        print(f"\n{drawn}\n\nheld-out success {before:.3f} -> {after:.3f}\n{folder}")
+        print(f"\n{drawn}\n\nheld-out success {before:.3f} -> {after:.3f}\n\n{next_commands(folder)}")
+
+
+def next_commands(folder: Path) -> str:
+    """What to try with a run that has ended."""
+    saved = sorted((folder / "checkpoints").glob("step_*"))
+    tried = f"\n  mtgrpo play checkpoint={saved[-1]}   # talk to it" if saved else ""
+    return f"try next:\n  mtgrpo show {folder}   # its conversations\n  mtgrpo report {folder}   # all on a page{tried}"
 
 
 async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:

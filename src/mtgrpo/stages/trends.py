@@ -29,6 +29,7 @@ class Trends:
             self.entropy = entropy
         unsolved = metrics["reward/success"] < 0.8  # a policy that solves its tasks may be sure of itself
         left, total = memory_left()
+        limits = [name.rpartition("/")[2] for name in metrics if name.startswith("rollout/truncated/")]
         found = {
             "entropy": entropy < COLLAPSED * self.entropy and unsolved,
             "variance": metrics["reward/groups_with_variance"] == 0,
@@ -40,8 +41,8 @@ class Trends:
             "solved: it explores little; set algorithm.entropy_coef or kl.coef above 0, or optimizer.lr lower",
             "variance": "in no group do rewards differ, so nothing is learned; choose easier or harder tasks, a reward "
             "with more levels, rollout.group_size higher, or sft.steps above 0",
-            "truncated": f"{truncated:.0%} of the conversations are cut by a limit; set the one that `reason` names in "
-            "trajectories/ higher, or reward=[...,length]",
+            "truncated": f"{truncated:.0%} of the conversations are cut by a limit ({', '.join(limits)}): set it "
+            "higher, or reward=[...,length]",
             "memory": f"{left / 2**30:.1f} of {total / 2**30:.1f} GiB of memory are left (this process holds "
             f"{resident_bytes() / 2**30:.1f}), and without any the kernel ends the run; set batch.token_budget, "
             "rollout.max_concurrent or engine.memory_fraction lower",

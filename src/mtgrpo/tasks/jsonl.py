@@ -59,10 +59,11 @@ class FileSource(TaskSource):
         rows = self.rows({file: names[file] for file in files})
         chosen = self._chosen(rows, split)
         if not chosen:
-            raise ConfigError(
-                f"no rows for split {split.value}: {self._given()} task.val_files={_spelled(self.val_files)} "
-                f"task.eval_fraction={self.eval_fraction}; set task.val_files, or another task.eval_fraction"
-            )
+            cure = f"all {len(rows)} rows fall to the other split; set task.val_files, or another task.eval_fraction"
+            if not len(rows):
+                cure = f"{' and '.join(map(str, files))} holds no rows; fill it, or name another file"
+            given = f"{self._given()} task.val_files={_spelled(self.val_files)} task.eval_fraction={self.eval_fraction}"
+            raise ConfigError(f"no rows for split {split.value}: {given}: {cure}")
 
         def task_at(index: int) -> Task:
             return self._task(rows, chosen[index], rows[chosen[index]])

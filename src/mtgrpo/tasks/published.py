@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.hub import refuse_offline, try_hub
 from mtgrpo.tasks import IndexedStream, Rows, Split, TaskSource, TaskStream
 from mtgrpo.tasks.jsonl import JsonlRows
 from mtgrpo.tasks.parquet import ParquetRows
@@ -109,7 +110,8 @@ def file_rows(path: str, place: str, on_hub: tuple[str, str, str], folder: bool 
         return JsonlRows({file: file.stem})
     if path:
         raise ConfigError(f"task.path={path}: there is no such file; give {what}")
-    cure = f"without a network, set task.path to {what}, or MTGRPO_DATA to the folder of all data sets"
+    lacks = f"{local} has no {place}" if local else "MTGRPO_DATA names the folder of all data sets and is not set"
+    cure = f"set task.path to {what} ({lacks})"
     return HubRows(*on_hub, cure)
 
 
@@ -180,10 +182,12 @@ def _load(path: str, subset: str, split: str, cure: str) -> Any:
     refuse_without_package("datasets", "a data set of the hub", "data")
     import datasets  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 
+    try_hub(path)
     try:
         load_dataset = cast("Any", datasets.load_dataset)  # pyright: ignore[reportUnknownMemberType]
         return load_dataset(path, subset or None, split=split)
     except Exception as error:  # a missing name, a missing network and a broken file have no common base
+        refuse_offline(path, f"the data set {path!r}", cure)
         raise ConfigError(
             f"the data set {path!r} (subset {subset or 'default'}, split {split}) could not be loaded: "
             f"{type(error).__name__}: {error}; {cure}"

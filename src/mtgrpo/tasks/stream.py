@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.extension import misgiven
 from mtgrpo.types import Task
 
 
@@ -64,9 +65,11 @@ class IndexedStream:
     def __next__(self) -> Task:
         in_a_row = 0
         while self._repeat or not self.epoch:
-            task = None
+            task: Any = None
             try:
                 task = self._task_at(self._index())
+                if not isinstance(task, Task):
+                    raise misgiven(self._task_at, task, "give a Task")
             except ConfigError as error:
                 in_a_row += 1
                 if not self._skips or in_a_row == self._length:

@@ -120,7 +120,7 @@ def load(options: Any) -> dict[str, Tool]:
     Raises ConfigError for an unknown tool or setting and for two tools of one name.
     """
     loaded: dict[str, Tool] = {}
-    for option, settings in named(options, "tools", "calculator: {max_digits: 20}").items():
+    for option, settings in named(options, "environment.tools", "calculator: {max_digits: 20}").items():
         name = option.rpartition(":")[2]
         if name in loaded:
             raise ConfigError(f"two tools are named {name!r}: the model could not tell them apart; rename one")

@@ -22,6 +22,7 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.extension import place
 from mtgrpo.types import ToolSpec
 
 
@@ -39,12 +40,15 @@ def signature_spec(name: str, tool: Callable[..., Any], bound: Container[str] = 
     """
     description, arguments = _read_docstring(_docstring(tool))
     if not description:
-        raise ConfigError(f"the tool {name} needs a docstring: its first paragraph is what the model is told of it")
+        raise ConfigError(
+            f"the tool {name} needs a docstring: its first paragraph is what the model is told of it"
+            f"{place(_function(tool))}"
+        )
     properties: dict[str, Any] = {}
     required: list[str] = []
     hints = _hints(_function(tool))
     for parameter in inspect.signature(tool).parameters.values():
-        where = f"the tool {name}: parameter {parameter.name!r}"
+        where = f"the tool {name}{place(_function(tool))}: parameter {parameter.name!r}"
         if parameter.name in bound:
             continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

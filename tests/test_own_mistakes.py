@@ -1,0 +1,228 @@
+"""Mistakes in one's own code: the message is one or two lines that name the file, the line and what was expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conftest import Run
+
+HEAD = """\
+from dataclasses import dataclass
+from pathlib import Path
+from mtgrpo.advantages import AdvantageEstimator, Assigned
+from mtgrpo.algorithms import Algorithm, Baseline, PerToken
+from mtgrpo.condensers import Condenser
+from mtgrpo.environments import Environment, Opening, Reply
+from mtgrpo.log import Sink
+from mtgrpo.rewards import Reward
+from mtgrpo.tasks import IndexedStream, TaskSource
+from mtgrpo.types import Message, Task
+
+
+"""
+
+
+def of_class(base: str, body: str) -> str:
+    """A file of a user's own: a class `Own`, derived from `base`."""
+    return f"{HEAD}@dataclass\nclass Own({base}):\n{body}"
+
+
+def environment(start: str = "", step: str = "") -> str:
+    """An environment with one mistake."""
+    right_start = "    async def start(self, task):\n        return Opening(task.messages)\n"
+    right_step = "    async def step(self, message):\n        return Reply((Message('user', 'go on'),))\n"
+    return of_class("Environment", (start or right_start) + (step or right_step))
+
+
+def algorithm(baseline: str = "", loss: str = "") -> str:
+    """An algorithm with one mistake."""
+    right_baseline = "    def baseline(self, returns, group):\n        return Baseline(returns * 0, returns * 0 + 1)\n"
+    right_loss = "    def loss(self, tokens):\n        return PerToken(-tokens.logp, tokens.logp > 0)\n"
+    return of_class("Algorithm", (baseline or right_baseline) + (loss or right_loss))
+
+
+def sink(log: str) -> str:
+    """A sink with a mistake in `log`."""
+    rest = "    def stage(self, name, total): pass\n    def note(self, text): pass\n"
+    return of_class("Sink", rest + log)
+
+
+ENVIRONMENT, REWARD, ALGORITHM = "environment=own.py:Own", "reward=own.py:Own", "algorithm=own.py:Own"
+CONDENSER = "condenser=own.py:Own condenser.when=every_turn environment=world.py:Own"
+ADVANTAGE, TASK = "advantage=own.py:Own", "task=own.py:Own"
+TOOL = "environment.tools=[own.py:tool]"
+STEP = "    def stream(self, split, seed, repeat=True):\n        "
+
+# What is wrong: the options, the file (the line that is meant ends with `# here`), and what the message says.
+BROKEN: dict[str, tuple[str, str, str]] = {
+    "a syntax error": (REWARD, "def reward(:  # here\n", "SyntaxError"),
+    "an import that fails": (REWARD, "import nowhere_at_all  # here\n", "No module named 'nowhere_at_all'"),
+    "a tool without types": (TOOL, "def tool(number):  # here\n    '''Says it.'''\n    return number\n", "annotat"),
+    "an environment whose start is not async": (
+        ENVIRONMENT,
+        environment(start="    def start(self, task):  # here\n        return Opening(task.messages)\n"),
+        "async def start",
+    ),
+    "an environment that opens with messages": (
+        ENVIRONMENT,
+        environment(start="    async def start(self, task):  # here\n        return task.messages\n"),
+        "give an Opening",
+    ),
+    "an environment that fails to start": (
+        ENVIRONMENT,
+        environment(start="    async def start(self, task):\n        return self.pages[0]  # here\n"),
+        "has no attribute 'pages'",
+    ),
+    "an environment whose step is not async": (
+        ENVIRONMENT,
+        environment(step="    def step(self, message):  # here\n        return Reply(done=True)\n"),
+        "async def step",
+    ),
+    "an environment that replies nothing": (
+        ENVIRONMENT,
+        environment(step="    async def step(self, message):  # here\n        self.seen = message\n"),
+        "gave None; give a Reply",
+    ),
+    "an environment that replies a message": (
+        ENVIRONMENT,
+        environment(step="    async def step(self, message):  # here\n        return Message('user', 'well')\n"),
+        "give a Reply",
+    ),
+    "an environment that replies a message in no tuple": (
+        ENVIRONMENT,
+        environment(step="    async def step(self, message):\n        return Reply(Message('user', 'well'))  # here\n"),
+        "messages must be a tuple such as (Message('user', 'text'),)",
+    ),
+    "an environment that fails": (
+        ENVIRONMENT,
+        environment(step="    async def step(self, message):\n        return {}[message.content]  # here\n"),
+        "KeyError",
+    ),
+    "a reward that fails": (
+        REWARD,
+        of_class("Reward", "    def reward(self, trajectory):\n        return 1 / 0  # here\n"),
+        "ZeroDivisionError: division by zero",
+    ),
+    "a reward of nothing": (
+        REWARD,
+        of_class("Reward", "    def reward(self, trajectory):  # here\n        trajectory.final.strip()\n"),
+        "gave None; give a finite number",
+    ),
+    "a reward that is NaN": (
+        REWARD,
+        of_class("Reward", "    def reward(self, trajectory):  # here\n        return float('nan')\n"),
+        "gave nan; give a finite number",
+    ),
+    "rewards that are too few": (
+        REWARD,
+        of_class("Reward", "    async def rewards(self, siblings):  # here\n        return [1.0]\n"),
+        "give one for each",
+    ),
+    "a condenser that drops the opening": (
+        CONDENSER,
+        of_class(
+            "Condenser",
+            "    async def condense(self, conversation):  # here\n        return list(conversation.steps[-1])\n",
+        ),
+        "must begin with the opening",
+    ),
+    "a condenser that is not async": (
+        CONDENSER,
+        of_class(
+            "Condenser", "    def condense(self, conversation):  # here\n        return list(conversation.opening)\n"
+        ),
+        "async def condense",
+    ),
+    "a condenser that gives nothing": (
+        CONDENSER,
+        of_class("Condenser", "    async def condense(self, conversation):  # here\n        conversation.opening\n"),
+        "give a list of messages",
+    ),
+    "an algorithm whose loss fails": (
+        ALGORITHM,
+        algorithm(loss="    def loss(self, tokens):\n        return PerToken(tokens.logits, None)  # here\n"),
+        "has no attribute 'logits'",
+    ),
+    "an algorithm whose loss is one number": (
+        ALGORITHM,
+        algorithm(loss="    def loss(self, tokens):  # here\n        return -tokens.logp.mean()\n"),
+        "give a PerToken",
+    ),
+    "an algorithm whose baseline is a number": (
+        ALGORITHM,
+        algorithm(baseline="    def baseline(self, returns, group):  # here\n        return returns.mean()\n"),
+        "give a Baseline",
+    ),
+    "an advantage that fails": (
+        ADVANTAGE,
+        of_class(
+            "AdvantageEstimator",
+            "    def assign(self, rewards, algorithm, values=None):\n"
+            "        return Assigned(rewards.outcome.view(3, 5)[rewards.turn])  # here\n",
+        ),
+        "RuntimeError",
+    ),
+    "an advantage of trajectories": (
+        ADVANTAGE,
+        of_class(
+            "AdvantageEstimator",
+            "    def assign(self, rewards, algorithm, values=None):  # here\n        return rewards.outcome\n",
+        ),
+        "give an Assigned",
+    ),
+    "a sink that fails": (
+        "log=[console,own.py:Own]",
+        sink("    def log(self, metrics, step):\n        print(metrics['reward'])  # here\n"),
+        "KeyError",
+    ),
+    "tasks that are mappings": (
+        TASK,
+        of_class("TaskSource", STEP + "return IndexedStream(None, lambda i: {'prompt': '1 + 1'}, seed)  # here\n"),
+        "give a Task",
+    ),
+    "tasks that cannot be made": (
+        TASK,
+        of_class("TaskSource", STEP + "return IndexedStream(None, lambda i: Task(i, rows[i]), seed)  # here\n"),
+        "name 'rows' is not defined",
+    ),
+    "demonstrations that fail": (
+        f"{TASK} sft.steps=1",
+        of_class(
+            "TaskSource",
+            STEP
+            + "return IndexedStream(None, lambda i: Task(str(i), (Message('user', '1'),)), seed)\n"
+            + "    def demonstration(self, task, seed):\n"
+            + "        return (Message('assistant', task.metadata['worked']),)  # here\n",
+        ),
+        "KeyError: 'worked'",
+    ),
+}
+SMALL = [
+    *("trainer.steps=1", "sft.steps=0", "rollout.prompts_per_step=2", "rollout.group_size=2", "eval.tasks=1"),
+    *("sampling.max_new_tokens=8", "eval.samples=1", "environment.max_turns=3", "log=[jsonl]", "rollout.retries=0"),
+    f"sampling.stop_ids={list(range(1024))}".replace(" ", ""),  # a fresh model would hardly ever end a turn
+]
+
+
+# What shows only while a run goes on takes a second each; the others are refused before a model is loaded.
+RUNNING = ("an environment", "a reward", "rewards", "a condenser", "a sink", "demonstrations")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.real] if name.startswith(RUNNING) else []) for name in BROKEN]
+)
+def test_it_names_the_file_and_the_line(name: str, run: Run, place: Path) -> None:
+    words, source, said = BROKEN[name]
+    Path("own.py").write_text(source)
+    Path("world.py").write_text(environment())
+    (line,) = [number for number, text in enumerate(source.splitlines(), 1) if text.endswith("# here")]
+    code, out, err = run("train", *SMALL, *words.split(), "hydra.run.dir=run")
+    told = err if code else out  # a sink that fails is left out
+    assert code == (0 if "sink" in name else 2 if not name.startswith(RUNNING) else code or 1)
+    assert said in told
+    assert f"{Path.cwd()}/own.py" in told and f"line {line}" in told
+    assert len(err.splitlines()) <= 2
+    if code == 1:
+        assert "own.py" in Path("run/traceback.txt").read_text()
