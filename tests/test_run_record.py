@@ -113,9 +113,9 @@ def test_a_checkpoint_is_found_from_the_folder_that_the_command_was_typed_in(
 ) -> None:
     checkpoint = recorded(place) / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
-    measured: list[Path] = []
+    measured: list[str] = []
     monkeypatch.setattr("mtgrpo.cli.checked", lambda *_: None)
-    monkeypatch.setattr("mtgrpo.stages.evaluate.run_evaluation", lambda *given: measured.append(given[-1]))
+    monkeypatch.setattr("mtgrpo.stages.evaluate.run_evaluation", lambda given, _: measured.append(given.model.name))
     words = ["eval", "checkpoint=checkpoints/step_000001", "hydra.job.chdir=true", "hydra.run.dir=there"]
     cli.run_command(words)
-    assert measured == [checkpoint]
+    assert measured == [str(checkpoint)]

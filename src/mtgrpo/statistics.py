@@ -41,6 +41,10 @@ class Comparison:
     difference: Estimate
     p_value: float  # two-sided
 
+    def __str__(self) -> str:
+        gain, p_value = self.difference, "< 0.0001" if self.p_value < 1e-4 else f"= {self.p_value:.2g}"
+        return f"{100 * gain.mean:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}), p {p_value}"
+
 
 def pass_at_k(successes: int, samples: int, k: int) -> float:
     """The chance that at least one of k samples succeeds, without bias, from `samples` of which `successes` did.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtgrpo.config.recipe import read_recipe
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, flat, objects
+from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, flat, objects, of_set
 from mtgrpo.statistics import Comparison, Estimate, compare, mean_over_tasks, wilson
 from mtgrpo.text import clock, is_number, number, shorten
 from mtgrpo.types import EVALUATION, LEARNING
 
 Series = list[tuple[float, float]]  # step, value
+Outcomes = Mapping[str, Sequence[float]]  # task -> 1.0 or 0.0 for each of its samples
 
 FIRST = (  # metrics that say how a run went, in the order they are shown; the others follow by name
     "reward/mean",
@@ -81,34 +83,45 @@ def _parts(run: RunRecord) -> str:
 
 
 def measurements(run: RunRecord) -> list[Measurement]:
-    """Success, pass@k and greedy success with 95 % intervals over the held-out tasks; success comes first.
+    """Success, pass@k and greedy success with 95 % intervals over the held-out tasks; of other sets as NAME/success.
 
     Success is a mean over several samples of each task. Where the evaluation left its conversations its interval takes
     account of them, and both evaluations are compared task by task. Otherwise its interval is the one that holds
     whatever the samples of a task have in common: as wide as if there were one of each.
     """
-    names = {key.removeprefix("eval/").partition("/")[0] for key in run.summary if key.startswith("eval/")}
-    shares = [name for name in sorted(names) if name == "greedy" or name.startswith("pass@")]
-    found = [_measurement(run, name) for name in ["success", *shares] if name in names]
-    before, after = run.outcomes(BEFORE), run.outcomes(AFTER)
-    if not (found and after):
-        return found
-    estimates = [mean_over_tasks(list(tasks.values())) if tasks else None for tasks in (before, after)]
-    both = [task for task in after if task in before] if before else []
-    compared = compare([(before or {})[task] for task in both], [after[task] for task in both]) if both else None
-    return [Measurement("success", estimates[0] or found[0].before, estimates[1], compared), *found[1:]]
+    measured = [key.removeprefix("eval/") for key in run.summary if key.startswith("eval/")]
+    names = {key.removesuffix("/before").removesuffix("/after") for key in measured}
+    shown = [name for name in names if name.rpartition("/")[2].startswith(("success", "greedy", "pass@"))]
+    shown.sort(key=lambda name: (name.rpartition("/")[0], not name.endswith("success"), name))
+    found: list[Measurement] = []
+    for name, of_one in itertools.groupby(shown, key=lambda name: name.rpartition("/")[0]):
+        before, after = (run.outcomes(of_set(file, name)) or {} for file in (BEFORE, AFTER))
+        found += [_measurement(run, metric, before, after) for metric in of_one]
+    return found
 
 
-def _measurement(run: RunRecord, name: str) -> Measurement:
-    before = _estimate(run, f"eval/{name}/before")
-    return Measurement(name, before, _estimate(run, f"eval/{name}/after") or _estimate(run, f"eval/{name}"))
+def _measurement(run: RunRecord, name: str, before: Outcomes, after: Outcomes) -> Measurement:
+    tasks = len(after) or _count(run.settings.get("eval.tasks", ""))
+    first = _estimate(run, f"eval/{name}/before", tasks)
+    last = _estimate(run, f"eval/{name}/after", tasks) or _estimate(run, f"eval/{name}", tasks)
+    if not (name.endswith("success") and after):
+        return Measurement(name, first, last)
+    both = [task for task in after if task in before]
+    return Measurement(
+        name,
+        mean_over_tasks(list(before.values())) if before else first,
+        mean_over_tasks(list(after.values())),
+        compare([before[task] for task in both], [after[task] for task in both]) if both else None,
+    )
 
 
-def _estimate(run: RunRecord, key: str) -> Estimate | None:
-    value, tasks = run.summary.get(key), run.settings.get("eval.tasks", "")
-    if not (is_number(value) and 0 <= value <= 1 and tasks.isdigit() and int(tasks)):
-        return None
-    return wilson(float(value), int(tasks))
+def _estimate(run: RunRecord, key: str, tasks: int) -> Estimate | None:
+    value = run.summary.get(key)
+    return wilson(float(value), tasks) if is_number(value) and 0 <= value <= 1 and tasks else None
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdigit() else 0
 
 
 def series(run: RunRecord) -> dict[str, Series]:
@@ -243,7 +256,7 @@ def against_first(runs: Sequence[RunRecord]) -> list[str]:
         other = run.outcomes(AFTER) or {}
         if both := [task for task in first if task in other]:
             found = compare([first[task] for task in both], [other[task] for task in both])
-            said.append(f"{run.name} against {runs[0].name}, success on {len(both)} tasks: {_gained(found)}")
+            said.append(f"{run.name} against {runs[0].name}, success on {len(both)} tasks: {found}")
     return said
 
 
@@ -256,13 +269,8 @@ def change(measurement: Measurement) -> str:
     """How much was gained, in percentage points, and how sure that is; "" where one of the two is missing."""
     found, before, after = measurement.comparison, measurement.before, measurement.after
     if found:
-        return _gained(found)
+        return str(found)
     return f"{100 * (after.mean - before.mean):+.1f} points" if before and after else ""
-
-
-def _gained(found: Comparison) -> str:
-    gain, p_value = found.difference, f"p < {1e-4:.4f}" if found.p_value < 1e-4 else f"p = {found.p_value:.2g}"
-    return f"{100 * gain.mean:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}), {p_value}"
 
 
 def states(runs: Sequence[RunRecord]) -> list[str]:

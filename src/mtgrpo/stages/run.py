@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import os
+import re
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -23,13 +24,14 @@ from mtgrpo.checkpoint import Checkpoint
 from mtgrpo.config.experiment import LATEST, Experiment
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError
+from mtgrpo.extension import find_class
 from mtgrpo.log import Sinks, chosen, open_sinks
 from mtgrpo.memory import plan
 from mtgrpo.model.attention import cuts_trees, describe_attention
 from mtgrpo.model.load import device_of_process, load_model, load_tokenizer
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.traits import check_length, traits
-from mtgrpo.part import RunContext, opens
+from mtgrpo.part import RunContext, built, named, opens
 from mtgrpo.record.reading import read_settings
 from mtgrpo.record.versions import write_versions
 from mtgrpo.rewards import opened
@@ -37,10 +39,11 @@ from mtgrpo.rollout.conversation import Limits, visible_tools
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.resume import take_up
 from mtgrpo.stages.watchdog import Watchdog, open_watchdog
-from mtgrpo.tasks import Split, TaskStream
+from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Attend, Message, Sample, Task
 
 EVAL_SEED = 0  # the held-out tasks are the same in every run
+NO_TOOLS = "no_tools"  # the name of the control beside the sets of tasks
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what asks a run to end
 
 
@@ -58,6 +61,7 @@ class Run:
     runner: RolloutRunner
     tasks: TaskStream
     held_out: list[Task]
+    sets: dict[str, list[Task]]  # further ones that evaluations play, by name
     watchdog: Watchdog
     resumed: Checkpoint | None = None  # from which the run goes on
 
@@ -68,6 +72,9 @@ def check(experiment: Experiment) -> list[str]:
     Returns what the user should know of the tasks.
     """
     chosen(experiment.log)
+    for source in task_sets(experiment).values():
+        if not opens(source):
+            held_out_tasks(experiment, source)
     if experiment.resume not in ("", LATEST):
         checkpoint.read(Path(experiment.resume))
     notes = [] if opens(experiment.task) else open_tasks(experiment)[0].notes
@@ -83,8 +90,25 @@ def open_tasks(experiment: Experiment) -> tuple[TaskStream, list[Task]]:
             f"trainer.epochs={experiment.trainer.epochs}: task {type(experiment.task).__name__} makes endless problems "
             "and has no epochs; set trainer.steps instead"
         )
-    evaluated = experiment.task.stream(Split.eval, EVAL_SEED, repeat=False)
-    return tasks, list(itertools.islice(evaluated, experiment.eval.tasks))
+    return tasks, held_out_tasks(experiment, experiment.task)
+
+
+def task_sets(experiment: Experiment) -> dict[str, TaskSource]:
+    """What `eval.sets` names beside the run's own tasks, whose system prompt they take over. Raises ConfigError."""
+    wanted = named(experiment.eval.sets or [], "eval.sets", "easy: {task: jsonl, val_files: [easy.jsonl]}")
+    found: dict[str, TaskSource] = {}
+    for name, settings in wanted.items():
+        if not re.fullmatch(r"[\w-]+", name) or name == NO_TOOLS:
+            raise ConfigError(f"eval.sets: {name!r} cannot be the name of a set; give {{NAME: {{task: {name}}}}}")
+        kind = find_class("mtgrpo.tasks", settings.get("task", name), TaskSource)
+        own = {key: value for key, value in settings.items() if key != "task"}
+        found[name] = built(f"task set {name}", kind, {"system_prompt": experiment.task.system_prompt, **own})
+    return found
+
+
+def held_out_tasks(experiment: Experiment, source: TaskSource) -> list[Task]:
+    """Those of `source` that an evaluation plays. Raises ConfigError."""
+    return list(itertools.islice(source.stream(Split.eval, EVAL_SEED, repeat=False), experiment.eval.tasks))
 
 
 def open_tokenizer(experiment: Experiment) -> tuple[PreTrainedTokenizerFast, Chat]:
@@ -135,6 +159,10 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         context = replace(context, note=sinks.note)
         experiment = await stack.enter_async_context(open_parts(experiment, context))
         tasks, held_out = open_tasks(experiment)
+        sets = {
+            name: held_out_tasks(experiment, await stack.enter_async_context(source.open(context)))
+            for name, source in task_sets(experiment).items()
+        }
         sinks.tell(tasks.notes)
         tokenizer, chat = open_tokenizer(experiment)
         engine, why = experiment.engine.chosen(experiment.model)
@@ -174,6 +202,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             runner=make_runner(experiment, chat, watchdog.sampling(engine.conversation), engine.attend, longest),
             tasks=tasks,
             held_out=held_out,
+            sets=sets,
             resumed=resumed,
             watchdog=watchdog,
         )

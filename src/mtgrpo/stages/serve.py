@@ -16,16 +16,14 @@ from mtgrpo.types import Task
 UNLIMITED = 2**40
 
 
-def run_serving(experiment: Experiment, folder: Path, checkpoint: Path | None) -> None:
-    """Serve the policy of `checkpoint`, or the model itself, until Ctrl-C; says where, and with which key."""
-    name = str(checkpoint or experiment.model.name)
+def run_serving(experiment: Experiment, folder: Path) -> None:
+    """Serve the model as it is until Ctrl-C; says where, and with which key."""
 
     async def serve() -> None:
         settings = dataclasses.replace(
             experiment,
             agent=NoAgent(),
             watchdog_s=0.0,  # silence is no fault
-            model=dataclasses.replace(experiment.model, name=name),
             trainer=dataclasses.replace(experiment.trainer, deterministic=False),  # it would wait for silent agents
         )
         async with open_run(settings, folder, trains=False) as run, open_endpoint() as endpoint:
