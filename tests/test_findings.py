@@ -64,9 +64,11 @@ def test_an_evaluation_finds_the_numbers_of_its_formulas() -> None:
     assert found.breakdowns["tool"]["search"].mean == pytest.approx(1 / 6)
     assert found.breakdowns["tool"]["none"].mean == pytest.approx(3 / 6)
     shown = table({"": found, "easy": found}, None)
-    for said in ("success (avg@4)", "pass@4", "best reward of 4", "majority vote", "turns 1", "tool none", "level 2"):
-        assert shown.count(f"  {said} ") == 2
-    assert "easy: 3 held-out tasks x 4 samples" in shown
+    for said in ("success (avg@4)", "pass@4", "best reward of 4", "majority vote"):
+        assert shown.count(f"\n  {said} ") == 2
+    for said in ("turns 1", "tool none", "level 2"):
+        assert shown.count(f"\n  {said} ") == 1
+    assert "\neasy: 3 held-out tasks x 4 samples\n" in shown
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,13 +118,20 @@ def test_wandb_writes_offline_and_a_resumed_run_keeps_its_id(tmp_path: Path) -> 
     folder = tmp_path / "run"
     options = {"wandb": {"mode": "offline", "project": "mine"}}
     log_run(options, folder, [], last=2)
+    time.sleep(1.1)  # the folder of a session is named after its second
     log_run(options, folder, [], first=3)
     runs: list[Any] = []
     rows: list[dict[str, str]] = []
+
+    def read(path: Path) -> list[Any]:
+        return [wandb_internal_pb2.Record.FromString(data) for data in records(path)]
+
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        for data in records(path):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
+        for _ in range(200):  # a process of its own writes, and may be behind
+            if any(record.HasField("exit") for record in read(path)):
+                break
+            time.sleep(0.05)
+        for record in read(path):
             if record.HasField("run"):
                 runs.append(record.run)
             if record.HasField("history"):

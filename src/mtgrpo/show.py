@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.before or given.after or given.set:
         name = of_set(BEFORE if given.before else AFTER, given.set)
     source, rows = _conversations(run, name)
-    out = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    out = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     out.print(Text(f"{run.folder}, {source}", "bold"))
     shown = 0
     for row in rows:

@@ -224,7 +224,8 @@ def _clustered(means: Floats, weights: Floats, samples: float, confidence: float
     # Were all samples of a task alike: the number of tasks, where they weigh alike.
     least = total**2 / float(weights @ weights)
     variance = float(((weights * (means - mean)) ** 2).sum()) / total**2 * tasks / max(1, tasks - 1)
-    size = mean * (1 - mean) / variance if variance else samples
+    # Where all outcomes are the same nothing tells whether samples of a task differ: then tasks are counted.
+    size = mean * (1 - mean) / variance if variance else samples if 0 < mean < 1 else least
     return wilson(mean, min(max(size, least), max(samples, least)), confidence)
 
 

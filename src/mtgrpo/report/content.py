@@ -71,14 +71,15 @@ class Example:
 
 
 def parts(runs: Sequence[RunRecord]) -> list[str]:
-    """Which parts the runs were made of: a line for each run, or one where they are the same."""
-    lines = {run.name: line for run in runs if (line := _parts(run))}
-    different = set(lines.values())
-    return list(different) if len(different) < 2 else [f"{name}: {line}" for name, line in lines.items()]
+    """Which parts the runs were made of: a line of those that all share, and one for each run where others differ."""
+    shared = [key for key in PARTS if len({run.settings.get(key, "") for run in runs}) == 1]
+    others = [key for key in PARTS if key not in shared]
+    lines = [_parts(runs[0], shared), *(f"{run.name}: {_parts(run, others)}" for run in runs if others)]
+    return [line for line in lines if line]
 
 
-def _parts(run: RunRecord) -> str:
-    named = {key: run.settings[key] for key in PARTS if run.settings.get(key)}
+def _parts(run: RunRecord, keys: Sequence[str]) -> str:
+    named = {key: run.settings[key] for key in keys if run.settings.get(key)}
     return ", ".join(f"{key.removesuffix('.name').removeprefix('trainer.')} {value}" for key, value in named.items())
 
 
@@ -222,7 +223,7 @@ def examples(run: RunRecord) -> tuple[str, list[Example]]:
         if all(len(found) == _EXAMPLES for found in chosen.values()):
             break
     step = name.rpartition("_")[2]
-    source = f"step {int(step):,} of training" if step.isdigit() else name.replace("_", " ")
+    source = f"step {int(step):,} of training" if step.isdigit() else "the evaluation after training"
     return source, [*chosen[True].values(), *chosen[False].values()]
 
 

@@ -84,17 +84,25 @@ async def evaluate_fully(run: Run, name: str = AFTER) -> Metrics:
 async def _measure(run: Run, file: str, play: Play = RolloutRunner.run_group) -> tuple[Metrics, dict[str, Played]]:
     """The metrics, and what was sampled of each set."""
     samples, success_at = run.experiment.eval.samples, run.runner.reward.success_at
-    run.sinks.stage(EVALUATION, 1)
+    sets, ended = list(_task_sets(run)), itertools.count(1)
+    total = 2 * sum(len(tasks) for *_, tasks in sets)
+    run.sinks.stage(EVALUATION, total)
     metrics: Metrics = {}
     played: dict[str, Played] = {}
-    for name, runner, tasks in _task_sets(run):
-        sampled = await _groups(runner, "eval", name, tasks, samples, play)
+
+    async def counted(runner: RolloutRunner, task: Task, samples: int) -> Group:
+        group = await play(runner, task, samples)
+        run.sinks.progress(next(ended))
+        return group
+
+    for name, runner, tasks in sets:
+        sampled = await _groups(runner, "eval", name, tasks, samples, counted)
         trajectories.write(run.folder, of_set(file, name), sampled)
-        greedy = await _groups(runner, "greedy", name, tasks, 1, play)
+        greedy = await _groups(runner, "greedy", name, tasks, 1, counted)
         found = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
         metrics |= _named(name, found)
         played[name] = Played(sampled, greedy)
-    run.sinks.log(metrics, 1)
+    run.sinks.log(metrics, total)
     return metrics, played
 
 

@@ -72,14 +72,16 @@ class Findings:
             len(of_tasks), samples, shares, means, {name: rows for name, rows in broken.items() if len(rows) > 1}
         )
 
-    def rows(self) -> list[tuple[str, str]]:
+    def rows(self) -> Iterator[tuple[str, str]]:
         """For people: what was estimated, and the estimate."""
-        names = {"success": f"success (avg@{self.samples})"}
-        rows = [(names.get(name, name), str(estimate)) for name, estimate in self.shares.items()]
-        rows += [(name, f"{value:.3f}") for name, value in self.means.items()]
+        for name, estimate in self.shares.items():
+            yield (f"success (avg@{self.samples})" if name == "success" else name), str(estimate)
+        yield from ((name, f"{value:.3f}") for name, value in self.means.items())
+
+    def broken_down(self) -> Iterator[tuple[str, str]]:
+        """For people: success by what conversations were like."""
         for way, found in self.breakdowns.items():
-            rows += [(f"{way} {name}", str(estimate)) for name, estimate in found.items()]
-        return rows
+            yield from ((f"{way} {name}", str(estimate)) for name, estimate in found.items())
 
 
 def record(found: Mapping[str, Findings], control: Comparison | None) -> dict[str, Any]:
@@ -90,15 +92,20 @@ def record(found: Mapping[str, Findings], control: Comparison | None) -> dict[st
 
 
 def table(found: Mapping[str, Findings], control: Comparison | None) -> str:
-    """For people."""
-    lines: list[str] = []
-    for name, each in found.items():
-        rows = each.rows()
-        width = max(len(label) for label, _ in rows)
-        of_set = f"{'without tools' if name == NO_TOOLS else name}: " if name else ""
-        lines.append(f"{of_set}{each.tasks} held-out tasks x {each.samples} samples, 95 % intervals over tasks")
-        lines += [f"  {label:<{width}}  {value}" for label, value in rows]
-    return "\n".join([*lines, *([f"with tools against without: {control}"] if control else [])])
+    """For people; success by turns, tools and difficulty of the run's own tasks alone."""
+    blocks = {
+        (f"{name}: " if name else "") + f"{each.tasks} held-out tasks x {each.samples} samples": list(each.rows())
+        for name, each in found.items()
+    }
+    blocks["success by"] = list(found[""].broken_down())
+    width = max(len(label) for rows in blocks.values() for label, _ in rows)
+    lines = [
+        f"{head}\n" + "\n".join(f"  {label:<{width}}  {value}" for label, value in rows)
+        for head, rows in blocks.items()
+        if rows
+    ]
+    compared = [f"with tools against without: {control}"] if control else []
+    return "\n".join(["95 % intervals, over tasks", *lines, *compared])
 
 
 def control(played: Mapping[str, Played], success_at: float) -> Comparison | None:

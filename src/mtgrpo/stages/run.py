@@ -155,24 +155,19 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         resumed = take_up(experiment.resume, folder, early.append) if trains else None
         context = RunContext(folder, early.append, os.environ, read_settings(folder))
         sinks = await stack.enter_async_context(open_sinks(experiment.log, context))
+        sinks.note(f"run: {folder}")
         sinks.tell(early)
         context = replace(context, note=sinks.note)
         experiment = await stack.enter_async_context(open_parts(experiment, context))
         tasks, held_out = open_tasks(experiment)
-        sets = {
-            name: held_out_tasks(experiment, await stack.enter_async_context(source.open(context)))
-            for name, source in task_sets(experiment).items()
-        }
+        opened_sets = {n: await stack.enter_async_context(s.open(context)) for n, s in task_sets(experiment).items()}
         sinks.tell(tasks.notes)
         tokenizer, chat = open_tokenizer(experiment)
         engine, why = experiment.engine.chosen(experiment.model)
         sinks.tell([why] if why else [])
         experiment = replace(experiment, engine=engine)
         if trains and torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info(device_of_process())
-            planned = plan(experiment, total, "cuda", taken=total - free)
-            sinks.note(planned.describe())
-            experiment = planned.experiment
+            experiment = _within_memory(experiment, sinks)
         settings = replace(experiment.model, name=str(resumed.path)) if resumed else experiment.model
         with explained("loading"):
             model = load_model(settings, experiment.seed)
@@ -202,10 +197,18 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             runner=make_runner(experiment, chat, watchdog.sampling(engine.conversation), engine.attend, longest),
             tasks=tasks,
             held_out=held_out,
-            sets=sets,
+            sets={name: held_out_tasks(experiment, source) for name, source in opened_sets.items()},
             resumed=resumed,
             watchdog=watchdog,
         )
+
+
+def _within_memory(experiment: Experiment, sinks: Sinks) -> Experiment:
+    """The experiment with what was left to the GPU's memory chosen. Raises ConfigError where it is too small."""
+    free, total = torch.cuda.mem_get_info(device_of_process())
+    planned = plan(experiment, total, "cuda", taken=total - free)
+    sinks.note(planned.describe())
+    return planned.experiment
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def run_training(experiment: Experiment, folder: Path) -> None:
     drawn = curve.draw(folder, min(size.columns, 100))
     if "console" in experiment.log:
         before, after = summary["eval/success/before"], summary["eval/success/after"]
-        print(f"\n{drawn}\n\nheld-out success {before:.3f} -> {after:.3f}\n{folder}")
+        print(f"\n{drawn}\n\nheld-out success {before:.3f} -> {after:.3f}\nmtgrpo report {folder}")
 
 
 async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
