@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from mtgrpo.config.compose import preset
+from mtgrpo.config.recipe import recipes
+from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.record.tables import open_rows
 from mtgrpo.record.trajectories import fine_tuning, record
@@ -141,6 +143,17 @@ def test_tools_are_compared_with_none_task_by_task() -> None:
 def test_an_evaluation_that_cannot_be_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check(preset("calculator", *SMALL, *words))
+
+
+@pytest.mark.parametrize("recipe", sorted(set(recipes()) - {"lora"}))  # which is put behind another
+def test_every_recipe_with_tools_has_a_control_without(recipe: str) -> None:
+    environment = preset(recipe).environment
+    if isinstance(environment, ToolUse) and environment.tools:
+        bare = preset(recipe, "eval.no_tools=true").environment
+        assert isinstance(bare, ToolUse) and bare.without_tools().tool_specs == ()
+    else:
+        with pytest.raises(ConfigError, match="no tools that could be left out"):
+            preset(recipe, "eval.no_tools=true")
 
 
 COUNTING = """

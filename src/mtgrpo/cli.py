@@ -36,6 +36,13 @@ EXPERIMENTS = {
     "serve": "such a policy behind the endpoint of agents, to try one by hand",
 }
 MEASURES = ("eval", "collect", "serve")  # commands that train nothing
+STAGES = {  # what runs, of `mtgrpo.stages`
+    "train": "trainer.run_training",
+    "sft": "sft.run_sft",
+    "eval": "evaluate.run_evaluation",
+    "collect": "collect.run_collection",
+    "serve": "serve.run_serving",
+}
 READERS = {  # commands about runs and machines, with flags and a module of their own
     "show": "conversations of a run in the terminal: show RUN [--step N] [--task ID] [--failures]",
     "report": "what runs did and learned, on one page: report RUN [RUN ...]",
@@ -316,26 +323,8 @@ def run_job(command: str, config: DictConfig) -> float | None:
     hydra = HydraConfig.get()
     experiment = _measured(command, composed_from(config).experiment, hydra)
     folder = Path(hydra.runtime.output_dir)
-    if command == "eval":
-        from mtgrpo.stages.evaluate import run_evaluation  # noqa: PLC0415
-
-        run_evaluation(experiment, folder)
-    elif command == "collect":
-        from mtgrpo.stages.collect import run_collection  # noqa: PLC0415
-
-        run_collection(experiment, folder)
-    elif command == "serve":
-        from mtgrpo.stages.serve import run_serving  # noqa: PLC0415
-
-        run_serving(experiment, folder)
-    elif command == "sft":
-        from mtgrpo.stages.sft import run_sft  # noqa: PLC0415
-
-        run_sft(experiment, folder)
-    else:
-        from mtgrpo.stages.trainer import run_training  # noqa: PLC0415
-
-        run_training(experiment, folder)
+    module, run = STAGES[command].split(".")
+    getattr(importlib.import_module(f"mtgrpo.stages.{module}"), run)(experiment, folder)
     return held_out_reward(folder)
 
 

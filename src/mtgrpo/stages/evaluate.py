@@ -37,11 +37,7 @@ class AllFailedError(RunError):
 
 
 async def evaluate(
-    runner: RolloutRunner,
-    tasks: Sequence[Task],
-    samples: int,
-    name: str = "",
-    play: Play = RolloutRunner.run_group,
+    runner: RolloutRunner, tasks: Sequence[Task], samples: int, name: str = "", play: Play = RolloutRunner.run_group
 ) -> Metrics:
     """Sampled at temperature 1, `samples` per task: success (mean over samples), pass@k, tool use, turns, length.
 
