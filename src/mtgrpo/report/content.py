@@ -102,7 +102,8 @@ def measurements(run: RunRecord) -> list[Measurement]:
 
 
 def _measurement(run: RunRecord, name: str, before: Outcomes, after: Outcomes) -> Measurement:
-    tasks = len(after) or _count(run.settings.get("eval.tasks", ""))
+    told = run.settings.get("eval.tasks", "")
+    tasks = len(after) or (int(told) if told.isdigit() else 0)
     first = _estimate(run, f"eval/{name}/before", tasks)
     last = _estimate(run, f"eval/{name}/after", tasks) or _estimate(run, f"eval/{name}", tasks)
     if not (name.endswith("success") and after):
@@ -119,10 +120,6 @@ def _measurement(run: RunRecord, name: str, before: Outcomes, after: Outcomes) -
 def _estimate(run: RunRecord, key: str, tasks: int) -> Estimate | None:
     value = run.summary.get(key)
     return wilson(float(value), tasks) if is_number(value) and 0 <= value <= 1 and tasks else None
-
-
-def _count(text: str) -> int:
-    return int(text) if text.isdigit() else 0
 
 
 def series(run: RunRecord) -> dict[str, Series]:
