@@ -142,6 +142,8 @@ def _experiment(command: str, words: Sequence[str]) -> None:
             "another; training on several GPUs is not built yet. Start one process, without torchrun"
         )
     args = _flags(words)
+    if sys.stderr.isatty() and not (args.help or args.dry_run):
+        print(f"mtgrpo {command}: loading, some seconds", file=sys.stderr)
     from mtgrpo.config.compose import ExperimentLoader  # noqa: PLC0415
 
     if args.help:
