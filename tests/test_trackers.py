@@ -173,6 +173,44 @@ def test_a_sink_that_fails_is_noted_once_and_the_others_go_on(tmp_path: Path) ->
     assert [e.value for e in events.Scalars("reward/mean")] == [0.25, 0.5, 0.75]
 
 
+@dataclass
+class Vandal(Sink):
+    """Empties a file at the second step of training."""
+
+    path: str = ""
+
+    def stage(self, name: str, total: int) -> None:
+        pass
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if "reward/mean" in metrics and step == 2:
+            Path(self.path).write_bytes(b"")
+
+    def note(self, text: str) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # of sqlalchemy, in mlflow
+def test_two_trackers_at_once_of_which_one_loses_its_database(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow"), pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
+
+    mlflow = {"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db"}
+    options = {
+        f"{__file__}:Vandal": {"path": f"{tmp_path}/mlflow.db"},
+        "mlflow": mlflow,
+        "tensorboard": {},
+        "jsonl": {},
+    }
+    log_run(options, tmp_path / "run", [])
+    (said,) = (tmp_path / "run" / "notes.txt").read_text().splitlines()[:1]
+    assert said.startswith("the sink MLflow failed and gets nothing more: ")
+    assert (tmp_path / "run" / "notes.txt").read_text().count("gets nothing more") == 1
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [e.value for e in events.Scalars("reward/mean")] == [0.25, 0.5, 0.75]
+
+
 def test_settings_of_sinks_come_from_the_command_line() -> None:
     words = ["log=[jsonl,trackio]", "log.trackio.project=mine"]
     jsonl, trackio = chosen(compose(parse(words)).experiment.log)
