@@ -412,6 +412,48 @@ def test_training_goes_on_beside_rollouts_within_the_bound(tmp_path: Path) -> No
     assert sum(shares) == pytest.approx(len(rows))
 
 
+PATIENT = '''
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtgrpo.environments.single_turn import SingleTurn
+
+
+@dataclass
+class Patient(SingleTurn):
+    """During training a held-out task waits until the fifth step has ended."""
+
+    metrics: str = ""
+
+    async def start(self, task):
+        self.held_out = "/eval/" in task.id
+        return await super().start(task)
+
+    def steps(self):
+        path = Path(self.metrics)
+        return path.read_text().count("reinforcement") if path.exists() else 0
+
+    async def step(self, message):
+        async with asyncio.timeout(20):
+            while self.held_out and 1 <= self.steps() < 5:
+                await asyncio.sleep(0.01)
+        return await super().step(message)
+'''
+
+
+def test_an_evaluation_does_not_hold_up_training_whose_rollouts_run_ahead(tmp_path: Path) -> None:
+    (tmp_path / "patient.py").write_text(PATIENT)
+    words = [f"environment={tmp_path}/patient.py:Patient", f"environment.metrics={tmp_path}/run/metrics.jsonl"]
+    words += ["rollout.max_staleness=1", "rollout.max_concurrent=16", "rollout.retries=0"]
+    rows = run_small(tmp_path / "run", *words, "trainer.steps=10", "eval.every_steps=2", "eval.tasks=4")
+    first = next(row for row in rows if "eval/success" in row)
+    assert first["step"] >= 5  # it began after the second
+    assert 2 <= first["eval/staleness"] <= first["step"] - 2
+    assert first["eval/failed"] == 0
+    assert not any("eval/version" in row for row in rows)
+
+
 @pytest.mark.parametrize("words", [[], ["kl.coef=0.01", "algorithm=gspo", "trainer.updates_per_batch=2"]])
 def test_the_engine_has_its_turn_between_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]

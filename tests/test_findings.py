@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,22 @@ from typing import Any
 import pytest
 
 from mtgrpo.config.compose import preset
+from mtgrpo.config.recipe import recipes
+from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.record.tables import open_rows
 from mtgrpo.record.trajectories import fine_tuning, record
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.stages.collect import run_collection
 from mtgrpo.stages.evaluate import run_evaluation
-from mtgrpo.stages.findings import Findings
+from mtgrpo.stages.findings import Findings, Played, control, table
+from mtgrpo.stages.run import check
+from mtgrpo.statistics import wilson
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations
-from mtgrpo.types import CallRecord, Finish, Group, Message, Status, Task, Trajectory, Turn
+from mtgrpo.types import CallRecord, Finish, Group, Message, Status, Task, ToolCall, ToolSpec, Trajectory, Turn
 
+ENDING = f"sampling.stop_ids={list(range(1024))}".replace(" ", "")  # half of all tokens end a turn
 SMALL = ("eval.tasks=3", "eval.samples=2", "sampling.max_new_tokens=12", "log=[jsonl]", "sft.steps=0")
 
 
@@ -45,25 +52,32 @@ def test_an_evaluation_finds_the_numbers_of_its_formulas() -> None:
         group(2, "#### 1", ["#### 1", "no number", "no number", "no number"], level=2),
     ]
     groups[2].trajectories.append(trajectory(groups[2].task, "#### 1", status=Status.FAILED))
-    found = Findings.of(groups, Numeric(), greedy=2 / 3)
+    greedy = [group(0, "#### 1", ["#### 1"]), group(1, "#### 1", ["#### 2"])]  # of the third task it failed
+    found = Findings.of(Played(groups, greedy), Numeric())
     assert (found.tasks, found.samples) == (3, 4)
     assert found.shares["success"].mean == pytest.approx(4 / 12)
     assert found.shares["pass@2"].mean == pytest.approx((5 / 6 + 1 / 2 + 1 / 2) / 3)  # 1 - C(n - c, 2) / C(4, 2)
     assert found.shares["pass@4"].mean == 1.0
-    assert found.shares["greedy"].mean == pytest.approx(2 / 3)
+    assert found.shares["greedy"] == wilson(0.5, 2)
     assert found.means["majority vote"] == pytest.approx((1 + 0 + 1) / 3)  # no number is no vote
     assert found.means["best reward of 4"] == 1.0
     assert {name: e.mean for name, e in found.breakdowns["level"].items()} == {"1": 0.5, "2": 0.25}
     assert found.breakdowns["turns"]["1"].mean == pytest.approx(3 / 6)
-    assert found.breakdowns["calls of tools"]["1"].mean == pytest.approx(1 / 6)
-    assert "  pass@4 " in found.table() and "  2 level " in found.table()
+    assert found.breakdowns["tool"]["search"].mean == pytest.approx(1 / 6)
+    assert found.breakdowns["tool"]["none"].mean == pytest.approx(3 / 6)
+    shown = table({"": found, "easy": found}, None)
+    for said in ("success (avg@4)", "pass@4", "best reward of 4", "majority vote"):
+        assert shown.count(f"\n  {said} ") == 2
+    for said in ("turns 1", "tool none", "level 2"):
+        assert shown.count(f"\n  {said} ") == 1
+    assert "\neasy: 3 held-out tasks x 4 samples\n" in shown
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that can be named: the built-in one, untrained."""
     folder = tmp_path_factory.mktemp("base")
-    run_evaluation(preset("calculator", *SMALL), folder / "first", None)
+    run_evaluation(preset("calculator", *SMALL), folder / "first")
     from mtgrpo.checkpoint import tokenizer_files  # noqa: PLC0415
     from mtgrpo.model.load import load_model, load_tokenizer, save_weights, saved_weights  # noqa: PLC0415
     from mtgrpo.model.settings import ModelSettings  # noqa: PLC0415
@@ -77,7 +91,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_without_a_checkpoint_is_measured(base: Path, tmp_path: Path) -> None:
-    run_evaluation(preset("calculator", *SMALL, f"model.name={base / 'model'}"), tmp_path, None)
+    run_evaluation(preset("calculator", *SMALL, f"model.name={base / 'model'}"), tmp_path)
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert (found["tasks"], found["samples"]) == (3, 2)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -85,19 +99,130 @@ def test_a_model_without_a_checkpoint_is_measured(base: Path, tmp_path: Path) ->
     assert summary["eval/success"] == found["shares"]["success"]["mean"]
 
 
+def test_several_sets_and_a_control_without_tools_are_measured_in_one_evaluation(base: Path, tmp_path: Path) -> None:
+    rows = ({"prompt": f"{n} + {n}?", "answer": 2 * n} for n in range(5))
+    (tmp_path / "easy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    calculator = "{min_steps: 1, max_steps: 1}"
+    sets = f"eval.sets={{easy: {{task: jsonl, val_files: ['{tmp_path}/easy.jsonl']}}, calculator: {calculator}}}"
+    words = (*SMALL, f"model.name={base / 'model'}", "eval.no_tools=true", sets)
+    run_evaluation(preset("calculator", *words), tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    alone = json.loads((base / "first" / "summary.json").read_text())
+    assert {name: summary[name] for name in alone} == alone  # the run's own tasks, as if they were alone
+    for name in ("no_tools", "easy", "calculator"):
+        assert 0 <= summary[f"eval/{name}/success"] <= summary[f"eval/{name}/pass@2"] <= 1
+        assert 0 <= summary[f"eval/{name}/greedy"] <= 1
+    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert {name: each["tasks"] for name, each in found["sets"].items()} == {"no_tools": 3, "easy": 3, "calculator": 3}
+    assert found["tools_against_none"]["p_value"] == 1.0  # an untrained model solves nothing either way
+    kept = sorted(path.stem for path in (tmp_path / "run" / "trajectories").iterdir())
+    assert kept == ["evaluation_after", *(f"evaluation_after_{name}" for name in ("calculator", "easy", "no_tools"))]
+    lines = (tmp_path / "run/trajectories/evaluation_after_easy.jsonl").read_text().splitlines()
+    assert [json.loads(line)["answer"] for line in lines] == ["0", "0", "2", "2", "4", "4"]
+
+
+def test_tools_are_compared_with_none_task_by_task() -> None:
+    with_tools = [group(n, "1", ["1", "1"]) for n in range(8)]
+    without = [group(n, "1", ["0", "0"]) for n in range(8)]
+    found = control({"": Played(with_tools, []), "no_tools": Played(without, [])}, 1.0)
+    assert found is not None and found.difference.mean == 1.0 and found.p_value == 2 / 2**8
+    assert str(found).startswith("+100.0 points (") and str(found).endswith(", p = 0.0078")
+    assert control({"": Played(with_tools, [])}, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["eval.no_tools=true", "environment.tools=[]"], "eval.no_tools=true: the environment has no tools"),
+        (["eval.sets=[nowhere]"], "there is no tasks named 'nowhere'"),
+        (["eval.sets={a/b: {task: jsonl}}"], "'a/b' cannot be the name of a set"),
+        (["eval.sets={no_tools: {task: jsonl}}"], "'no_tools' cannot be the name of a set"),
+        (["eval.sets={mine: {task: jsonl, pth: x}}"], "the task set mine has no setting 'pth'"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(preset("calculator", *SMALL, *words))
+
+
+@pytest.mark.parametrize("recipe", sorted(set(recipes()) - {"lora"}))  # which is put behind another
+def test_every_recipe_with_tools_has_a_control_without(recipe: str) -> None:
+    environment = preset(recipe).environment
+    if isinstance(environment, ToolUse) and environment.tools:
+        bare = preset(recipe, "eval.no_tools=true").environment
+        assert isinstance(bare, ToolUse) and bare.without_tools().tool_specs == ()
+    else:
+        with pytest.raises(ConfigError, match="no tools that could be left out"):
+            preset(recipe, "eval.no_tools=true")
+
+
+COUNTING = """
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtgrpo.environments.tool_use import ToolUse
+from mtgrpo.types import Message, ToolCall
+
+
+@dataclass
+class Counting(ToolUse):
+    \"\"\"Two turns for everybody. Writes down who begins, and asks the process to end where the file `stop` says.\"\"\"
+
+    async def start(self, task):
+        self.turn = 0
+        with (Path(__file__).parent / "begun").open("a") as begun:
+            begun.write(task.id + "\\n")
+        return await super().start(task)
+
+    async def step(self, message):
+        self.turn += 1
+        stop = Path(__file__).parent / "stop"
+        if stop.exists() and len((Path(__file__).parent / "begun").read_text().split()) == int(stop.read_text()):
+            stop.unlink()
+            os.kill(os.getpid(), signal.SIGTERM)
+        calls = (ToolCall("calculator", {"expression": "1 + 1"}),) if self.turn < 2 else ()
+        return await super().step(Message("assistant", tool_calls=calls))
+"""
+
+
+def test_an_evaluation_that_was_ended_goes_on_with_what_it_has(base: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(COUNTING)
+    words = (*SMALL, f"model.name={base / 'model'}", f"environment={own}:Counting", "rollout.max_concurrent=1", ENDING)
+    run_evaluation(preset("calculator", *words), tmp_path / "at_once")
+    whole = (tmp_path / "begun").read_text().split()
+    assert len(whole) == 3 * 2 + 3
+    (tmp_path / "begun").unlink()
+    (tmp_path / "stop").write_text("6")  # the last sampled conversation, in its first turn
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation(preset("calculator", *words), tmp_path / "run")
+    assert not (tmp_path / "run" / "evaluation.json").exists()
+    (tmp_path / "begun").unlink()
+    run_evaluation(preset("calculator", *words), tmp_path / "run")
+    begun = (tmp_path / "begun").read_text().split()
+    assert begun == [whole[4], whole[5], *whole[6:]]  # of the third task both samples: one is played to its end again
+    ended, gone_on = (tmp_path / name / "trajectories" / "evaluation_after.jsonl" for name in ("at_once", "run"))
+    first, second = (path.read_text().splitlines() for path in (ended, gone_on))
+    assert first[:5] == second[:5]  # token for token; what the last says after its first turn is drawn anew
+    assert "2 groups are taken back, 2 conversations had begun" in (tmp_path / "run" / "notes.txt").read_text()
+    with pytest.raises(ConfigError, match=r"has an evaluation with other settings, take another folder: eval\.tasks"):
+        record = tmp_path / "run" / "journal.json"
+        record.write_text(json.dumps({**json.loads(record.read_text()), "eval.tasks": "9"}))
+        run_evaluation(preset("calculator", *words), tmp_path / "run")
+
+
 def test_an_evaluation_below_the_least_fails_when_all_is_written(base: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"held-out success is 0\.000, below eval\.fail_under=0\.5"):
-        run_evaluation(preset("calculator", *SMALL, "eval.fail_under=0.5"), tmp_path, None)
+        run_evaluation(preset("calculator", *SMALL, "eval.fail_under=0.5"), tmp_path)
     assert (tmp_path / "evaluation.json").exists()
 
 
 def test_what_is_collected_is_what_the_policy_says_and_can_be_learned_from(base: Path, tmp_path: Path) -> None:
     words = ("collect.tasks=5", "collect.samples=2", "rollout.prompts_per_step=2", f"model.name={base / 'model'}")
-    run_collection(preset("calculator", *SMALL, *words), tmp_path / "full", None) if (
-        tmp_path / "full"
-    ).mkdir() is None else 0
-    (tmp_path / "plain").mkdir()
-    run_collection(preset("calculator", *SMALL, *words, "collect.form=messages"), tmp_path / "plain", None)
+    run_collection(preset("calculator", *SMALL, *words), tmp_path / "full")
+    run_collection(preset("calculator", *SMALL, *words, "collect.form=messages"), tmp_path / "plain")
     full = [json.loads(line) for line in (tmp_path / "full" / "collected.jsonl").read_text().splitlines()]
     plain = [json.loads(line) for line in (tmp_path / "plain" / "collected.jsonl").read_text().splitlines()]
     assert len(full) == len(plain) == 10
@@ -107,9 +232,51 @@ def test_what_is_collected_is_what_the_policy_says_and_can_be_learned_from(base:
         assert messages["tools"][0]["function"]["name"] == "calculator"
 
 
+@pytest.mark.parametrize("form", ["trajectories", "messages"])
+def test_a_table_holds_what_the_lines_hold(form: str, base: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    words = ("collect.tasks=4", "rollout.prompts_per_step=2", f"model.name={base / 'model'}", f"collect.form={form}")
+    run_collection(preset("calculator", *SMALL, *words), tmp_path)
+    run_collection(preset("calculator", *SMALL, *words, "collect.file=said.parquet"), tmp_path)
+    table = parquet.ParquetFile(tmp_path / "said.parquet")
+    assert table.num_row_groups == 2  # as it was written: two tasks at a time
+    rows = [json.loads(line) for line in (tmp_path / "collected.jsonl").read_text().splitlines()]
+    for row, cells in zip(rows, table.read().to_pylist(), strict=True):
+        for name, value in row.items():
+            if name == "tools":
+                assert json.loads(cells["tools"]) == value
+            elif name in ("messages", "turns"):
+                for whole, cell in zip(value, cells[name], strict=True):
+                    assert {key: cell[key] for key in whole if key != "tool_calls"} == {
+                        key: whole[key] for key in whole if key != "tool_calls"
+                    }
+            else:
+                assert cells[name] == value
+
+
+def test_calls_and_lone_surrogates_are_in_the_table_too(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    said = trajectory(Task("t", (Message("user", "?"),)), "lone \ud83d")
+    call = ToolCall("search", {"query": "é", "most": [1, None]})
+    said.turns = [dataclasses.replace(said.turns[0], message=Message("assistant", "lone \ud83d", tool_calls=(call,)))]
+    said.components = {"numeric": 0.5}
+    with open_rows(tmp_path / "a.parquet", fine_tuning=False) as write:
+        write([record(said)])
+        write([])
+    (row,) = parquet.read_table(tmp_path / "a.parquet").to_pylist()
+    assert row["messages"][1]["content"] == "lone \\ud83d" and json.loads(row["components"]) == {"numeric": 0.5}
+    assert row["messages"][1]["tool_calls"][0]["name"] == "search"
+    assert json.loads(row["messages"][1]["tool_calls"][0]["arguments"]) == call.arguments
+    with open_rows(tmp_path / "b.parquet", fine_tuning=True) as write:
+        write([fine_tuning(said, (ToolSpec("search", "finds", {"type": "object"}),))])
+    (row,) = parquet.read_table(tmp_path / "b.parquet").to_pylist()
+    assert row["messages"][1]["tool_calls"][0]["function"]["name"] == "search"
+    assert json.loads(row["tools"])[0]["function"]["name"] == "search"
+
+
 def test_successes_alone_are_collected(base: Path, tmp_path: Path) -> None:
     words = ("collect.tasks=2", "collect.successes=true", f"model.name={base / 'model'}")
-    run_collection(preset("calculator", *SMALL, *words), tmp_path, None)
+    run_collection(preset("calculator", *SMALL, *words), tmp_path)
     assert (tmp_path / "collected.jsonl").read_text() == ""  # an untrained model solves nothing
 
 

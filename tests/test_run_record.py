@@ -10,7 +10,7 @@ import yaml
 from hydra.types import RunMode
 
 from mtgrpo import cli
-from mtgrpo.config.compose import Composed, ExperimentLoader, compose, parse
+from mtgrpo.config.compose import Composed, ExperimentLoader, compose, composed_from, parse
 from mtgrpo.errors import ConfigError
 
 EVIL = "from pathlib import Path\nPath('ran').touch()\ndef f(x: int) -> str:\n    '''A tool.'''\n    return ''\n"
@@ -113,9 +113,24 @@ def test_a_checkpoint_is_found_from_the_folder_that_the_command_was_typed_in(
 ) -> None:
     checkpoint = recorded(place) / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
-    measured: list[Path] = []
+    measured: list[str] = []
     monkeypatch.setattr("mtgrpo.cli.checked", lambda *_: None)
-    monkeypatch.setattr("mtgrpo.stages.evaluate.run_evaluation", lambda *given: measured.append(given[-1]))
+    monkeypatch.setattr("mtgrpo.stages.evaluate.run_evaluation", lambda given, _: measured.append(given.model.name))
     words = ["eval", "checkpoint=checkpoints/step_000001", "hydra.job.chdir=true", "hydra.run.dir=there"]
     cli.run_command(words)
-    assert measured == [checkpoint]
+    assert measured == [str(checkpoint)]
+
+
+def test_an_evaluation_goes_on_in_its_folder_where_that_is_asked_for(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (recorded(place) / "checkpoints" / "step_000001").mkdir(parents=True)
+    measured: list[Path] = []
+    monkeypatch.setattr("mtgrpo.cli.checked", lambda _, config: composed_from(config))
+    monkeypatch.setattr("mtgrpo.stages.evaluate.run_evaluation", lambda _, folder: measured.append(folder))
+    words = ["eval", "checkpoint=checkpoints/step_000001", "hydra.run.dir=there"]
+    cli.run_command(words)
+    with pytest.raises(ConfigError, match="there is not empty"):
+        cli.run_command(words)
+    cli.run_command([*words, "resume=true"])
+    assert len(measured) == 2 and len({folder.resolve() for folder in measured}) == 1

@@ -64,7 +64,12 @@ def test_those_that_were_asked_for_are_shown(
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--step", "9"], "has kept no step_000009; it has step_000002"), (["--sample", "7"], "has no such conversation")],
+    [
+        (["--step", "0"], "has kept no step_000000; it has step_000002"),
+        (["--step", "9"], "has kept no step_000009; it has step_000002"),
+        (["--set", "easy"], "has kept no evaluation_after_easy"),
+        (["--sample", "7"], "has no such conversation"),
+    ],
 )
 def test_what_is_not_there_is_said(words: list[str], said: str, run_folder: Path) -> None:
     with pytest.raises(ConfigError, match=said):

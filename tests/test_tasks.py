@@ -337,7 +337,7 @@ def test_lists_of_files_are_checked(tmp_path: Path) -> None:
     a, b = (str(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])) for name in "ab")
     folder, away = str(tmp_path), str(tmp_path / "away.jsonl")
     for source, parts in (
-        (Jsonl(val_files=[a]), ["task.path is not set", "task.train_files is empty"]),
+        (Jsonl(), ["task.path is not set", "task.train_files is empty"]),
         (Jsonl(path=a, train_files=[b]), [f"task.path={a}", f"task.train_files=[{b}]", "leave one of them out"]),
         (Jsonl(train_files=[a, away]), [f"task.train_files=[{a},{away}]", f"no such file or folder as {away}"]),
         (Jsonl(train_files=[a], val_files=[away]), [f"task.val_files=[{away}]", f"no such file or folder as {away}"]),
@@ -351,6 +351,9 @@ def test_lists_of_files_are_checked(tmp_path: Path) -> None:
         for split in Split:
             message = error_of(lambda source=source, split=split: source.stream(split, 0))
             assert [part for part in parts if part not in message] == [], message
+    alone = Jsonl(val_files=[a])  # enough for one of `eval.sets`
+    assert [task.id for task in alone.stream(Split.eval, 0, repeat=False)] == ["a/1"]
+    assert "task.path is not set" in error_of(lambda: alone.stream(Split.train, 0))
 
 
 def test_jsonl_of_200k_rows_is_streamed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,13 +118,20 @@ def test_wandb_writes_offline_and_a_resumed_run_keeps_its_id(tmp_path: Path) -> 
     folder = tmp_path / "run"
     options = {"wandb": {"mode": "offline", "project": "mine"}}
     log_run(options, folder, [], last=2)
+    time.sleep(1.1)  # the folder of a session is named after its second
     log_run(options, folder, [], first=3)
     runs: list[Any] = []
     rows: list[dict[str, str]] = []
+
+    def read(path: Path) -> list[Any]:
+        return [wandb_internal_pb2.Record.FromString(data) for data in records(path)]
+
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        for data in records(path):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
+        for _ in range(200):  # a process of its own writes, and may be behind
+            if any(record.HasField("exit") for record in read(path)):
+                break
+            time.sleep(0.05)
+        for record in read(path):
             if record.HasField("run"):
                 runs.append(record.run)
             if record.HasField("history"):
@@ -160,6 +168,44 @@ def test_a_sink_that_fails_is_noted_once_and_the_others_go_on(tmp_path: Path) ->
     lines = (tmp_path / "run" / "notes.txt").read_text().splitlines()
     assert lines == ["the sink Failing failed and gets nothing more: ConnectionError: the tracker is gone"]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 7
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [e.value for e in events.Scalars("reward/mean")] == [0.25, 0.5, 0.75]
+
+
+@dataclass
+class Vandal(Sink):
+    """Empties a file at the second step of training."""
+
+    path: str = ""
+
+    def stage(self, name: str, total: int) -> None:
+        pass
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if "reward/mean" in metrics and step == 2:
+            Path(self.path).write_bytes(b"")
+
+    def note(self, text: str) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # of sqlalchemy, in mlflow
+def test_two_trackers_at_once_of_which_one_loses_its_database(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow"), pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
+
+    mlflow = {"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db"}
+    options = {
+        f"{__file__}:Vandal": {"path": f"{tmp_path}/mlflow.db"},
+        "mlflow": mlflow,
+        "tensorboard": {},
+        "jsonl": {},
+    }
+    log_run(options, tmp_path / "run", [])
+    (said,) = (tmp_path / "run" / "notes.txt").read_text().splitlines()[:1]
+    assert said.startswith("the sink MLflow failed and gets nothing more: ")
+    assert (tmp_path / "run" / "notes.txt").read_text().count("gets nothing more") == 1
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     assert [e.value for e in events.Scalars("reward/mean")] == [0.25, 0.5, 0.75]

@@ -173,8 +173,8 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
     assert 0 < found["time/sft_s"] + found["time/rl_s"] < found["time/total_s"]
     stages = [(row["stage"], row["step"]) for row in rows(folder)]
     assert stages == [
-        *(("warm start", 1), ("warm start", 2), ("evaluation", 1)),
-        *(("reinforcement learning", 1), ("reinforcement learning", 2), ("evaluation", 1)),
+        *(("warm start", 1), ("warm start", 2), ("evaluation", 4)),
+        *(("reinforcement learning", 1), ("reinforcement learning", 2), ("evaluation", 4)),
     ]
     steps = [row for row in rows(folder) if row["stage"] == "reinforcement learning"]
     assert all({"reward/mean", "perf/tokens_per_s", "time/rollout_s"} <= set(row) for row in steps)
@@ -205,12 +205,13 @@ def test_the_warm_start_alone_leaves_a_policy_to_go_on_from(tmp_path: Path) -> N
 def test_a_checkpoint_measures_as_the_run_did(tmp_path: Path, own: Path) -> None:
     words = busy(own, "reward.success_at=10", "eval.tasks=6", "eval.samples=3")
     after = digits(summary(ran(tmp_path / "run", *words)))
-    run_evaluation(experiment(*words), tmp_path / "measured", tmp_path / "run" / "checkpoints" / "step_000002")
+    words.append(f"model.name={tmp_path / 'run' / 'checkpoints' / 'step_000002'}")
+    run_evaluation(experiment(*words), tmp_path / "measured")
     measured = digits(summary(tmp_path / "measured"))
     assert len(measured) > 8
     assert measured == {name: after[f"{name}/after"] for name in measured}
     assert 0 < measured["eval/success"] < 1, "the test is too easy"
-    run_evaluation(experiment(*words, "seed=1"), tmp_path / "again", tmp_path / "run" / "checkpoints" / "step_000002")
+    run_evaluation(experiment(*words, "seed=1"), tmp_path / "again")
     again = digits(summary(tmp_path / "again"))
     assert again["eval/greedy"] == measured["eval/greedy"]  # nothing is drawn
     assert again["eval/reward"] != measured["eval/reward"]  # other samples for the same tasks
@@ -410,7 +411,7 @@ def test_an_outage_during_training_trains_nothing_and_passes(
     made = experiment(*busy(own, "sft.steps=0", "trainer.steps=3", "eval.every_steps=1", "environment.backoff_s=0",
                             "rollout.max_failed=1"))  # fmt: skip
     down = vars(type(made.environment))["step"].__globals__["down"]
-    batch, evaluate = Stream.batch, trainer.evaluate
+    batch, evaluate = Stream.batch, trainer.evaluate_during
 
     async def batch_with_outage(stream: Stream, version: int) -> RolloutBatch:
         if version == 1:
@@ -424,7 +425,7 @@ def test_an_outage_during_training_trains_nothing_and_passes(
             down.clear()
 
     monkeypatch.setattr(Stream, "batch", batch_with_outage)
-    monkeypatch.setattr(trainer, "evaluate", evaluate_in_outage)
+    monkeypatch.setattr(trainer, "evaluate_during", evaluate_in_outage)
     curve = Curve()
     found = asyncio.run(train(made, tmp_path / "run", curve))
     steps = [row for row in rows(tmp_path / "run") if row["stage"] == "reinforcement learning"]

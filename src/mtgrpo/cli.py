@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from mtgrpo.config.compose import Composed, ExperimentLoader
+    from mtgrpo.config.experiment import Experiment
 
 EXPERIMENTS = {
     "train": "warm start, evaluate, train, evaluate",
@@ -137,6 +138,8 @@ def _experiment(command: str, words: Sequence[str]) -> None:
             "another; training on several GPUs is not built yet. Start one process, without torchrun"
         )
     args = _flags(words)
+    if sys.stderr.isatty() and not (args.help or args.dry_run):
+        print(f"mtgrpo {command}: loading, some seconds", file=sys.stderr)
     from mtgrpo.config.compose import ExperimentLoader  # noqa: PLC0415
 
     if args.help:
@@ -235,7 +238,8 @@ def _run_one(command: str, hydra: Hydra, words: list[str], dry: bool, spared: bo
     from mtgrpo.config.run_record import claimed  # noqa: PLC0415
 
     place, chosen = _resolved(config, "hydra.run.dir"), _gives(words, "hydra.run.dir")
-    with claimed(place, chosen, command not in MEASURES and composed.experiment.resume == "true") as place:
+    resumable = command not in MEASURES or (command == "eval" and _gives(words, "resume"))  # else it is the record's
+    with claimed(place, chosen, resumable and composed.experiment.resume == "true") as place:
         words = [*words, "hydra.mode=RUN", f"hydra.run.dir={_quoted(place)}"]
         failed: list[Exception] = []  # raised within Hydra they would come with a line of its own
 
@@ -293,7 +297,7 @@ def checked(command: str, config: DictConfig, spared: bool) -> Composed:
     from mtgrpo.config.compose import composed_from  # noqa: PLC0415
 
     composed = composed_from(config)
-    experiment = composed.experiment
+    experiment = _measured(command, composed.experiment, config.hydra)
     if command == "sft" and experiment.sft.steps < 1:
         raise ConfigError(f"sft.steps={experiment.sft.steps}: there is nothing to do; give sft.steps=NUMBER")
     if command == "train":
@@ -302,12 +306,11 @@ def checked(command: str, config: DictConfig, spared: bool) -> Composed:
 
     try:
         if command in MEASURES:  # a checkpoint brings its own tokenizer
-            name = str(_checkpoint(config.hydra) or experiment.model.name)
-            if name.startswith("tiny"):  # from scratch
+            if experiment.model.name.startswith("tiny"):  # from scratch
                 raise ConfigError(
                     f"{command} needs checkpoint=RUN/checkpoints/step_000070, or model.name=NAME of a trained model"
                 )
-            notes = check(replace(experiment, resume="", model=replace(experiment.model, name=name)), spared)
+            notes = check(replace(experiment, resume=""), spared)
         else:
             notes = check(experiment, spared)
             experiment.check_warm_start()
@@ -330,9 +333,10 @@ def run_job(command: str, config: DictConfig) -> float | None:
     from mtgrpo.record.summary import held_out_reward  # noqa: PLC0415
     from mtgrpo.stages.command import run_command as run_stages  # noqa: PLC0415
 
-    experiment, hydra = composed_from(config).experiment, HydraConfig.get()
+    hydra = HydraConfig.get()
+    experiment = _measured(command, composed_from(config).experiment, hydra)
     folder = Path(hydra.runtime.output_dir)
-    run_stages(command, experiment, folder, _checkpoint(hydra))
+    run_stages(command, experiment, folder)
     return held_out_reward(folder)
 
 
@@ -360,13 +364,17 @@ def _quoted(path: Path) -> str:
     return QuotedString(str(path), Quote.single).with_quotes()
 
 
-def _checkpoint(hydra: Any) -> Path | None:
-    """The folder that the last of the words `checkpoint=PATH` names, which Hydra may have left since; None: no such."""
+def _measured(command: str, experiment: Experiment, hydra: Any) -> Experiment:
+    """With the model that the last of the words `checkpoint=PATH` names; Hydra may have left the folder it is from."""
     from mtgrpo.config.compose import parse  # noqa: PLC0415
     from mtgrpo.config.run_record import checkpoint_folder  # noqa: PLC0415
 
-    given = [str(o.value()) for o in parse(list(hydra.overrides.task)) if o.key_or_group == "checkpoint"]
-    return checkpoint_folder(given[-1], Path(hydra.runtime.cwd)) if given else None
+    words = parse(list(hydra.overrides.task)) if command in MEASURES else []
+    given = [str(o.value()) for o in words if o.key_or_group == "checkpoint"]
+    if not given:
+        return experiment
+    name = str(checkpoint_folder(given[-1], Path(hydra.runtime.cwd)))
+    return replace(experiment, model=replace(experiment.model, name=name))
 
 
 def _complete(words: list[str]) -> None:

@@ -143,10 +143,8 @@ class Journal:
             self.clear()
         elif self._turns:
             begun = sum(numbers[key] not in self._finished for key in self._turns)
-            self.notes.append(
-                f"{len(self._batches)} steps are trained again with the groups they had; {len(self._finished)} groups "
-                f"are taken back, {begun} conversations had begun"
-            )
+            again = f"{len(self._batches)} steps are trained again with the groups they had; " if self._batches else ""
+            self.notes.append(f"{again}{len(self._finished)} groups are taken back, {begun} conversations had begun")
 
     def admitted(self, number: int) -> Event | None:
         """The version, scope and task with which a group was admitted before; None for a new one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mtgrpo.errors import Arguments, ConfigError
-from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, calls, facts, find_runs, objects, parse_row, read_runs
+from mtgrpo.record import reading
+from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, facts, objects, of_set
 from mtgrpo.text import number, printable, shorten
 
 _COLORS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -23,15 +25,18 @@ def main(arguments: Sequence[str]) -> int:
     place.add_argument("--step", type=int, metavar="N", help="of training; default: the newest that there are")
     place.add_argument("--before", action="store_true", help="the evaluation before training")
     place.add_argument("--after", action="store_true", help="the evaluation after it")
+    parser.add_argument("--set", default="", metavar="NAME", help="of that evaluation, one of eval.sets, or no_tools")
     parser.add_argument("--task", default="", metavar="ID", help="only of tasks whose id ends so")
     parser.add_argument("--sample", type=int, metavar="N", help="only the sample of this number")
     parser.add_argument("--failures", action="store_true", help="only those that are no success")
     parser.add_argument("--count", type=int, default=2, metavar="N", help="how many at most, default 2")
     given = parser.parse_args(arguments)
-    (run, *_) = read_runs(find_runs([given.run]))
-    name = BEFORE if given.before else AFTER if given.after else f"step_{given.step:06d}" if given.step else ""
+    (run, *_) = reading.read_runs(reading.find_runs([given.run]))
+    name = "" if given.step is None else f"step_{given.step:06d}"
+    if given.before or given.after or given.set:
+        name = of_set(BEFORE if given.before else AFTER, given.set)
     source, rows = _conversations(run, name)
-    out = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    out = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     out.print(Text(f"{run.folder}, {source}", "bold"))
     shown = 0
     for row in rows:
@@ -59,12 +64,7 @@ def _conversations(run: RunRecord, name: str) -> tuple[str, Iterator[Row]]:
     if not path.is_file():
         kept = sorted(file.stem for file in path.parent.glob("*.jsonl"))
         raise ConfigError(f"{run.folder} has kept no {name}; it has {', '.join(kept[:1] + kept[-1:]) or 'none'}")
-    return name, _rows(path)
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        yield from (row for line in file if (row := parse_row(line)))
+    return name, reading.json_lines(path)
 
 
 def _lines(row: Row) -> Iterator[Text]:
@@ -79,7 +79,7 @@ def _lines(row: Row) -> Iterator[Text]:
     for place, message in enumerate(messages):
         role = str(message.get("role"))
         name = f" {message['name']}" if message.get("name") else ""
-        said = [message.get("reasoning"), message.get("content"), *(f"-> {call}" for call in calls(message))]
+        said = [message.get("reasoning"), message.get("content"), *(f"-> {call}" for call in reading.calls(message))]
         said.append(f"unreadable: {message['error']}" if message.get("error") else "")
         text = Text(f"[{role}{name}] ", _COLORS.get(role, ""))
         text.append(printable(shorten("\n".join(str(part) for part in said if part))), "default")

@@ -41,6 +41,10 @@ class Comparison:
     difference: Estimate
     p_value: float  # two-sided
 
+    def __str__(self) -> str:
+        gain, p_value = self.difference, "< 0.0001" if self.p_value < 1e-4 else f"= {self.p_value:.2g}"
+        return f"{100 * gain.mean:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}), p {p_value}"
+
 
 def pass_at_k(successes: int, samples: int, k: int) -> float:
     """The chance that at least one of k samples succeeds, without bias, from `samples` of which `successes` did.
@@ -220,7 +224,8 @@ def _clustered(means: Floats, weights: Floats, samples: float, confidence: float
     # Were all samples of a task alike: the number of tasks, where they weigh alike.
     least = total**2 / float(weights @ weights)
     variance = float(((weights * (means - mean)) ** 2).sum()) / total**2 * tasks / max(1, tasks - 1)
-    size = mean * (1 - mean) / variance if variance else samples
+    # Where all outcomes are the same nothing tells whether samples of a task differ: then tasks are counted.
+    size = mean * (1 - mean) / variance if variance else samples if 0 < mean < 1 else least
     return wilson(mean, min(max(size, least), max(samples, least)), confidence)
 
 

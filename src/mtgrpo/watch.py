@@ -106,7 +106,7 @@ def screen(folder: Path, progress: Progress, out: Console) -> Group:
         bar.add_row(ProgressBar(progress.total, progress.step, width=min(out.width, 100)))
         parts.append(bar)
     if not progress.rows:
-        parts.append(Text("no metrics yet; they are read from metrics.jsonl, which log=[console,jsonl] writes", "dim"))
+        parts.append(Text("no metrics yet (metrics.jsonl, which the sink jsonl writes)", "dim"))
     table = Table.grid(padding=(0, 2))
     width = min(60, max(0, out.width - 36)) if out.encoding.lower().startswith("utf") else 0
     for metric, name in _SHOWN.items():

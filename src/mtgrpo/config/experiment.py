@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from mtgrpo.advantages import AdvantageEstimator
@@ -20,6 +21,7 @@ from mtgrpo.condensers import Condenser
 from mtgrpo.engines import Engine
 from mtgrpo.engines.server import Server
 from mtgrpo.environments import Environment
+from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, require
 from mtgrpo.model.settings import Head, ModelSettings
 from mtgrpo.policy.settings import OptimizerSettings, ReferenceSettings, Schedule, Updates
@@ -77,6 +79,9 @@ class Evaluation:
     tasks: int = 200
     samples: int = 8  # per task at temperature 1; pass@8 needs 8
     fail_under: float = 0.0  # `mtgrpo eval` ends with exit code 1 where held-out success is lower; 0 = never
+    no_tools: bool = False  # a control: the same tasks without tools too, `eval/no_tools/success`
+    # further task sets, `eval/NAME/success`: [gsm8k], or {easy: {task: jsonl, val_files: [easy.jsonl]}}
+    sets: Any = None
 
     def __post_init__(self) -> None:
         require(
@@ -103,10 +108,13 @@ class Collection:
     samples: int = 1  # per task
     held_out: bool = False  # of the held-out tasks in place of those of training
     form: Form = Form.trajectories  # messages: alone, as most libraries fine-tune on them; `sft.demonstrations` too
+    file: str = "collected.jsonl"  # in the run's folder; NAME.parquet: a table
     successes: bool = False  # only these
 
     def __post_init__(self) -> None:
         require(self, tasks=">= 1", samples=">= 1")
+        if Path(self.file).suffix not in (".jsonl", ".parquet") or Path(self.file).name != self.file:
+            raise ConfigError(f"`file` must be NAME.jsonl or NAME.parquet, got {self.file!r}")
 
 
 @dataclass
@@ -192,6 +200,7 @@ class Experiment:
         self._check_rewards()
         self._check_policies()
         self._check_agent()
+        self._check_evaluation()
         self._check_server()
         self._check_deterministic()
         self.engine.check(self.sampling)
@@ -300,6 +309,11 @@ class Experiment:
                 f"condenser {self.condenser.name} condenses the conversations of the environment: with agent "
                 f"{type(self.agent).__name__} the agent chooses its contexts itself; set condenser=none"
             )
+
+    def _check_evaluation(self) -> None:
+        environment = self.environment
+        if self.eval.no_tools and (self.agent.active or not (isinstance(environment, ToolUse) and environment.tools)):
+            raise ConfigError("eval.no_tools=true: the environment has no tools that could be left out; leave it out")
 
     def _check_server(self) -> None:
         if not isinstance(self.engine, Server):

@@ -7,7 +7,7 @@ import copy
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Self
 
@@ -87,6 +87,10 @@ class ToolUse(CallLimits, Environment):
     @property
     def tool_specs(self) -> tuple[ToolSpec, ...]:
         return tuple(offer.spec for offer in self._offers.values())
+
+    def without_tools(self) -> Self:
+        """The same with no tools to call."""
+        return replace(self, tools=[], limits=None)
 
     @property
     def replayable(self) -> bool:

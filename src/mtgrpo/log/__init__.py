@@ -39,6 +39,9 @@ class Sink(Part, ABC):
     def note(self, text: str) -> None:
         """Something to tell the person. The text is data: nothing in it is markup."""
 
+    def progress(self, done: int) -> None:
+        """So many steps of the stage are done; there are no metrics of them yet."""
+
 
 @dataclass
 class Tracker(Sink, ABC):
@@ -132,6 +135,10 @@ class Sinks:
     def note(self, text: str) -> None:
         """See `Sink.note`."""
         self._each(lambda sink: sink.note(text))
+
+    def progress(self, done: int) -> None:
+        """See `Sink.progress`."""
+        self._each(lambda sink: sink.progress(done))
 
     def tell(self, notes: list[str]) -> None:
         """Note each of `notes`, of which nothing is left."""

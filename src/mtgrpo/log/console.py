@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
@@ -79,23 +80,28 @@ class Console(Sink):
         """Show the newest value of each metric."""
         self._latest = {**self._latest, **metrics}
         self._obstacles = _obstacles(metrics)
-        if step > self._done:
-            if not self._done:
-                self._marks = deque([(self._marks[0][0], step - 1)], self._marks.maxlen)  # resumed: not from 0
-            self._done = step
-            self._marks.append((time.monotonic(), step))
+        self.progress(step)
+        if 0 < self._total <= step:
+            self._end_bar()  # so that what is noted then stands below it
         measured = any(name.startswith("eval/") for name in metrics)
-        if self._live is None and (step >= self._due[measured] or step == self._total):
+        if not self._interactive and (step >= self._due[measured] or step == self._total):
             self._due[measured] = _next_line(step, self._total)
             of = f"{step:>{len(str(self._total))}}/{self._total}" if self._total else f"{step}"
             self.note("  ".join([f"  step {of}", *_pieces(metrics), *self._obstacles, self._times()]))
 
+    def progress(self, done: int) -> None:
+        """Move the bar on."""
+        if done > self._done:
+            if not self._done:
+                self._marks = deque([(self._marks[0][0], done - 1)], self._marks.maxlen)  # resumed: not from 0
+            self._done = done
+            self._marks.append((time.monotonic(), done))
+
     def note(self, text: str) -> None:
-        """A line that stays, above the bar."""
-        if self._live is not None and self._done == self._total:
-            self._end_bar()  # what is said after the last step stands below the bar
+        """Lines that stay, above the bar; a terminal's are broken between words."""
         encoding = self._out.encoding
-        self._out.print(Text(printable(text).encode(encoding, "backslashreplace").decode(encoding)))
+        said = Text(printable(text).encode(encoding, "backslashreplace").decode(encoding))
+        self._out.print(said, soft_wrap=not self._interactive)
 
     def _end_bar(self) -> None:
         if self._live is not None:
@@ -137,8 +143,8 @@ class Console(Sink):
 
 def _pieces(metrics: Mapping[str, float]) -> list[str]:
     pieces = [form.format(metrics[name]) for name, form in _SHOWN.items() if name in metrics]
-    passed = [name for name in metrics if name.startswith("eval/pass@") and name != "eval/pass@1"]  # that is success
-    return pieces + [f"{name.removeprefix('eval/')} {metrics[name]:.1%}" for name in passed]
+    further = [name for name in metrics if re.fullmatch(r"eval/(pass@(?!1$)\d+|[^/]+/success)", name)]
+    return pieces + [f"{name.split('/')[1]} {metrics[name]:.1%}" for name in further]
 
 
 def _obstacles(metrics: Mapping[str, float]) -> list[str]:

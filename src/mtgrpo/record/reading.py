@@ -21,10 +21,14 @@ from mtgrpo.types import LEARNING
 
 BEFORE, AFTER = "evaluation_before", "evaluation_after"  # the files of trajectories that evaluations leave
 _POINTS = 2000  # rows of metrics that are kept
-_TRAJECTORIES = 4096  # of a file, at most
 _MARK = b'"eval/'  # in every row with a measurement on held-out tasks: there are few, and they are kept by themselves
 
 Row = dict[str, Any]
+
+
+def of_set(file: str, name: str) -> str:
+    """The file of trajectories that an evaluation leaves of a set of tasks; "": of the run's own."""
+    return f"{file}_{name}" if name else file
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class RunRecord:
         if not path.is_file():
             return None
         found: dict[str, list[float]] = defaultdict(list)
-        for trajectory in _json_lines(path):
+        for trajectory in json_lines(path):
             if trajectory.get("status") != "failed":
                 found[str(trajectory.get("task"))].append(float(self.succeeded(trajectory)))
         return dict(found) or None
@@ -84,7 +88,7 @@ class RunRecord:
         step = f"step_{learning[-1].get('step', 0):06d}" if learning else ""
         names = [AFTER, step, _last_step(place)]
         name = next((name for name in names if name and (place / f"{name}.jsonl").is_file()), "")
-        return name, _json_lines(place / f"{name}.jsonl") if name else iter(())
+        return name, json_lines(place / f"{name}.jsonl") if name else iter(())
 
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
@@ -220,11 +224,10 @@ def _last_step(place: Path) -> str:
         return ""
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
+def json_lines(path: Path) -> Iterator[Row]:
+    """The objects of a file of JSON Lines; other lines are left out."""
     with path.open("rb") as file:
-        for line, _ in zip(file, range(_TRAJECTORIES), strict=False):
-            if (row := parse_row(line)) is not None:
-                yield row
+        yield from (row for line in file if (row := parse_row(line)) is not None)
 
 
 def _json_file(path: Path) -> Row:

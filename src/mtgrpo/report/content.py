@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtgrpo.config.recipe import read_recipe
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, flat, objects
+from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, flat, objects, of_set
 from mtgrpo.statistics import Comparison, Estimate, compare, mean_over_tasks, wilson
 from mtgrpo.text import clock, is_number, number, shorten
 from mtgrpo.types import EVALUATION, LEARNING
 
 Series = list[tuple[float, float]]  # step, value
+Outcomes = Mapping[str, Sequence[float]]  # task -> 1.0 or 0.0 for each of its samples
 
 FIRST = (  # metrics that say how a run went, in the order they are shown; the others follow by name
     "reward/mean",
@@ -69,46 +71,55 @@ class Example:
 
 
 def parts(runs: Sequence[RunRecord]) -> list[str]:
-    """Which parts the runs were made of: a line for each run, or one where they are the same."""
-    lines = {run.name: line for run in runs if (line := _parts(run))}
-    different = set(lines.values())
-    return list(different) if len(different) < 2 else [f"{name}: {line}" for name, line in lines.items()]
+    """Which parts the runs were made of: a line of those that all share, and one for each run where others differ."""
+    shared = [key for key in PARTS if len({run.settings.get(key, "") for run in runs}) == 1]
+    others = [key for key in PARTS if key not in shared]
+    lines = [_parts(runs[0], shared), *(f"{run.name}: {_parts(run, others)}" for run in runs if others)]
+    return [line for line in lines if line]
 
 
-def _parts(run: RunRecord) -> str:
-    named = {key: run.settings[key] for key in PARTS if run.settings.get(key)}
+def _parts(run: RunRecord, keys: Sequence[str]) -> str:
+    named = {key: run.settings[key] for key in keys if run.settings.get(key)}
     return ", ".join(f"{key.removesuffix('.name').removeprefix('trainer.')} {value}" for key, value in named.items())
 
 
 def measurements(run: RunRecord) -> list[Measurement]:
-    """Success, pass@k and greedy success with 95 % intervals over the held-out tasks; success comes first.
+    """Success, pass@k and greedy success with 95 % intervals over the held-out tasks; of other sets as NAME/success.
 
     Success is a mean over several samples of each task. Where the evaluation left its conversations its interval takes
     account of them, and both evaluations are compared task by task. Otherwise its interval is the one that holds
     whatever the samples of a task have in common: as wide as if there were one of each.
     """
-    names = {key.removeprefix("eval/").partition("/")[0] for key in run.summary if key.startswith("eval/")}
-    shares = [name for name in sorted(names) if name == "greedy" or name.startswith("pass@")]
-    found = [_measurement(run, name) for name in ["success", *shares] if name in names]
-    before, after = run.outcomes(BEFORE), run.outcomes(AFTER)
-    if not (found and after):
-        return found
-    estimates = [mean_over_tasks(list(tasks.values())) if tasks else None for tasks in (before, after)]
-    both = [task for task in after if task in before] if before else []
-    compared = compare([(before or {})[task] for task in both], [after[task] for task in both]) if both else None
-    return [Measurement("success", estimates[0] or found[0].before, estimates[1], compared), *found[1:]]
+    measured = [key.removeprefix("eval/") for key in run.summary if key.startswith("eval/")]
+    names = {key.removesuffix("/before").removesuffix("/after") for key in measured}
+    shown = [name for name in names if name.rpartition("/")[2].startswith(("success", "greedy", "pass@"))]
+    shown.sort(key=lambda name: (name.rpartition("/")[0], not name.endswith("success"), name))
+    found: list[Measurement] = []
+    for name, of_one in itertools.groupby(shown, key=lambda name: name.rpartition("/")[0]):
+        before, after = (run.outcomes(of_set(file, name)) or {} for file in (BEFORE, AFTER))
+        found += [_measurement(run, metric, before, after) for metric in of_one]
+    return found
 
 
-def _measurement(run: RunRecord, name: str) -> Measurement:
-    before = _estimate(run, f"eval/{name}/before")
-    return Measurement(name, before, _estimate(run, f"eval/{name}/after") or _estimate(run, f"eval/{name}"))
+def _measurement(run: RunRecord, name: str, before: Outcomes, after: Outcomes) -> Measurement:
+    told = run.settings.get("eval.tasks", "")
+    tasks = len(after) or (int(told) if told.isdigit() else 0)
+    first = _estimate(run, f"eval/{name}/before", tasks)
+    last = _estimate(run, f"eval/{name}/after", tasks) or _estimate(run, f"eval/{name}", tasks)
+    if not (name.endswith("success") and after):
+        return Measurement(name, first, last)
+    both = [task for task in after if task in before]
+    return Measurement(
+        name,
+        mean_over_tasks(list(before.values())) if before else first,
+        mean_over_tasks(list(after.values())),
+        compare([before[task] for task in both], [after[task] for task in both]) if both else None,
+    )
 
 
-def _estimate(run: RunRecord, key: str) -> Estimate | None:
-    value, tasks = run.summary.get(key), run.settings.get("eval.tasks", "")
-    if not (is_number(value) and 0 <= value <= 1 and tasks.isdigit() and int(tasks)):
-        return None
-    return wilson(float(value), int(tasks))
+def _estimate(run: RunRecord, key: str, tasks: int) -> Estimate | None:
+    value = run.summary.get(key)
+    return wilson(float(value), tasks) if is_number(value) and 0 <= value <= 1 and tasks else None
 
 
 def series(run: RunRecord) -> dict[str, Series]:
@@ -209,7 +220,7 @@ def examples(run: RunRecord) -> tuple[str, list[Example]]:
         if all(len(found) == _EXAMPLES for found in chosen.values()):
             break
     step = name.rpartition("_")[2]
-    source = f"step {int(step):,} of training" if step.isdigit() else name.replace("_", " ")
+    source = f"step {int(step):,} of training" if step.isdigit() else "the evaluation after training"
     return source, [*chosen[True].values(), *chosen[False].values()]
 
 
@@ -243,7 +254,7 @@ def against_first(runs: Sequence[RunRecord]) -> list[str]:
         other = run.outcomes(AFTER) or {}
         if both := [task for task in first if task in other]:
             found = compare([first[task] for task in both], [other[task] for task in both])
-            said.append(f"{run.name} against {runs[0].name}, success on {len(both)} tasks: {_gained(found)}")
+            said.append(f"{run.name} against {runs[0].name}, success on {len(both)} tasks: {found}")
     return said
 
 
@@ -256,13 +267,8 @@ def change(measurement: Measurement) -> str:
     """How much was gained, in percentage points, and how sure that is; "" where one of the two is missing."""
     found, before, after = measurement.comparison, measurement.before, measurement.after
     if found:
-        return _gained(found)
+        return str(found)
     return f"{100 * (after.mean - before.mean):+.1f} points" if before and after else ""
-
-
-def _gained(found: Comparison) -> str:
-    gain, p_value = found.difference, f"p < {1e-4:.4f}" if found.p_value < 1e-4 else f"p = {found.p_value:.2g}"
-    return f"{100 * gain.mean:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}), {p_value}"
 
 
 def states(runs: Sequence[RunRecord]) -> list[str]:

@@ -1,31 +1,29 @@
-"""Conversations of a policy without training: `collected.jsonl`."""
+"""Conversations of a policy without training, as JSON Lines or Parquet."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 from pathlib import Path
+from typing import Any
 
 from mtgrpo.config.experiment import Experiment, Form
 from mtgrpo.record.summary import write_summary
+from mtgrpo.record.tables import open_rows
 from mtgrpo.record.trajectories import fine_tuning, record
 from mtgrpo.stages.evaluate import AllFailedError
 from mtgrpo.stages.metrics import describe, succeeded, valid
 from mtgrpo.stages.run import EVAL_SEED, Run, open_run
-from mtgrpo.strict_json import strict_json
 from mtgrpo.tasks import Split
 from mtgrpo.together import together
 from mtgrpo.types import Group
 
 
-def run_collection(experiment: Experiment, folder: Path, checkpoint: Path | None) -> None:
-    """Write `collected.jsonl` in `folder`, task by task, as `experiment.collect` says."""
-    name = str(checkpoint or experiment.model.name)
+def run_collection(experiment: Experiment, folder: Path) -> None:
+    """Write what the model says into `folder`, task by task, as `experiment.collect` says."""
 
     async def collect() -> None:
-        settings = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, name=name))
-        async with open_run(settings, folder, trains=False) as run:
+        async with open_run(experiment, folder, trains=False) as run:
             await _collect(run)
 
     asyncio.run(collect())
@@ -37,19 +35,18 @@ async def _collect(run: Run) -> None:
     split, seed = (Split.eval, EVAL_SEED) if wanted.held_out else (Split.train, experiment.seed)
     tasks = experiment.task.stream(split, seed, repeat=False)  # each once
     runner = run.runner.at("collect")
-    path = run.folder / "collected.jsonl"
+    path = run.folder / wanted.file
     done = written = 0
     run.sinks.stage("collecting", wanted.tasks)
-    with path.open("wb") as file:
+    with open_rows(path, wanted.form is Form.messages) as write:
         while chosen := list(itertools.islice(tasks, min(experiment.rollout.prompts_per_step, wanted.tasks - done))):
             groups = await together(runner.run_group(task, wanted.samples) for task in chosen)
             if not done and not valid(groups):
                 reason = groups[0].trajectories[0].reason
                 raise AllFailedError(f"every conversation of the first {len(chosen)} tasks failed, by {reason}")
-            for line in _lines(run, groups):
-                file.write(line)
-                written += 1
-            file.flush()
+            rows = _rows(run, groups)
+            write(rows)
+            written += len(rows)
             done += len(chosen)
             found = describe(groups, runner.reward.success_at, wanted.samples)
             run.sinks.log({f"collect/{key}": value for key, value in found.items()}, done)
@@ -57,8 +54,7 @@ async def _collect(run: Run) -> None:
     run.sinks.note(f"{written} conversations of {done} tasks are in {path}")
 
 
-def _lines(run: Run, groups: list[Group]) -> list[bytes]:
+def _rows(run: Run, groups: list[Group]) -> list[dict[str, Any]]:
     wanted, tools = run.experiment.collect, run.experiment.environment.tool_specs
     found = [t for t in valid(groups) if succeeded(t, run.runner.reward.success_at) or not wanted.successes]
-    rows = (record(t) if wanted.form is Form.trajectories else fine_tuning(t, tools) for t in found)
-    return [strict_json(row) + b"\n" for row in rows]
+    return [record(t) if wanted.form is Form.trajectories else fine_tuning(t, tools) for t in found]

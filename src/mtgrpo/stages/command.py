@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,41 +12,24 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.extension import TRACEBACK, explained, keep_traceback, of_own_code
 
+STAGES = {  # what runs, of `mtgrpo.stages`
+    "train": "trainer.run_training",
+    "sft": "sft.run_sft",
+    "eval": "evaluate.run_evaluation",
+    "collect": "collect.run_collection",
+    "serve": "serve.run_serving",
+    "play": "play.run_playing",
+}
 
-def run_command(command: str, experiment: Experiment, folder: Path, checkpoint: Path | None) -> None:
-    """Run what `command` says, in `folder`; checkpoint: of the policy that is measured, if any.
+
+def run_command(command: str, experiment: Experiment, folder: Path) -> None:
+    """Run what `command` says, in `folder`.
 
     Raises RunError for whatever ends it by somebody's own code, or a full disk, in two lines.
     """
+    module, run = STAGES[command].split(".")
     with _failures_told(folder):
-        _run(command, experiment, folder, checkpoint)
-
-
-def _run(command: str, experiment: Experiment, folder: Path, checkpoint: Path | None) -> None:
-    if command == "eval":
-        from mtgrpo.stages.evaluate import run_evaluation  # noqa: PLC0415
-
-        run_evaluation(experiment, folder, checkpoint)
-    elif command == "collect":
-        from mtgrpo.stages.collect import run_collection  # noqa: PLC0415
-
-        run_collection(experiment, folder, checkpoint)
-    elif command == "serve":
-        from mtgrpo.stages.serve import run_serving  # noqa: PLC0415
-
-        run_serving(experiment, folder, checkpoint)
-    elif command == "play":
-        from mtgrpo.stages.play import run_playing  # noqa: PLC0415
-
-        run_playing(experiment, folder, checkpoint)
-    elif command == "sft":
-        from mtgrpo.stages.sft import run_sft  # noqa: PLC0415
-
-        run_sft(experiment, folder)
-    else:
-        from mtgrpo.stages.trainer import run_training  # noqa: PLC0415
-
-        run_training(experiment, folder)
+        getattr(importlib.import_module(f"mtgrpo.stages.{module}"), run)(experiment, folder)
 
 
 @contextmanager

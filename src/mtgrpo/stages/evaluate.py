@@ -4,87 +4,185 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import json
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.errors import RunError
+from mtgrpo.environments.tool_use import ToolUse
+from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.journal import Journal
+from mtgrpo.policy.step import Metrics
 from mtgrpo.record import trajectories
-from mtgrpo.record.reading import AFTER
+from mtgrpo.record.reading import AFTER, of_set, read_settings
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.group import RolloutRunner
-from mtgrpo.stages.findings import Findings
+from mtgrpo.stages.findings import Findings, Played, control, record, table
 from mtgrpo.stages.metrics import describe, valid
-from mtgrpo.stages.run import Run, open_run
+from mtgrpo.stages.resume import differences
+from mtgrpo.stages.run import NO_TOOLS, Run, open_run
 from mtgrpo.strict_json import strict_json
 from mtgrpo.together import together
-from mtgrpo.types import EVALUATION, Group, Task
+from mtgrpo.types import EVALUATION, Group, Status, Task
+
+_SHARE = 8  # beside training, an evaluation has one of so many conversations
+Play = Callable[[RolloutRunner, Task, int], Coroutine[Any, Any, Group]]  # so many samples of a task
 
 
 class AllFailedError(RunError):
     """Every conversation of an evaluation failed: there is nothing to measure. The message gives a reason."""
 
 
-async def evaluate(runner: RolloutRunner, tasks: Sequence[Task], samples: int) -> dict[str, float]:
+async def evaluate(
+    runner: RolloutRunner, tasks: Sequence[Task], samples: int, name: str = "", play: Play = RolloutRunner.run_group
+) -> Metrics:
     """Sampled at temperature 1, `samples` per task: success (mean over samples), pass@k, tool use, turns, length.
 
-    Raises AllFailedError.
+    name: of the set that `tasks` are; "" = the run's own. Raises AllFailedError.
     """
-    groups = await _run_groups(runner.at("eval", temperature=1.0), tasks, samples)
-    return {f"eval/{name}": value for name, value in describe(groups, runner.reward.success_at, samples).items()}
+    groups = await _groups(runner, "eval", name, tasks, samples, play)
+    return _named(name, describe(groups, runner.reward.success_at, samples))
 
 
-async def evaluate_greedy(runner: RolloutRunner, tasks: Sequence[Task]) -> dict[str, float]:
-    """The most likely token everywhere, once per task. Raises AllFailedError."""
-    groups = await _run_groups(runner.at("greedy", temperature=0.0), tasks, 1)
-    return {"eval/greedy": describe(groups, runner.reward.success_at, 1)["success"]}
+async def evaluate_during(run: Run) -> Metrics:
+    """One sample of every task of every set. Raises AllFailedError.
+
+    Where rollouts run ahead of training, it runs beside both: few of the conversations at once are its own, and the
+    policy moves under it. `eval/version` is then the mean version of the policy that sampled its tokens.
+    """
+    rollout = run.experiment.rollout
+    slots = asyncio.Semaphore(max(1, rollout.max_concurrent // (_SHARE if rollout.max_staleness else 1)))
+    versions: list[int] = []
+
+    async def play(runner: RolloutRunner, task: Task, samples: int) -> Group:
+        async with slots:
+            group = await runner.run_group(task, samples)
+        versions.extend(version for t in group.trajectories for turn in t.turns for version in turn.versions)
+        return group
+
+    found: Metrics = {}
+    for name, runner, tasks in _task_sets(run):
+        found |= await evaluate(runner, tasks, 1, name, play)
+    return found | ({"eval/version": sum(versions) / max(1, len(versions))} if rollout.max_staleness else {})
 
 
-async def _run_groups(runner: RolloutRunner, tasks: Sequence[Task], samples: int) -> list[Group]:
-    groups = await together(runner.run_group(task, samples) for task in tasks)
+async def evaluate_fully(run: Run, name: str = AFTER) -> Metrics:
+    """The measurement before and after training: sampled and greedy, logged as a stage of its own.
+
+    The sampled conversations are kept as `name`, one of BEFORE and AFTER. Raises AllFailedError.
+    """
+    return (await _measure(run, name))[0]
+
+
+async def _measure(run: Run, file: str, play: Play = RolloutRunner.run_group) -> tuple[Metrics, dict[str, Played]]:
+    """The metrics, and what was sampled of each set."""
+    samples, success_at = run.experiment.eval.samples, run.runner.reward.success_at
+    sets, ended = list(_task_sets(run)), itertools.count(1)
+    total = 2 * sum(len(tasks) for *_, tasks in sets)
+    run.sinks.stage(EVALUATION, total)
+    metrics: Metrics = {}
+    played: dict[str, Played] = {}
+
+    async def counted(runner: RolloutRunner, task: Task, samples: int) -> Group:
+        group = await play(runner, task, samples)
+        run.sinks.progress(next(ended))
+        return group
+
+    for name, runner, tasks in sets:
+        sampled = await _groups(runner, "eval", name, tasks, samples, counted)
+        trajectories.write(run.folder, of_set(file, name), sampled)
+        greedy = await _groups(runner, "greedy", name, tasks, 1, counted)
+        found = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
+        metrics |= _named(name, found)
+        played[name] = Played(sampled, greedy)
+    run.sinks.log(metrics, total)
+    return metrics, played
+
+
+def _task_sets(run: Run) -> Iterator[tuple[str, RolloutRunner, list[Task]]]:
+    """What an evaluation plays: names of sets of tasks, "" the run's own, and who plays them."""
+    yield "", run.runner, run.held_out
+    environment = run.runner.environment
+    if run.experiment.eval.no_tools and isinstance(environment, ToolUse):
+        yield NO_TOOLS, dataclasses.replace(run.runner, environment=environment.without_tools()), run.held_out
+    for name, tasks in run.sets.items():
+        yield name, run.runner, tasks
+
+
+async def _groups(
+    runner: RolloutRunner, scope: str, name: str, tasks: Sequence[Task], samples: int, play: Play
+) -> list[Group]:
+    runner = runner.at(f"{scope}/{name}" if name else scope, temperature=0.0 if scope == "greedy" else 1.0)
+    groups = await together(play(runner, task, samples) for task in tasks)
     if not valid(groups):
         reason = groups[0].trajectories[0].reason
         raise AllFailedError(f"every conversation of the evaluation failed, the first because of {reason}")
     return groups
 
 
-async def evaluate_fully(run: Run, name: str = AFTER) -> dict[str, float]:
-    """The measurement before and after training: sampled and greedy, logged as a stage of its own.
+def _named(name: str, found: Metrics) -> Metrics:
+    return {f"eval/{name}/{key}" if name else f"eval/{key}": value for key, value in found.items()}
 
-    The sampled conversations are kept as `name`, one of BEFORE and AFTER.
+
+def run_evaluation(experiment: Experiment, folder: Path) -> None:
+    """Measure the model as it is; writes `summary.json` and `evaluation.json` in `folder`.
+
+    What one that was ended has left there is taken back. Raises RunError where held-out success is below
+    `eval.fail_under`, when all is written.
     """
-    return (await _measure(run, name))[0]
-
-
-async def _measure(run: Run, name: str) -> tuple[dict[str, float], list[Group]]:
-    """The metrics, and what was sampled."""
-    samples = run.experiment.eval.samples
-    run.sinks.stage(EVALUATION, 1)
-    groups = await _run_groups(run.runner.at("eval", temperature=1.0), run.held_out, samples)
-    trajectories.write(run.folder, name, groups)
-    found = describe(groups, run.runner.reward.success_at, samples)
-    metrics = {f"eval/{key}": value for key, value in found.items()}
-    metrics |= await evaluate_greedy(run.runner, run.held_out)
-    run.sinks.log(metrics, 1)
-    return metrics, groups
-
-
-def run_evaluation(experiment: Experiment, folder: Path, checkpoint: Path | None) -> None:
-    """Measure a saved policy, or the model itself; writes `summary.json` and `evaluation.json` in `folder`.
-
-    Raises RunError where held-out success is below `eval.fail_under`, when all is written.
-    """
-    name = str(checkpoint or experiment.model.name)
 
     async def measure() -> None:
-        settings = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, name=name))
-        async with open_run(settings, folder, trains=False) as run:
-            metrics, groups = await _measure(run, AFTER)
+        async with open_run(experiment, folder, trains=False) as run:
+            with _recorded(run) as (recorded, play):
+                metrics, played = await _measure(recorded, AFTER, play)
             write_summary(folder, metrics)
-            findings = Findings.of(groups, run.runner.reward, metrics["eval/greedy"])
-            (folder / "evaluation.json").write_bytes(strict_json(findings.record(), indent=2) + b"\n")
-            run.sinks.note(f"{findings.table()}\nall of it is in {folder / 'evaluation.json'}")
+            found = {name: Findings.of(each, run.runner.reward) for name, each in played.items()}
+            tools = control(played, run.runner.reward.success_at)
+            (folder / "evaluation.json").write_bytes(strict_json(record(found, tools), indent=2) + b"\n")
+            run.sinks.note(f"{table(found, tools)}\nalso in {folder / 'evaluation.json'}")
         if (success := metrics["eval/success"]) < (least := experiment.eval.fail_under):
             raise RunError(f"held-out success is {success:.3f}, below eval.fail_under={least:g}")
 
     asyncio.run(measure())
+
+
+@contextmanager
+def _recorded(run: Run) -> Generator[tuple[Run, Play]]:
+    """The run with every turn in its journal, and how groups are played that are not there yet.
+
+    Raises ConfigError where the journal is of an evaluation with other settings.
+    """
+    journal, numbers = Journal(None if run.experiment.agent.active else run.folder / "journal"), itertools.count()
+    settings = {**read_settings(run.folder), "model.name": run.experiment.model.name}
+    begun = run.folder / "journal.json"
+    if begun.is_file():
+        if other := differences(json.loads(begun.read_bytes()), settings):
+            raise ConfigError(f"{run.folder} has an evaluation with other settings, take another folder: {other[0]}")
+        journal.go_on(0, 0, set())
+        run.sinks.tell(journal.notes)
+    begun.write_bytes(strict_json(settings))
+    journal.begin(0)
+
+    async def play(runner: RolloutRunner, task: Task, samples: int) -> Group:
+        number = next(numbers)
+        known = journal.admitted(number)
+        if known is None:
+            journal.add(admitted=number, version=0, scope=runner.scope, task=task.id)
+        elif (known["scope"], known["task"]) != (runner.scope, task.id):
+            raise ConfigError(f"the data has changed: {known['task']} was where {task.id} is; take another folder")
+        group = journal.group(number, task)
+        if group is None:
+            group = await runner.run_group(task, samples)
+            if not any(trajectory.status is Status.FAILED for trajectory in group.trajectories):
+                journal.add(finished=number, group=group)
+        return group
+
+    opened = journal.recording(run.runner.open_conversation, run.experiment.environment.replayable)
+    try:
+        yield dataclasses.replace(run, runner=dataclasses.replace(run.runner, open_conversation=opened)), play
+    finally:
+        journal.close()
+        run.sinks.tell(journal.notes)

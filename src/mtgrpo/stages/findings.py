@@ -4,52 +4,66 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mtgrpo.rewards import Reward
 from mtgrpo.stages.metrics import succeeded, valid
-from mtgrpo.statistics import Estimate, best_of_n, majority_vote, mean_over_tasks, mean_pass_at_k, wilson
-from mtgrpo.types import Group, Trajectory
+from mtgrpo.stages.run import NO_TOOLS
+from mtgrpo.statistics import (
+    Comparison,
+    Estimate,
+    best_of_n,
+    compare,
+    majority_vote,
+    mean_over_tasks,
+    mean_pass_at_k,
+)
+from mtgrpo.types import Group, Outcome, Trajectory
 
 _DIFFICULTY = ("difficulty", "level")  # what data sets call it, in a task's metadata
 _MOST = 8  # rows of a breakdown; the others are one
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
+class Played:
+    """What an evaluation sampled of a set of tasks."""
+
+    sampled: list[Group]  # several samples of each task
+    greedy: list[Group]
+
+
+@dataclass(frozen=True)
 class Findings:
-    """Estimates over tasks, with 95 % intervals, and means that have none."""
+    """Estimates over the tasks of a set, with 95 % intervals, and means that have none."""
 
     tasks: int
     samples: int  # of every task, at least
-    shares: dict[str, Estimate]  # success, pass@k, greedy
+    shares: dict[str, Estimate]  # success, which is avg@k, pass@k, greedy
     means: dict[str, float]  # the best reward of all samples, the success of a majority vote
-    breakdowns: dict[str, dict[str, Estimate]]  # success by turns, calls of tools, difficulty
+    breakdowns: dict[str, dict[str, Estimate]]  # success by turns, tools that were called, difficulty
 
     @classmethod
-    def of(cls, groups: Sequence[Group], reward: Reward, greedy: float) -> Findings:
-        """Of an evaluation's groups, of which one trajectory at least did not fail; greedy: success of the other one.
+    def of(cls, played: Played, reward: Reward) -> Findings:
+        """Of groups of which one trajectory at least did not fail.
 
         pass@k and best-of-n are estimated without bias from all samples of a task (`mtgrpo.statistics`).
         """
-        of_tasks = [found for group in groups if (found := valid([group]))]
-        outcomes = [[float(succeeded(t, reward.success_at)) for t in found] for found in of_tasks]
+        of_tasks = [found for group in played.sampled if (found := valid([group]))]
+        outcomes = [outcomes for _, outcomes in _outcomes(played.sampled, reward.success_at)]
         samples = min(map(len, outcomes))
         shares = {"success": mean_over_tasks(outcomes)}
-        for k in (2**power for power in range(1, samples.bit_length())):
+        for k in sorted({2**power for power in range(1, samples.bit_length())} | {samples} - {1}):
             shares[f"pass@{k}"] = mean_pass_at_k(outcomes, k)
-        if samples > 1:
-            shares[f"pass@{samples}"] = mean_pass_at_k(outcomes, samples)
-        shares["greedy"] = wilson(greedy, len(of_tasks))
+        shares["greedy"] = mean_over_tasks([outcomes for _, outcomes in _outcomes(played.greedy, reward.success_at)])
         best = [best_of_n([t.reward for t in found], samples) for found in of_tasks]
         votes = [
             majority_vote([reward.answer(t) for t in found], of_task)
             for found, of_task in zip(of_tasks, outcomes, strict=True)
         ]
         means = {f"best reward of {samples}": sum(best) / len(best), "majority vote": sum(votes) / len(votes)}
-        ways: dict[str, Callable[[Trajectory], str]] = {"turns": lambda t: str(len(t.turns))}
-        if any(t.tool_calls for found in of_tasks for t in found):
-            ways["calls of tools"] = lambda t: str(t.tool_calls)
+        ways: dict[str, Callable[[Trajectory], str]] = {"turns": lambda t: str(len(t.turns)), "tool": _tools}
         for name in _DIFFICULTY:
             if any(name in found[0].task.metadata for found in of_tasks):
                 ways[name] = lambda t, name=name: str(t.task.metadata.get(name, "not given"))
@@ -58,19 +72,62 @@ class Findings:
             len(of_tasks), samples, shares, means, {name: rows for name, rows in broken.items() if len(rows) > 1}
         )
 
-    def record(self) -> Mapping[str, Any]:
-        """For JSON."""
-        return dataclasses.asdict(self)
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """For people: what was estimated, and the estimate."""
+        for name, estimate in self.shares.items():
+            yield (f"success (avg@{self.samples})" if name == "success" else name), str(estimate)
+        yield from ((name, f"{value:.3f}") for name, value in self.means.items())
 
-    def table(self) -> str:
-        """For people."""
-        rows = [(name, str(estimate)) for name, estimate in self.shares.items()]
-        rows += [(name, f"{value:.3f}") for name, value in self.means.items()]
+    def broken_down(self) -> Iterator[tuple[str, str]]:
+        """For people: success by what conversations were like."""
         for way, found in self.breakdowns.items():
-            rows += [(f"{name} {way}", str(estimate)) for name, estimate in found.items()]
-        head = f"{self.tasks} held-out tasks, at least {self.samples} samples of each; 95 % intervals over tasks"
-        width = max(len(name) for name, _ in rows)
-        return "\n".join([head, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+            yield from ((f"{way} {name}", str(estimate)) for name, estimate in found.items())
+
+
+def record(found: Mapping[str, Findings], control: Comparison | None) -> dict[str, Any]:
+    """For JSON: what was found of the run's own tasks, and under `sets` of the others by their names."""
+    sets = {name: dataclasses.asdict(each) for name, each in found.items() if name}
+    tools = {"tools_against_none": dataclasses.asdict(control)} if control else {}
+    return {**dataclasses.asdict(found[""]), **tools, "sets": sets}
+
+
+def table(found: Mapping[str, Findings], control: Comparison | None) -> str:
+    """For people; success by turns, tools and difficulty of the run's own tasks alone."""
+    blocks = {
+        (f"{name}: " if name else "") + f"{each.tasks} held-out tasks x {each.samples} samples": list(each.rows())
+        for name, each in found.items()
+    }
+    blocks["success by"] = list(found[""].broken_down())
+    width = max(len(label) for rows in blocks.values() for label, _ in rows)
+    lines = [
+        f"{head}\n" + "\n".join(f"  {label:<{width}}  {value}" for label, value in rows)
+        for head, rows in blocks.items()
+        if rows
+    ]
+    compared = [f"with tools against without: {control}"] if control else []
+    return "\n".join(["95 % intervals, over tasks", *lines, *compared])
+
+
+def control(played: Mapping[str, Played], success_at: float) -> Comparison | None:
+    """How much tools change success, task by task; None where nothing was played without them."""
+    if NO_TOOLS not in played:
+        return None
+    without, given = (dict(_outcomes(played[name].sampled, success_at)) for name in (NO_TOOLS, ""))
+    both = [task for task in without if task in given]
+    return compare([without[task] for task in both], [given[task] for task in both]) if both else None
+
+
+def _outcomes(groups: Sequence[Group], success_at: float) -> Iterator[tuple[str, list[float]]]:
+    """Tasks, and 1 or 0 for every trajectory that did not fail; tasks without one are left out."""
+    for group in groups:
+        if found := valid([group]):
+            yield group.task.id, [float(succeeded(t, success_at)) for t in found]
+
+
+def _tools(trajectory: Trajectory) -> str:
+    """Which tools it called."""
+    names = {call.name if call.outcome is not Outcome.unknown else "" for call in trajectory.calls}
+    return ", ".join(sorted(name or "no such tool" for name in names)) or "none"
 
 
 def _breakdown(

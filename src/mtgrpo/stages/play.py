@@ -42,11 +42,11 @@ class _Person(Environment):
         return Reply((*reply.messages, Message("user", said)), done=not said)
 
 
-def run_playing(experiment: Experiment, folder: Path, checkpoint: Path | None) -> None:
-    """Talk to the policy of `checkpoint`, or the model itself: an empty line begins anew, another one ends it."""
+def run_playing(experiment: Experiment, folder: Path) -> None:
+    """Talk to the model as it is: an empty line begins anew, another one ends it."""
 
     async def play() -> None:
-        async with open_run(by_hand(experiment, checkpoint), folder, trains=False) as run:
+        async with open_run(by_hand(experiment), folder, trains=False) as run:
             runner = run.runner.at("play")
             world = runner.environment
             run.sinks.note("your words, then Enter; an empty line begins a new conversation, and two end it")

@@ -56,8 +56,8 @@ def _cut_back(folder: Path, found: Checkpoint | None) -> None:
     if metrics.is_file():
         os.truncate(metrics, min(metrics.stat().st_size, state["metrics_bytes"]))
     kept = {f"step_{number:06d}" for number in range(1, step + 1)}
-    kept |= {BEFORE} if "eval/success/before" in state["summary"] else set()
+    measured = "eval/success/before" in state["summary"]
     for path in (folder / "trajectories").glob("*.jsonl"):
-        if path.stem not in kept:
+        if path.stem not in kept and not (measured and path.stem.startswith(BEFORE)):
             path.unlink()
     (folder / "summary.json").unlink(missing_ok=True)

@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import os
+import re
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -24,13 +25,14 @@ from mtgrpo.checkpoint import Checkpoint
 from mtgrpo.config.experiment import LATEST, Experiment
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError, UnreachableError
+from mtgrpo.extension import find_class
 from mtgrpo.log import Sinks, chosen, open_sinks
 from mtgrpo.memory import plan
 from mtgrpo.model.attention import cuts_trees, describe_attention
 from mtgrpo.model.load import device_of_process, load_model, load_tokenizer
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.traits import check_length, traits
-from mtgrpo.part import RunContext, opens
+from mtgrpo.part import RunContext, built, named, opens
 from mtgrpo.record.reading import read_settings
 from mtgrpo.record.summary import write_versions
 from mtgrpo.rewards import opened
@@ -38,10 +40,11 @@ from mtgrpo.rollout.conversation import Limits, visible_tools
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.resume import take_up
 from mtgrpo.stages.watchdog import Watchdog, open_watchdog
-from mtgrpo.tasks import Split, TaskStream
+from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Attend, Message, Sample, Task
 
 EVAL_SEED = 0  # the held-out tasks are the same in every run
+NO_TOOLS = "no_tools"  # the name of the control beside the sets of tasks
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what asks a run to end
 
 
@@ -59,6 +62,7 @@ class Run:
     runner: RolloutRunner
     tasks: TaskStream
     held_out: list[Task]
+    sets: dict[str, list[Task]]  # further ones that evaluations play, by name
     watchdog: Watchdog
     resumed: Checkpoint | None = None  # from which the run goes on
 
@@ -74,6 +78,9 @@ def check(experiment: Experiment, spared: bool = False) -> list[str]:
         checkpoint.read(Path(experiment.resume))
     notes: list[str] = []
     try:
+        for source in task_sets(experiment).values():
+            if not opens(source):
+                held_out_tasks(experiment, source)
         notes += [] if opens(experiment.task) else open_tasks(experiment)[0].notes
         open_tokenizer(experiment)
     except UnreachableError as error:
@@ -91,8 +98,25 @@ def open_tasks(experiment: Experiment) -> tuple[TaskStream, list[Task]]:
             f"trainer.epochs={experiment.trainer.epochs}: task {type(experiment.task).__name__} makes endless problems "
             "and has no epochs; set trainer.steps instead"
         )
-    evaluated = experiment.task.stream(Split.eval, EVAL_SEED, repeat=False)
-    return tasks, list(itertools.islice(evaluated, experiment.eval.tasks))
+    return tasks, held_out_tasks(experiment, experiment.task)
+
+
+def task_sets(experiment: Experiment) -> dict[str, TaskSource]:
+    """What `eval.sets` names beside the run's own tasks, whose system prompt they take over. Raises ConfigError."""
+    wanted = named(experiment.eval.sets or [], "eval.sets", "easy: {task: jsonl, val_files: [easy.jsonl]}")
+    found: dict[str, TaskSource] = {}
+    for name, settings in wanted.items():
+        if not re.fullmatch(r"[\w-]+", name) or name == NO_TOOLS:
+            raise ConfigError(f"eval.sets: {name!r} cannot be the name of a set; give {{NAME: {{task: {name}}}}}")
+        kind = find_class("mtgrpo.tasks", settings.get("task", name), TaskSource)
+        own = {key: value for key, value in settings.items() if key != "task"}
+        found[name] = built(f"task set {name}", kind, {"system_prompt": experiment.task.system_prompt, **own})
+    return found
+
+
+def held_out_tasks(experiment: Experiment, source: TaskSource) -> list[Task]:
+    """Those of `source` that an evaluation plays. Raises ConfigError."""
+    return list(itertools.islice(source.stream(Split.eval, EVAL_SEED, repeat=False), experiment.eval.tasks))
 
 
 def open_tokenizer(experiment: Experiment) -> tuple[PreTrainedTokenizerFast, Chat]:
@@ -139,20 +163,19 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         resumed = take_up(experiment.resume, folder, early.append) if trains else None
         context = RunContext(folder, early.append, os.environ, read_settings(folder))
         sinks = await stack.enter_async_context(open_sinks(experiment.log, context))
+        sinks.note(f"run: {folder}")
         sinks.tell(early)
         context = replace(context, note=sinks.note)
         experiment = await stack.enter_async_context(open_parts(experiment, context))
         tasks, held_out = open_tasks(experiment)
+        opened_sets = {n: await stack.enter_async_context(s.open(context)) for n, s in task_sets(experiment).items()}
         sinks.tell(tasks.notes)
         tokenizer, chat = open_tokenizer(experiment)
         engine, why = experiment.engine.chosen(experiment.model)
         sinks.tell([why] if why else [])
         experiment = replace(experiment, engine=engine)
         if trains and torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info(device_of_process())
-            planned = plan(experiment, total, "cuda", taken=total - free)
-            sinks.note(planned.describe())
-            experiment = planned.experiment
+            experiment = _within_memory(experiment, sinks)
         settings = replace(experiment.model, name=str(resumed.path)) if resumed else experiment.model
         with explained("loading"):
             model = load_model(settings, experiment.seed)
@@ -182,9 +205,18 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             runner=make_runner(experiment, chat, sampling, engine.attend, longest, folder),
             tasks=tasks,
             held_out=held_out,
+            sets={name: held_out_tasks(experiment, source) for name, source in opened_sets.items()},
             resumed=resumed,
             watchdog=watchdog,
         )
+
+
+def _within_memory(experiment: Experiment, sinks: Sinks) -> Experiment:
+    """The experiment with what was left to the GPU's memory chosen. Raises ConfigError where it is too small."""
+    free, total = torch.cuda.mem_get_info(device_of_process())
+    planned = plan(experiment, total, "cuda", taken=total - free)
+    sinks.note(planned.describe())
+    return planned.experiment
 
 
 @contextmanager

@@ -16,22 +16,21 @@ from mtgrpo.types import Task
 UNLIMITED = 2**40
 
 
-def by_hand(experiment: Experiment, checkpoint: Path | None) -> Experiment:
-    """The settings under which somebody tries the policy of `checkpoint`, or the model itself."""
+def by_hand(experiment: Experiment) -> Experiment:
+    """The settings under which somebody tries a policy."""
     return dataclasses.replace(
         experiment,
         agent=NoAgent(),
         watchdog_s=0.0,  # silence is no fault
-        model=dataclasses.replace(experiment.model, name=str(checkpoint or experiment.model.name)),
         trainer=dataclasses.replace(experiment.trainer, deterministic=False),  # it would wait for who says nothing
     )
 
 
-def run_serving(experiment: Experiment, folder: Path, checkpoint: Path | None) -> None:
-    """Serve the policy of `checkpoint`, or the model itself, until Ctrl-C; says where, and with which key."""
+def run_serving(experiment: Experiment, folder: Path) -> None:
+    """Serve the model as it is until Ctrl-C; says where, and with which key."""
 
     async def serve() -> None:
-        async with open_run(by_hand(experiment, checkpoint), folder, trains=False) as run, open_endpoint() as endpoint:
+        async with open_run(by_hand(experiment), folder, trains=False) as run, open_endpoint() as endpoint:
             runner = run.runner.at("serve")
             session = Session(
                 Task("serve", ()),

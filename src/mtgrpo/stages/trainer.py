@@ -8,7 +8,7 @@ import math
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtgrpo.config.experiment import Experiment
@@ -22,7 +22,7 @@ from mtgrpo.record.reading import BEFORE, read_settings
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.budget import Budget
-from mtgrpo.stages.evaluate import AllFailedError, evaluate, evaluate_fully
+from mtgrpo.stages.evaluate import AllFailedError, evaluate_during, evaluate_fully
 from mtgrpo.stages.metrics import describe_conversations, describe_failures, describe_step
 from mtgrpo.stages.resume import differences, final_results
 from mtgrpo.stages.run import Run, open_run
@@ -96,6 +96,9 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
                 trajectories.write(run.folder, "untrained", training.stream.finished)
         raise
     finally:
+        for evaluation in training.evaluation:  # that has not ended beside training; there is one after it
+            evaluation.cancel()
+        await asyncio.gather(*training.evaluation, return_exceptions=True)
         await training.stream.close()
     run.sinks.note(f"stopped after {budget.steps} steps: {reached}")
     if summary := training.updater.policy.profiler.summary():
@@ -115,6 +118,7 @@ class _Training:
     saver: Saver
     curve: Curve
     trends: Trends
+    evaluation: list[asyncio.Task[Metrics]] = field(default_factory=list[asyncio.Task[Metrics]])  # one at most
 
     @property
     def reached(self) -> str:
@@ -178,8 +182,12 @@ class _Training:
             if interrupted:
                 raise asyncio.CancelledError
             every = self.run.experiment.eval.every_steps
-            if not self.reached and every and step % every == 0:
-                metrics |= await evaluate(self.run.runner, self.run.held_out, samples=1)
+            if not self.reached and every and step % every == 0 and not self.evaluation:
+                self.evaluation.append(asyncio.create_task(evaluate_during(self.run)))
+            if self.evaluation and (self.evaluation[0].done() or not self.run.experiment.rollout.max_staleness):
+                metrics |= await self.evaluation.pop()
+                if (version := metrics.pop("eval/version", None)) is not None:
+                    metrics["eval/staleness"] = step - version
                 self.curve.success[step] = metrics["eval/success"]
                 due = due or self.run.experiment.checkpoint.keep_best > 0
         except AllFailedError as error:  # an outage, which may be over at the next step

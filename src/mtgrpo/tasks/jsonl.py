@@ -53,7 +53,8 @@ class FileSource(TaskSource):
         """
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"task.eval_fraction must be in [0, 1), got {self.eval_fraction}")
-        training, held_out = self._files()
+        alone = split is Split.eval and self.val_files and not (self.path or self.train_files)  # one of `eval.sets`
+        training, held_out = ([], list(self._held_out().values())) if alone else self._files()
         names = names_for_ids([*training, *held_out])
         files = held_out if split is Split.eval and held_out else training
         rows = self.rows({file: names[file] for file in files})
@@ -113,7 +114,7 @@ class FileSource(TaskSource):
             )
         entries = [self.path] if self.path else self.train_files
         training = self._resolved(entries, self._given())
-        held_out = self._resolved(self.val_files, f"task.val_files={_spelled(self.val_files)}")
+        held_out = self._held_out()
         for entry in entries:
             if Path(entry).expanduser().resolve() in held_out:
                 raise ConfigError(
@@ -124,6 +125,9 @@ class FileSource(TaskSource):
         if not remaining:
             raise ConfigError(f"{self._given()} holds only the files of task.val_files={_spelled(self.val_files)}")
         return remaining, list(held_out.values())
+
+    def _held_out(self) -> dict[Path, Path]:
+        return self._resolved(self.val_files, f"task.val_files={_spelled(self.val_files)}")
 
     def _resolved(self, entries: Sequence[str], given: str) -> dict[Path, Path]:
         """The files of `entries`, by their resolved paths: a link to a file is that file."""
