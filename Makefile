@@ -41,7 +41,7 @@ test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-agents bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-chaos ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-agents bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-chaos bench-overhead ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-agents: setup ## what the turns of a foreign agent cost, against a row for each; 10 minutes
 	$(BIN)/python benchmarks/agents.py
@@ -90,6 +90,9 @@ bench-outages: setup ## tools that fail: what is trained then, and what is learn
 bench-chaos: setup ## runs that are killed a hundred times and resumed, in step with the rollouts and ahead; 40 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/chaos.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/stream.py
+
+bench-overhead: setup ## what the journal and the self-checks cost of a step, in processor time; 10 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 
 bench-memory: setup ## the memory plan for one GPU, and against what small models take; 5 minutes
 	$(BIN)/python benchmarks/memory.py

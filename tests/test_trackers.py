@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +32,13 @@ def log_run(options: Any, folder: Path, notes: list[str], first: int = 1, last: 
                 sinks.stage("warm start", 2)
                 for step in (1, 2):
                     sinks.log({"sft/loss": 1 / step}, step)
-                sinks.stage("evaluation", 1)
-                sinks.log({"eval/success": 0.25, "eval/pass@8": 0.5}, 1)
+                sinks.stage("evaluation", 0)
+                sinks.log({"eval/success": 0.25, "eval/pass@8": 0.5}, 0)
             sinks.stage(LEARNING, 3)
             for step in range(first, last + 1):
                 sinks.log({"reward/mean": step / 4, "policy/kl": float("nan")}, step)
-            sinks.stage("evaluation", 1)
-            sinks.log({"eval/success": 0.75, "eval/pass@8": 1.0}, 1)
+            sinks.stage("evaluation", 0)
+            sinks.log({"eval/success": 0.75, "eval/pass@8": 1.0}, last)
 
     asyncio.run(run())
 
@@ -117,6 +118,7 @@ def test_wandb_writes_offline_and_a_resumed_run_keeps_its_id(tmp_path: Path) -> 
     folder = tmp_path / "run"
     options = {"wandb": {"mode": "offline", "project": "mine"}}
     log_run(options, folder, [], last=2)
+    time.sleep(1)  # its folders are named by the second
     log_run(options, folder, [], first=3)
     runs: list[Any] = []
     rows: list[dict[str, str]] = []
@@ -163,6 +165,16 @@ def test_a_sink_that_fails_is_noted_once_and_the_others_go_on(tmp_path: Path) ->
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     assert [e.value for e in events.Scalars("reward/mean")] == [0.25, 0.5, 0.75]
+
+
+def test_the_evaluation_of_a_run_that_had_only_it_left_stands_at_its_last_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
+
+    log_run(["tensorboard"], tmp_path / "run", [], first=4)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("eval/success")] == [(3, 0.75)]
 
 
 def test_settings_of_sinks_come_from_the_command_line() -> None:

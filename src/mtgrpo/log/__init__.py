@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Self
 from mtgrpo import extension
 from mtgrpo.errors import ConfigError
 from mtgrpo.part import Part, RunContext, built, named
-from mtgrpo.types import EVALUATION, LEARNING
 
 
 @dataclass
@@ -33,7 +32,10 @@ class Sink(Part, ABC):
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Metrics of one step; `step` counts the steps of this stage that are done, 0 = before the first."""
+        """Metrics of one step; `step` counts the steps of this stage that are done, 0 = before the first.
+
+        An evaluation's are those of training before it.
+        """
 
     @abstractmethod
     def note(self, text: str) -> None:
@@ -44,7 +46,7 @@ class Sink(Part, ABC):
 class Tracker(Sink, ABC):
     """Base of sinks for experiment trackers, where a run is a set of curves over the steps of training.
 
-    Evaluations stand at the last step before them. Notes stay with the other sinks.
+    Notes stay with the other sinks.
     """
 
     project: str = "mtgrpo"
@@ -55,7 +57,6 @@ class Tracker(Sink, ABC):
         """With the tracker's run begun, or taken up where this run is resumed. ConfigError where that fails."""
         running = copy.copy(self)
         running.name = self.name or "/".join(context.folder.resolve().parts[-2:])
-        running._stage, running._trained = "", 0
         try:
             running.begin(context)
         except Exception as error:
@@ -68,15 +69,11 @@ class Tracker(Sink, ABC):
             running.end()
 
     def stage(self, name: str, total: int) -> None:
-        """The stage that what follows belongs to."""
-        self._stage = name
+        """Not written."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write what is finite."""
-        if self._stage == LEARNING:
-            self._trained = step
-        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        self.write(finite, self._trained if self._stage == EVALUATION else step)
+        self.write({name: float(value) for name, value in metrics.items() if math.isfinite(value)}, step)
 
     def note(self, text: str) -> None:
         """Not written."""

@@ -54,13 +54,14 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
             summary = saver.summary
             await warm_start(run, saver)
             if "eval/success/before" not in summary:
-                summary |= {f"{name}/before": value for name, value in (await evaluate_fully(run, BEFORE)).items()}
+                summary |= {f"{name}/before": value for name, value in (await evaluate_fully(run, 0, BEFORE)).items()}
                 curve.success[0] = summary["eval/success/before"]
             steps, seconds = await reinforce(run, saver, curve)
             summary |= {"train/steps": float(steps), "time/rl_s": seconds}
             try:
                 known = final_results(folder, steps) if run.resumed else {}
-                summary |= known or {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
+                found = {} if known else await evaluate_fully(run, steps)
+                summary |= known or {f"{name}/after": value for name, value in found.items()}
                 curve.success[steps] = summary["eval/success/after"]
             finally:  # also when the evaluation fails
                 summary["time/total_s"] = saver.seconds
@@ -73,7 +74,7 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
     budget = Budget(run.experiment.trainer, **saver.state.get("budget", {}))
     trends = Trends(saver.state.get("entropy", math.nan))
     recorded = not run.experiment.agent.active  # whose conversations only the agent can take up
-    journal = Journal(run.folder / "journal" if recorded else None)
+    journal = Journal(run.folder / "journal" if recorded else None, groups=not run.experiment.resumes_exactly)
     training = _Training(run, make_updater(run), make_stream(run, journal), journal, budget, saver, curve, trends)
     run.sinks.stage(LEARNING, run.experiment.trainer.steps)
     for note in run.experiment.notes:
