@@ -53,7 +53,7 @@ from mtgrpo.types import (
 )
 
 Event = dict[str, Any]
-TOGETHER_S = 0.1  # in which events are gathered: one by one, to write them takes twice as long
+TOGETHER_S = 0.1  # in which events are gathered: to write them one by one takes longer, and more of the disk
 _GZIP = 31  # what zlib calls its format with a header and a checksum
 _SMALL = (28, 5)  # the same with a window of 4 KiB: for a few events the usual one takes longer to make than to use
 _CHUNK = 1 << 16  # bytes that are looked at together for the end of what was written together
