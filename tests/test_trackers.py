@@ -27,18 +27,18 @@ def log_run(options: Any, folder: Path, notes: list[str], first: int = 1, last: 
 
     async def run() -> None:
         folder.mkdir(exist_ok=True)
-        async with open_sinks(options, RunContext(folder, notes.append, os.environ, SETTINGS)) as sinks:
+        async with open_sinks(options, RunContext(folder, notes.append, os.environ, SETTINGS, first - 1)) as sinks:
             if first == 1:
                 sinks.stage("warm start", 2)
                 for step in (1, 2):
                     sinks.log({"sft/loss": 1 / step}, step)
-                sinks.stage("evaluation", 0)
-                sinks.log({"eval/success": 0.25, "eval/pass@8": 0.5}, 0)
+                sinks.stage("evaluation", 1)
+                sinks.log({"eval/success": 0.25, "eval/pass@8": 0.5}, 1)
             sinks.stage(LEARNING, 3)
             for step in range(first, last + 1):
                 sinks.log({"reward/mean": step / 4, "policy/kl": float("nan")}, step)
-            sinks.stage("evaluation", 0)
-            sinks.log({"eval/success": 0.75, "eval/pass@8": 1.0}, last)
+            sinks.stage("evaluation", 1)
+            sinks.log({"eval/success": 0.75, "eval/pass@8": 1.0}, 1)
 
     asyncio.run(run())
 

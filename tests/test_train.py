@@ -173,8 +173,8 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
     assert 0 < found["time/sft_s"] + found["time/rl_s"] < found["time/total_s"]
     stages = [(row["stage"], row["step"]) for row in rows(folder)]
     assert stages == [
-        *(("warm start", 1), ("warm start", 2), ("evaluation", 0)),
-        *(("reinforcement learning", 1), ("reinforcement learning", 2), ("evaluation", 2)),
+        *(("warm start", 1), ("warm start", 2), ("evaluation", 1)),
+        *(("reinforcement learning", 1), ("reinforcement learning", 2), ("evaluation", 1)),
     ]
     steps = [row for row in rows(folder) if row["stage"] == "reinforcement learning"]
     assert all({"reward/mean", "perf/tokens_per_s", "time/rollout_s"} <= set(row) for row in steps)

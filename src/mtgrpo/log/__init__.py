@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 from mtgrpo import extension
 from mtgrpo.errors import ConfigError
 from mtgrpo.part import Part, RunContext, built, named
+from mtgrpo.types import EVALUATION, LEARNING
 
 
 @dataclass
@@ -32,10 +33,7 @@ class Sink(Part, ABC):
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Metrics of one step; `step` counts the steps of this stage that are done, 0 = before the first.
-
-        An evaluation's are those of training before it.
-        """
+        """Metrics of one step; `step` counts the steps of this stage that are done, 0 = before the first."""
 
     @abstractmethod
     def note(self, text: str) -> None:
@@ -46,7 +44,7 @@ class Sink(Part, ABC):
 class Tracker(Sink, ABC):
     """Base of sinks for experiment trackers, where a run is a set of curves over the steps of training.
 
-    Notes stay with the other sinks.
+    Evaluations stand at the last step before them. Notes stay with the other sinks.
     """
 
     project: str = "mtgrpo"
@@ -57,6 +55,7 @@ class Tracker(Sink, ABC):
         """With the tracker's run begun, or taken up where this run is resumed. ConfigError where that fails."""
         running = copy.copy(self)
         running.name = self.name or "/".join(context.folder.resolve().parts[-2:])
+        running._stage, running._trained = "", context.step
         try:
             running.begin(context)
         except Exception as error:
@@ -69,11 +68,15 @@ class Tracker(Sink, ABC):
             running.end()
 
     def stage(self, name: str, total: int) -> None:
-        """Not written."""
+        """The stage that what follows belongs to."""
+        self._stage = name
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write what is finite."""
-        self.write({name: float(value) for name, value in metrics.items() if math.isfinite(value)}, step)
+        if self._stage == LEARNING:
+            self._trained = step
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self.write(finite, self._trained if self._stage == EVALUATION else step)
 
     def note(self, text: str) -> None:
         """Not written."""

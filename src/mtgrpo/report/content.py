@@ -10,7 +10,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, flat, objects
 from mtgrpo.statistics import Comparison, Estimate, compare, mean_over_tasks, wilson
 from mtgrpo.text import clock, is_number, number, shorten
-from mtgrpo.types import LEARNING
+from mtgrpo.types import EVALUATION, LEARNING
 
 Series = list[tuple[float, float]]  # step, value
 
@@ -114,11 +114,17 @@ def _estimate(run: RunRecord, key: str) -> Estimate | None:
 def series(run: RunRecord) -> dict[str, Series]:
     """Every metric over the steps of its stage, the most telling first; evaluations stand at the steps of training."""
     found: dict[str, dict[float, float]] = {}
+    trained = 0.0
     for row in run.metrics.rows:
-        step = row.get("step")
-        for metric, value in row.items() if is_number(step) else ():
-            if metric != "step" and is_number(value):  # of a step that a resumed run repeats, the last counts
-                found.setdefault(metric, {})[float(step)] = float(value)
+        step, stage = row.get("step"), row.get("stage")
+        if not is_number(step):
+            continue
+        if stage == LEARNING:
+            trained = float(step)
+        at = trained if stage == EVALUATION else float(step)
+        for metric, value in row.items():
+            if metric != "step" and is_number(value):
+                found.setdefault(metric, {})[at] = float(value)  # of a step that a resumed run repeats, the last
     return {metric: sorted(found[metric].items()) for metric in _ordered(found)}
 
 

@@ -48,24 +48,24 @@ async def _run_groups(runner: RolloutRunner, tasks: Sequence[Task], samples: int
     return groups
 
 
-async def evaluate_fully(run: Run, step: int, name: str = AFTER) -> dict[str, float]:
-    """The measurement before and after training, of the policy after `step` steps: sampled and greedy.
+async def evaluate_fully(run: Run, name: str = AFTER) -> dict[str, float]:
+    """The measurement before and after training: sampled and greedy, logged as a stage of its own.
 
-    It is logged as a stage of its own; the sampled conversations are kept as `name`, one of BEFORE and AFTER.
+    The sampled conversations are kept as `name`, one of BEFORE and AFTER.
     """
-    return (await _measure(run, step, name))[0]
+    return (await _measure(run, name))[0]
 
 
-async def _measure(run: Run, step: int, name: str) -> tuple[dict[str, float], list[Group]]:
+async def _measure(run: Run, name: str) -> tuple[dict[str, float], list[Group]]:
     """The metrics, and what was sampled."""
     samples = run.experiment.eval.samples
-    run.sinks.stage(EVALUATION, 0)
+    run.sinks.stage(EVALUATION, 1)
     groups = await _run_groups(run.runner.at("eval", temperature=1.0), run.held_out, samples)
     trajectories.write(run.folder, name, groups)
     found = describe(groups, run.runner.reward.success_at, samples)
     metrics = {f"eval/{key}": value for key, value in found.items()}
     metrics |= await evaluate_greedy(run.runner, run.held_out)
-    run.sinks.log(metrics, step)
+    run.sinks.log(metrics, 1)
     return metrics, groups
 
 
@@ -79,7 +79,7 @@ def run_evaluation(experiment: Experiment, folder: Path, checkpoint: Path | None
     async def measure() -> None:
         settings = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, name=name))
         async with open_run(settings, folder, trains=False) as run:
-            metrics, groups = await _measure(run, 0, AFTER)
+            metrics, groups = await _measure(run, AFTER)
             write_summary(folder, metrics)
             findings = Findings.of(groups, run.runner.reward, metrics["eval/greedy"])
             (folder / "evaluation.json").write_bytes(strict_json(findings.record(), indent=2) + b"\n")

@@ -129,7 +129,8 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
     async with AsyncExitStack() as stack:
         stack.enter_context(_ended_by_signals())
         resumed = take_up(experiment.resume, folder, early.append) if trains else None
-        context = RunContext(folder, early.append, os.environ, read_settings(folder))
+        step = resumed.state.get("budget", {}).get("steps", 0) if resumed else 0
+        context = RunContext(folder, early.append, os.environ, read_settings(folder), step)
         sinks = await stack.enter_async_context(open_sinks(experiment.log, context))
         sinks.tell(early)
         context = replace(context, note=sinks.note)

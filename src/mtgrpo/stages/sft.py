@@ -44,7 +44,7 @@ def run_sft(experiment: Experiment, folder: Path) -> None:
                 await warm_start(run, saver, alone=True)
                 summary = saver.summary
                 try:
-                    summary |= {f"{name}/after": value for name, value in (await evaluate_fully(run, 0)).items()}
+                    summary |= {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
                 finally:  # also when the evaluation fails
                     write_summary(folder, summary)
             run.sinks.note(f"the weights are in {saver.path}")

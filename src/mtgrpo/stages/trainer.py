@@ -54,14 +54,13 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
             summary = saver.summary
             await warm_start(run, saver)
             if "eval/success/before" not in summary:
-                summary |= {f"{name}/before": value for name, value in (await evaluate_fully(run, 0, BEFORE)).items()}
+                summary |= {f"{name}/before": value for name, value in (await evaluate_fully(run, BEFORE)).items()}
                 curve.success[0] = summary["eval/success/before"]
             steps, seconds = await reinforce(run, saver, curve)
             summary |= {"train/steps": float(steps), "time/rl_s": seconds}
             try:
                 known = final_results(folder, steps) if run.resumed else {}
-                found = {} if known else await evaluate_fully(run, steps)
-                summary |= known or {f"{name}/after": value for name, value in found.items()}
+                summary |= known or {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
                 curve.success[steps] = summary["eval/success/after"]
             finally:  # also when the evaluation fails
                 summary["time/total_s"] = saver.seconds
