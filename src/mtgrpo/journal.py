@@ -272,7 +272,9 @@ class Journal:
         for said, event in zip(record["turns"], events, strict=True):
             whole = (context if event["extends"] else []) + event["context"]
             sampled = _completion(event["completion"])
-            context, seen = whole + sampled.tokens, tuple(map(_message, said["observations"]))
+            context = whole + sampled.tokens
+            said["message"] = _message(said["message"])
+            said["observations"] = tuple(map(_message, said["observations"]))
             turns.append(
                 Turn(
                     new_context=event["context"] if said["parent"] >= 0 else whole,
@@ -281,17 +283,15 @@ class Journal:
                     versions=sampled.versions,
                     finish=sampled.finish,
                     kept=sampled.kept,
-                    **{**said, "message": _message(said["message"]), "observations": seen},
+                    **said,
                 )
             )
-        parts = {
-            **record,
-            "turns": turns,
-            "calls": tuple(CallRecord(**{**call, "outcome": Outcome(call["outcome"])}) for call in record["calls"]),
-            "opening": tuple(map(_message, record["opening"])),
-            "status": Status(record["status"]),
-        }
-        return Trajectory(task, **parts)
+        for call in record["calls"]:
+            call["outcome"] = Outcome(call["outcome"])
+        calls = tuple(CallRecord(**call) for call in record["calls"])
+        record |= {"turns": turns, "calls": calls, "status": Status(record["status"])}
+        record["opening"] = tuple(map(_message, record["opening"]))
+        return Trajectory(task, **record)
 
 
 def _written_together(data: bytes) -> Iterator[tuple[int, list[Event]]]:
@@ -303,10 +303,10 @@ def _written_together(data: bytes) -> Iterator[tuple[int, list[Event]]]:
             while not piece.eof and end < len(data):
                 text += piece.decompress(data[end : end + _CHUNK])
                 end = min(end + _CHUNK, len(data))
-            events = [json.loads(line) for line in text.splitlines()] if piece.eof else [None]
+            events: list[Event] = [json.loads(line) for line in text.splitlines()]
         except (zlib.error, ValueError, RecursionError):
             return
-        if not all(isinstance(event, dict) for event in events):
+        if not (piece.eof and all(isinstance(event, dict) for event in events)):  # pyright: ignore[reportUnnecessaryIsInstance]
             return
         start = end - len(piece.unused_data)
         yield start, events
@@ -349,9 +349,10 @@ def _sampled(completion: Completion) -> Event:
 
 
 def _completion(record: Event) -> Completion:
-    kept = [array("i", tokens) for tokens in record.get("kept", ())]
-    return Completion(**{**record, "finish": Finish(record["finish"]), "kept": kept})
+    record |= {"finish": Finish(record["finish"]), "kept": [array("i", tokens) for tokens in record.get("kept", ())]}
+    return Completion(**record)
 
 
 def _message(record: Event) -> Message:
-    return Message(**{**record, "tool_calls": tuple(ToolCall(**call) for call in record["tool_calls"])})
+    record["tool_calls"] = tuple(ToolCall(**call) for call in record["tool_calls"])
+    return Message(**record)
