@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import json
 import os
-import re
 import zlib
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -234,8 +233,7 @@ class Journal:
 
     def _parts(self) -> dict[int, Path]:
         paths = self._folder.glob("step_*.jsonl.gz") if self._folder is not None else ()
-        found = ((re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name), path) for path in paths)
-        return {int(match[1]): path for match, path in found if match}
+        return {int(number): path for path in paths if (number := path.name[5:-9]).isdecimal()}
 
     def _take(self, path: Path) -> bool:
         """Take up the events of a part, and cut off what is not whole; whether all of it was."""
