@@ -20,8 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtgrpo import journal
-from mtgrpo.chat import ChatSettings, open_chat
-from mtgrpo.condensers.none import Whole
 from mtgrpo.engines import Key
 from mtgrpo.engines.scripted import ScriptedEngine
 from mtgrpo.environments import Environment, Opening, Reply
@@ -30,7 +28,6 @@ from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.journal import Journal
 from mtgrpo.model import tiny
 from mtgrpo.rewards import Reward
-from mtgrpo.rollout.conversation import Limits
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.rollout.stream import RolloutBatch, Stream
@@ -42,13 +39,13 @@ from mtgrpo.types import (
     Group,
     Message,
     Outcome,
-    Sampling,
     Status,
     Task,
     ToolCall,
     Trajectory,
     Turn,
 )
+from test_conversation import make_runner
 
 STOP = tiny.load_tokenizer().eos_token_id
 HELLO = Message("user", "hello\ud800")  # a lone surrogate
@@ -296,23 +293,9 @@ class Length(Reward):
 
 
 def runner(engine: ScriptedEngine, environment: Environment, own: Journal) -> RolloutRunner:
-    def opened(scope: str, task: str, sample_index: int) -> Any:
-        return engine.conversation(Key(0, scope, task, sample_index))
-
-    return RolloutRunner(
-        environment=environment,
-        chat=open_chat(tiny.load_tokenizer(), ChatSettings()),
-        reward=Length(),
-        sampling=Sampling(max_new_tokens=20),
-        limits=Limits(10_000, 10_000, 10_000),
-        condenser=Whole(),
-        retries=0,
-        timeout_s=0.0,
-        open_conversation=own.recording(opened, environment.replayable),
-        attend=None,
-        slots=asyncio.Semaphore(100),
-        scope="train/1",
-    )
+    made = make_runner(engine, environment, retries=0, max_new_tokens=20)
+    recorded = own.recording(made.open_conversation, environment.replayable)
+    return dataclasses.replace(made, reward=Length(), open_conversation=recorded)
 
 
 def script(key: Key, turn: int) -> list[int]:
