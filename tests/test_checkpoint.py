@@ -288,7 +288,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(saved: Save, tmp_path: P
     assert steps(tmp_path) == [f"step_{step:06d}"]
 
 
-@pytest.mark.parametrize("part", ["save_weights", "save_file", "_fingerprint", "_write_synced", "_put"])
+@pytest.mark.parametrize("part", ["save_weights", "save_file", "_fingerprint", "_digest", "_put"])
 def test_an_error_while_saving_leaves_nothing_behind(saved: Save, tmp_path: Path, part: str) -> None:
     saved(1)
 

@@ -20,8 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtgrpo import journal
-from mtgrpo.chat import ChatSettings, open_chat
-from mtgrpo.condensers.none import Whole
 from mtgrpo.engines import Key
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
@@ -29,7 +27,6 @@ from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.journal import Journal
 from mtgrpo.model import tiny
 from mtgrpo.rewards import Reward
-from mtgrpo.rollout.conversation import Limits
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.rollout.stream import RolloutBatch, Stream
@@ -41,7 +38,6 @@ from mtgrpo.types import (
     Group,
     Message,
     Outcome,
-    Sampling,
     Status,
     Task,
     ToolCall,
@@ -49,6 +45,7 @@ from mtgrpo.types import (
     Turn,
 )
 from scripted import ScriptedEngine
+from test_conversation import make_runner
 
 STOP = tiny.load_tokenizer().eos_token_id
 HELLO = Message("user", "hello\ud800")  # a lone surrogate
@@ -81,21 +78,34 @@ def resumed(folder: Path, version: int = 0, first: int = 0, passed: Sequence[int
 # --- the file
 
 
-def written(folder: Path, version: int = 0, groups: int = 3) -> Path:
+def append(own: Journal, version: int, *events: dict[str, Any], together: int = 1) -> None:
+    """Write events, so many of them at once."""
+
+    async def write() -> None:
+        own.begin(version)
+        for number, event in enumerate(events, 1):
+            own.add(**event)
+            if number % together == 0:
+                own._write()
+        own.close()
+
+    asyncio.run(write())
+
+
+def written(folder: Path, version: int = 0, groups: int = 3, together: int = 1) -> Path:
     """A part with the events of `groups` groups and of a batch."""
-    own = Journal(folder)
-    own.begin(version)
+    events: list[dict[str, Any]] = []
     for number in range(groups):
-        task = Task(f"t{number}", ())
-        own.add(admitted=number, version=version, scope=f"train/{version + 1}", task=task.id)
+        task, scope = Task(f"t{number}", ()), f"train/{version + 1}"
+        events.append({"admitted": number, "version": version, "scope": scope, "task": task.id})
         group = group_of(task)
         for turn, said in enumerate(group.trajectories[0].turns):
-            key = {"turn": turn, "scope": f"train/{version + 1}/attempt1", "task": task.id, "sample": 1}
+            key = {"turn": turn, "scope": f"{scope}/attempt1", "task": task.id, "sample": 1}
             sampled = Completion(said.output, said.logprobs, said.versions, said.finish, said.kept)
-            own.add(**key, extends=True, context=said.new_context[-2:] if turn < 2 else [9], completion=sampled)
-        own.add(finished=number, group=group)
-    own.add(batch=version, groups=list(range(groups)))
-    own.close()
+            context = said.new_context[-2:] if turn < 2 else [9]
+            events.append({**key, "extends": True, "context": context, "completion": sampled})
+        events.append({"finished": number, "group": group})
+    append(Journal(folder), version, *events, {"batch": version, "groups": list(range(groups))}, together=together)
     return part(folder, version)
 
 
@@ -111,12 +121,9 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_a_conversation_that_ended_earlier_the_second_time_comes_back(tmp_path: Path) -> None:
     path = written(tmp_path, groups=1)
-    journal = resumed(tmp_path)
-    journal.begin(0)
     group = group_of(Task("t0", ()))
     del group.trajectories[0].turns[1:]
-    journal.add(finished=0, group=group)
-    journal.close()
+    append(resumed(tmp_path), 0, {"finished": 0, "group": group})
     assert path.exists()
     found = resumed(tmp_path).group(0, Task("t0", ()))
     assert found is not None and found.trajectories[0].turns == group.trajectories[0].turns
@@ -132,27 +139,26 @@ def test_people_can_read_it(tmp_path: Path) -> None:
     assert shown.count(b"\n") == 16 and shown.endswith(b'{"batch": 0, "groups": [0, 1, 2]}\n')
 
 
-def test_whatever_a_kill_cuts_is_cut_off_and_written_on(tmp_path: Path) -> None:
-    whole = written(tmp_path / "whole").read_bytes()
+@pytest.mark.parametrize("together", [1, 5])
+def test_whatever_a_kill_cuts_is_cut_off_and_written_on(together: int, tmp_path: Path) -> None:
+    whole = written(tmp_path / "whole", together=together).read_bytes()
     events = list(journal.read(part(tmp_path / "whole")))
     counts: list[int] = []
     for length in range(0, len(whole), 7):
         folder = tmp_path / str(length)
         folder.mkdir()
         part(folder).write_bytes(whole[:length])
-        found = resumed(folder)
-        found.begin(0)
-        found.add(batch=0, groups=[])
-        found.close()
+        append(resumed(folder), 0, {"batch": 0, "groups": []})
         left = list(journal.read(part(folder)))
         assert left[:-1] == events[: len(left) - 1] and left[-1] == {"batch": 0, "groups": []}
         counts.append(len(left))
-    assert counts == sorted(counts) and set(counts) == set(range(1, 17))
+    assert counts == sorted(counts) and set(counts) == set(range(1, 17, together))
 
 
-def test_five_hundred_damaged_journals_are_never_loaded_silently(tmp_path: Path) -> None:
-    """What is read is what was written up to some event; where anything is left out, that is said."""
-    whole = written(tmp_path / "whole").read_bytes()
+@pytest.mark.parametrize("together", [1, 3])
+def test_damaged_journals_are_never_loaded_silently(together: int, tmp_path: Path) -> None:
+    """Of 500 each: what is read is what was written up to some event; where anything is left out, that is said."""
+    whole = written(tmp_path / "whole", together=together).read_bytes()
     events = list(journal.read(part(tmp_path / "whole")))
     draw = random.Random(0)
     for number in range(500):
@@ -194,16 +200,34 @@ def test_a_journal_that_does_not_lead_on_is_removed(lost: int, tmp_path: Path) -
 
 
 def test_events_of_another_shape_are_refused(tmp_path: Path) -> None:
-    own = Journal(tmp_path)
-    own.begin(0)
-    own.add(admitted=0, version=0, scope="train/1", task="t0")
-    own.add(finished=0, group={"trajectories": [{"turns": 5}], "score_s": 0.0})
-    own.add(somebody="wrote this")
-    own.close()
+    events = [{"admitted": 0, "version": 0, "scope": "train/1", "task": "t0"}]
+    events.append({"finished": 0, "group": {"trajectories": [{"turns": 5}], "score_s": 0.0}})
+    append(Journal(tmp_path), 0, *events, {"somebody": "wrote this"})
     found = resumed(tmp_path)
     assert any("cut or damaged" in note for note in found.notes)
     with pytest.raises(ConfigError, match=r"has no group 0 as runs write it; use resume_mode=exact"):
         found.group(0, Task("t0", ()))
+
+
+async def test_what_is_added_is_written_soon_and_the_rest_at_the_end(tmp_path: Path) -> None:
+    own = Journal(tmp_path)
+    own.begin(0)
+    own.add(batch=0, groups=[1])
+    own.add(batch=0, groups=[2])
+    assert not list(journal.read(part(tmp_path)))
+    while not (found := list(journal.read(part(tmp_path)))):
+        await asyncio.sleep(journal.TOGETHER_S / 10)
+    assert [event["groups"] for event in found] == [[1], [2]]
+    own.add(batch=0, groups=[3])
+    own.begin(1)
+    own.add(batch=1, groups=[4])
+    own.close()
+    assert [event["groups"] for number in (0, 1) for event in journal.read(part(tmp_path, number))] == [
+        [1],
+        [2],
+        [3],
+        [4],
+    ]
 
 
 def test_only_what_is_needed_stays(tmp_path: Path) -> None:
@@ -215,17 +239,22 @@ def test_only_what_is_needed_stays(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_json_cannot_hold_ends_the_journal_not_the_run(tmp_path: Path) -> None:
+    own = Journal(tmp_path)
+    append(own, 0, {"batch": 0, "groups": []}, {"batch": 0, "groups": {(1, 2): 3}}, {"batch": 0, "groups": []})
+    assert len(own.notes) == 1 and "nothing more is written" in own.notes[0]
+    assert list(journal.read(part(tmp_path))) == [{"batch": 0, "groups": []}]
+
+
 def test_a_full_disk_ends_the_journal_not_the_run(tmp_path: Path) -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("there is no /dev/full")
     own = Journal(tmp_path)
     part(tmp_path).symlink_to(full)
-    own.begin(0)
-    own.add(batch=0, groups=[])
+    append(own, 0, {"batch": 0, "groups": []})
     assert len(own.notes) == 1 and "No space left on device" in own.notes[0]
-    own.begin(1)
-    own.add(batch=1, groups=[])
+    append(own, 1, {"batch": 1, "groups": []})
     assert len(own.notes) == 1 and not part(tmp_path, 1).exists()
 
 
@@ -264,23 +293,9 @@ class Length(Reward):
 
 
 def runner(engine: ScriptedEngine, environment: Environment, own: Journal) -> RolloutRunner:
-    def opened(scope: str, task: str, sample_index: int) -> Any:
-        return engine.conversation(Key(0, scope, task, sample_index))
-
-    return RolloutRunner(
-        environment=environment,
-        chat=open_chat(tiny.load_tokenizer(), ChatSettings()),
-        reward=Length(),
-        sampling=Sampling(max_new_tokens=20),
-        limits=Limits(10_000, 10_000, 10_000),
-        condenser=Whole(),
-        retries=0,
-        timeout_s=0.0,
-        open_conversation=own.recording(opened, environment.replayable),
-        attend=None,
-        slots=asyncio.Semaphore(100),
-        scope="train/1",
-    )
+    made = make_runner(engine, environment, retries=0, max_new_tokens=20)
+    recorded = own.recording(made.open_conversation, environment.replayable)
+    return dataclasses.replace(made, reward=Length(), open_conversation=recorded)
 
 
 def script(key: Key, turn: int) -> list[int]:
@@ -300,8 +315,8 @@ def cut_off(folder: Path, environment: Environment, turns: int) -> None:
         return script(key, turn)
 
     own = Journal(folder)
+    append(own, 0, {"admitted": 0, "version": 0, "scope": "train/1", "task": "t"})
     own.begin(0)
-    own.add(admitted=0, version=0, scope="train/1", task="t")
     group = asyncio.run(runner(ScriptedEngine(dying), environment, own).run_group(Task("t", (HELLO,)), 2))
     assert any(trajectory.status is Status.FAILED for trajectory in group.trajectories)
     own.close()

@@ -10,7 +10,8 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from mtgrpo import checkpoint, journal
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.log import Tracker
 from mtgrpo.log.jsonl import Jsonl
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.settings import ModelSettings
+from mtgrpo.part import RunContext
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.record.curve import Curve
@@ -53,6 +56,22 @@ class Tokens(Reward):
 
     def reward(self, trajectory: Trajectory) -> float:
         return float(sum(token % 7 for turn in trajectory.turns for token in turn.output))
+
+
+@dataclass
+class Noted(Tracker):
+    """At which steps of training there were evaluations of their own."""
+
+    def begin(self, context: RunContext) -> None:
+        self._path = context.folder / "noted.txt"
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        if "eval/greedy" in metrics:
+            with self._path.open("a") as file:
+                file.write(f"{step}\n")
+
+    def end(self) -> None:
+        pass
 
 
 class KilledError(BaseException):
@@ -370,15 +389,18 @@ def test_signals_and_a_closed_output_save_too(
 
 
 def test_a_final_evaluation_that_fails_leaves_a_summary(tmp_path: Path, unbroken: Path) -> None:
+    tracked = f"log=[jsonl,{__file__}:Noted]"
+
     def fail() -> None:
         raise AllFailedError("the tool is gone")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(AllFailedError):
         patched(trainer, "evaluate_fully", 2, fail, patch)
-        ran(tmp_path)
+        ran(tmp_path, tracked)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["train/steps"] == 5 and "eval/success/before" in summary and "eval/success/after" not in summary
-    same(ran(tmp_path, "resume=true"), unbroken)
+    same(ran(tmp_path, tracked, "resume=true"), unbroken)
+    assert (tmp_path / "noted.txt").read_text() == "0\n5\n"
 
 
 def test_a_run_that_goes_on_beyond_its_end_and_dies_has_no_step_twice(tmp_path: Path, unbroken: Path) -> None:

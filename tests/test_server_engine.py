@@ -186,7 +186,9 @@ def test_a_closed_engine_answers_with_an_error(tmp_path: Path) -> None:
     model = load_model(ModelSettings("tiny"), 0)
 
     async def ask() -> None:
+        (left := tmp_path / "mtgrpo-exchange" / "served").mkdir(parents=True)
         engine = Server(url=["http://127.0.0.1:1"], sync=Sync.none).start(model, True, 64, tmp_path)
+        assert left.parent.exists() and not left.exists()  # of a run that was killed
         await engine.close()
         async with engine.conversation(server_engine.Key(0, "t", "0", 0)) as sample:
             await sample([5], server_engine.Sampling(max_new_tokens=1))

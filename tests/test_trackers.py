@@ -27,7 +27,7 @@ def log_run(options: Any, folder: Path, notes: list[str], first: int = 1, last: 
 
     async def run() -> None:
         folder.mkdir(exist_ok=True)
-        async with open_sinks(options, RunContext(folder, notes.append, os.environ, SETTINGS)) as sinks:
+        async with open_sinks(options, RunContext(folder, notes.append, os.environ, SETTINGS, first - 1)) as sinks:
             if first == 1:
                 sinks.stage("warm start", 2)
                 for step in (1, 2):
@@ -209,6 +209,16 @@ def test_two_trackers_at_once_of_which_one_loses_its_database(tmp_path: Path) ->
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     assert [e.value for e in events.Scalars("reward/mean")] == [0.25, 0.5, 0.75]
+
+
+def test_the_evaluation_of_a_run_that_had_only_it_left_stands_at_its_last_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
+
+    log_run(["tensorboard"], tmp_path / "run", [], first=4)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("eval/success")] == [(3, 0.75)]
 
 
 def test_settings_of_sinks_come_from_the_command_line() -> None:

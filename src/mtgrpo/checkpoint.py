@@ -116,8 +116,9 @@ def write(
         save_file(snapshot.tensors, partial / _TENSORS)
         files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
         content = {**snapshot.content, "files": files}
-        _write_synced(partial / STATE, json.dumps({"sha256": _digest(content), **content}, indent=1))
-        _sync_folder(partial)
+        (partial / STATE).write_text(json.dumps({"sha256": _digest(content), **content}, indent=1))
+        _sync(partial / STATE)
+        _sync(partial)
         _put(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -250,7 +251,7 @@ def _put(partial: Path, target: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(target, replaced)
     os.replace(partial, target)
-    _sync_folder(target.parent)
+    _sync(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -273,8 +274,7 @@ def _prune(checkpoints: Path, keep_last: int, spared: set[int]) -> None:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("r+b") as file:
-        os.fsync(file.fileno())
+    _sync(path)
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
@@ -287,15 +287,9 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(place: Path) -> None:
+    """Have a file or folder on the disk."""
+    descriptor = os.open(place, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,12 +1,14 @@
 """What the rollouts of a run come to, on disk as soon as it is known: `journal/step_000017.jsonl.gz`, one file a step.
 
-A file holds what happened from one rollout batch to the next. Each event is a line of JSON, compressed by itself with
-its checksum, so that `zcat` and `read` show it and a process that is killed cuts the last one at most.
+A file holds what happened from one rollout batch to the next. Each event is a line of JSON. What comes within a tenth
+of a second is compressed and written together, with a checksum: `zcat` and `read` show it, and a process that is killed
+loses no more.
 
     {"admitted": 40, "version": 17, "scope": "train/18", "task": "gsm8k/train/7"}            a group begins
     {"turn": 0, "scope": "train/18/attempt0", "task": "gsm8k/train/7", "sample": 3,          a turn was sampled
      "extends": true, "context": [what is new in it], "completion": {"tokens": [...], ...}}
     {"finished": 40, "group": {"trajectories": [...]}}            a group was scored: all but the tokens of its turns
+                                                                  (where `resume_mode` is continue)
     {"batch": 17, "groups": [36, 38, 39, 40]}                                                groups go into training
 
 A run goes on from a checkpoint and the events since: batches that were trained are trained again as they were, which
@@ -16,11 +18,11 @@ is ever unpickled.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import json
 import os
-import re
 import zlib
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -50,28 +52,32 @@ from mtgrpo.types import (
 )
 
 Event = dict[str, Any]
+TOGETHER_S = 0.1  # in which events are gathered: to write them one by one takes longer, and more of the disk
 _GZIP = 31  # what zlib calls its format with a header and a checksum
-_SMALL = (28, 5)  # the same with a window of 4 KiB: for an event the usual one takes longer to make than to use
-_CHUNK = 1 << 16  # bytes that are looked at together for the end of an event
+_SMALL = (28, 5)  # the same with a window of 4 KiB: for a few events the usual one takes longer to make than to use
+_CHUNK = 1 << 16  # bytes that are looked at together for the end of what was written together
 
 
 def read(path: Path) -> Iterator[Event]:
     """The events of a part, in their order; those from the first on that is cut or damaged are left out."""
-    return (event for _, event in _events(path.read_bytes()))
+    return (event for _, events in _written_together(path.read_bytes()) for event in events)
 
 
 class Journal:
     """That of one run. Without a folder nothing is written; one process writes at a time."""
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, groups: bool = True) -> None:
+        """groups: whether scored groups are written too, which `resume_mode=continue` alone reads."""
         self.notes: list[str] = []  # for the user, not shown yet
+        self.groups = groups
         self._folder = folder
         self._file: FileIO | None = None
+        self._waiting: list[Event] = []  # to be written
         self._forget()
 
     def _forget(self) -> None:
         self._admitted: dict[int, Event] = {}
-        self._finished: dict[int, bytes] = {}  # the event as it was read
+        self._finished: dict[int, bytes] = {}  # compressed events
         self._batches: dict[int, list[list[int]]] = {}
         self._turns: dict[tuple[str, str, int], list[bytes]] = {}  # of conversations, by scope, task and sample
 
@@ -83,21 +89,32 @@ class Journal:
             self._file = (self._folder / f"step_{version:06d}.jsonl.gz").open("ab", buffering=0)
 
     def close(self) -> None:
-        """Write no more."""
+        """Write what waits, and no more."""
+        self._write()
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def add(self, **event: Any) -> None:
-        """Append an event; the operating system has it when this returns. Where that fails, no more is written."""
+        """Append an event; the operating system has it within `TOGETHER_S`. Do not change what it holds."""
         if self._file is None:
+            return
+        if not self._waiting:
+            asyncio.get_running_loop().call_later(TOGETHER_S, self._write)
+        self._waiting.append(event)
+
+    def _write(self) -> None:
+        """What waits, together. Where that fails, no more is written."""
+        events, self._waiting = self._waiting, []
+        if self._file is None or not events:
             return
         try:
             packer = zlib.compressobj(1, zlib.DEFLATED, *_SMALL)
-            data = packer.compress(json.dumps(event, default=_plain).encode() + b"\n") + packer.flush()
+            text = "".join(f"{_encode(event)}\n" for event in events)
+            data = packer.compress(text.encode()) + packer.flush()
             if self._file.write(data) != len(data):
                 raise OSError("the disk is full")
-        except (OSError, RecursionError) as error:
+        except (OSError, RecursionError, TypeError, ValueError) as error:
             self.notes.append(
                 f"nothing more is written into {self._folder}: {type(error).__name__}: {error}; a run that is killed "
                 "now goes on with all conversations from their start"
@@ -132,7 +149,7 @@ class Journal:
                 path.unlink()
         wanted = {number for number in self._admitted if number >= first} - passed
         self._admitted = {number: self._admitted[number] for number in wanted}
-        self._finished = {number: raw for number, raw in self._finished.items() if number in wanted}
+        self._finished = {number: packed for number, packed in self._finished.items() if number in wanted}
         self._batches = {number: picked for number, picked in self._batches.items() if number >= version}
         groups = {(known["scope"], known["task"]): number for number, known in self._admitted.items()}
         numbers = {key: groups.get((key[0].rpartition("/")[0], key[1])) for key in self._turns}
@@ -157,11 +174,11 @@ class Journal:
 
     def group(self, number: int, task: Task) -> Group | None:
         """A group that had finished; None for one that had not. Raises ConfigError where it is none."""
-        raw = self._finished.pop(number, None)
-        if raw is None:
+        packed = self._finished.pop(number, None)
+        if packed is None:
             return None
         try:
-            group, scope = _event(raw)["group"], self._admitted[number]["scope"]
+            group, scope = _unpacked(packed)["group"], self._admitted[number]["scope"]
             return Group(task, [self._trajectory(scope, task, one) for one in group["trajectories"]], group["score_s"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
@@ -177,11 +194,11 @@ class Journal:
 
         @asynccontextmanager
         async def opened(scope: str, task: str, sample_index: int) -> AsyncGenerator[Sample]:
-            known = list(map(_event, self._turns.pop((scope, task, sample_index), [])))
+            known = list(map(_unpacked, self._turns.pop((scope, task, sample_index), [])))
             if known and not replayable:
                 self.notes.append(f"{task}, sample {sample_index}: its environment cannot be replayed: it starts again")
                 known = []
-            context: list[int] = []
+            context = array("i")
             turn = 0
             # What is sampled from here on has random numbers of its own.
             own = f"{scope}/turn{len(known)}" if known else scope
@@ -189,9 +206,9 @@ class Journal:
 
                 async def sample_turn(tokens: Sequence[int], sampling: Sampling) -> Completion:
                     nonlocal context, turn, known
-                    given = list(tokens)
+                    given = array("i", tokens)
                     extends = given[: len(context)] == context
-                    new = given[len(context) :] if extends else given
+                    new = given[len(context) if extends else 0 :].tolist()
                     event = known[turn] if turn < len(known) else None
                     if event is not None and (event["extends"], event["context"]) == (extends, new):
                         completion = _completion(event["completion"])
@@ -204,8 +221,8 @@ class Journal:
                             known = []
                         completion = await sample(tokens, sampling)
                         key = {"turn": turn, "scope": scope, "task": task, "sample": sample_index}
-                        self.add(**key, extends=extends, context=new, completion=completion)
-                    context, turn = [*given, *completion.tokens], turn + 1
+                        self.add(**key, extends=extends, context=new, completion=_sampled(completion))
+                    context, turn = given + array("i", completion.tokens), turn + 1
                     return completion
 
                 yield sample_turn
@@ -214,45 +231,46 @@ class Journal:
 
     def _parts(self) -> dict[int, Path]:
         paths = self._folder.glob("step_*.jsonl.gz") if self._folder is not None else ()
-        found = ((re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name), path) for path in paths)
-        return {int(match[1]): path for match, path in found if match}
+        return {int(number): path for path in paths if (number := path.name[5:-9]).isdecimal()}
 
     def _take(self, path: Path) -> bool:
         """Take up the events of a part, and cut off what is not whole; whether all of it was."""
         data, end = path.read_bytes(), 0
-        for raw, event in _events(data):
+        for after, events in _written_together(data):
             try:
-                self._note(raw, event)
+                for event in events:
+                    self._note(event)
             except (KeyError, TypeError):  # whole, but nothing that was written here
                 break
-            end += len(raw)
+            end = after
         if end < len(data):
             self.notes.append(f"{path}: {len(data) - end} of {len(data)} bytes are cut or damaged, and left out")
             os.truncate(path, end)
         return end == len(data)
 
-    def _note(self, raw: bytes, event: Event) -> None:
+    def _note(self, event: Event) -> None:
         if "admitted" in event:
             self._admitted[event["admitted"]] = {name: event[name] for name in ("version", "scope", "task")}
         elif "group" in event:
-            self._finished[event["finished"]] = raw
+            self._finished[event["finished"]] = _packed(event)
         elif "batch" in event:
             self._batches.setdefault(event["batch"], []).append(event["groups"])
         else:
             key = (event["scope"], event["task"], event["sample"])
-            self._turns[key] = [*self._turns.get(key, [])[: event["turn"]], raw]
+            self._turns[key] = [*self._turns.get(key, [])[: event["turn"]], _packed(event)]
 
     def _trajectory(self, scope: str, task: Task, record: Event) -> Trajectory:
         """A trajectory with the tokens that its turns had; those of a failed one are gone."""
         key = (f"{scope}/attempt{record['attempts'] - 1}", task.id, record["sample_index"])
         context: list[int] = []
         turns: list[Turn] = []
-        events = [_event(raw) for raw in self._turns.pop(key, [])[: len(record["turns"])]]  # it may end earlier again
+        events = map(_unpacked, self._turns.pop(key, [])[: len(record["turns"])])  # it may end earlier again
         for said, event in zip(record["turns"], events, strict=True):
             whole = (context if event["extends"] else []) + event["context"]
             sampled = _completion(event["completion"])
             context = whole + sampled.tokens
-            message, observations = _message(said["message"]), tuple(map(_message, said["observations"]))
+            said["message"] = _message(said["message"])
+            said["observations"] = tuple(map(_message, said["observations"]))
             turns.append(
                 Turn(
                     new_context=event["context"] if said["parent"] >= 0 else whole,
@@ -261,35 +279,41 @@ class Journal:
                     versions=sampled.versions,
                     finish=sampled.finish,
                     kept=sampled.kept,
-                    **_read_back(said, message=message, observations=observations),
+                    **said,
                 )
             )
-        calls = tuple(CallRecord(**_read_back(call, outcome=Outcome(call["outcome"]))) for call in record["calls"])
-        own = {"turns": turns, "calls": calls, "opening": tuple(map(_message, record["opening"]))}
-        return Trajectory(task, **_read_back(record, **own, status=Status(record["status"])))
+        for call in record["calls"]:
+            call["outcome"] = Outcome(call["outcome"])
+        calls = tuple(CallRecord(**call) for call in record["calls"])
+        record |= {"turns": turns, "calls": calls, "status": Status(record["status"])}
+        record["opening"] = tuple(map(_message, record["opening"]))
+        return Trajectory(task, **record)
 
 
-def _events(data: bytes) -> Iterator[tuple[bytes, Event]]:
-    """Each whole event, compressed and not, up to the first that is cut or damaged."""
+def _written_together(data: bytes) -> Iterator[tuple[int, list[Event]]]:
+    """Where each whole piece of `data` ends, and its events, up to the first piece that is cut or damaged."""
     start = 0
     while start < len(data):
-        member, text, end = zlib.decompressobj(_GZIP), b"", start
+        piece, text, end = zlib.decompressobj(_GZIP), bytearray(), start
         try:
-            while not member.eof and end < len(data):
-                text += member.decompress(data[end : end + _CHUNK])
+            while not piece.eof and end < len(data):
+                text += piece.decompress(data[end : end + _CHUNK])
                 end = min(end + _CHUNK, len(data))
-            event = json.loads(text) if member.eof else None
+            events: list[Event] = [json.loads(line) for line in text.splitlines()]
         except (zlib.error, ValueError, RecursionError):
             return
-        if not isinstance(event, dict):
+        if not (piece.eof and all(isinstance(event, dict) for event in events)):  # pyright: ignore[reportUnnecessaryIsInstance]
             return
-        end -= len(member.unused_data)
-        yield data[start:end], event
-        start = end
+        start = end - len(piece.unused_data)
+        yield start, events
 
 
-def _event(raw: bytes) -> Event:
-    return next(_events(raw))[1]
+def _packed(event: Event) -> bytes:
+    return zlib.compress(json.dumps(event).encode(), 1)
+
+
+def _unpacked(packed: bytes) -> Event:
+    return json.loads(zlib.decompress(packed))
 
 
 def _plain(value: Any) -> Any:
@@ -311,15 +335,20 @@ def _written(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind) if field.name not in left_out)
 
 
-def _read_back(record: Event, **parts: Any) -> Event:
-    """The fields of a dataclass, `parts` of them of the types that JSON has not."""
-    return {**record, **parts}
+_encode = json.JSONEncoder(default=_plain).encode
+
+
+def _sampled(completion: Completion) -> Event:
+    """For JSON, without detours: most of what is written are turns."""
+    names = ("tokens", "logprobs", "versions", "kept") if completion.kept else ("tokens", "logprobs", "versions")
+    return {"finish": completion.finish.value, **{name: getattr(completion, name) for name in names}}
 
 
 def _completion(record: Event) -> Completion:
-    kept = [array("i", tokens) for tokens in record["kept"]]
-    return Completion(**_read_back(record, finish=Finish(record["finish"]), kept=kept))
+    record |= {"finish": Finish(record["finish"]), "kept": [array("i", tokens) for tokens in record.get("kept", ())]}
+    return Completion(**record)
 
 
 def _message(record: Event) -> Message:
-    return Message(**_read_back(record, tool_calls=tuple(ToolCall(**call) for call in record["tool_calls"])))
+    record["tool_calls"] = tuple(ToolCall(**call) for call in record["tool_calls"])
+    return Message(**record)

@@ -24,6 +24,7 @@ class RunContext:
     note: Callable[[str], None]  # tells the person something
     secrets: Mapping[str, str]  # the environment's variables, such as keys of interfaces
     settings: Mapping[str, str] = field(default_factory=dict[str, str])  # every option of the run, by its full name
+    step: int = 0  # of training, after which a run that is resumed goes on
 
 
 class Part:

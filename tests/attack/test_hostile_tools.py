@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,6 +89,14 @@ def test_a_tool_that_raises_is_out_of_order(name: str, work: Callable[[], Any], 
 def test_an_answer_that_is_no_text_is_an_outage(error: BaseException | None, own: Any) -> None:
     reply, took = answered(own, "asked", lambda: Unspeakable(error))
     assert len(reply.outages) == 1 and took <= 1
+
+
+@pytest.mark.parametrize(
+    "given", [10**5000, functools.reduce(lambda inner, _: [inner], range(10_000), [])], ids=range(2)
+)
+def test_an_answer_that_is_too_large_or_too_deep_to_be_spelled_is_an_outage(given: Any, own: Any) -> None:
+    reply, _ = answered(own, "mischief", lambda: given)
+    assert len(reply.outages) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from mtgrpo import cli
 from mtgrpo.errors import ConfigError
 from mtgrpo.tasks import IndexedStream, Split
 from mtgrpo.tasks.jsonl import BadRows, Jsonl
+from mtgrpo.tasks.parquet import Parquet
 from test_conversation import chat
 
 GOOD = b'{"prompt": "1 + 1?", "answer": "2"}\n'
@@ -84,8 +89,11 @@ def bad_lines() -> Iterator[tuple[str, bytes]]:
 LINES = dict(bad_lines())
 
 
-def test_there_are_a_hundred_of_them() -> None:
-    assert len(LINES) >= 90
+def test_the_table_counts_them() -> None:
+    page = (Path(__file__).parents[2] / "SECURITY.md").read_text()
+    assert f"| malformed rows of JSON Lines | {len(LINES)} |" in page
+    assert f"| Parquet columns that hold no prompts | {len(COLUMNS)} |" in page
+    assert f"| other files called .parquet | {len(FILES)} |" in page
 
 
 @pytest.mark.parametrize("line", LINES.values(), ids=list(LINES))
@@ -131,6 +139,86 @@ def test_an_odd_row_becomes_tokens(line: bytes, tmp_path: Path) -> None:
     stream = Jsonl(path=str(path), eval_fraction=0).stream(Split.train, 0)
     assert not stream.notes
     assert chat().open(next(stream).messages, ())
+
+
+# --- Parquet
+
+PROMPTS = [f"{number} + 1?" for number in range(40)]
+COLUMNS: dict[str, list[Any]] = {  # what no prompt can be
+    "numbers": [1, 2],
+    "fractions": [0.5, 1.5],
+    "truths": [True, False],
+    "nothing": [None, None],
+    "lists of numbers": [[1], [2]],
+    "lists of lists": [[["x"]], [["y"]]],
+    "mappings": [{"a": 1}, {"a": 2}],
+    "messages without a role": [[{"content": "x"}], [{"content": "y"}]],
+    "messages of a role that is none": [[{"role": "god", "content": "x"}]] * 2,
+    "messages of nothing": [[None], [None]],
+    "no messages": [[], []],
+    "bytes": [b"x", b"y"],
+    "dates": [date(2026, 1, 1)] * 2,
+    "times": [datetime(2026, 1, 1, tzinfo=UTC)] * 2,
+    "durations": [timedelta(1)] * 2,
+    "decimals": [Decimal("1.5")] * 2,
+}
+FILES = {
+    "JSON Lines": GOOD,
+    "nothing": b"",
+    "the mark of the format alone": b"PAR1",
+    "the mark twice": b"PAR1PAR1",
+    "a page": b"<!DOCTYPE html><html></html>",
+    "a pointer to a large file": b"version https://git-lfs.github.com/spec/v1",
+    "zeros": b"\0" * 4096,
+    "a footer longer than the file": b"PAR1" + b"\xff\xff\xff\x7f" + b"PAR1",
+}
+
+
+def tabled(path: Path, **columns: list[Any]) -> bytes:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    parquet.write_table(arrow.table(columns), path, row_group_size=10)
+    return path.read_bytes()
+
+
+def outcome(path: Path) -> str:
+    """What becomes of a Parquet file: refused in one line that names it, or the number of its rows."""
+    try:
+        stream = Parquet(path=str(path), eval_fraction=0).stream(Split.train, 0, repeat=False)
+        return str(len(list(stream)))
+    except ConfigError as refused:
+        assert str(refused).startswith(str(path)) and "\n" not in str(refused)
+        return "refused"
+
+
+@pytest.mark.parametrize("values", COLUMNS.values(), ids=list(COLUMNS))
+def test_a_column_that_holds_no_prompts_is_refused(values: list[Any], tmp_path: Path) -> None:
+    tabled(tmp_path / "rows.parquet", prompt=values)
+    assert outcome(tmp_path / "rows.parquet") == "refused"
+
+
+@pytest.mark.parametrize("content", FILES.values(), ids=list(FILES))
+def test_what_is_no_parquet_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_bytes(content)
+    assert outcome(tmp_path / "rows.parquet") == "refused"
+
+
+def test_a_hundred_damaged_parquet_files_are_refused_or_whole(tmp_path: Path) -> None:
+    """Cut ones all; of those with one bit flipped, the ones in which the format shows it, and no row is lost."""
+    path, draw = tmp_path / "rows.parquet", random.Random(0)
+    whole = tabled(path, prompt=PROMPTS, answer=[str(number + 1) for number in range(40)])
+    found: Counter[tuple[str, str]] = Counter()
+    for number in range(100):
+        content, where = bytearray(whole), draw.randrange(len(whole))
+        if number % 2:
+            content[where] ^= 1 << draw.randrange(8)
+        else:
+            del content[where:]
+        path.write_bytes(content)
+        found["flipped" if number % 2 else "cut", outcome(path)] += 1
+    assert found["cut", "refused"] == 50
+    assert found["flipped", "refused"] + found["flipped", "40"] == 50
+    assert found["flipped", "refused"] > 20
 
 
 def test_a_dry_run_says_which_rows_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ class Tracker(Sink, ABC):
         """With the tracker's run begun, or taken up where this run is resumed. ConfigError where that fails."""
         running = copy.copy(self)
         running.name = self.name or "/".join(context.folder.resolve().parts[-2:])
-        running._stage, running._trained = "", 0
+        running._stage, running._trained = "", context.step
         try:
             running.begin(context)
         except Exception as error:

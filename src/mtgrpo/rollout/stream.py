@@ -217,7 +217,8 @@ class Stream:
 
     def _note_finished(self, number: int, group: Group, failed: bool) -> None:
         """Write a group down: one with conversations that have `failed` only when it is trained; else it runs again."""
-        if failed == any(trajectory.status is Status.FAILED for trajectory in group.trajectories):
+        has_failed = any(trajectory.status is Status.FAILED for trajectory in group.trajectories)
+        if self._journal.groups and has_failed == failed:
             self._journal.add(finished=number, group=group)
 
     def _chosen(self, version: int) -> list[PendingGroup] | None:

@@ -38,7 +38,7 @@ from mtgrpo.record.summary import write_versions
 from mtgrpo.rewards import opened
 from mtgrpo.rollout.conversation import Limits, visible_tools
 from mtgrpo.rollout.group import RolloutRunner
-from mtgrpo.stages.resume import take_up
+from mtgrpo.stages.resume import take_up, trained
 from mtgrpo.stages.watchdog import Watchdog, open_watchdog
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Attend, Message, Sample, Task
@@ -161,7 +161,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
     async with AsyncExitStack() as stack:
         stack.enter_context(_ended_by_signals())
         resumed = take_up(experiment.resume, folder, early.append) if trains else None
-        context = RunContext(folder, early.append, os.environ, read_settings(folder))
+        context = RunContext(folder, early.append, os.environ, read_settings(folder), trained(resumed))
         sinks = await stack.enter_async_context(open_sinks(experiment.log, context))
         sinks.note(f"run: {folder}")
         sinks.tell(early)

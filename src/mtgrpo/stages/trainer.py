@@ -80,7 +80,7 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
     budget = Budget(run.experiment.trainer, **saver.state.get("budget", {}))
     trends = Trends(saver.state.get("entropy", math.nan))
     recorded = not run.experiment.agent.active  # whose conversations only the agent can take up
-    journal = Journal(run.folder / "journal" if recorded else None)
+    journal = Journal(run.folder / "journal" if recorded else None, groups=not run.experiment.resumes_exactly)
     training = _Training(run, make_updater(run), make_stream(run, journal), journal, budget, saver, curve, trends)
     run.sinks.stage(LEARNING, run.experiment.trainer.steps)
     for note in run.experiment.notes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -55,12 +55,15 @@ class ParquetRows(Rows):
             try:
                 file: Any = parquet.ParquetFile(path)
             except (ValueError, OSError) as error:
-                raise ConfigError(f"{path}: not a Parquet file ({error})") from error
+                raise ConfigError(f"{path}: not a Parquet file ({_said(error)})") from error
             first_row = 0
             for number in range(file.num_row_groups):
                 self._groups.append(_RowGroup(file, path, name, number, first_row))
                 blocks.append(file.metadata.row_group(number).num_rows)
                 first_row += blocks[-1]
+            if first_row != file.metadata.num_rows:
+                says = f"it says that it has {file.metadata.num_rows} rows, and its row groups have {first_row}"
+                raise ConfigError(f"{path} is damaged: {says}; copy it anew, or leave it out")
         self.blocks = blocks
         self._starts = [0, *accumulate(blocks)]
         self._loaded: tuple[int, Any] = (-1, None)  # number of a row group, its pyarrow.Table
@@ -71,8 +74,7 @@ class ParquetRows(Rows):
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         number, row = self._locate(index)
         if self._loaded[0] != number:
-            group = self._groups[number]
-            self._loaded = (number, group.file.read_row_group(group.number))
+            self._loaded = (number, self._read(self._groups[number]))
         return self._loaded[1].slice(row, 1).to_pylist()[0]
 
     def where(self, index: int) -> str:
@@ -89,10 +91,27 @@ class ParquetRows(Rows):
         """Every row in order; reads `column` alone where it is given."""
         for group in self._groups:
             # A nested column is stored under its dotted path; a name that is not there selects no column at all.
-            table = group.file.read_row_group(group.number, columns=[column] if column else None)
+            table = self._read(group, [column] if column else None)
             yield from (lambda row=row: row for row in table.to_pylist())
+
+    def _read(self, group: _RowGroup, columns: Sequence[str] | None = None) -> Any:
+        """A pyarrow.Table. Raises ConfigError where the file is damaged, as far as that shows."""
+        try:
+            table = group.file.read_row_group(group.number, columns=columns)
+            table.validate(full=True)
+            if table.num_rows != group.file.metadata.row_group(group.number).num_rows:
+                raise ValueError(f"it has {table.num_rows} rows")
+        except (ValueError, TypeError, KeyError, NotImplementedError, OSError) as error:
+            said = f"row group {group.number + 1} cannot be read ({_said(error)})"
+            raise ConfigError(f"{group.path} is damaged: {said}; copy it anew, or leave it out") from error
+        return table
 
     def _locate(self, index: int) -> tuple[int, int]:
         """Number of the row group and row within it."""
         number = bisect_right(self._starts, index) - 1
         return number, index - self._starts[number]
+
+
+def _said(error: Exception) -> str:
+    """What pyarrow says, on one line."""
+    return " ".join(str(error).split())

@@ -62,11 +62,15 @@ def _free_port() -> int:
 
 
 def _exchange(model: PreTrainedModel, shared: Path | None) -> Path:
-    """A new folder for weights: in memory where there is room, or in `shared`, for servers elsewhere."""
-    if shared is None and SHARED_MEMORY.is_dir():
-        needed = COPIES * sum(weight.nbytes for weight in model.parameters())
-        shared = SHARED_MEMORY if shutil.disk_usage(SHARED_MEMORY).free > needed else None
-    return Path(tempfile.mkdtemp(prefix="mtgrpo-", dir=shared and shared.absolute()))
+    """A new folder for weights: in memory where there is room; in `shared`, for servers elsewhere, always the same."""
+    if shared is not None:
+        place = shared.absolute() / "mtgrpo-exchange"
+        shutil.rmtree(place, ignore_errors=True)  # a run that was killed has left it
+        place.mkdir(parents=True)
+        return place
+    needed = COPIES * sum(weight.nbytes for weight in model.parameters())
+    in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > needed
+    return Path(tempfile.mkdtemp(prefix="mtgrpo-", dir=SHARED_MEMORY if in_memory else None))
 
 
 def _push(sync: Sync, model: PreTrainedModel, exchange: Path, dtype: torch.dtype) -> Push:
