@@ -56,8 +56,9 @@ mtgrpo COMMAND [KEY=VALUE ...]
 
 {chr(10).join(f"  {name:<8}{text}" for name, text in COMMANDS.items())}
 
-  --help, -h              this text; after a command: every option with its value, or those of --help WORD
-  --dry-run               check the configuration, print it, run nothing; what lies on a hub: with --online
+  --help, -h              this text; after a command: its options; --help WORD: those of WORD
+  --dry-run               check the configuration, print it, run nothing; no hub is asked
+  --dry-run --online      the same, and what lies on a hub is checked too
   --multirun, -m          one run for each combination of KEY=VALUE1,VALUE2
   --cfg job|hydra|all     print the configuration (with --resolve, --package NAME)
   --config-dir FOLDER     a folder of your own with recipes (recipe/NAME.yaml) and configurations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ class _Person(Environment):
     world: Environment = field(default_factory=SingleTurn)
 
     async def start(self, task: Task) -> Opening:
+        self.world = copy.copy(self.world)  # of this conversation
         return await self.world.start(task)
 
     async def stop(self) -> None:
