@@ -39,10 +39,15 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:
-    """Set the model's attention. Raises ConfigError when the model or the machine cannot do what is wanted."""
+def check_attention(model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model whose attention nothing here computes."""
     if not model._supports_sdpa:  # pyright: ignore[reportPrivateUsage]  (has no public name)
         raise ConfigError(f"{type(model).__name__} has no scaled dot-product attention; such models are not supported")
+
+
+def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:
+    """Set the model's attention. Raises ConfigError when the model or the machine cannot do what is wanted."""
+    check_attention(model)
     reason = traits(model).unsupported_reason
     if wanted is Attention.auto:
         wanted = Attention.sdpa if reason else Attention.forest

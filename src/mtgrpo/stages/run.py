@@ -24,7 +24,7 @@ from mtgrpo.config.experiment import LATEST, Experiment
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, chosen, open_sinks
-from mtgrpo.memory import plan
+from mtgrpo.memory import check_cache, plan
 from mtgrpo.model.attention import cuts_trees, describe_attention
 from mtgrpo.model.load import device_of_process, load_model, load_tokenizer
 from mtgrpo.model.out_of_memory import explained
@@ -145,6 +145,8 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             planned = plan(experiment, total, "cuda", taken=total - free)
             sinks.note(planned.describe())
             experiment = planned.experiment
+        else:
+            check_cache(experiment, device_of_process())
         settings = replace(experiment.model, name=str(resumed.path)) if resumed else experiment.model
         with explained("loading"):
             model = load_model(settings, experiment.seed)
