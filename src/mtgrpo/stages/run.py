@@ -26,6 +26,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, chosen, open_sinks
 from mtgrpo.memory import check_cache, plan
 from mtgrpo.model.attention import cuts_trees, describe_attention
+from mtgrpo.model.liger import use_liger
 from mtgrpo.model.load import device_of_process, load_model, load_tokenizer
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.traits import check_length, traits
@@ -150,13 +151,14 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         settings = replace(experiment.model, name=str(resumed.path)) if resumed else experiment.model
         with explained("loading"):
             model = load_model(settings, experiment.seed)
+            kernels = use_liger(model)
         model.generation_config.eos_token_id = list(chat.stop_ids)  # and ends its turns so
         longest = longest_context(experiment, model)
         engine = experiment.engine.start(model, experiment.deterministic, longest, folder)
         stack.push_async_callback(engine.close)
         if not engine.shares_weights:
             await engine.load_weights(model, 0)
-        for note in (*chat.notes, describe_attention(model)):
+        for note in (*chat.notes, describe_attention(model), *kernels):
             sinks.note(note)
         sinks.tell(engine.notes)
         slowest_s = max(experiment.rollout.timeout_s, experiment.rollout.score_timeout_s)  # nothing need move meanwhile
