@@ -38,7 +38,8 @@ def fuse(model: PreTrainedModel) -> str:
     why: dict[str, str] = {}  # something is left as it is, by its name; "" = it is fused
     device, dtype = model.device, computes_in(model)
     rows = partial(torch.randn, 1, generator=torch.Generator(device).manual_seed(0), device=device)
-    for module in list(model.base_model.modules()):
+    modules: list[Any] = list(model.base_model.modules())
+    for module in modules:
         name, home = type(module).__name__, sys.modules[type(module).__module__]
         if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             why[name] = _replace(module, "__class__", _with(_Norm, module), module, rows(ROWS, len(module.weight)))
