@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jinja2
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.model import tiny
@@ -24,6 +27,22 @@ CONVERSATIONS = 2_000
 WORD_WEIGHT = 3  # how often each word is seen, against CONVERSATIONS
 REPLY = "<|im_start|>assistant\n"
 TEMPLATE = Path(tiny.__file__).parents[1] / "chat" / "chatml.jinja"
+# How transformers' `parse_response` reads an answer of the shipped chat template; other libraries rely on it.
+RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
 
 
 def conversations() -> Iterator[str]:
@@ -61,8 +80,41 @@ def words() -> Iterator[str]:
     yield from ["assistant\n"] * CONVERSATIONS
 
 
+def build_tokenizer(texts: Iterable[str], chat_template: str) -> PreTrainedTokenizerFast:
+    """Train the tokenizer on `texts`, each cut at the tags, which are never part of a merge; deterministic."""
+    tags = re.compile("|".join(map(re.escape, (*tiny.SPECIAL, *tiny.TAGS))))
+    pieces = [piece for text in texts for piece in tags.split(text) if piece]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d"), "isolated"),
+            pre_tokenizers.Split(Regex(r"[.?!]"), "merged_with_previous"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=tiny.VOCABULARY,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in tiny.SPECIAL]
+        + [AddedToken(token, special=False, normalized=False) for token in tiny.TAGS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(pieces, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=chat_template,
+        response_template=RESPONSE,
+        model_max_length=4096,
+        clean_up_tokenization_spaces=False,
+    )
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else tiny.TOKENIZER
-    tokenizer = tiny.build_tokenizer([*conversations(), *words()], TEMPLATE.read_text())
+    tokenizer = build_tokenizer([*conversations(), *words()], TEMPLATE.read_text())
     tokenizer.save_pretrained(folder)
     print(f"{len(tokenizer)} tokens -> {folder}")

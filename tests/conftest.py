@@ -67,10 +67,15 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """One torch thread, for equal results and speed on any machine; tests without torch do not pay for it."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """One torch thread, for equal results and speed on any machine; tests without torch do not pay for it.
+
+    Tests of a GPU compile for their own model alone, as a run does.
+    """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+        if item.get_closest_marker("gpu"):
+            sys.modules["torch"]._dynamo.reset()
 
 
 @pytest.hookimpl(wrapper=True)

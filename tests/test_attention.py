@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -35,6 +37,7 @@ from mtgrpo.model.attention import (
     Attention,
     Piece,
     Visibility,
+    attend_by_flex,
     choose_attention,
     describe_attention,
     forest_attention,
@@ -347,19 +350,17 @@ def test_tiles_of_flex_attention(window: int, length: int) -> None:
                 assert not tile.all()
 
 
-def flex(
-    visibility: Visibility, inputs: list[Tensor], window: int, weights: Tensor, attend: Any
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Output [1, heads, rows, size] and gradients of FlexAttention."""
-    found = attend(*inputs, block_mask=visibility.block_mask(window), scale=0.3, enable_gqa=True)
-    return found, torch.autograd.grad(found, inputs, weights)
+def compile_by(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention, compiled by `backend`; also on a CPU, with gradients."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    compiled = torch.compile(attention.flex_attention, backend=backend)
+    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: compiled)
 
 
 @pytest.mark.parametrize("window", [0, 5])
 def test_flex_attention_equals_the_rule_on_random_forests(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, by its eager kernels on the CPU; also below a path that is given."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    attend = torch.compile(attention.flex_attention, backend="eager", dynamic=True)
+    compile_by("eager", monkeypatch)
     for seed in range(FLEX_FORESTS):
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         rows = [[rng.randrange(3) for _ in range(rng.randrange(1, 90))] for _ in range(rng.randrange(1, 5))]
@@ -373,12 +374,43 @@ def test_flex_attention_equals_the_rule_on_random_forests(window: int, monkeypat
         ]
         weights = torch.randn(1, 4, count, 16, generator=generator, dtype=torch.float64)
         visibility = Visibility(forest.depth, forest.subtree_end, given=given)
-        found, gradients = flex(visibility, inputs, window, weights, attend)
+        found = attend_by_flex(*inputs, visibility, window, 0.3)
+        gradients = torch.autograd.grad(found, inputs, weights)
         mask = by_hand(forest, window)[given:]
         expected = nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask, scale=0.3, enable_gqa=True)
         assert torch.allclose(found, expected, atol=1e-9)
         for one, other in zip(gradients, torch.autograd.grad(expected, inputs, weights), strict=True):
             assert torch.allclose(one, other, atol=1e-9)
+
+
+@pytest.mark.parametrize(("size", "scale"), [(16, 16**-0.5), (32, 0.3)])
+def test_flex_attention_is_compiled_for_any_length_a_few_times(
+    size: int, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With scale, heads, sizes and tiles as numbers, as the kernel of a GPU wants them."""
+    torch._dynamo.reset()
+    graphs: list[list[Any]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        (node,) = (node for node in graph.graph.nodes if node.name.startswith("flex_attention"))
+        query, key, _value, _score, table, used, *_rest = node.args
+        shapes = [part.meta["example_value"].shape for part in (query, key)]
+        graphs.append([shapes[0][1], shapes[1][1], shapes[0][3], used, *table[-3:-1]])
+        return graph.forward
+
+    compile_by(backend, monkeypatch)
+    for grad in (False, True):
+        for length, above in itertools.product((300, 50, 700, 129, 400), (0, 3)):
+            forest, _ = build_forest(grown_rows(length))
+            visibility = Visibility(forest.depth, forest.subtree_end, given=above)
+            rows = len(forest) - above
+            query, key, value = (
+                torch.randn(1, heads, count, size, requires_grad=grad)
+                for heads, count in ((4, rows), (2, len(forest)), (2, len(forest)))
+            )
+            attend_by_flex(query, key, value, visibility, 0, scale)
+    assert all(graph == pytest.approx([4, 2, size, size**-0.5, 128, 128]) for graph in graphs)
+    assert 2 <= len(graphs) <= 6
 
 
 @pytest.mark.gpu

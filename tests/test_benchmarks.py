@@ -186,8 +186,27 @@ def test_the_first_benchmark_of_a_gpu_runs_at_toy_size(
         "gpu.decode_of_bandwidth",
         "gpu.decode_vs_generate",
         "gpu.forest_eta",
+        "gpu.forest_eta_agent",
     )
     assert all(line["ratios"][name] > 0 for name in measured)
+
+
+@pytest.mark.parametrize("name", ["first", "learn"])
+def test_without_a_gpu_its_benchmarks_say_so_and_find_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    module = load_file(RECORD.parent / "gpu" / f"{name}.py")
+    monkeypatch.setattr(sys.modules["record"], "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    module.main(*([[]] if name == "learn" else []))
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("missing: a GPU")
+    found = json.loads(last)
+    assert found["detail"] == {"reason": "no GPU was to be had"} and set(found["ratios"].values()) == {None}
+    assert json.loads((tmp_path / f"gpu_{name}.json").read_text()) == found
+    committed = json.loads((RECORD.parent / "results" / f"gpu_{name}.json").read_text())
+    assert committed["ratios"].keys() == found["ratios"].keys()
 
 
 @pytest.mark.slow

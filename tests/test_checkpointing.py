@@ -42,7 +42,10 @@ def prepared(model: PreTrainedModel, layout: Layout = Layout.forest) -> PreTrain
 
 
 @LAYOUTS
-@pytest.mark.parametrize(("dtype", "most"), [(DType.float64, 1e-8), (DType.float32, 1e-6), (DType.bfloat16, 1e-6)])
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(DType.float64, 1e-8), (DType.float32, 1e-6), (DType.bfloat16, 1e-6), (DType.float16, 1e-6)],
+)
 def test_gradients_are_those_of_plain_layers(dtype: DType, most: float, layout: Layout) -> None:
     model, micro = prepared(make_model(dtype), layout), micro_batch(layout)
     expected = gradient(model, Scorer(model), micro)

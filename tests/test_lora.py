@@ -42,7 +42,7 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import Forward, causal_attention
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
-from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer
+from mtgrpo.model.load import AUTOCAST, DType, ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.lora import LoRA, save_adapter
 from mtgrpo.model.settings import Quantization
 from mtgrpo.model.value import values
@@ -149,7 +149,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def update(model: PreTrainedModel, kind: Kind = Kind.adamw) -> None:
     """One optimiser step on some loss."""
     optimizer = Optimizer(model, OptimizerSettings(kind=kind, lr=0.01), total_steps=1)
-    model(input_ids=IDS).logits.float().log_softmax(-1)[..., 7].sum().backward()
+    optimizer.scaled(model(input_ids=IDS).logits.float().log_softmax(-1)[..., 7].sum()).backward()
     optimizer.step()
 
 
@@ -181,7 +181,7 @@ def test_new_adapters_change_nothing_and_are_all_that_is_trained(
     frozen = [
         part for part in model.base_model.modules() if isinstance(part, nn.Linear) and not part.weight.requires_grad
     ]
-    assert {part.weight.dtype for part in frozen} == {torch.bfloat16 if dtype is DType.bfloat16 else precision}
+    assert {part.weight.dtype for part in frozen} == {AUTOCAST.get(dtype, precision)}
     names = [name.split(".") for name in trained(model)]
     assert {name[-4] for name in names} == LINEAR
     assert len(names) == 2 * len(LINEAR) * LAYERS
@@ -306,7 +306,10 @@ def test_the_engine_samples_from_the_adapted_model(
         assert difference(torch.tensor(completion.logprobs, dtype=torch.float64), expected) < tolerance
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(DType.float64, 1e-12), (DType.float32, 2e-5), (DType.bfloat16, 0.2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(DType.float64, 1e-12), (DType.float32, 2e-5), (DType.bfloat16, 0.2), (DType.float16, 0.03)],
+)
 @pytest.mark.parametrize(
     ("family", "targets", "more"),
     [
@@ -393,7 +396,7 @@ def test_the_value_head_is_trained_beside_the_adapters(bases: dict[str, Path], d
     for _ in range(8):
         value = loss()
         found.append(value.item())
-        value.backward()
+        optimizer.scaled(value).backward()
         optimizer.step()
     assert found[0] == 1.0
     assert found[-1] < found[0] / 2

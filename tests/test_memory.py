@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from mtgrpo.config.compose import preset
 from mtgrpo.config.experiment import Experiment
@@ -21,6 +29,7 @@ from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.lora import add_adapter, save_adapter
 from mtgrpo.model.settings import DType, LoRA, ModelSettings
 from mtgrpo.model.skeleton import Skeleton
+from mtgrpo.stages.evaluate import run_evaluation
 from mtgrpo.stages.trainer import run_training
 
 GB = 10**9
@@ -82,7 +91,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_cache_of_a_token(tmp_path: Path) -> None:
-    for dtype, size in ((DType.float32, 4), (DType.bfloat16, 2), (DType.float64, 8)):
+    for dtype, size in ((DType.float32, 4), (DType.bfloat16, 2), (DType.float16, 2), (DType.float64, 8)):
         assert Skeleton(ModelSettings(named(tmp_path), dtype), "cuda").kv_cache_bytes() == 2 * 4 * 2 * 64 * size
 
 
@@ -132,13 +141,21 @@ def test_other_families(tmp_path: Path) -> None:
     assert Skeleton(ModelSettings(named(tmp_path, windowed)), "cuda").training_bytes(512) > 0
 
 
-def test_of_layers_that_look_at_contents_nothing_is_known(tmp_path: Path) -> None:
+def test_a_model_without_such_attention_is_refused(tmp_path: Path) -> None:
+    mamba = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, architectures=["MambaForCausalLM"])
+    with pytest.raises(ConfigError, match="MambaForCausalLM has no scaled dot-product attention; such models are not"):
+        Skeleton(ModelSettings(named(tmp_path, mamba)), "cpu")
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_of_layers_that_look_at_contents_nothing_is_known(dtype: DType, tmp_path: Path) -> None:
     sizes = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
     config = Qwen3MoeConfig(**SIZES, **sizes, num_key_value_heads=2, architectures=["Qwen3MoeForCausalLM"])
-    words = (f"model.name={named(tmp_path, config)}", "model.dtype=float64")
+    words = (f"model.name={named(tmp_path, config)}", f"model.dtype={dtype.value}", "engine.memory_fraction=0.3")
     found = estimate(preset("calculator", *words), 80 * GB, "cuda")
     assert row(found, "activations are not known").bytes == 0
-    assert row(found, "KV cache").name == f"KV cache, {24 * GB // (2 * 4 * 2 * 64 * 8):,} tokens"
+    size = {DType.float32: 4, DType.float64: 8}.get(dtype, 2)
+    assert row(found, "KV cache").name == f"KV cache, {24 * GB // (2 * 4 * 2 * 64 * size):,} tokens"
 
 
 # --- the plan ---
@@ -320,6 +337,17 @@ def test_what_a_gpu_has_no_room_for_is_refused_before_the_model_is_loaded(
     on_a_gpu(monkeypatch, free, total)
     with pytest.raises(ConfigError, match=said) as refused:
         run_training(preset("calculator", *words), tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("run", [run_training, lambda *given: run_evaluation(*given, None)])
+def test_a_cache_that_holds_no_conversation_is_refused_before_the_model_is_loaded_on_a_cpu_too(
+    run: Callable[[Experiment, Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtgrpo.stages.run.load_model", lambda *_: pytest.fail("loaded before it was refused"))
+    words = ("environment.max_context_length=500", "engine.memory_fraction=0.0000001")
+    with pytest.raises(ConfigError, match=r"^engine\.memory_fraction=1e-07 of .* one may grow to 500; set") as refused:
+        run(preset("calculator", *words), tmp_path)
     assert "\n" not in str(refused.value)
 
 

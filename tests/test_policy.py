@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,8 @@ from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.kl import KL, Estimator
 from mtgrpo.batch.forest import Batch, build_batch
-from mtgrpo.errors import ConfigError
+from mtgrpo.checkpoint import flatten, unflatten
+from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.model import scorer
 from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.model.logprobs import sampled_logprobs
@@ -73,10 +75,15 @@ LONGEST = max(len(t.context(i)) + len(turn.output) - 1 for t in PLAYED for i, tu
 class Descent:
     """Stands in for the optimiser: plain gradient descent that keeps every gradient it was given."""
 
+    scale = 1.0
+
     def __init__(self, model: PreTrainedModel, lr: float) -> None:
         self.lr = lr
         self.gradients: list[dict[str, Tensor]] = []
         self._model = model
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss
 
     @torch.no_grad()
     def step(self) -> float:
@@ -752,6 +759,84 @@ def test_an_optimizer_continues_from_its_state(kind: Kind) -> None:
             step_with(one, weights, seed)
     assert largest_difference(dict(model.named_parameters()), dict(resumed_model.named_parameters())) == 0
     assert largest_difference(dict(model.named_parameters()), dict(fresh_model.named_parameters())) > 0
+
+
+class Kept(Optimizer):
+    """Keeps the gradients that a step is given, as they are then."""
+
+    def step(self) -> float:
+        self.kept = {weight: weight.grad / self.scale for weight in self._weights if weight.grad is not None}
+        return super().step()
+
+
+def policy_in(dtype: DType) -> Policy:
+    model = make_model(dtype)
+    return Policy(model, Kept(model, OptimizerSettings(lr=1e-3), 0), 50, TEMPERATURE)
+
+
+def update(policy: Policy, size: float = 1.0) -> Metrics:
+    """One optimiser step whose loss is multiplied by `size`."""
+    batch = build_batch(PLAYED)
+    weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
+
+    def loss(entries: Tensor, scores: Scores) -> PerToken:
+        return PerToken(-size * scores.logp, torch.zeros(len(entries), dtype=torch.bool))
+
+    return policy.update(batch, torch.arange(len(batch)), weights, loss)
+
+
+def test_float16_has_the_gradient_of_float32() -> None:
+    """Small gradients too, for the loss is scaled; what is reported is not."""
+    exact, half = policy_in(DType.float32), policy_in(DType.float16)
+    for size in (1.0, 1e-4):
+        expected, found = update(exact, size), update(half, size)
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
+        assert found["skipped"] == expected["skipped"] == 0
+        for policy in (exact, half):
+            assert isinstance(policy.optimizer, Kept)
+        pairs = zip(exact.optimizer.kept.values(), half.optimizer.kept.values(), strict=True)
+        assert all((one - other).norm() <= 2e-2 * one.norm() for one, other in pairs)
+    assert (exact.optimizer.scale, half.optimizer.scale) == (1, 65536)
+
+
+def test_an_overflow_in_float16_skips_the_update_and_halves_the_scale() -> None:
+    policy = policy_in(DType.float16)
+    before = copy.deepcopy(policy.model.state_dict())
+    for skipped in range(1, 6):  # more than would end a run in another dtype
+        metrics = update(policy, 1e8)
+        assert (metrics["skipped"], policy.optimizer.scale) == (1, 65536 / 2**skipped)
+        assert largest_difference(policy.model.state_dict(), before) == 0
+    assert len(policy.notes) == 5 and "the weights stay as they were" in policy.notes[0]
+    assert update(policy)["skipped"] == 0
+    assert policy.optimizer.scale == 65536 / 2**5 and largest_difference(policy.model.state_dict(), before) > 0
+
+
+def test_a_gradient_that_no_scale_helps_ends_the_run() -> None:
+    policy = policy_in(DType.float16)
+    with pytest.raises(RunError, match=r"norm is nan, .* 16 times in a row; set optimizer\.lr"):
+        for _ in range(20):
+            update(policy, math.nan)
+
+
+def test_float16_resumes_exactly() -> None:
+    """The scale is part of the state, and how long ago it was last lowered."""
+    policy = policy_in(DType.float16)
+    policy.optimizer._scaler.set_growth_interval(3)
+    for size in (1e8, 1.0, 1.0):
+        update(policy, size)
+    tensors, rest = flatten(policy.optimizer.state_dict())
+    resumed, fresh = policy_in(DType.float16), policy_in(DType.float16)
+    saved = {name: tensor.clone() for name, tensor in tensors.items()}
+    resumed.optimizer.load_state_dict(unflatten(saved, json.loads(json.dumps(rest))))
+    assert (resumed.optimizer.scale, fresh.optimizer.scale) == (32768, 65536)
+    for other in (resumed, fresh):
+        other.model.load_state_dict(copy.deepcopy(policy.model.state_dict()))
+    for one in (policy, resumed, fresh):
+        assert [update(one)["skipped"] for _ in range(3)] == [0, 0, 0]
+    assert policy.optimizer.scale == resumed.optimizer.scale == 65536  # it grew after three updates without overflow
+    assert largest_difference(policy.model.state_dict(), resumed.model.state_dict()) == 0
+    assert largest_difference(policy.model.state_dict(), fresh.model.state_dict()) > 0
 
 
 def test_an_optimizer_continues_with_the_settings_it_is_given_now() -> None:

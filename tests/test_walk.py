@@ -81,9 +81,10 @@ def test_random_forests(batch: list[Trajectory], budget: int, twice: bool) -> No
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_in_fp32_and_bfloat16(twice: bool) -> None:
+def test_in_fp32_and_in_16_bits(twice: bool) -> None:
     assert_as_uncut(conversation(), 20, 2e-5, dtype=DType.float32, twice=twice)
     assert_as_uncut(conversation(), 20, 0.1, dtype=DType.bfloat16, twice=twice)
+    assert_as_uncut(conversation(), 20, 0.02, dtype=DType.float16, twice=twice)
 
 
 class Gathered(Optimizer):

@@ -6,11 +6,12 @@ Says first what is missing here. Then, with the shapes of Qwen3-1.7B and random 
 
     rollout     128 conversations of recipe gsm8k's size: tokens/s against bandwidth and transformers' generate
     step        one optimiser step on them, layers computed once and twice: MFU on distinct tokens, peak against plan
-    attention   the same step on rows, by flash attention where it is installed: time against the ideal by operations
+    rows        the same step on rows, by flash attention where it is installed: time against the ideal by operations;
+                and so for prompts of 8k, for agents whose history grows, and for condensed contexts
     compiled    how many graphs torch.compile made in all
 
 Peak bandwidth and peak operations are measured here, by a copy and a matrix product. `--size toy` runs anywhere; of the
-other size, without a GPU, every figure is null.
+other size, without a GPU, every figure is null. Layers that are computed once get half the token budget.
 Nothing is downloaded. What fails is null, with the reason, and the rest goes on.
 """
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import random
 import sys
@@ -31,10 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.utils
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from forest import Scenario
 from record import absent, finish
 
 from mtgrpo.algorithms import PerToken
@@ -46,7 +48,8 @@ from mtgrpo.engines.local import Local
 from mtgrpo.memory import Phase, estimate
 from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers
-from mtgrpo.model.load import compute_in
+from mtgrpo.model.liger import use_liger
+from mtgrpo.model.load import AUTOCAST, compute_in, resolved
 from mtgrpo.model.scorer import Scores, flops_of
 from mtgrpo.model.settings import Attention, DType
 from mtgrpo.policy.optimizer import Optimizer
@@ -67,6 +70,7 @@ class Size:
     prompt: int
     output: int
     token_budget: int
+    shapes: dict[str, Scenario]  # beside what is sampled
 
 
 SIZES = {
@@ -76,18 +80,24 @@ SIZES = {
             num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"],
         ),
         tasks=16, siblings=8, prompt=300, output=256, token_budget=16_384,
+        shapes={
+            "prompt_8k": Scenario(1, 8, 8192, (256, 256)),
+            "agent": Scenario(4, 4, 500, (75, 75), 10, observed=175),
+            "condensed": Scenario(1, 8, 500, (75, 75), 10, observed=175, summary=100),
+        },
     ),
     "toy": Size(
         Qwen3Config(
             vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"],
         ),
-        tasks=2, siblings=3, prompt=20, output=6, token_budget=64,
+        tasks=2, siblings=3, prompt=20, output=6, token_budget=64, shapes={"agent": Scenario(1, 2, 8, (4, 4), 2, 5)},
     ),
 }  # fmt: skip
 FIGURES = [
-    "gpu.mfu", "gpu.mfu_checkpointed", "gpu.decode_of_bandwidth", "gpu.decode_vs_generate", "gpu.forest_eta",
-    "gpu.plan_error", "gpu.compilations",
+    "gpu.mfu", "gpu.mfu_checkpointed", "gpu.decode_of_bandwidth", "gpu.decode_vs_generate", "gpu.plan_error",
+    "gpu.compilations", "gpu.forest_eta", "gpu.forest_eta_prompt_8k", "gpu.forest_eta_agent",
+    "gpu.forest_eta_condensed",
 ]  # fmt: skip
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -95,10 +105,12 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def missing() -> list[str]:
     """What the comparison would like to have, and this machine has not."""
     found = [] if DEVICE.type == "cuda" else ["a GPU: everything runs on the CPU, which shows only that it runs"]
-    if DEVICE.type == "cuda" and not torch.cuda.is_bf16_supported():
-        found.append("bfloat16 on this GPU")
+    if DEVICE.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+        found.append("bfloat16 on this GPU: the model computes in float16")
     if find_spec("flash_attn") is None:
         found.append("the package flash-attn: rows are computed by torch's own attention")
+    if find_spec("liger_kernel") is None:
+        found.append("the package liger-kernel: norms, rotary positions and SwiGLU are torch's own")
     return found
 
 
@@ -129,14 +141,16 @@ def peaks() -> Found:
 
 
 def build(size: Size, layout: Layout = Layout.forest) -> PreTrainedModel:
-    """Random weights; computes in bfloat16 on a GPU."""
+    """Random weights, prepared as a run does; computes in 16 bits on a GPU."""
     torch.manual_seed(0)
     with DEVICE:
         model = AutoModelForCausalLM.from_config(size.config, dtype=torch.float32).eval()
-    compute_in(model, DType.bfloat16 if DEVICE.type == "cuda" else DType.float32)
+    compute_in(model, resolved(DType.auto, DEVICE.type))
     flash = DEVICE.type == "cuda" and find_spec("flash_attn") is not None
     rows = Attention.flash_attention_2 if flash else Attention.sdpa
     choose_attention(model, Attention.forest if layout is Layout.forest else rows)
+    for line in use_liger(model):
+        print(line, flush=True)
     return model
 
 
@@ -166,20 +180,29 @@ def rollout(size: Size, peak: Found) -> tuple[list[Trajectory], Found]:
     layers, key_heads = size.config.num_hidden_layers, size.config.num_key_value_heads
     cached = count * (size.prompt + size.output / 2) * layers * key_heads * size.config.head_dim * 2 * 2
     least = (2 * sum(weight.numel() for weight in model.base_model.parameters()) + cached) / peak["bytes_per_s"]
-    ids = torch.tensor([prompts[number // size.siblings] for number in range(count)], device=DEVICE)
-    model.set_attn_implementation("sdpa")
-    how = GenerationConfig(
-        max_new_tokens=size.output, min_new_tokens=size.output, do_sample=True, top_k=0, pad_token_id=0
-    )
-    with torch.inference_mode():
-        rival = seconds(lambda: model.generate(input_ids=ids, generation_config=how))
     asyncio.run(engine.close())
+    ids = torch.tensor([prompts[number // size.siblings] for number in range(count)], device=DEVICE)
     return played, {
         "tokens_per_s": count * size.output / took,
         "step_ms": 1e3 * step,
         "of_bandwidth": least / step,
-        "generate_tokens_per_s": count * size.output / rival,
+        "generate_tokens_per_s": count * size.output / generate_seconds(size, ids),
     }
+
+
+def generate_seconds(size: Size, ids: torch.Tensor) -> float:
+    """What transformers takes to sample as much after `ids` [conversations, tokens]; in 16 bits on a GPU."""
+    with DEVICE:
+        dtype = AUTOCAST.get(resolved(DType.auto, DEVICE.type), torch.float32)
+        model = AutoModelForCausalLM.from_config(size.config, dtype=dtype).eval()
+
+    def generate(tokens: int) -> None:
+        how = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, top_k=0, pad_token_id=0)
+        with torch.inference_mode():
+            model.generate(input_ids=ids, generation_config=how)
+
+    generate(2)
+    return seconds(lambda: generate(size.output))
 
 
 def loss(entries: torch.Tensor, scores: Scores) -> PerToken:
@@ -189,10 +212,10 @@ def loss(entries: torch.Tensor, scores: Scores) -> PerToken:
 
 def step(size: Size, batch: Batch, peak: Found, layout: Layout, twice: bool) -> Found:
     """The second of two optimiser steps on the batch; memory is the peak of both."""
-    model = build(size, layout)
+    model, budget = build(size, layout), budget_of(size, twice)
     if twice:
         checkpoint_layers(model)
-    policy = Policy(model, Optimizer(model, OptimizerSettings(), 0), size.token_budget, 1.0)
+    policy = Policy(model, Optimizer(model, OptimizerSettings(), 0), budget, 1.0)
     entries = torch.arange(len(batch))
     weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
     if DEVICE.type == "cuda":
@@ -201,7 +224,7 @@ def step(size: Size, batch: Batch, peak: Found, layout: Layout, twice: bool) -> 
     took = seconds(lambda: policy.update(batch, entries, weights, loss))
     distinct = pack(batch, entries, 10**9, flops_of(model))[0].micro_batches
     needed = 3 * sum(micro.cost for micro in distinct)
-    packed = pack(batch, entries, size.token_budget, flops_of(model), layout)[0].micro_batches
+    packed = pack(batch, entries, budget, flops_of(model), layout)[0].micro_batches
     found = {
         "seconds": took,
         "mfu": needed / took / peak["flops_per_s"],
@@ -213,11 +236,16 @@ def step(size: Size, batch: Batch, peak: Found, layout: Layout, twice: bool) -> 
     return found
 
 
+def budget_of(size: Size, twice: bool) -> int:
+    """Tokens of a micro-batch for which 80 GB have room."""
+    return size.token_budget if twice else size.token_budget // 2
+
+
 def planned(size: Size, twice: bool) -> float:
     """The most that training and update hold by the plan, without libraries and engine, in GB."""
     with tempfile.TemporaryDirectory() as folder:
         size.config.save_pretrained(folder)
-        words = [f"model.name={folder}", f"batch.token_budget={size.token_budget}", "sft.steps=0"]
+        words = [f"model.name={folder}", f"batch.token_budget={budget_of(size, twice)}", "sft.steps=0"]
         words += [f"model.checkpointing={str(twice).lower()}", f"environment.max_context_length={size.prompt + 1}"]
         found = estimate(preset("calculator", *words), 80 * 10**9, "cuda")
     most = max(found.needed(Phase.training), found.needed(Phase.update)) - found.rows[0].bytes
@@ -243,16 +271,22 @@ def ratio(above: Found, below: Found, name: str) -> float | None:
     return above[name] / below[name] if name in above and name in below else None
 
 
+def eta(rows: Found, forest: Found) -> float | None:
+    """How much of what the forest saves in operations it saves in time."""
+    gained, ideal = ratio(rows, forest, "seconds"), ratio(rows, forest, "operations")
+    return gained / ideal if gained and ideal else None
+
+
 def main() -> None:
     """Everything in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1.7b")
     size = SIZES[parser.parse_args().size]
+    for what in missing():
+        print(f"missing: {what}", flush=True)
     if DEVICE.type == "cpu" and size is SIZES["1.7b"]:
         absent("gpu_first", FIGURES)
         return
-    for what in missing():
-        print(f"missing: {what}", flush=True)
     peak = peaks()
     played: list[Trajectory] = []
 
@@ -262,38 +296,40 @@ def main() -> None:
         return how_fast
 
     detail: Found = {"missing": missing(), "peak": peak, "rollout": tried(sample)}
+    played = played or Scenario(size.tasks, size.siblings, size.prompt, (size.output, size.output)).play(
+        size.config.vocab_size
+    )
     batch = build_batch(played)
     for name, layout, twice in (
         ("once", Layout.forest, False),
         ("twice", Layout.forest, True),
         ("rows", Layout.padded, True),
     ):
-        if not played:  # there is nothing to train on
-            detail[name] = {"failed": "the rollout"}
-            continue
         detail[name] = tried(lambda layout=layout, twice=twice: step(size, batch, peak, layout, twice))
         if layout is Layout.forest:
             detail[name] |= tried(lambda twice=twice: {"planned_gb": planned(size, twice)})
-    with contextlib.suppress(AttributeError):
-        detail["compiled"] = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    once, twice_, rows, sampled = (detail[name] for name in ("once", "twice", "rows", "rollout"))
-    gained, ideal = ratio(rows, twice_, "seconds"), ratio(rows, twice_, "operations")
-    planned_too = twice_.keys() >= {"planned_gb", "peak_gb"}
-    ratios: dict[str, float | None] = dict(
-        zip(
-            FIGURES,
-            (
-                once.get("mfu"),
-                twice_.get("mfu"),
-                sampled.get("of_bandwidth"),
-                sampled["tokens_per_s"] / sampled["generate_tokens_per_s"] if "tokens_per_s" in sampled else None,
-                gained / ideal if gained and ideal else None,
-                twice_["planned_gb"] / twice_["peak_gb"] - 1 if planned_too else None,
-                detail.get("compiled"),
-            ),
-            strict=True,
+    ratios: dict[str, float | None] = dict.fromkeys(FIGURES)
+    for name, shape in size.shapes.items():
+        more = build_batch(shape.play(size.config.vocab_size))
+        rows, forest = (
+            tried(lambda layout=layout, more=more: step(size, more, peak, layout, True))
+            for layout in (Layout.padded, Layout.forest)
         )
-    )
+        detail[name] = {"rows": rows, "forest": forest}
+        ratios[f"gpu.forest_eta_{name}"] = eta(rows, forest)
+    once, twice_, sampled = (detail[name] for name in ("once", "twice", "rollout"))
+    peaks_known = twice_.keys() >= {"planned_gb", "peak_gb"}
+    ratios |= {
+        "gpu.mfu": once.get("mfu"),
+        "gpu.mfu_checkpointed": twice_.get("mfu"),
+        "gpu.decode_of_bandwidth": sampled.get("of_bandwidth"),
+        "gpu.decode_vs_generate": (
+            sampled["tokens_per_s"] / sampled["generate_tokens_per_s"] if "tokens_per_s" in sampled else None
+        ),
+        "gpu.forest_eta": eta(detail["rows"], twice_),
+        "gpu.plan_error": twice_["planned_gb"] / twice_["peak_gb"] - 1 if peaks_known else None,
+        "gpu.compilations": int(torch._dynamo.utils.counters["stats"]["unique_graphs"]),
+    }
     finish("gpu_first", ratios, detail, "gpu_first.json" if DEVICE.type == "cuda" else None)
 
 

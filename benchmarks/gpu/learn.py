@@ -30,10 +30,10 @@ FIGURES = ["gpu.learn_gain", "gpu.learn_seconds"]
 def main(words: list[str]) -> None:
     """One run, and what it learned."""
     if not torch.cuda.is_available():
+        print("missing: a GPU", flush=True)
         if not words:
             absent("gpu_learn", FIGURES)
             return
-        print("missing: a GPU; this run is on the CPU", flush=True)
     if not any(word.startswith("model.name=") for word in words) and not (smollm2.folder() / "config.json").is_file():
         sys.exit("missing: the model; run mtgrpo data smollm2, or give model.name=FOLDER")
     with tempfile.TemporaryDirectory() as folder:

@@ -90,6 +90,7 @@ PACKAGES = (
     Package("trackio", "trackio", "log=trackio", 'pip install -e ".[trackers]"'),
     Package("bitsandbytes", "bitsandbytes", "nf4 weights, 8-bit AdamW", 'pip install -e ".[gpu]"'),
     Package("accelerate", "accelerate", "loading nf4 weights", 'pip install -e ".[gpu]"'),
+    Package("liger_kernel", "liger-kernel", "fused layers on a GPU", 'pip install -e ".[gpu]"'),
     Package("gguf", "gguf", "mtgrpo data smollm2", 'pip install -e ".[smollm2]"'),
 )
 
@@ -179,7 +180,7 @@ def _cuda() -> Check:
     except (ImportError, OSError) as error:
         return Check("CUDA", State.broken, f"torch cannot be imported: {error}", purpose, cure)
     if torch.cuda.is_available():
-        bits = ", bfloat16" if torch.cuda.is_bf16_supported() else ", no bfloat16"
+        bits = ", bfloat16" if torch.cuda.is_bf16_supported(False) else ", no bfloat16"
         return Check("CUDA", State.ok, f"{torch.version.cuda} of torch sees {torch.cuda.device_count()} GPUs{bits}")
     if torch.version.cuda is None:
         return Check("CUDA", State.broken, f"torch {torch.__version__} is built without CUDA", purpose, cure)

@@ -17,7 +17,7 @@ from mtgrpo.batch.settings import DEFAULT_BUDGET, BatchSettings, PlannedBatch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import copy_bytes
-from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, check_room, whole_blocks
+from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, check_room, memory_bytes, whole_blocks
 from mtgrpo.engines.server import Server
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.settings import FROM_SCRATCH, Quantization
@@ -162,6 +162,16 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str, taken:
     rows += _engine_rows(skeleton, token_bytes, Plan(rows, device_bytes, experiment), device_type)
     kept = [row for row in rows if row.bytes or row.name == counted]
     return Plan(kept, device_bytes, _with_cache(experiment, kept, device_bytes))
+
+
+def check_cache(experiment: Experiment, device: torch.device) -> None:
+    """Raise ConfigError where the KV cache of engine=local would hold no whole conversation; loads no weights."""
+    if not isinstance(experiment.engine, Local):
+        return
+    skeleton = Skeleton(experiment.model, device.type)
+    if token_bytes := skeleton.kv_cache_bytes():
+        longest = _longest_context(skeleton, experiment)
+        check_room(experiment.engine.fraction, memory_bytes(device), token_bytes, longest)
 
 
 def _offloads(experiment: Experiment, device_type: str) -> bool:

@@ -28,7 +28,7 @@ PROVEN = 64  # tokens of a context that both sides compute
 TOP = 20  # tokens of the vocabulary that are compared after each
 HOT = 2.0  # temperature at which one more token is sampled: its log-probability must be that of the same distribution
 # nats; smaller differences between two implementations are accepted whatever the model's own rounding is
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float64: 1e-4}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float64: 1e-4}
 
 
 class ProofError(EngineError):

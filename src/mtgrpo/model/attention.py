@@ -11,6 +11,7 @@ flash kernel's backward needs the merged output and log-sum-exp only. On a GPU i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -39,10 +40,15 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:
-    """Set the model's attention. Raises ConfigError when the model or the machine cannot do what is wanted."""
+def check_attention(model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model whose attention nothing here computes."""
     if not model._supports_sdpa:  # pyright: ignore[reportPrivateUsage]  (has no public name)
         raise ConfigError(f"{type(model).__name__} has no scaled dot-product attention; such models are not supported")
+
+
+def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:
+    """Set the model's attention. Raises ConfigError when the model or the machine cannot do what is wanted."""
+    check_attention(model)
     reason = traits(model).unsupported_reason
     if wanted is Attention.auto:
         wanted = Attention.sdpa if reason else Attention.forest
@@ -213,7 +219,12 @@ def _tiles(values: Tensor, beyond: int) -> Tensor:
 
 
 def _tile_table(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[row tiles, column tiles] bool -> how many columns each row has, and which: the first that many are meant."""
+    """[row tiles, column tiles] bool -> how many columns each row has, and which: the first that many are meant.
+
+    Two of each at least, for what has one would be compiled by itself.
+    """
+    rows, columns = chosen.shape
+    chosen = nn.functional.pad(chosen, (0, int(columns == 1), 0, int(rows == 1)))
     indices = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1).to(torch.int32)[None, None], indices.to(torch.int32)[None, None]
 
@@ -282,7 +293,24 @@ def _covers(pieces: list[Piece], nodes: int) -> bool:
 
 @cache
 def _compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention)  # from the second length on for any; Triton wants the other sizes as numbers
+
+
+def attend_by_flex(query: Tensor, key: Tensor, value: Tensor, forest: Visibility, window: int, scale: float) -> Tensor:
+    """FlexAttention over the forest: query [1, heads, rows, size], key and value [1, key heads, nodes, size].
+
+    A scale other than the usual one goes into the query: the kernel takes none that is not known when it is compiled.
+    Few rows go the way of many: torch has another kernel for them, which would be compiled too.
+    """
+    factor = scale * query.shape[-1] ** 0.5
+    return _compiled_flex_attention()(
+        query if math.isclose(factor, 1.0) else query * factor,
+        key,
+        value,
+        block_mask=forest.block_mask(window),
+        enable_gqa=True,
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+    )
 
 
 def forest_attention(
@@ -317,9 +345,7 @@ def forest_attention(
         key, value = eagerly(forest.prefix.extend, layer, key, value)
     window = sliding_window or 0
     if query.is_cuda:
-        output = _compiled_flex_attention()(
-            query, key, value, block_mask=forest.block_mask(window), scale=scale, enable_gqa=True
-        )
+        output = attend_by_flex(query, key, value, forest, window, scale)
     else:
         groups = key.shape[1]
         by_group = query[0].unflatten(0, (groups, -1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -34,6 +35,8 @@ from mtgrpo.model.lora import add_adapter, find_adapter, has_adapter, load_adapt
 from mtgrpo.model.onednn_linear import use_onednn
 from mtgrpo.model.settings import DType, Head, ModelSettings, Quantization
 from mtgrpo.model.value import add_value_head, save_value_head, split_value_head
+
+AUTOCAST = {DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
 
 logging.disable_progress_bar()  # it would write through the console's own
 
@@ -128,8 +131,10 @@ def resolved(dtype: DType, device_type: str) -> DType:
     """What `auto` means on a device of this type."""
     if dtype is not DType.auto:
         return dtype
-    able = device_type == "cuda" and (not torch.cuda.is_available() or torch.cuda.is_bf16_supported(False))
-    return DType.bfloat16 if able else DType.float32
+    if device_type == "cpu":
+        return DType.float32
+    able = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(False)  # False: emulated is too slow
+    return DType.bfloat16 if able else DType.float16
 
 
 def compute_in(model: PreTrainedModel, dtype: DType) -> None:
@@ -140,23 +145,24 @@ def compute_in(model: PreTrainedModel, dtype: DType) -> None:
         model.set_experts_implementation("eager")  # the others know no fp64
         for module in (body, *body.children(), *decoder_layers(model)):  # layers may be computed again by themselves
             module.forward = MethodType(_float64_forward, module)
-    if dtype is DType.bfloat16:
-        body.forward = MethodType(_bfloat16_forward, body)
+    if dtype in AUTOCAST:
+        body.forward = MethodType(partial(_rounded_forward, AUTOCAST[dtype]), body)
 
 
 def computes_in(model: PreTrainedModel) -> torch.dtype:
     """What the forward computes in."""
-    rounds = model.dtype is torch.float32 and "forward" in vars(model.base_model)
-    return torch.bfloat16 if rounds else model.dtype
+    forward: Any = vars(model.base_model).get("forward")
+    return forward.__func__.args[0] if forward and model.dtype is torch.float32 else model.dtype
 
 
 def round_frozen(model: PreTrainedModel) -> None:
-    """Keep the frozen linear layers of a body that computes in bfloat16 in bfloat16, which changes no result."""
-    for layer in model.base_model.modules() if computes_in(model) is torch.bfloat16 else []:
+    """Keep the frozen linear layers of a body that computes in 16 bits in these, which changes no result."""
+    dtype = computes_in(model)
+    for layer in model.base_model.modules() if dtype in AUTOCAST.values() else []:
         if type(layer) is nn.Linear and not any(weight.requires_grad for weight in layer.parameters()):
-            layer.to(torch.bfloat16)
+            layer.to(dtype)
         elif hasattr(layer, "compute_dtype"):  # a layer of bitsandbytes
-            setattr(layer, "compute_dtype", torch.bfloat16)  # noqa: B010
+            setattr(layer, "compute_dtype", dtype)  # noqa: B010
 
 
 def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -> PreTrainedModel:
@@ -249,8 +255,8 @@ def _check_head(model: PreTrainedModel, settings: ModelSettings) -> None:
         )
 
 
-def _bfloat16_forward(body: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch.autocast(body.device.type, torch.bfloat16, cache_enabled=False):  # each weight is used once
+def _rounded_forward(dtype: torch.dtype, body: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(body.device.type, dtype, cache_enabled=False):  # each weight is used once
         return type(body).forward(body, *args, **kwargs)
 
 

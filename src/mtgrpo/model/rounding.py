@@ -82,4 +82,4 @@ def distance(expected: Tensor, found: Tensor) -> float:
 
 def _unit(dtype: torch.dtype) -> float:
     """The last bit; less under autocast, where products alone are rounded, not sums, norms and the residual stream."""
-    return torch.finfo(dtype).eps / (4 if dtype is torch.bfloat16 else 1)
+    return torch.finfo(dtype).eps / (4 if dtype.itemsize == 2 else 1)

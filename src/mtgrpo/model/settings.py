@@ -16,7 +16,7 @@ class Attention(Enum):
     auto = "auto"  # forest where the model can, else sdpa
     forest = "forest"  # every distinct token once
     sdpa = "sdpa"  # padded rows, one per conversation
-    flash_attention_2 = "flash_attention_2"  # the same rows with the flash-attn package, on a GPU, in bfloat16
+    flash_attention_2 = "flash_attention_2"  # the same rows with the flash-attn package, on a GPU, in 16 bits
 
 
 @dataclass
@@ -33,14 +33,16 @@ class LoRA:
 
 
 class DType(Enum):
-    """What the forward computes in. Weights are fp32 (fp64 for float64); bfloat16 means autocast, with an fp32 head.
+    """What the forward computes in. Weights are fp32 (fp64 for float64); 16 bits mean autocast, with an fp32 head.
 
-    With bfloat16 the frozen layers of a model with adapters are kept in bfloat16 too, as which they compute anyway.
+    With 16 bits the frozen layers of a model with adapters are kept in them too, as which they compute anyway. With
+    float16 the loss is scaled, so that small gradients are not lost: an update in which one overflows is skipped.
     """
 
-    auto = "auto"  # bfloat16 on a GPU, float32 on a CPU
+    auto = "auto"  # bfloat16 on a GPU, float16 where that has none, float32 on a CPU
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
     float64 = "float64"
 
 
@@ -76,7 +78,7 @@ class ModelSettings:
     value_head: bool = False  # for algorithms that learn what return to expect; starts at zero, or as it was saved
 
     def __post_init__(self) -> None:
-        if self.attention is Attention.flash_attention_2 and self.dtype not in (DType.auto, DType.bfloat16):
+        if self.attention is Attention.flash_attention_2 and self.dtype in (DType.float32, DType.float64):
             raise ConfigError("`attention=flash_attention_2` computes in 16 bits: set `dtype=bfloat16`")
         if self.head is not Head.fp32 and self.dtype is DType.float64:
             raise ConfigError(f"`head={self.head.value}` rounds what `dtype=float64` keeps: set `head=fp32`")

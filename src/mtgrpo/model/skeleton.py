@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
-from mtgrpo.model.attention import of_one_size
+from mtgrpo.model.attention import check_attention, of_one_size
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
 from mtgrpo.model.load import compute_in, computes_in, not_found, place, resolved, round_frozen
@@ -40,14 +40,16 @@ _LOOKED_AT_CONTENTS = (DataDependentOutputException, DynamicOutputShapeException
 class Skeleton:
     """The model that `settings` name, as `load_model` would load it on a device of this type, but without weights.
 
-    Raises ConfigError when there is no such model.
+    Raises ConfigError when there is no such model, or none that can be trained.
     """
 
     def __init__(self, settings: ModelSettings, device_type: str) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._cpu = device_type == "cpu"
         self.model = _build(settings)
+        check_attention(self.model)
         self.model.eval()
+        self.model.set_experts_implementation("eager")  # the others ask real tensors for their dtype
         compute_in(self.model, resolved(settings.dtype, device_type))
         round_frozen(self.model)
         with self._mode:

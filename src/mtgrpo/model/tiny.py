@@ -7,35 +7,16 @@ token each. Any text can be encoded. `scripts/build_tiny_tokenizer.py` rebuilds 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 TOKENIZER = Path(__file__).parent / "tiny_tokenizer"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 VOCABULARY = 2048
-# How transformers' `parse_response` reads an answer of the shipped chat template; other libraries rely on it.
-RESPONSE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close_pattern": r"</tool_call>\s*",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -91,36 +72,3 @@ def build_model(shape: Shape, seed: int) -> Qwen3ForCausalLM:
 def load_tokenizer() -> PreTrainedTokenizerFast:
     """The shipped tokenizer, its chat template included."""
     return PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
-
-
-def build_tokenizer(texts: Iterable[str], chat_template: str, vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on `texts`, each cut at the tags, which are never part of a merge; deterministic."""
-    tags = re.compile("|".join(map(re.escape, (*SPECIAL, *TAGS))))
-    pieces = [piece for text in texts for piece in tags.split(text) if piece]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\d"), "isolated"),
-            pre_tokenizers.Split(Regex(r"[.?!]"), "merged_with_previous"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL]
-        + [AddedToken(token, special=False, normalized=False) for token in TAGS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(pieces, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=chat_template,
-        response_template=RESPONSE,
-        model_max_length=4096,
-        clean_up_tokenization_spaces=False,
-    )

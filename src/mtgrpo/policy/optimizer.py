@@ -14,13 +14,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.model.load import computes_in
 from mtgrpo.policy.settings import Kind, OptimizerSettings, Schedule
 
 
 class Optimizer:
-    """Clips, steps and schedules. One `step` is one optimiser step of the schedule.
+    """Scales, clips, steps and schedules. One `step` is one optimiser step of the schedule.
 
-    Raises ConfigError for a schedule that falls when `total_steps` is 0, that is unknown.
+    The loss of a model that computes in float16 is scaled, by as much as its gradients bear. Raises ConfigError for a
+    schedule that falls when `total_steps` is 0, that is unknown.
     """
 
     def __init__(self, model: PreTrainedModel, settings: OptimizerSettings, total_steps: int) -> None:
@@ -37,6 +39,7 @@ class Optimizer:
         self._optimizers = make_optimizers(model, settings, self._stepped)
         hooks = [w.register_post_accumulate_grad_hook(partial(_offload_grad, self._stepped[w])) for w in away]
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        self._scaler = torch.amp.GradScaler(model.device.type, enabled=computes_in(model) is torch.float16)
         self._factor: Callable[[int], float] = lambda n: factor(settings, n, total_steps)
         self._schedulers = [LambdaLR(optimizer, self._factor) for optimizer in self._optimizers]
 
@@ -45,17 +48,30 @@ class Optimizer:
         """The learning rate the next step uses (of the AdamW part)."""
         return float(self._schedulers[-1].get_last_lr()[0])
 
-    def step(self) -> float:
-        """Clip the gradient, update, advance the schedule; returns the gradient norm before clipping.
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied by now; 1 but in float16."""
+        return float(self._scaler.get_scale())
 
-        A gradient that is not finite is dropped: weights, optimiser and schedule stay as they are.
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What to take the gradient of in the place of `loss`."""
+        return self._scaler.scale(loss)
+
+    def step(self) -> float:
+        """Clip the gradient, update, advance the schedule; returns the gradient norm before clipping, without scale.
+
+        A gradient that is not finite is dropped: weights, optimiser and schedule stay as they are. In float16 the scale
+        of the loss is halved then.
         """
+        for optimizer in self._optimizers:
+            self._scaler.unscale_(optimizer)
         norm = float(nn.utils.clip_grad_norm_(self._stepped.values(), self._settings.max_grad_norm))
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
             if math.isfinite(norm):
                 optimizer.step()
                 scheduler.step()
             optimizer.zero_grad(set_to_none=True)
+        self._scaler.update()
         for weight, stepped in self._stepped.items():
             if stepped is not weight:
                 weight.detach().copy_(stepped.detach(), non_blocking=True)
@@ -66,6 +82,7 @@ class Optimizer:
         return {
             "states": [optimizer.state_dict()["state"] for optimizer in self._optimizers],
             "steps": self._schedulers[-1].last_epoch,
+            "scaler": self._scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -73,6 +90,8 @@ class Optimizer:
         for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
             optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
         self._schedulers = [LambdaLR(o, self._factor, last_epoch=state["steps"] - 1) for o in self._optimizers]
+        if state["scaler"]:  # else it was saved in another dtype
+            self._scaler.load_state_dict(state["scaler"])
 
 
 def factor(settings: OptimizerSettings, step: int, total_steps: int) -> float:

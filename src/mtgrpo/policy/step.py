@@ -195,7 +195,7 @@ class Policy:
                         self.scorer(micro.unread(self._cost), self._temperature, prefix)
                     prefix.forget()
                 elif entered or not micro.held:
-                    prefix.loss = self._weighted(micro, prefix, weights, loss, sums)
+                    prefix.loss = self.optimizer.scaled(self._weighted(micro, prefix, weights, loss, sums))
             if entered and micro.opens:
                 continue
             with self.profiler.measure("backward"), explained("training"):
@@ -214,12 +214,12 @@ class Policy:
     def _count_skipped(self, loss: float, norm: float) -> float:
         """1 where the optimiser left the weights as they are, since the gradient is not finite; else 0.
 
-        Raises RunError for the last of `MOST_SKIPPED` in a row.
+        Raises RunError for the last of `MOST_SKIPPED` in a row, in float16 once the loss is not scaled any more.
         """
         self._skipped = 0 if math.isfinite(norm) else self._skipped + 1
         text = f"the gradient's norm is {norm}, with a loss of {loss:.3g}: the weights stay as they were"
-        if self._skipped == MOST_SKIPPED:
-            raise RunError(f"{text}, {MOST_SKIPPED} times in a row; set optimizer.lr or optimizer.max_grad_norm lower")
+        if self._skipped >= MOST_SKIPPED and self.optimizer.scale <= 1:
+            raise RunError(f"{text}, {self._skipped} times in a row; set optimizer.lr or optimizer.max_grad_norm lower")
         if self._skipped:
             self.notes.append(text)
         return float(self._skipped > 0)

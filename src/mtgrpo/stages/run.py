@@ -27,8 +27,9 @@ from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError, UnreachableError
 from mtgrpo.extension import find_class
 from mtgrpo.log import Sinks, chosen, open_sinks
-from mtgrpo.memory import plan
+from mtgrpo.memory import check_cache, plan
 from mtgrpo.model.attention import cuts_trees, describe_attention
+from mtgrpo.model.liger import use_liger
 from mtgrpo.model.load import device_of_process, load_model, load_tokenizer
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.traits import check_length, traits
@@ -176,16 +177,19 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         experiment = replace(experiment, engine=engine)
         if trains and torch.cuda.is_available():
             experiment = _within_memory(experiment, sinks)
+        else:
+            check_cache(experiment, device_of_process())
         settings = replace(experiment.model, name=str(resumed.path)) if resumed else experiment.model
         with explained("loading"):
             model = load_model(settings, experiment.seed)
+            kernels = use_liger(model)
         model.generation_config.eos_token_id = list(chat.stop_ids)  # and ends its turns so
         longest = longest_context(experiment, model)
         engine = experiment.engine.start(model, experiment.deterministic, longest, folder)
         stack.push_async_callback(engine.close)
         if not engine.shares_weights:
             await engine.load_weights(model, 0)
-        sinks.tell([*chat.notes, describe_attention(model)])
+        sinks.tell([*chat.notes, describe_attention(model), *kernels])
         sinks.tell(engine.notes)
         slowest_s = max(experiment.rollout.timeout_s, experiment.rollout.score_timeout_s)  # nothing need move meanwhile
         limit_s = experiment.watchdog_s and max(experiment.watchdog_s, slowest_s + 600 if slowest_s else 0)

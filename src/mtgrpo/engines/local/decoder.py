@@ -32,7 +32,8 @@ Calls are counted through one forward pass: some models call the attention of a 
 
 DELEGATED = "delegated"  # the attention of transformers models while they decode
 QUERIED = 8  # tokens
-SAME_QUERIES = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.1}  # the same of queries, root mean square
+# the same of queries, root mean square
+SAME_QUERIES = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
 FAR = 2**17  # tokens, where a configuration names no last position
 
 
@@ -282,5 +283,5 @@ class _Product:
         if self._weight is not None:
             product = multiply if self._packed else linear
             return product(x.to(self._dtype), self._weight, self._bias)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+        with torch.autocast(x.device.type, self._dtype, enabled=self._dtype.itemsize == 2):
             return torch.cat([layer(x) for layer in self._layers], dim=-1)

@@ -8,7 +8,6 @@ runs inside the event loop, between the coroutines of the conversations.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -23,7 +22,7 @@ from mtgrpo.engines import Key
 from mtgrpo.engines.local.attention_scores import attention_scores
 from mtgrpo.engines.local.batch_plan import BatchPlanner, Row
 from mtgrpo.engines.local.decoder import Forward
-from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, check_room, token_bytes
+from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, check_room, memory_bytes, token_bytes
 from mtgrpo.engines.local.paged_attention import attend
 from mtgrpo.engines.local.sampling import sample, stream_key, uniforms
 from mtgrpo.engines.local.scheduler import MAX_PREFILL_TOKENS, Conversation, Request, Scheduler
@@ -48,7 +47,7 @@ def start_engine(
         reason = f"the layers of {type(model).__name__} have keys of different shapes"
     if reason:
         raise ConfigError(f"engine=local cannot sample from this model: {reason}; choose another model or engine")
-    total = _memory_bytes(model.device)
+    total = memory_bytes(model.device)
     check_room(memory_fraction, total, token_bytes(model), longest_context)
     check_length(model, longest_context)
     kv_cache = KVCache(model, int(memory_fraction * total / token_bytes(model)), longest_context)
@@ -63,12 +62,6 @@ def probe(model: PreTrainedModel, longest: int) -> Tensor:
     count = min(PROBE, longest)
     numbers = torch.arange(count, device=model.device)
     return vocabulary // 20 + (numbers * 2_654_435_761 % 2**32) * (vocabulary - vocabulary // 20) // 2**32
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class LocalEngine:

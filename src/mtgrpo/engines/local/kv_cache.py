@@ -7,6 +7,7 @@ large blocks of a pool of its own.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -144,6 +145,13 @@ class KVCache:
 def whole_blocks(tokens: int) -> int:
     """`tokens`, rounded up to whole blocks of a conversation."""
     return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Of the device, in all."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_room(fraction: float, memory: int, one: int, longest: int) -> None:

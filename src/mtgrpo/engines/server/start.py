@@ -34,7 +34,7 @@ def start_engine(settings: Server, model: PreTrainedModel, longest_context: int,
             f"engine.python={settings.python}: there is no such interpreter; give that of an environment that has vLLM "
             "(make vllm-cpu makes one for CPUs), or engine.url=[http://HOST:PORT] of a server that is running"
         )
-    dtype = torch.bfloat16 if computes_in(model) is torch.bfloat16 else torch.float32
+    dtype = torch.float32 if model.dtype is torch.float64 else computes_in(model)
     exchange = _exchange(model, None if not settings.url else folder or Path.cwd())
     push = _push(settings.sync, model, exchange, dtype)
     kind_of, rank = str(dtype).removeprefix("torch."), push.rank if isinstance(push, Adapter) else 0
