@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Given, OfRewards, Score
-from mtgrpo.rewards.code import last_code_block
+from mtgrpo.tools.unit_tests import last_code_block
 from mtgrpo.types import Trajectory
 
 _MARKER = re.compile(r"####|\\boxed\{")
