@@ -211,6 +211,27 @@ WORKED = [
 ]
 
 
+def test_prompts_come_from_texts_and_files(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1 + {prompt}?"}])
+    (tmp_path / "system.txt").write_text("Be brief.\n")
+    source = Jsonl(
+        path=str(path),
+        eval_fraction=0,
+        system_prompt=f"file:{tmp_path / 'system.txt'}",
+        prompt_template="Q: {prompt}\nA:",
+        examples=WORKED,
+    )
+    (task,) = source.stream(Split.train, 0, repeat=False)
+    assert task.messages[0] == Message("system", "Be brief.") and task.messages[1].content == WORKED[0]["content"]
+    assert task.messages[-1] == Message("user", "Q: 1 + {prompt}?\nA:")
+    for settings, said in (
+        ({"prompt_template": "Q: PROMPT"}, r"task\.prompt_template='Q: PROMPT' must have \{prompt\} in it"),
+        ({"system_prompt": "file:no.txt"}, r"task\.system_prompt=file:no\.txt: it cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            list(Jsonl(path=str(path), eval_fraction=0, **settings).stream(Split.train, 0, repeat=False))
+
+
 def test_worked_examples_stand_between_the_system_prompt_and_the_problem(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"prompt": "4 * 5?"},
