@@ -212,7 +212,7 @@ def continuous_batching(model: PreTrainedModel, conversations: Sequence[Conversa
 class Vllm:
     """The processes of rollout_vllm.py, with OpenMP threads bound to the first cores; stopped while others run."""
 
-    def __init__(self, folder: Path, threads: int, tuned: bool) -> None:
+    def __init__(self, folder: Path, threads: int, tuned: bool, more: Sequence[str] = ()) -> None:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
         settings = {
             "VLLM_NO_USAGE_STATS": "1",
@@ -234,6 +234,7 @@ class Vllm:
         command = [str(VLLM / "bin" / "python"), "-P", str(script), str(folder)]
         command += ["--longest-context", str(LONGEST_CONTEXT)]
         command += ["--block-size", str(TUNED_BLOCK)] if tuned else []
+        command += more
         self._log = folder / f"log-{threads}-{tuned}"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(

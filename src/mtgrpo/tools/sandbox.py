@@ -15,10 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.tools import sandbox_init
+
+if TYPE_CHECKING:
+    from mtgrpo.tools.sandbox_fusion import FusionSession
 
 _INIT = Path(sandbox_init.__file__).read_text(encoding="utf-8")
 _GRACE_S = 0.5  # beyond the time limit, before the sandbox is ended from outside
@@ -52,6 +55,7 @@ class Kind(Enum):
 
     bubblewrap = "bubblewrap"  # namespaces: no network, no file but /usr, no process to be seen, none left
     rlimits = "rlimits"  # weaker: limits alone; code can read your files and use your network
+    fusion = "fusion"  # a server of SandboxFusion at `url`, with what walls it has
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Sandbox:
     """How code runs. With bubblewrap (0.8 or later) as an unprivileged user in namespaces of its own."""
 
     kind: Kind = Kind.bubblewrap
+    url: str = ""  # of the server, for kind=fusion
     python: str = "python3"  # the interpreter, of /usr or in one of `folders`
     folders: list[str] = field(default_factory=list[str])  # that code may read, beside /usr
     timeout_s: float = 10.0  # for each piece of code; for each of its processes as much processor time, too
@@ -85,6 +90,10 @@ class Sandbox:
         require(self, timeout_s="> 0", memory_mb=">= 32", processes=">= 1", file_mb=">= 1", output_chars=">= 100")
         if self.kind is Kind.rlimits:
             refuse_without_effect(self, ("folders",), "with sandbox.kind=rlimits code can read what you can")
+        if self.kind is Kind.fusion:
+            refuse_without_effect(self, ("python", "folders", "processes", "file_mb"), "the server has its own")
+        if bool(self.url) != (self.kind is Kind.fusion):
+            raise ConfigError("sandbox.kind=fusion and sandbox.url=http://HOST:PORT belong together: set both or none")
 
     async def opened(self) -> Self:
         """It, once it was tried. Raises ConfigError where this kind of sandbox does not work on this machine."""
@@ -93,6 +102,8 @@ class Sandbox:
             if (found := await session.run("print(6 * 7)")).output != "42\n":
                 raise RuntimeError(f"print(6 * 7) gave {found}")
         except (OSError, RuntimeError) as error:
+            if self.kind is Kind.fusion:
+                raise ConfigError(f"sandbox.url={self.url} does not work: {error}") from error
             raise ConfigError(
                 f"sandbox.kind={self.kind.value} with sandbox.python={self.python} does not work here: {error}; for "
                 "bubblewrap install version 0.8 or later (apt-get install bubblewrap) on a system that allows user "
@@ -103,8 +114,12 @@ class Sandbox:
             await session.close()
         return self
 
-    def session(self) -> Session:
+    def session(self) -> Session | FusionSession:
         """A new interpreter; whoever asks for it closes it. It starts with the first code that it is given."""
+        if self.kind is Kind.fusion:
+            from mtgrpo.tools.sandbox_fusion import FusionSession  # noqa: PLC0415  it imports this module
+
+            return FusionSession(self.url, self.timeout_s, self.memory_mb, self.output_chars)
         return Session(self)
 
     def command(self, system_calls: int) -> list[str]:
