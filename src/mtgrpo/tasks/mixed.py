@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -70,12 +71,8 @@ class MixedStream:
         self._streams, self._weights, self._seed = streams, list(weights), seed
         self._drawn = 0
         self.notes = [note for stream in streams for note in stream.notes]
+        self.epoch = 0  # passes over the source that has had the fewest
         self.endless = all(stream.endless for stream in streams)
-
-    @property
-    def epoch(self) -> int:
-        """The number of passes over the source that has had the fewest."""
-        return min((stream.epoch for stream in self._streams if not stream.endless), default=0)
 
     def __iter__(self) -> Iterator[Task]:
         return self
@@ -86,6 +83,7 @@ class MixedStream:
             self._drawn += 1
             number = next(n for n, total in enumerate(accumulate(self._weights)) if left < total)
             if (task := next(self._streams[number], None)) is not None:
+                self._count_epochs()
                 return replace(task, metadata={**task.metadata, _SOURCE: number})
             self._weights[number] = 0.0
         raise StopIteration
@@ -103,3 +101,7 @@ class MixedStream:
         self._drawn = state["drawn"]
         for stream, its in zip(self._streams, state["of"], strict=True):
             stream.load_state_dict(its)
+        self._count_epochs()
+
+    def _count_epochs(self) -> None:
+        self.epoch = min((stream.epoch for stream in self._streams if not stream.endless), default=0)
