@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,7 +29,10 @@ from mtgrpo.endpoint.session import USED_UP, Budget, Session
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
 from mtgrpo.model.load import DType
+from mtgrpo.part import RunContext
 from mtgrpo.policy.updater import PolicyUpdater, UpdateConfig
+from mtgrpo.rewards import Score, scores
+from mtgrpo.rewards.judge import Judge
 from mtgrpo.types import Completion, Group, Message, Sample, Sampling, Task, ToolSpec, Trajectory
 from scripted import ScriptedEngine
 from test_conversation import ANSWER, CALL, chat, said
@@ -427,6 +431,13 @@ def code(answer: httpx.Response) -> Any:
     error = answer.json()["error"]
     assert error["message"]
     return error.get("code") or error["type"]
+
+
+async def test_it_may_be_the_judge_of_a_reward(tmp_path: Path) -> None:
+    async with served(scripted("Good.\nScore: 8")) as (address, *_):
+        judge = Judge(url=address.openai_url, model="any", key="KEY", cache=str(tmp_path))
+        async with judge.open(RunContext(tmp_path, print, {"KEY": address.key})) as running:
+            assert await scores(running, [Trajectory(TASK)]) == [Score(0.8, {"cached": 0.0})]
 
 
 async def test_what_is_wrong_is_told_in_the_words_of_the_dialect() -> None:

@@ -26,6 +26,7 @@ from mtgrpo.tasks.gsm8k import Gsm8k, solve_with_calculator
 from mtgrpo.tasks.hub import Hub
 from mtgrpo.tasks.jsonl import BadRows, Jsonl
 from mtgrpo.tasks.ledger import PROMPT, Ledger
+from mtgrpo.tasks.mixed import Mixed
 from mtgrpo.tasks.parquet import Parquet
 from mtgrpo.tasks.published import HubRows
 from mtgrpo.tasks.word_problems import WordProblems
@@ -210,6 +211,27 @@ WORKED = [
     {"role": "tool", "name": "calculator", "content": "6"},
     {"role": "assistant", "content": "#### 6"},
 ]
+
+
+def test_prompts_come_from_texts_and_files(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1 + {prompt}?"}])
+    (tmp_path / "system.txt").write_text("Be brief.\n")
+    source = Jsonl(
+        path=str(path),
+        eval_fraction=0,
+        system_prompt=f"file:{tmp_path / 'system.txt'}",
+        prompt_template="Q: {prompt}\nA:",
+        examples=WORKED,
+    )
+    (task,) = source.stream(Split.train, 0, repeat=False)
+    assert task.messages[0] == Message("system", "Be brief.") and task.messages[1].content == WORKED[0]["content"]
+    assert task.messages[-1] == Message("user", "Q: 1 + {prompt}?\nA:")
+    for settings, said in (
+        ({"prompt_template": "Q: PROMPT"}, r"task\.prompt_template='Q: PROMPT' must have \{prompt\} in it"),
+        ({"system_prompt": "file:no.txt"}, r"task\.system_prompt=file:no\.txt: it cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            list(Jsonl(path=str(path), eval_fraction=0, **settings).stream(Split.train, 0, repeat=False))
 
 
 def test_worked_examples_stand_between_the_system_prompt_and_the_problem(tmp_path: Path) -> None:
@@ -768,3 +790,58 @@ def test_a_ground_truth_that_is_no_answer_is_left_to_rewards(tmp_path: Path, tru
     task = next(Jsonl(path=str(path), eval_fraction=0).stream(Split.train, 0))
     assert task.answer == ""
     assert task.metadata["reward_model"] == {"ground_truth": truth}
+
+
+# --- several sources at once ---
+
+
+def mixture(tmp_path: Path, **more: Any) -> Mixed:
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{n}"} for n in range(30)])
+    files = ({"task": "jsonl", "path": str(tmp_path / f"{name}.jsonl"), "eval_fraction": 0.2} for name in "ab")
+    return Mixed(of=[{**file, "weight": weight} for file, weight in zip(files, (3, 1), strict=True)], **more)
+
+
+def test_sources_are_mixed_by_weight_and_resume(tmp_path: Path) -> None:
+    source = mixture(tmp_path)
+    ids = [task.id for task in itertools.islice(source.stream(Split.train, 7), 400)]
+    assert 270 < sum(name.startswith("a/") for name in ids) < 330
+    assert ids[:40] != [task.id for task in itertools.islice(source.stream(Split.train, 8), 40)]
+    stream = source.stream(Split.train, 7)
+    assert [next(stream).id for _ in range(123)] == ids[:123]
+    resumed = source.stream(Split.train, 7)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert [next(resumed).id for _ in range(200)] == ids[123:323]
+    assert resumed.epoch >= 1 and not resumed.endless
+
+
+def test_one_pass_over_a_mixture_has_every_held_out_task_once(tmp_path: Path) -> None:
+    source = mixture(tmp_path)
+    found = [task.id for task in source.stream(Split.eval, 0, repeat=False)]
+    alone = [Jsonl(path=str(tmp_path / f"{name}.jsonl"), eval_fraction=0.2) for name in "ab"]
+    assert sorted(found) == sorted(task.id for one in alone for task in one.stream(Split.eval, 0, repeat=False))
+    assert found != sorted(found)
+
+
+def test_demonstrations_are_those_of_the_source() -> None:
+    source = Mixed(of=[{"task": "ledger", "min_pages": 2, "max_pages": 2}, {"task": "calculator"}])
+    tasks = list(itertools.islice(source.stream(Split.train, 0), 10))
+    kinds = {task.id.partition("/")[0]: source.demonstration(task, 0) for task in tasks}
+    assert len(kinds) == 2 and all(kinds.values()) and source.stream(Split.train, 0).endless
+
+
+@pytest.mark.parametrize(
+    "of, said",
+    [
+        ([], r"task\.of is empty"),
+        ([{"weight": 2}], r"an entry is \{task: NAME"),
+        ([{"task": "ledger", "weight": 0}], "weight: NUMBER above 0"),
+        ([{"task": "ledger", "pages": 2}], "the task ledger has no setting 'pages'"),
+        ([{"task": "legder"}], "legder"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused(of: list[Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Mixed(of=of).stream(Split.train, 0)
+    with pytest.raises(ConfigError, match=r"`system_prompt=x` has no effect"):
+        Mixed(system_prompt="x")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ast
-import re
-import textwrap
 import warnings
 from dataclasses import dataclass
 
 from mtgrpo.rewards import Reward
 from mtgrpo.rewards.em import accepted_answers
+from mtgrpo.tools.unit_tests import last_code_block
 from mtgrpo.types import Trajectory
-
-_FENCE = re.compile(r"[ \t]*(?P<fence>`{3,}(?=[^`]*$)|~{3,})(?P<info>.*)")
 
 
 @dataclass
@@ -28,20 +25,6 @@ class Code(Reward):
         answer, said = accepted_answers(trajectory.task)[0], last_code_block(trajectory.final)
         fenced = last_code_block(answer)
         return float(said is not None and _same_code(said, answer if fenced is None else fenced))
-
-
-def last_code_block(text: str) -> str | None:
-    """The last block between two code fences (``` or ~~~), without common indentation; None where there is none."""
-    block, lines, opening = None, list[str](), ""
-    for line in text.split("\n"):
-        mark = _FENCE.match(line)
-        if not opening:
-            opening, lines = mark["fence"] if mark else "", []
-        elif mark and mark["fence"].startswith(opening) and not mark["info"].strip():
-            block, opening = textwrap.dedent("\n".join(lines)), ""
-        else:
-            lines.append(line)
-    return block
 
 
 def _same_code(said: str, expected: str) -> bool:

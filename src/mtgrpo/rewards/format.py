@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mtgrpo.errors import ConfigError, require
 from mtgrpo.rewards import Reward
-from mtgrpo.rewards.code import last_code_block
+from mtgrpo.tools.unit_tests import last_code_block
 from mtgrpo.types import Trajectory
 
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, cast
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Given
-from mtgrpo.rewards.code import last_code_block
 from mtgrpo.rewards.composed import Composed
+from mtgrpo.tools.unit_tests import last_code_block
 from mtgrpo.types import Trajectory
 
 _MARKER = re.compile(r"####|\\boxed\{")

@@ -10,12 +10,11 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Self, cast
 
-from mtgrpo.errors import ConfigError
 from mtgrpo.part import RunContext
 from mtgrpo.rewards import Given, Reward, tried
-from mtgrpo.rewards.code import last_code_block
 from mtgrpo.together import together
 from mtgrpo.tools.sandbox import Sandbox
+from mtgrpo.tools.unit_tests import last_code_block, run_tests, tests_of
 from mtgrpo.types import Trajectory
 
 
@@ -48,18 +47,9 @@ class UnitTests(Reward):
         return await together(tried(lambda one=one: self._passes(one), self.retries) for one in siblings)
 
     async def _passes(self, trajectory: Trajectory) -> float:
-        task, code = trajectory.task, last_code_block(trajectory.final)
-        tests = task.metadata.get("tests")
-        if not isinstance(tests, str) or not tests.strip():
-            raise ConfigError(f"task {task.id} has no `tests` in its metadata; reward=unit_tests is for task=mbpp")
+        tests_of(trajectory.task)  # refused where there are none, whatever the answer
+        code = last_code_block(trajectory.final)
         if code is None:
             return 0.0
         async with self._slots or nullcontext():
-            session = self.sandbox.session()
-            try:
-                for part in (f"{task.metadata.get('setup', '')}\n{code}", tests):
-                    if not (await session.run(part)).passed:
-                        return 0.0
-            finally:
-                await session.close()
-        return 1.0
+            return float((await run_tests(self.sandbox, trajectory.task, code)).passed)

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any, cast, get_args
 
 from mtgrpo.errors import ConfigError
@@ -39,7 +40,9 @@ class Split(Enum):
 class TaskSource(Part, ABC):
     """Base of all task sources."""
 
-    system_prompt: str = ""  # put before every task's messages unless they begin with a system message
+    # put before every task's messages unless they begin with a system message: a text, or file:PATH of one
+    system_prompt: str = ""
+    prompt_template: str = ""  # what the last message says, {prompt} standing for what the task has there; or file:PATH
     examples: Any = 0  # few-shot, after it: a number of demonstrations of training tasks, or messages of your own
 
     @abstractmethod
@@ -56,8 +59,23 @@ class TaskSource(Part, ABC):
     def with_prompt(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """`messages` after the system prompt, unless they bring one, and the few-shot examples. Raises ConfigError."""
         own = 1 if messages[0].role == "system" else 0
-        system = messages[:own] or ((Message("system", self.system_prompt),) if self.system_prompt else ())
-        return (*system, *self.worked, *messages[own:])
+        system = messages[:own] or ((Message("system", self._system),) if self._system else ())
+        *before, last = messages[own:]
+        said = self._template.replace("{prompt}", last.content) if self._template else last.content
+        return (*system, *self.worked, *before, replace(last, content=said))
+
+    @functools.cached_property
+    def _system(self) -> str:
+        return _text_of(self.system_prompt, "task.system_prompt")
+
+    @functools.cached_property
+    def _template(self) -> str:
+        template = _text_of(self.prompt_template, "task.prompt_template")
+        if template and "{prompt}" not in template:
+            raise ConfigError(
+                f"task.prompt_template={template[:200]!r} must have {{prompt}} in it, where the task's stands"
+            )
+        return template
 
     @functools.cached_property
     def worked(self) -> tuple[Message, ...]:
@@ -92,6 +110,16 @@ class Generated(TaskSource, ABC):
 def called(tool: str, arguments: Mapping[str, Any], answer: str) -> tuple[Message, Message]:
     """A call and what the tool answers, for demonstrations."""
     return Message("assistant", tool_calls=(ToolCall(tool, arguments),)), Message("tool", answer, name=tool)
+
+
+def _text_of(given: str, option: str) -> str:
+    """What a file holds, where it is named as file:PATH, else the text itself. Raises ConfigError."""
+    if not given.startswith("file:"):
+        return given
+    try:
+        return Path(given.removeprefix("file:")).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option}={given}: it cannot be read: {error}") from error
 
 
 def held_out(task_id: str, fraction: float) -> bool:

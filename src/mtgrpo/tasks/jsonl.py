@@ -80,16 +80,24 @@ class FileSource(TaskSource):
         task = task_from_row(row, self.columns, rows.where(number), rows.default_id(number))
         return Task(task.id, self.with_prompt(task.messages), task.answer, task.metadata)
 
+    def tried(self, rows: Rows) -> Iterator[Task | ConfigError]:
+        """Every row as a task, or what is wrong with it."""
+        for index, read in enumerate(rows.readings()):
+            try:
+                yield self._task(rows, index, read())
+            except ConfigError as error:
+                yield error
+
     def _checked(self, rows: Rows, files: Sequence[Path]) -> list[str]:
         """What to say of the rows that cannot be used, by all of them, of large files by the first thousand."""
         large = sum(file.stat().st_size for file in files) > CHECKED_BYTES
+        found = islice(self.tried(rows), 1000 if large else None)
         bad: list[ConfigError] = []
         count = 0
-        for count, read in enumerate(islice(rows.readings(), 1000 if large else None), 1):
-            try:
-                self._task(rows, count - 1, read())
-            except ConfigError as error:
-                bad.append(error)
+        for one in found:
+            count += 1
+            if isinstance(one, ConfigError):
+                bad.append(one)
         if bad and (len(bad) == count or self.bad_rows is BadRows.stop):
             raise bad[0]
         said = f"{len(bad)} of the {count} rows that were checked cannot be used and are skipped; the first: "

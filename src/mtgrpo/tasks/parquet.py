@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.tasks import Rows
-from mtgrpo.tasks.jsonl import FileSource
+from mtgrpo.tasks.jsonl import FileSource, JsonlRows
+
+_GROUP = 10_000  # rows that are written together
 
 
 @dataclass
@@ -115,3 +118,69 @@ class ParquetRows(Rows):
 def _said(error: Exception) -> str:
     """What pyarrow says, on one line."""
     return " ".join(str(error).split())
+
+
+def write_parquet(file: Path, out: Path) -> int:
+    """Write the rows of a .jsonl file as Parquet and give their number; the file is read twice, 10,000 rows at a time.
+
+    A column has one type; objects get all keys that theirs have in any row, null where a row lacks them, but for the
+    arguments of tool calls, which become JSON text. Raises ConfigError naming the row that does not fit.
+    """
+    refuse_without_package("pyarrow", "a Parquet file", "data")
+    import pyarrow as pa  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+    from pyarrow import parquet  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+
+    arrow, rows = cast("Any", pa), JsonlRows({file: file.stem})
+    schema: Any = arrow.schema([])
+    for start, group in _groups(rows):
+        for name in dict.fromkeys(key for row in group for key in row):
+            values = [row.get(name) for row in group]
+            try:
+                field = arrow.field(name, arrow.array(values).type)
+                schema = arrow.unify_schemas([schema, arrow.schema([field])], promote_options="permissive")
+            except arrow.ArrowException as error:
+                bad = start + _misfit(arrow, values)
+                raise ConfigError(
+                    f"{rows.where(bad)}: column {name!r} is of another type than before ({error})"
+                ) from error
+    unfinished = out.with_name(f".{out.name}")
+    try:
+        with parquet.ParquetWriter(unfinished, schema) as writer:
+            for _, group in _groups(rows):
+                writer.write_table(arrow.Table.from_pylist(group, schema=schema))
+    except arrow.ArrowException as error:
+        unfinished.unlink(missing_ok=True)
+        raise ConfigError(f"{file} cannot be written as Parquet: {error}") from error
+    unfinished.replace(out)
+    return len(rows)
+
+
+def _groups(rows: Rows) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The rows in groups, each with the number of its first."""
+    for start in range(0, len(rows), _GROUP):
+        yield start, [_with_text_arguments(rows[number]) for number in range(start, min(start + _GROUP, len(rows)))]
+
+
+def _with_text_arguments(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_text_arguments(one) for one in cast("list[Any]", value)]
+    if not isinstance(value, Mapping):
+        return value
+    items = cast("Mapping[str, Any]", value).items()
+    return {
+        name: json.dumps(one) if name == "arguments" and isinstance(one, dict) else _with_text_arguments(one)
+        for name, one in items
+    }
+
+
+def _misfit(arrow: Any, values: list[Any]) -> int:
+    """The number of the first value whose type is none of those before it."""
+
+    def fails(count: int) -> bool:
+        try:
+            arrow.array(values[:count])
+        except arrow.ArrowException:
+            return True
+        return False
+
+    return max(bisect_left(range(1, len(values) + 1), True, key=fails), 0) % len(values)

@@ -101,9 +101,10 @@ class SearchQA(Published):
         """The question, with what answers it in the metadata."""
         answers, steps = texts(row["answers"]), row.get("decomposition", [])
         metadata = {"answers": answers, "gold": texts(row["gold"]), "source": row["source"], "steps": steps}
+        metadata["question"] = text(row, "question")
         if not answers:
             raise ValueError("answers")
-        return Task(f"search_qa/{row['id']}", user(text(row, "question")), answers[0], metadata)
+        return Task(f"search_qa/{row['id']}", user(metadata["question"]), answers[0], metadata)
 
 
 def _queries(task: Task) -> list[str]:
@@ -113,7 +114,7 @@ def _queries(task: Task) -> list[str]:
 
     for nth, answer in enumerate(answers, 1):
         queries = [re.sub(rf"#{nth}\b", lambda _, answer=answer: answer, query) for query in queries]
-    return queries or [task.messages[-1].content]
+    return queries or [task.metadata["question"]]
 
 
 def _shows(seen: dict[str, str], answer: str) -> bool:

@@ -40,7 +40,7 @@ class PassageIndex:
 
     def __init__(self, corpus: Path, folder: Path) -> None:
         bm25s, self._stemmer = _packages()
-        self._corpus, self._bm25s = corpus, bm25s
+        self.folder, self._corpus, self._bm25s = folder, corpus, bm25s
         self._bm25 = bm25s.BM25.load(folder, mmap=True, show_progress=False)
         self._offsets: NDArray[np.int64] = np.load(folder / "offsets.npy", mmap_mode="r")  # bytes, of each passage
         self._hashes: NDArray[np.uint64] = np.load(folder / "id_hashes.npy", mmap_mode="r")  # ascending
@@ -163,12 +163,17 @@ def _passage(line: bytes, where: str) -> Passage:
         row: Any = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON ({error}): {line[:80]!r}") from error
+    return passage_from(row, where)
+
+
+def passage_from(row: Any, where: str) -> Passage:
+    """The passage in a row of a corpus. Raises ConfigError, beginning with `where`."""
     columns = cast("dict[str, Any]", row) if isinstance(row, dict) else {}
     found = [columns.get("id"), columns.get("title") or "", columns.get("text")]
     if not all(isinstance(one, str) for one in found) or not found[0]:
         raise ConfigError(
             f"{where}: a passage has id and text and perhaps title, all of them text; the columns are "
-            f"{', '.join(columns) or 'none'}: {line[:80]!r}"
+            f"{', '.join(columns) or 'none'}: {row!r:.80}"
         )
     return Passage(*cast("list[str]", found))
 

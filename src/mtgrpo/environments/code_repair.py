@@ -1,0 +1,65 @@
+"""A program, the tests it fails, and another try."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Self, cast
+
+from mtgrpo.environments import Environment, Opening, Reply
+from mtgrpo.part import RunContext
+from mtgrpo.text import head_and_tail, printable
+from mtgrpo.tools.sandbox import Sandbox
+from mtgrpo.tools.unit_tests import last_code_block, run_tests, tests_of
+from mtgrpo.types import Message, Task
+
+
+@dataclass
+class CodeRepair(Environment):
+    """The task's tests run on the last fenced code block of each message, in a sandbox; the model sees what failed.
+
+    A program that passes ends the conversation and pays 1: reward=environment. `max_turns` is how many programs the
+    model may try. For task=mbpp, and files of your own with code in a column `tests`. The prompts of task=humaneval
+    show no tests; what fails here does.
+    """
+
+    pays_turns = True
+
+    max_turns: int = 3
+    shown_chars: int = 600  # of what a failure prints: beginning and end
+    sandbox: Sandbox = field(default_factory=Sandbox)
+
+    _slots = cast("asyncio.Semaphore | None", None)  # while a run lasts
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With a sandbox that was tried, for as many programs at once as there are processors.
+
+        Raises ConfigError where it does not work.
+        """
+        running = copy.copy(self)
+        running.sandbox = await self.sandbox.opened()
+        running._slots = asyncio.Semaphore(os.cpu_count() or 1)
+        yield running
+
+    async def start(self, task: Task) -> Opening:
+        """Show the task. Raises ConfigError where it has no tests."""
+        tests_of(task)
+        self._task = task
+        return Opening(task.messages)
+
+    async def step(self, message: Message) -> Reply:
+        code = last_code_block(message.content)
+        if code is None:
+            return Reply((Message("user", "error: put the whole program in one fenced code block"),))
+        async with self._slots or nullcontext():
+            result = await run_tests(self.sandbox, self._task, code)
+        if result.passed:
+            return Reply(done=True, reward=1.0)
+        said = head_and_tail(printable(result.output).strip(), self.shown_chars)
+        why = result.stopped or result.error
+        return Reply((Message("user", f"The tests fail ({why}):\n{said}\nWrite the whole program again."),))

@@ -1,0 +1,50 @@
+"""The tests that a program must pass, run in the sandbox; and where the program stands in a message."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.tools.sandbox import Result, Sandbox
+from mtgrpo.types import Task
+
+_FENCE = re.compile(r"[ \t]*(?P<fence>`{3,}(?=[^`]*$)|~{3,})(?P<info>.*)")
+
+
+def last_code_block(text: str) -> str | None:
+    """The last block between two code fences (``` or ~~~), without common indentation; None where there is none."""
+    block, lines, opening = None, list[str](), ""
+    for line in text.split("\n"):
+        mark = _FENCE.match(line)
+        if not opening:
+            opening, lines = mark["fence"] if mark else "", []
+        elif mark and mark["fence"].startswith(opening) and not mark["info"].strip():
+            block, opening = textwrap.dedent("\n".join(lines)), ""
+        else:
+            lines.append(line)
+    return block
+
+
+def tests_of(task: Task) -> str:
+    """The tests in the task's metadata. Raises ConfigError where it has none."""
+    tests = task.metadata.get("tests")
+    if not isinstance(tests, str) or not tests.strip():
+        raise ConfigError(
+            f"task {task.id} has no `tests` in its metadata, code that raises where a program is wrong; task=mbpp and "
+            "task=humaneval have them"
+        )
+    return tests
+
+
+async def run_tests(sandbox: Sandbox, task: Task, code: str) -> Result:
+    """What the task's tests say of `code`: a fresh interpreter runs the task's `setup`, the code, then the tests.
+
+    Raises ConfigError where the task has no tests, OSError or RuntimeError where the sandbox itself fails.
+    """
+    tests, session = tests_of(task), sandbox.session()
+    try:
+        result = await session.run(f"{task.metadata.get('setup', '')}\n{code}")
+        return await session.run(tests) if result.passed else result
+    finally:
+        await session.close()

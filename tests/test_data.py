@@ -1,0 +1,134 @@
+"""What `mtgrpo data check` says of files, and what `mtgrpo data build` makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtgrpo.tasks import Split
+from mtgrpo.tasks.conversations import Conversations
+from mtgrpo.tasks.jsonl import Jsonl, JsonlRows
+from mtgrpo.tasks.parquet import Parquet, ParquetRows, write_parquet
+from mtgrpo.types import Task
+
+Run = Callable[..., tuple[int, str, str]]
+
+PASSAGES = [{"id": "a", "title": "Rome", "text": "Rome is old."}, {"id": "b", "text": "Rivers run to the sea."}]
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def asked(prompt: str, **more: Any) -> dict[str, Any]:
+    return {"prompt": prompt, **more}
+
+
+def test_every_bad_row_is_said_with_file_and_line(place: Path, run: Run) -> None:
+    rows = [asked("1+1?", id="x", answer="2"), asked("1+2?", id="y"), "{", asked("1+3?", id="x", answer=4), {"q": 1}]
+    write(place / "mine.jsonl", *rows)
+    code, said, _ = run("data", "check", "mine.jsonl")
+    lines = said.splitlines()
+    assert code == 1
+    assert lines[:3] == ["--- mine.jsonl, line 1", "user: 1+1?", "answer: 2"]
+    assert lines[5] == "mine.jsonl: 5 rows of tasks, 4 of which cannot be used"
+    assert [line.partition(": ")[0] for line in lines[6:]] == [f"mine.jsonl, line {number}" for number in (2, 3, 4, 5)]
+    assert "no answer in column 'answer', which other rows have" in lines[6]
+    assert "not valid JSON" in lines[7] and "the id 'x' is that of mine.jsonl, line 1 already" in lines[8]
+    assert "no column 'prompt'" in lines[9]
+
+
+def test_an_answer_column_that_is_named_must_be_in_every_row(place: Path, run: Run) -> None:
+    write(place / "mine.jsonl", asked("1+1?", gold="2"), asked("1+2?"))
+    code, said, _ = run("data", "check", "mine.jsonl", "--answer", "gold")
+    assert code == 1 and "mine.jsonl, line 2: no column 'gold'; the columns are prompt" in said
+    code, said, _ = run("data", "check", "mine.jsonl")
+    assert code == 0 and "no row has an answer in column 'answer'; name another with --answer" in said
+
+
+@pytest.mark.parametrize(
+    "rows, kind",
+    [
+        ([asked("1+1?")], "tasks"),
+        ([{"messages": [{"role": "user", "content": "1+1?"}]}], "tasks"),
+        ([{"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]}], "conversations"),
+        (PASSAGES, "passages"),
+    ],
+)
+def test_what_the_rows_are_is_seen(rows: list[Any], kind: str, place: Path, run: Run) -> None:
+    write(place / "mine.jsonl", *rows)
+    code, said, _ = run("data", "check", "mine.jsonl")
+    assert code == 0 and f"{len(rows)} rows of {kind}, 0 of which cannot be used" in said
+
+
+def test_rows_are_shown_as_a_model_sees_them(place: Path, run: Run) -> None:
+    write(place / "mine.jsonl", asked("1+1?"))
+    shown = run("data", "check", "mine.jsonl", "--model", "tiny")[1]
+    assert "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n" in shown
+
+
+def test_a_corpus_is_checked_and_indexed(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bm25s")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    write(place / "good.jsonl", *PASSAGES)
+    write(place / "bad.jsonl", *PASSAGES, PASSAGES[0], {"id": "c"})
+    code, said, _ = run("data", "check", "bad.jsonl")
+    assert code == 1 and "bad.jsonl, line 3: the id 'a' is that of bad.jsonl, line 1 already" in said
+    assert "bad.jsonl, line 4: a passage has id and text" in said
+    code, said, _ = run("data", "build", "good.jsonl")
+    assert code == 0 and said.startswith(str(place / "cache")) and "the index of 2 passages" in said
+    assert run("data", "build", "good.jsonl", "--out", "index")[0] == 0
+    code, _, said = run("data", "build", "bad.jsonl", "--out", "other")
+    assert code == 2 and "bad.jsonl, line 3: the id 'a' is that of line 1 already" in said
+    write(place / "good.jsonl", *PASSAGES[:1])
+    code, _, said = run("data", "build", "good.jsonl", "--out", "index")
+    assert code == 2 and "index is that of another corpus" in said
+
+
+def test_a_parquet_file_gives_the_tasks_of_the_lines(place: Path, run: Run) -> None:
+    pytest.importorskip("pyarrow")
+    rows = [asked(f"1+{n}?", id=f"x{n}", answer=n + 1, more={"n": n} if n % 2 else {"m": [n]}) for n in range(20)]
+    lines = write(place / "mine.jsonl", *rows)
+    assert run("data", "build", "mine.jsonl", "--out", "mine.parquet")[:2] == (0, "mine.parquet: 20 rows\n")
+    both = (Jsonl(path=str(lines)), Parquet(path="mine.parquet"))
+    ours, theirs = (list(source.stream(Split.train, 0, repeat=False)) for source in both)
+    assert len(ours) > 15 and [(task.id, task.messages, task.answer) for task in ours] == [
+        (task.id, task.messages, task.answer) for task in theirs
+    ]
+
+
+def test_arguments_of_calls_gain_no_keys_in_a_parquet_file(place: Path) -> None:
+    pytest.importorskip("pyarrow")
+    calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "find", "arguments": {"query": "x", "k": [2]}}]
+    write(
+        place / "said.jsonl",
+        *(
+            {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [one], "content": ""}]}
+            for one in calls
+        ),
+    )
+    assert write_parquet(place / "said.jsonl", place / "said.parquet") == 2
+    source, rows = Conversations(), ParquetRows({place / "said.parquet": "said"})
+    tasks = [one for one in source.tried(rows) if isinstance(one, Task)]
+    found = [source.demonstration(task, 0)[0].tool_calls[0] for task in tasks]
+    assert [{"name": call.name, "arguments": dict(call.arguments)} for call in found] == calls
+
+
+@pytest.mark.parametrize("value, row", [([1], 4), ({"b": 1}, 4), ("text", 4)])
+def test_a_row_that_does_not_fit_its_column_is_named(value: Any, row: int, place: Path, run: Run) -> None:
+    pytest.importorskip("pyarrow")
+    write(place / "mine.jsonl", *({"a": n} for n in range(row - 1)), {"a": value}, {"a": 5})
+    code, _, said = run("data", "build", "mine.jsonl", "--out", "mine.parquet")
+    assert code == 2 and f"mine.jsonl, line {row}: column 'a' is of another type than before" in said
+    assert not (place / "mine.parquet").exists() and len(JsonlRows({place / "mine.jsonl": "mine"})) == row + 1
+
+
+def test_what_is_not_there_is_said(place: Path, run: Run) -> None:
+    assert "there is no file no.jsonl" in run("data", "check", "no.jsonl")[2]
+    (place / "empty.jsonl").touch()
+    assert "empty.jsonl is empty" in run("data", "check", "empty.jsonl")[2]
