@@ -308,7 +308,7 @@ def test_it_is_an_option_of_the_command_line() -> None:
         "reward.bonus=0.7": r"reward\.bonus must be > 0 and < 0\.5, got 0\.7",
         "reward.of={format: {min_chars: -1}}": "the reward format: min_chars must be >= 0, got -1",
         "reward.of={format: {forbidden_patterns: ['(']}}": r"forbidden_patterns: '\(' is not",
-        "reward.of=[poetry]": r"there is no rewards named 'poetry'",
+        "reward.of=[poetry]": r"there is no reward named 'poetry'",
         "reward.of=[]": r"reward\.of is empty",
     }.items():
         with pytest.raises(ConfigError, match=said):

@@ -134,7 +134,7 @@ def test_tools_are_compared_with_none_task_by_task() -> None:
     ("words", "said"),
     [
         (["eval.no_tools=true", "environment.tools=[]"], "eval.no_tools=true: the environment has no tools"),
-        (["eval.sets=[nowhere]"], "there is no tasks named 'nowhere'"),
+        (["eval.sets=[nowhere]"], "there is no task named 'nowhere'"),
         (["eval.sets={a/b: {task: jsonl}}"], "'a/b' cannot be the name of a set"),
         (["eval.sets={no_tools: {task: jsonl}}"], "'no_tools' cannot be the name of a set"),
         (["eval.sets={mine: {task: jsonl, pth: x}}"], "the task set mine has no setting 'pth'"),

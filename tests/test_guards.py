@@ -32,9 +32,9 @@ from mtgrpo.model.scorer import Scorer
 from mtgrpo.policy import optimizer, updater
 from mtgrpo.record.curve import Curve
 from mtgrpo.rewards import Reward
-from mtgrpo.rollout import conversation
 from mtgrpo.stages import update
 from mtgrpo.stages.trainer import train
+from mtgrpo.types import Completion, Turn
 from saving import save_model
 
 ENVIRONMENT = '''
@@ -250,10 +250,10 @@ def weights_of_nothing(step: Any, optimizer: Any) -> float:
 def logprobs_with(change: Callable[[list[float]], Any]) -> Plant:
     """What the engine says of the tokens that it sampled."""
 
-    def turn(original: Any, *arguments: Any, **named: Any) -> Any:
-        return original(*arguments, **{**named, "logprobs": change(named["logprobs"])})
+    def turn(original: Any, sampled: Completion, *more: Any) -> Any:
+        return original(replace(sampled, logprobs=change(sampled.logprobs)), *more)
 
-    return changed(conversation, "Turn", turn)
+    return changed(Turn, "of", turn)
 
 
 async def rewards_of_nothing(_original: Any, *_: Any) -> None: ...

@@ -126,7 +126,7 @@ def test_an_evaluation_goes_on_in_its_folder_where_that_is_asked_for(
 ) -> None:
     (recorded(place) / "checkpoints" / "step_000001").mkdir(parents=True)
     measured: list[Path] = []
-    monkeypatch.setattr("mtgrpo.cli.checked", lambda _, config: composed_from(config))
+    monkeypatch.setattr("mtgrpo.cli.checked", lambda _, config, spared: composed_from(config))
     monkeypatch.setattr("mtgrpo.stages.evaluate.run_evaluation", lambda _, folder: measured.append(folder))
     words = ["eval", "checkpoint=checkpoints/step_000001", "hydra.run.dir=there"]
     cli.run_command(words)

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import inspect
 import json
-import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine
@@ -19,7 +18,7 @@ from mtgrpo import extension
 from mtgrpo.agents import Address, Agent, Outcome, outcome_of, run_process
 from mtgrpo.errors import ConfigError
 from mtgrpo.tools import in_thread
-from mtgrpo.types import Task
+from mtgrpo.types import Message, Task, ToolCall
 
 
 class Isolation(Enum):
@@ -65,8 +64,12 @@ class Python(Agent):
     async def _in_process(self, task: Task, address: Address) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="mtgrpo-", ignore_cleanup_errors=True) as place:
             folder = Path(place)
-            function = str(Path(self.function).expanduser().resolve())
-            (folder / ".asked").write_bytes(pickle.dumps((function, task, address)))
+            asked = (
+                str(Path(self.function).expanduser().resolve()),
+                dataclasses.asdict(task),
+                dataclasses.asdict(address),
+            )
+            (folder / ".asked").write_text(json.dumps(asked))
             code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
             argv = [sys.executable, "-P", "-c", code]
             await run_process(argv, folder, address, self.environment, keep=500)
@@ -75,8 +78,13 @@ class Python(Agent):
 
 def main() -> None:
     """In the process: the function that is asked for leaves outcome.json."""
-    name, task, address = pickle.loads(Path(".asked").read_bytes())
-    outcome = outcome_of(_called(extension.find("mtgrpo.agents", name, Agent), task, address, []))
+    name, task, address = json.loads(Path(".asked").read_text())
+    task["messages"] = tuple(
+        Message(**message | {"tool_calls": tuple(ToolCall(**call) for call in message["tool_calls"])})
+        for message in task["messages"]
+    )
+    function = extension.find("mtgrpo.agents", name, Agent)
+    outcome = outcome_of(_called(function, Task(**task), Address(**address), []))
     Path("outcome.json").write_text(json.dumps(dataclasses.asdict(outcome)))
 
 
