@@ -141,13 +141,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         engine, why = experiment.engine.chosen(experiment.model)
         sinks.tell([why] if why else [])
         experiment = replace(experiment, engine=engine)
-        if trains and torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info(device_of_process())
-            planned = plan(experiment, total, "cuda", taken=total - free)
-            sinks.note(planned.describe())
-            experiment = planned.experiment
-        else:
-            check_cache(experiment, device_of_process())
+        experiment = _with_room(experiment, trains, sinks.note)
         settings = replace(experiment.model, name=str(resumed.path)) if resumed else experiment.model
         with explained("loading"):
             model = load_model(settings, experiment.seed)
@@ -181,6 +175,17 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             resumed=resumed,
             watchdog=watchdog,
         )
+
+
+def _with_room(experiment: Experiment, trains: bool, note: Callable[[str], None]) -> Experiment:
+    """`experiment` with what memory has a say in settled. Raises ConfigError where there is not enough."""
+    if not (trains and torch.cuda.is_available()):
+        check_cache(experiment, device_of_process())
+        return experiment
+    free, total = torch.cuda.mem_get_info(device_of_process())
+    planned = plan(experiment, total, "cuda", taken=total - free)
+    note(planned.describe())
+    return planned.experiment
 
 
 @contextmanager
