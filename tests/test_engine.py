@@ -401,7 +401,7 @@ def test_a_budget_below_one_conversation_is_refused_with_the_number_that_is_need
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make_model()
-    monkeypatch.setattr(local, "_memory_bytes", lambda device: 10_000 * token_bytes(model))
+    monkeypatch.setattr(local, "memory_bytes", lambda device: 10_000 * token_bytes(model))
     said = r"memory_fraction=0.1 .* of 992 tokens, but one may grow to 1000; set .* at least 0.1024, .* at most 992"
     with pytest.raises(ConfigError, match=said):
         Local(memory_fraction=0.1).start(model, True, 1000)

@@ -149,7 +149,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def update(model: PreTrainedModel, kind: Kind = Kind.adamw) -> None:
     """One optimiser step on some loss."""
     optimizer = Optimizer(model, OptimizerSettings(kind=kind, lr=0.01), total_steps=1)
-    optimizer.scaled(model(input_ids=IDS).logits.float().log_softmax(-1)[..., 7].sum()).backward()
+    optimizer.scaled(model(input_ids=IDS).logits.float().log_softmax(-1)[..., 7].mean()).backward()
     optimizer.step()
 
 
