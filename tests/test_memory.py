@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -357,7 +358,8 @@ def test_four_bits_without_their_package_are_refused_before_weights_are_read(
     folder = tmp_path / "model"
     named(folder)
     load_tokenizer("tiny").save_pretrained(folder)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else found(name))
     monkeypatch.setattr("mtgrpo.model.load.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read"))
     words = (f"model.name={folder}", "model.lora.rank=4", "model.quantization=nf4")
     with pytest.raises(ConfigError, match=r"^model\.quantization=nf4 needs the package bitsandbytes: pip install"):

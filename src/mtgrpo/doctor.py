@@ -83,6 +83,7 @@ PACKAGES = (
     Package("gymnasium", "gymnasium", "environment=gymnasium", 'pip install -e ".[games]"'),
     Package("skyrl_gym", "skyrl-gym", "environment=skyrl_gym", 'pip install -e ".[games]"'),
     Package("textarena", "textarena", "environment=textarena", 'pip install -e ".[games]"'),
+    Package("skyrl_gym", "skyrl-gym", "environment=skyrl_gym", 'pip install -e ".[games]"'),
     Package("mcp", "mcp", "tools of MCP servers", 'pip install -e ".[mcp]"'),
     Package("uvicorn", "uvicorn", "agent=python, agent=command", 'pip install -e ".[agents]"'),
     Package("wandb", "wandb", "log=wandb", 'pip install -e ".[trackers]"'),

@@ -175,10 +175,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         engine, why = experiment.engine.chosen(experiment.model)
         sinks.tell([why] if why else [])
         experiment = replace(experiment, engine=engine)
-        if trains and torch.cuda.is_available():
-            experiment = _within_memory(experiment, sinks)
-        else:
-            check_cache(experiment, device_of_process())
+        experiment = _with_room(experiment, trains, sinks.note)
         settings = replace(experiment.model, name=str(resumed.path)) if resumed else experiment.model
         with explained("loading"):
             model = load_model(settings, experiment.seed)
@@ -215,11 +212,14 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         )
 
 
-def _within_memory(experiment: Experiment, sinks: Sinks) -> Experiment:
-    """The experiment with what was left to the GPU's memory chosen. Raises ConfigError where it is too small."""
+def _with_room(experiment: Experiment, trains: bool, note: Callable[[str], None]) -> Experiment:
+    """`experiment` with what memory has a say in settled. Raises ConfigError where there is not enough."""
+    if not (trains and torch.cuda.is_available()):
+        check_cache(experiment, device_of_process())
+        return experiment
     free, total = torch.cuda.mem_get_info(device_of_process())
     planned = plan(experiment, total, "cuda", taken=total - free)
-    sinks.note(planned.describe())
+    note(planned.describe())
     return planned.experiment
 
 
