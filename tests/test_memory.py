@@ -341,7 +341,7 @@ def test_what_a_gpu_has_no_room_for_is_refused_before_the_model_is_loaded(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("run", [run_training, lambda *given: run_evaluation(*given, None)])
+@pytest.mark.parametrize("run", [run_training, run_evaluation])
 def test_a_cache_that_holds_no_conversation_is_refused_before_the_model_is_loaded_on_a_cpu_too(
     run: Callable[[Experiment, Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
