@@ -124,7 +124,7 @@ def test_a_row_that_does_not_fit_its_column_is_named(value: Any, row: int, place
     pytest.importorskip("pyarrow")
     write(place / "mine.jsonl", *({"a": n} for n in range(row - 1)), {"a": value}, {"a": 5})
     code, _, said = run("data", "build", "mine.jsonl", "--out", "mine.parquet")
-    assert code == 2 and f"mine.jsonl, line {row}: column 'a' is of another type than before" in said
+    assert code == 2 and f"mine.jsonl, line {row}: column 'a' is no text, or of another type than before" in said
     assert not (place / "mine.parquet").exists() and len(JsonlRows({place / "mine.jsonl": "mine"})) == row + 1
 
 

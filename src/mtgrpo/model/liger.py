@@ -42,10 +42,12 @@ def fuse(model: PreTrainedModel) -> str:
     for module in modules:
         name, home = type(module).__name__, sys.modules[type(module).__module__]
         if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            why[name] = _replace(module, "__class__", _with(_Norm, module), module, rows(ROWS, len(module.weight)))
+            why[name] = why.get(name) or _replace(
+                module, "__class__", _with(_Norm, module), module, rows(ROWS, len(module.weight))
+            )
         elif all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
             given = rows(ROWS, module.gate_proj.in_features).to(dtype)
-            why[name] = _replace(module, "__class__", _with(_SwiGLU, module), module, given)
+            why[name] = why.get(name) or _replace(module, "__class__", _with(_SwiGLU, module), module, given)
         elif hasattr(home, ROPE) and hasattr(module, "head_dim") and ROPE not in why:
             if isinstance(own := getattr(home, ROPE), partial):  # as another model has left it
                 setattr(home, ROPE, own := own.args[0])

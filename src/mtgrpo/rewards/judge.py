@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -126,7 +126,7 @@ class Judge(Reward):
         }
         digest = hashlib.sha256(strict_json([self.url, asked])).hexdigest()
         file = self._folder / f"{digest}.txt"
-        if file.is_file():
+        with suppress(OSError, ValueError):  # never asked, or of no use with these bounds
             return Score(self._score(file.read_text(encoding="utf-8")), {"cached": 1.0})
         attempts = 0
 

@@ -149,6 +149,12 @@ def run_evaluation(experiment: Experiment, folder: Path) -> None:
     asyncio.run(measure())
 
 
+def _files(folder: Path) -> dict[str, str]:
+    """What tells whether a model's files are still the same: size and time of each; {} for a name on the hub."""
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {file.name: f"{(known := file.stat()).st_size} bytes, {known.st_mtime_ns}" for file in found}
+
+
 @contextmanager
 def _recorded(run: Run) -> Generator[tuple[Run, Play]]:
     """The run with every turn in its journal, and how groups are played that are not there yet.
@@ -156,14 +162,18 @@ def _recorded(run: Run) -> Generator[tuple[Run, Play]]:
     Raises ConfigError where the journal is of an evaluation with other settings.
     """
     journal, numbers = Journal(None if run.experiment.agent.active else run.folder / "journal"), itertools.count()
-    settings = {**read_settings(run.folder), "model.name": run.experiment.model.name}
+    name = run.experiment.model.name
+    settings = {**read_settings(run.folder), "model.name": name, "model.files": str(_files(Path(name)))}
     begun = run.folder / "journal.json"
     if begun.is_file():
         if other := differences(json.loads(begun.read_bytes()), settings):
             raise ConfigError(f"{run.folder} has an evaluation with other settings, take another folder: {other[0]}")
         journal.go_on(0, 0, set())
         run.sinks.tell(journal.notes)
-    begun.write_bytes(strict_json(settings))
+    else:
+        unfinished = begun.with_suffix(".unfinished")
+        unfinished.write_bytes(strict_json(settings))
+        unfinished.replace(begun)
     journal.begin(0)
 
     async def play(runner: RolloutRunner, task: Task, samples: int) -> Group:

@@ -96,9 +96,9 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
                 trajectories.write(run.folder, "untrained", training.stream.finished)
         raise
     finally:
-        for evaluation in training.evaluation:  # that has not ended beside training; there is one after it
+        for evaluation in training.evaluation.values():  # that has not ended beside training; there is one after it
             evaluation.cancel()
-        await asyncio.gather(*training.evaluation, return_exceptions=True)
+        await asyncio.gather(*training.evaluation.values(), return_exceptions=True)
         await training.stream.close()
     run.sinks.note(f"stopped after {budget.steps} steps: {reached}")
     if summary := training.updater.policy.profiler.summary():
@@ -118,7 +118,8 @@ class _Training:
     saver: Saver
     curve: Curve
     trends: Trends
-    evaluation: list[asyncio.Task[Metrics]] = field(default_factory=list[asyncio.Task[Metrics]])  # one at most
+    # The one that is under way, by the step after which it began.
+    evaluation: dict[int, asyncio.Task[Metrics]] = field(default_factory=dict[int, "asyncio.Task[Metrics]"])
 
     @property
     def reached(self) -> str:
@@ -183,13 +184,15 @@ class _Training:
                 raise asyncio.CancelledError
             every = self.run.experiment.eval.every_steps
             if not self.reached and every and step % every == 0 and not self.evaluation:
-                self.evaluation.append(asyncio.create_task(evaluate_during(self.run)))
-            if self.evaluation and (self.evaluation[0].done() or not self.run.experiment.rollout.max_staleness):
-                metrics |= await self.evaluation.pop()
+                self.evaluation[step] = asyncio.create_task(evaluate_during(self.run))
+                due = due or self.run.experiment.checkpoint.keep_best > 0
+            waits = not self.run.experiment.rollout.max_staleness
+            if self.evaluation and (waits or all(one.done() for one in self.evaluation.values())):
+                began, evaluation = self.evaluation.popitem()
+                metrics |= await evaluation
                 if (version := metrics.pop("eval/version", None)) is not None:
                     metrics["eval/staleness"] = step - version
-                self.curve.success[step] = metrics["eval/success"]
-                due = due or self.run.experiment.checkpoint.keep_best > 0
+                self.curve.success[began] = metrics["eval/success"]
         except AllFailedError as error:  # an outage, which may be over at the next step
             self.run.sinks.note(str(error))
         finally:  # also when Ctrl-C ends the evaluation

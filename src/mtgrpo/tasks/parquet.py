@@ -138,10 +138,10 @@ def write_parquet(file: Path, out: Path) -> int:
             try:
                 field = arrow.field(name, arrow.array(values).type)
                 schema = arrow.unify_schemas([schema, arrow.schema([field])], promote_options="permissive")
-            except arrow.ArrowException as error:
+            except (arrow.ArrowException, UnicodeError) as error:
                 bad = start + _misfit(arrow, values)
                 raise ConfigError(
-                    f"{rows.where(bad)}: column {name!r} is of another type than before ({error})"
+                    f"{rows.where(bad)}: column {name!r} is no text, or of another type than before ({error})"
                 ) from error
     unfinished = out.with_name(f".{out.name}")
     try:
@@ -179,7 +179,7 @@ def _misfit(arrow: Any, values: list[Any]) -> int:
     def fails(count: int) -> bool:
         try:
             arrow.array(values[:count])
-        except arrow.ArrowException:
+        except (arrow.ArrowException, UnicodeError):
             return True
         return False
 

@@ -180,9 +180,9 @@ class HubRows(Rows):
 
 def _load(path: str, subset: str, split: str, cure: str) -> Any:
     refuse_without_package("datasets", "a data set of the hub", "data")
+    try_hub(path)  # before the package reads whether the hub may be asked
     import datasets  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 
-    try_hub(path)
     try:
         load_dataset = cast("Any", datasets.load_dataset)  # pyright: ignore[reportUnknownMemberType]
         return load_dataset(path, subset or None, split=split)

@@ -19,6 +19,8 @@ from typing import Any
 NAME = {name!r}
 {execute}
 sys.stderr = sys.stdout
+with contextlib.suppress(OSError):
+    os.unlink(sys.argv[0])  # it holds the password
 names = {{"__name__": "__main__"}}
 *before, code = json.loads({pieces!r})
 with open(os.devnull, "w") as nowhere:
@@ -68,13 +70,13 @@ class FusionSession:
         self._pieces = []
 
     async def _answer(self, pieces: list[str]) -> Result:
-        password = secrets.token_hex(8)  # so that code cannot write its own verdict
+        password = secrets.token_hex(8)  # so that what code prints is no verdict
         execute = inspect.getsource(sandbox_init.execute)
         program = _PROGRAM.format(name=sandbox_init.NAME, execute=execute, pieces=json.dumps(pieces), password=password)
         asked = {
             "code": program,
             "language": "python",
-            "run_timeout": self.timeout_s,
+            "run_timeout": self.timeout_s * len(pieces),
             "memory_limit_MB": self.memory_mb,
         }
         try:
@@ -85,7 +87,7 @@ class FusionSession:
             if found["status"] == "SandboxError":
                 raise RuntimeError(f"the sandbox at {self.url} failed: {found['message'][-500:]}")
             ran = found["run_result"]
-        except (httpx.HTTPError, ValueError, KeyError) as error:
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"the sandbox at {self.url} does not answer: {type(error).__name__} {error}") from error
         printed, told, error = (ran["stdout"] or "").rpartition(f"\n{password}")
         output = head_and_tail((printed if told else ran["stdout"] or "") + (ran["stderr"] or ""), self.output_chars)
