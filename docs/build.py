@@ -19,6 +19,7 @@ from mtgrpo.config.helptext import comments, summary
 from mtgrpo.config.options import options
 from mtgrpo.errors import ConfigError
 from mtgrpo.policy.reference import ReferenceSettings
+from mtgrpo.rollout.curriculum import Curriculum
 from mtgrpo.rollout.filter import Filter
 
 TARGET = Path(__file__).with_name("algorithms.md")
@@ -127,6 +128,7 @@ def page() -> str:
         ("reference", ReferenceSettings, {}),
         ("correction", Correction, {"old_policy": OldPolicy, "weight": Weight, "reject": Reject}),
         ("filter", Filter, {}),
+        ("curriculum", Curriculum, {}),
     ):
         text = inspect.cleandoc(cls.__doc__ or "") or summary(cls)
         parts.append(f"\n## {prefix}\n\n{text}\n\n{settings(prefix, cls)}")

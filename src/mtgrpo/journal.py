@@ -5,6 +5,7 @@ of a second is compressed and written together, with a checksum: `zcat` and `rea
 loses no more.
 
     {"admitted": 40, "version": 17, "scope": "train/18", "task": "gsm8k/train/7"}            a group begins
+    {"skipped": 41}                                                      the curriculum passes a task over
     {"turn": 0, "scope": "train/18/attempt0", "task": "gsm8k/train/7", "sample": 3,          a turn was sampled
      "extends": true, "context": [what is new in it], "completion": {"tokens": [...], ...}}
     {"finished": 40, "group": {"trajectories": [...]}}            a group was scored: all but the tokens of its turns
@@ -26,7 +27,6 @@ import os
 import zlib
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from enum import Enum
 from io import FileIO
@@ -77,6 +77,7 @@ class Journal:
 
     def _forget(self) -> None:
         self._admitted: dict[int, Event] = {}
+        self._skipped: set[int] = set()
         self._finished: dict[int, bytes] = {}  # compressed events
         self._batches: dict[int, list[list[int]]] = {}
         self._turns: dict[tuple[str, str, int], list[bytes]] = {}  # of conversations, by scope, task and sample
@@ -134,10 +135,10 @@ class Journal:
         for path in self._parts().values():
             path.unlink()
 
-    def go_on(self, version: int, first: int, passed: AbstractSet[int]) -> None:
+    def go_on(self, version: int, first: int, passed: set[int]) -> None:
         """Take up what a process left, for a run that goes on at `version` with group number `first`.
 
-        passed: numbers after `first` that were trained before. What is cut or damaged is cut off. Where what is left
+        passed: numbers after `first` that were trained before, to which those skipped since are added. What is cut or damaged is cut off. Where what is left
         does not lead on from `version`, it is removed, and all groups start again.
         """
         parts = self._parts()
@@ -155,10 +156,12 @@ class Journal:
         numbers = {key: groups.get((key[0].rpartition("/")[0], key[1])) for key in self._turns}
         self._turns = {key: turns for key, turns in self._turns.items() if numbers[key] is not None}
         trained = {number for picked in self._batches.values() for numbers in picked for number in numbers}
-        if trained - self._finished.keys() or set(range(first, max(wanted, default=first))) - passed - wanted:
+        drawn = set(range(first, max(wanted, default=first)))
+        if trained - self._finished.keys() or drawn - passed - wanted - self._skipped:
             self.notes.append(f"{self._folder} does not lead on from step {version}: conversations start again")
             self.clear()
-        elif self._turns:
+        passed |= self._skipped
+        if self._turns:
             begun = sum(numbers[key] not in self._finished for key in self._turns)
             again = f"{len(self._batches)} steps are trained again with the groups they had; " if self._batches else ""
             self.notes.append(f"{again}{len(self._finished)} groups are taken back, {begun} conversations had begun")
@@ -251,6 +254,8 @@ class Journal:
     def _note(self, event: Event) -> None:
         if "admitted" in event:
             self._admitted[event["admitted"]] = {name: event[name] for name in ("version", "scope", "task")}
+        elif "skipped" in event:
+            self._skipped.add(event["skipped"])
         elif "group" in event:
             self._finished[event["finished"]] = _packed(event)
         elif "batch" in event:

@@ -27,6 +27,7 @@ from mtgrpo.model.settings import Head, ModelSettings
 from mtgrpo.policy.settings import OptimizerSettings, ReferenceSettings, Schedule, Updates
 from mtgrpo.profile import Profile
 from mtgrpo.rewards import Reward
+from mtgrpo.rollout.curriculum import Curriculum
 from mtgrpo.rollout.filter import Filter
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.tasks import Split, TaskSource
@@ -173,6 +174,7 @@ class Experiment:
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)
     correction: Correction = field(default_factory=Correction)
     filter: Filter = field(default_factory=Filter)
+    curriculum: Curriculum = field(default_factory=Curriculum)
     model: ModelSettings = field(default_factory=ModelSettings)
     chat: ChatSettings = field(default_factory=ChatSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)

@@ -45,5 +45,11 @@ class Filter:
             return False
         if self.zero_variance and len({(reward(t), tuple(t.turn_rewards)) for t in valid}) == 1:
             return False
-        succeeded = sum(t.status is Status.COMPLETED and t.reward >= success_at for t in valid)
-        return self.min_success <= succeeded / len(valid) <= self.max_success
+        return self.min_success <= (success_rate(group, success_at) or 0.0) <= self.max_success
+
+
+def success_rate(group: Group, success_at: float) -> float | None:
+    """The share of the conversations that did not fail which succeeded; None where all failed."""
+    valid = [t for t in group.trajectories if t.status is not Status.FAILED]
+    succeeded = sum(t.status is Status.COMPLETED and t.reward >= success_at for t in valid)
+    return succeeded / len(valid) if valid else None

@@ -21,6 +21,7 @@ from typing import Any
 
 from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.journal import Journal
+from mtgrpo.rollout.curriculum import Curriculum, Difficulty
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.tasks import TaskStream
@@ -50,6 +51,7 @@ class RolloutBatch:
     admitted: list[int]  # the version of the policy at which each was
     queue_s: list[float]  # for how long each was finished and not trained
     arrived: list[Group]  # what has finished since the batch before, whether it is in this one or not
+    skipped: int  # tasks that the curriculum has passed over since then
 
 
 class Stream:
@@ -63,6 +65,7 @@ class Stream:
         keeps: Callable[[Group], bool] = lambda group: True,
         batches: int = 1,  # that are run for one where `keeps` leaves groups out, at most
         journal: Journal | None = None,
+        difficulty: Difficulty | None = None,
     ) -> None:
         self._runner = runner
         self._tasks = tasks
@@ -73,8 +76,11 @@ class Stream:
         self._arrived: list[Group] = []
         self._names: Counter[tuple[int, str]] = Counter()  # how often a task was admitted at a version
         self._drawn = 0  # tasks that were taken from the stream
-        self._passed: set[int] = set()  # which of the next ones were trained before the run was resumed
+        self._passed: set[int] = set()  # which of the next ones were trained or skipped before the run was resumed
+        self._chosen_before = 0  # tasks that were taken then
         self._journal = journal or Journal()
+        self._difficulty = difficulty or Difficulty(Curriculum(), 1.0, 0)
+        self._skipped = 0  # tasks passed over since the last batch
         self._live = asyncio.Event()  # unset while batches that were trained before a crash are trained again
 
     @property
@@ -92,18 +98,22 @@ class Stream:
     def state_dict(self) -> dict[str, Any]:
         """Where another stream goes on so that it runs every group that was not handed out, and no other.
 
-        That is number and position of the first such group, and the numbers after it of those that were handed out.
+        That is number and position of the first such group, the numbers after it of those that were handed out or
+        skipped, how far tasks were taken, and what was measured of them.
         """
         left = sorted([*self._chosen_so_far, *self._pending], key=lambda pending: pending.number)
         first, position = (left[0].number, left[0].position) if left else (self._drawn, self._tasks.state_dict())
         handed_out = set(range(first, self._drawn)) - {pending.number for pending in left}
         later = {number for number in self._passed if number >= self._drawn}
-        return {"tasks": position, "first": first, "trained": sorted(handed_out | later)}
+        drawn = max(self._drawn, self._chosen_before)
+        known = {"drawn": drawn, "success": dict(self._difficulty.success)}
+        return {"tasks": position, "first": first, "trained": sorted(handed_out | later), **known}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`, before the first batch. Raises ConfigError where the tasks are not what they were."""
         self._tasks.load_state_dict(state["tasks"])
-        self._drawn, self._passed = state["first"], set(state["trained"])
+        self._drawn, self._passed, self._chosen_before = state["first"], set(state["trained"]), state["drawn"]
+        self._difficulty.success = dict(state["success"])
 
     def go_on(self, version: int) -> None:
         """After `load_state_dict`: take back from the journal what a run did that had come to `version` or further.
@@ -130,6 +140,7 @@ class Stream:
                 break
         chosen, self._chosen_so_far = self._chosen_so_far, []
         arrived, self._arrived = self._arrived, []
+        skipped, self._skipped = self._skipped, 0
         return RolloutBatch(
             groups=[pending.group.result() for pending in chosen],
             trained=trained[: self._settings.prompts_per_step],
@@ -137,6 +148,7 @@ class Stream:
             admitted=[pending.version for pending in chosen],
             queue_s=queue_s,
             arrived=arrived,
+            skipped=skipped,
         )
 
     async def _next(self, version: int) -> list[PendingGroup]:
@@ -173,7 +185,12 @@ class Stream:
             number, self._drawn = self._drawn, self._drawn + 1
             if number in self._passed:
                 continue
-            event = self._journal.admitted(number) or self._admission(number, version, task)
+            event = self._journal.admitted(number)
+            if event is None and number >= self._chosen_before and self._difficulty.skips(task, number):
+                self._journal.add(skipped=number)
+                self._skipped += 1
+                continue
+            event = event or self._admission(number, version, task)
             self._names[event["version"], task.id] += 1
             if event["task"] != task.id:
                 raise ConfigError(
@@ -237,6 +254,7 @@ class Stream:
         for pending in self._pending[:last]:
             pending.overtaken = True
         self._pending = [pending for pending in self._pending if pending not in chosen]
+        self._difficulty.measure(pending.group.result() for pending in chosen)
 
 
 def _check_failed(groups: list[Group], allowed: float) -> None:

@@ -109,6 +109,7 @@ def describe_step(
         **{f"rollout/failed/{cause}": failed / count for cause, failed in causes.items()},
         "rollout/groups_left_out": float(len(groups) - len(comparable(groups, experiment.algorithm))),
         "rollout/filtered": batch.left_out / len(groups),
+        **({"rollout/skipped": float(batch.skipped)} if experiment.curriculum.active else {}),
         **describe_tools(valid(groups), experiment.reward.success_at),
         **describe_staleness(batch, version),
         **_speed(trajectories, rollout_s + train_s if experiment.rollout.max_staleness else rollout_s),

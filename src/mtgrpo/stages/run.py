@@ -99,6 +99,11 @@ def open_tasks(experiment: Experiment) -> tuple[TaskStream, list[Task]]:
             f"trainer.epochs={experiment.trainer.epochs}: task {type(experiment.task).__name__} makes endless problems "
             "and has no epochs; set trainer.steps instead"
         )
+    if experiment.curriculum.active and tasks.endless:
+        raise ConfigError(
+            f"curriculum.easy={experiment.curriculum.easy} and curriculum.hard={experiment.curriculum.hard}: task "
+            f"{type(experiment.task).__name__} makes endless problems, of which none comes up again; leave them out"
+        )
     return tasks, held_out_tasks(experiment, experiment.task)
 
 

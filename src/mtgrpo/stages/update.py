@@ -18,6 +18,7 @@ from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.policy.step import CooperativeTask, Metrics, Policy, at_once
 from mtgrpo.policy.updater import PolicyUpdater, UpdateConfig
 from mtgrpo.profile import Profiler
+from mtgrpo.rollout.curriculum import Difficulty
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.controls import control
 from mtgrpo.stages.run import Run
@@ -36,7 +37,8 @@ def make_stream(run: Run, journal: Journal) -> Stream:
     batches = chosen.max_batches if chosen.refill else 1
     opened = journal.recording(run.runner.open_conversation, experiment.environment.replayable)
     runner = dataclasses.replace(run.runner, open_conversation=opened)
-    return Stream(runner, run.tasks, experiment.rollout, keeps, batches, journal)
+    difficulty = Difficulty(experiment.curriculum, experiment.reward.success_at, experiment.seed)
+    return Stream(runner, run.tasks, experiment.rollout, keeps, batches, journal, difficulty)
 
 
 def make_updater(run: Run) -> PolicyUpdater:
