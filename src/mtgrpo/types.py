@@ -239,6 +239,13 @@ class Trajectory(Counts):
         return self.output or next((turn.message.content for turn in reversed(self.turns) if not turn.auxiliary), "")
 
     @property
+    def messages(self) -> list[Message]:
+        """What was said between policy and environment; a condenser's questions were not."""
+        spoken = [turn for turn in self.turns if not turn.auxiliary]
+        opening = self.opening or self.task.messages
+        return [*opening, *(said for turn in spoken for said in (turn.message, *turn.observations))]
+
+    @property
     def sampled_tokens(self) -> int:
         """Number of tokens the policy sampled."""
         return sum(len(turn.output) for turn in self.turns)

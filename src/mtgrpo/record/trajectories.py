@@ -24,7 +24,7 @@ def write(folder: Path, name: str, groups: Sequence[Group]) -> Path:
 
 def fine_tuning(trajectory: Trajectory, tools: Sequence[ToolSpec]) -> dict[str, Any]:
     """The conversation in the form that most libraries fine-tune on: `messages`, and the `tools` that were offered."""
-    row: dict[str, Any] = {"messages": [_plain(message) for message in _messages(trajectory)]}
+    row: dict[str, Any] = {"messages": [_plain(message) for message in trajectory.messages]}
     if tools:
         functions = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools]
         row["tools"] = [{"type": "function", "function": function} for function in functions]
@@ -39,13 +39,6 @@ def _plain(message: Message) -> dict[str, Any]:
     if "reasoning" in plain:
         plain["reasoning_content"] = plain.pop("reasoning")
     return plain
-
-
-def _messages(trajectory: Trajectory) -> list[Message]:
-    """What was said between policy and environment; a condenser's questions were not."""
-    spoken = [turn for turn in trajectory.turns if not turn.auxiliary]
-    opening = trajectory.opening or trajectory.task.messages
-    return [*opening, *(said for turn in spoken for said in (turn.message, *turn.observations))]
 
 
 def record(trajectory: Trajectory) -> dict[str, Any]:

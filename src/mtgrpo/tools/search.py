@@ -7,14 +7,27 @@ import copy
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, Self, cast
 
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.part import RunContext
+from mtgrpo.sequence_classifier import SequenceClassifier
 from mtgrpo.tools import Tool, ToolError, schema
-from mtgrpo.tools.passages import Passage, PassageIndex
+from mtgrpo.tools.lucene import LuceneIndex
+from mtgrpo.tools.passages import CorpusIndex, Passage, PassageIndex
 from mtgrpo.types import ToolSpec
+
+_QUERY_CHARS = 200  # of a query that a model reads beside a passage, which has what is left
+_TOGETHER = 16  # passages that it reads at once
+
+
+class Backend(Enum):
+    """What searches. Both rank by BM25 with the same constants."""
+
+    bm25s = "bm25s"
+    lucene = "lucene"  # by way of Anserini, which pyserini brings; extra `lucene`
 
 
 @dataclass
@@ -23,24 +36,34 @@ class Search(Tool):
 
     The corpus is a .jsonl file with `id`, `text` and perhaps `title`. Its index is built when it is first used, in a
     folder of its own, which later runs and other processes map from disk; it is checked against the corpus each time.
+    With `backend` lucene and no corpus, `index` is a Lucene index that is there already, such as pyserini's of
+    Wikipedia. With `rerank` a cross-encoder puts what was found in its own order.
     Example: `environment.tools={search: {corpus: passages.jsonl}}`.
     """
 
     corpus: str = ""  # the .jsonl file
     index: str = ""  # the folder of its index; "" = one for this corpus in ~/.cache/mtgrpo/search
+    backend: Backend = Backend.bm25s
+    rerank: str = ""  # a sequence-classification model of transformers with one output, a folder or a name on the hub
+    candidates: int = 50  # passages that it reads for each search, as far as it can; and more where more are wanted
+    device: str = ""  # where it computes: cpu, cuda, cuda:1; "" = a GPU where there is one
     results: int = 5  # of a search that does not say how many
     max_results: int = 10  # that a search may ask for
     snippet_chars: int = 300  # of each passage that a search shows; 0 = all of it
 
-    _index = cast("PassageIndex | None", None)
+    _index = cast("CorpusIndex | None", None)
+    _ranker = cast("SequenceClassifier | None", None)
 
     def __post_init__(self) -> None:
-        if not self.corpus:
+        if not self.corpus and not (self.index and self.backend is Backend.lucene):
             raise ConfigError(
                 "the tool search needs a corpus: environment.tools={search: {corpus: FILE}}, a .jsonl file with id, "
                 "text and perhaps title"
             )
         require(self, results=f">= 1 and <= {self.max_results} (max_results)", snippet_chars=">= 0 (0 = all)")
+        require(self, candidates=">= 1")
+        if not self.rerank:
+            refuse_without_effect(self, ("candidates", "device"), "set `rerank`")
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
@@ -48,10 +71,16 @@ class Search(Tool):
         yield await asyncio.to_thread(self.with_index)
 
     def with_index(self) -> Self:
-        """A copy that has opened its index. Raises ConfigError as `open` does."""
+        """A copy that has opened its index, and its model. Raises ConfigError as `open` does."""
         running = copy.copy(self)
-        folder = Path(self.index).expanduser() if self.index else None
-        running._index = PassageIndex.open(Path(self.corpus).expanduser(), folder)
+        folder, corpus = Path(self.index).expanduser() if self.index else None, Path(self.corpus).expanduser()
+        if folder and not self.corpus:
+            running._index = LuceneIndex(folder)
+        else:
+            kind = LuceneIndex if self.backend is Backend.lucene else PassageIndex
+            running._index = kind.open(corpus, folder)
+        if self.rerank:
+            running._ranker = SequenceClassifier(self.rerank, "environment.tools.search.rerank", self.device)
         return running
 
     def specs(self) -> Sequence[ToolSpec]:
@@ -76,7 +105,7 @@ class Search(Tool):
         k = k or self.results
         if not 1 <= k <= self.max_results:
             raise ToolError(f"k must be from 1 to {self.max_results}, got {k}")
-        found = self._passages.search(query, k)
+        found = self._found(query, k)
         return "\n".join(self._line(passage) for passage in found) or "no passage has any of these words"
 
     def read(self, id: str) -> str:
@@ -90,8 +119,18 @@ class Search(Tool):
             raise ToolError(f"there is no passage {id[:80]!r}; search shows the ids")
         return f"{passage.title}\n{passage.text}" if passage.title else passage.text
 
+    def _found(self, query: str, k: int) -> list[Passage]:
+        if self._ranker is None:
+            return self._passages.search(query, k)
+        found, model = self._passages.search(query, max(k, self.candidates)), self._ranker
+        texts = [f"{passage.title} {passage.text}".strip() for passage in found]
+        cut = {"truncation": "only_second", "max_length": model.longest}  # of a passage that is too long, the end
+        pairs = [model.tokenizer(query[:_QUERY_CHARS], text, split_special_tokens=True, **cut) for text in texts]
+        scores = model.scores(pairs, _TOGETHER)
+        return [found[number] for number in sorted(range(len(found)), key=lambda number: -scores[number])[:k]]
+
     @property
-    def _passages(self) -> PassageIndex:
+    def _passages(self) -> CorpusIndex:
         if self._index is None:
             raise RuntimeError("the tool search is not open")
         return self._index

@@ -1,0 +1,77 @@
+"""What a trained reward model thinks of the conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+from mtgrpo.errors import ConfigError, require
+from mtgrpo.part import RunContext
+from mtgrpo.rewards import Given, Reward
+from mtgrpo.sequence_classifier import Encoded, Precision, SequenceClassifier
+from mtgrpo.types import Message, Trajectory
+
+
+@dataclass
+class RewardModel(Reward):
+    """The output of a reward model: a sequence-classification model of transformers with one output.
+
+    It reads the whole conversation, those of tools too, in its own tokenizer's chat template; what spells a special
+    token of the template is read as text. Its output is the reward as it is, without bounds: `success_at` says from
+    where on it is a success. A conversation that is longer than the model can read fails and is left out; nothing is
+    cut. Siblings are computed together, in a thread. Example: `reward=reward_model reward.model_name=FOLDER`.
+    """
+
+    model_name: str = ""  # a folder, or a name on the Hugging Face hub; weights in safetensors
+    device: str = ""  # cpu, cuda, cuda:1; "" = a GPU where there is one; the memory plan counts its weights alone
+    dtype: Precision = Precision.auto
+    batch_size: int = 8  # conversations computed at once
+
+    _model = cast("SequenceClassifier | None", None)  # while a run lasts
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, batch_size=">= 1")
+        if not self.model_name:
+            raise ConfigError("reward reward_model needs a model: reward.model_name=FOLDER, or a name on the hub")
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With the model. Raises ConfigError where it cannot be loaded, or its tokenizer writes no conversations."""
+        running = copy.copy(self)
+        running._model = SequenceClassifier(self.model_name, "reward.model_name", self.device, self.dtype)
+        try:
+            running._encoded([Message("user", "Hello?"), Message("assistant", "Hello.")])
+        except Exception as error:  # a template's own, or that there is none
+            said = str(error).partition("\n")[0]
+            raise ConfigError(f"reward.model_name={self.model_name}: its chat template: {said}") from error
+        yield running
+
+    async def rewards(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
+        """The model's outputs; ValueError in the place of one where a conversation is too long."""
+        return await asyncio.to_thread(self._scores, siblings)
+
+    def _scores(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
+        assert self._model is not None
+        texts = [self._encoded(one.messages) for one in siblings]
+        lengths = [len(text["input_ids"]) for text in texts]
+        longest = self._model.longest
+        fitting = [text for text, length in zip(texts, lengths, strict=True) if length <= longest]
+        scores = iter(self._model.scores(fitting, self.batch_size))
+        return [
+            next(scores) if length <= longest else ValueError(f"{length} tokens; the reward model reads {longest}")
+            for length in lengths
+        ]
+
+    def _encoded(self, messages: Sequence[Message]) -> Encoded:
+        assert self._model is not None
+        rows: list[dict[str, Any]] = []
+        for message in messages:
+            calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls]
+            made = {"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {}
+            rows.append({"role": message.role, "content": message.content, **made})
+        return self._model.tokenizer.apply_chat_template(rows, sanitize_control_tokens=True)

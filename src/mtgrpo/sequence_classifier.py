@@ -1,0 +1,82 @@
+"""A model of transformers that gives a text one number: reward models, and cross-encoders that rank passages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.hub import refuse_offline, try_hub
+
+Encoded = Mapping[str, Sequence[int]]  # what a tokenizer makes of one text
+
+
+class Precision(Enum):
+    """What such a model computes in."""
+
+    auto = "auto"  # what its file says
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class SequenceClassifier:
+    """A sequence-classification model with one output, and its tokenizer. One thread at a time computes."""
+
+    def __init__(self, name: str, option: str, device: str = "", precision: Precision = Precision.auto) -> None:
+        """Load `name`, a folder or a name on the hub; option: what names it, for messages; device: as torch calls it.
+
+        With device "" it is on a GPU where there is one. Raises ConfigError where it cannot be loaded, has no weights
+        for its output, or other than one.
+        """
+        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer  # noqa: PLC0415
+        from transformers.utils.import_utils import is_torch_cuda_available  # noqa: PLC0415
+
+        path = Path(name).expanduser()
+        where, kind = str(path) if path.exists() else name, cast("Any", AutoModelForSequenceClassification)
+        try_hub(where)
+        try:
+            config: Any = AutoConfig.from_pretrained(where)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(where)
+            if config.num_labels != 1:
+                raise ConfigError(f"{option}={name} has {config.num_labels} outputs; give a model with one")
+            model, report = kind.from_pretrained(
+                where, dtype=precision.value, output_loading_info=True, use_safetensors=True
+            )
+            self._model = model.to(device or ("cuda" if is_torch_cuda_available() else "cpu")).eval()
+        except ConfigError:
+            raise
+        except Exception as error:  # a missing name, a missing network and a broken file have no common base
+            refuse_offline(where, f"{option}={name}", "give a folder")
+            said = str(error).partition("\n")[0]
+            raise ConfigError(f"{option}={name} cannot be loaded on {device or 'this machine'}: {said}") from error
+        if missing := sorted(report["missing_keys"]):
+            raise ConfigError(f"{option}={name} lacks the weights {missing[0]}; they would be drawn at random")
+        self._model.requires_grad_(False)
+        self._computing = threading.Lock()
+        lengths = (self.tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
+        self.longest: int = min(length for length in lengths if length)  # tokens of a text
+        text_config = config.get_text_config()
+        self._pads = text_config.pad_token_id is not None and text_config.pad_token_id == self.tokenizer.pad_token_id
+
+    def scores(self, texts: Sequence[Encoded], batch_size: int) -> list[float]:
+        """The model's output for each of the texts.
+
+        Those of similar length are computed together, padded on the right, at most `batch_size`; one by one where the
+        model and its tokenizer do not agree on a token for padding.
+        """
+        found = [0.0] * len(texts)
+        by_length = sorted(range(len(texts)), key=lambda number: len(texts[number]["input_ids"]))
+        size = batch_size if self._pads else 1
+        with self._computing:
+            for start in range(0, len(texts), size):
+                chosen = by_length[start : start + size]
+                rows = [dict(texts[number]) for number in chosen]
+                padded = self.tokenizer.pad(rows, padding=size > 1, padding_side="right", return_tensors="pt")
+                given = self._model(**padded.to(self._model.device)).logits[:, 0].tolist()
+                for number, score in zip(chosen, given, strict=True):
+                    found[number] = score
+        return found
