@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,37 @@ def test_a_hub_that_does_not_answer_is_told_in_a_line(
     assert "is not on this machine, and http://127.0.0.1" in said and len(said.splitlines()) == 1
     assert seconds < 30  # the libraries alone try for a minute and more
     assert not (place / "run").exists()
+
+
+class Gated(BaseHTTPRequestHandler):
+    """The hub, where everything asks for rights."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/" else 403)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("token", ["", "hf_mine"])
+@pytest.mark.parametrize("what", ["model.name=Some/Model", "task=hub task.path=some/data sft.steps=0"])
+def test_what_is_gated_is_explained(what: str, token: str, monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gated) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        code, said, _ = asked(f"train {what} hydra.run.dir=run", address, monkeypatch, place)
+        server.shutdown()
+    assert code == 2 and len(said.splitlines()) == 1, said
+    page = "Some/Model" if "model" in what else "datasets/some/data"
+    whose = "HF_TOKEN is set: its account" if token else "set HF_TOKEN to a token whose account"
+    assert f"if it is gated or private, {whose} must have been given access at {address}/{page}" in said
 
 
 @pytest.mark.parametrize("what", ["model.name=Some/Model", "task=hub task.path=some/data sft.steps=0"])

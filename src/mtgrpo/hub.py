@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import re
 import threading
@@ -66,3 +67,16 @@ def refuse_offline(name: str, what: str, cure: str) -> None:
         raise UnreachableError(
             f"{what} is not on this machine, and {constants.ENDPOINT} does not answer or is not asked; {cure}"
         )
+
+
+def rights(error: Exception, page: str) -> str:
+    """How to get at what the hub keeps for some, for the end of a message; "" where `error` is about something else.
+
+    page: of the repository on the hub, such as datasets/NAME.
+    """
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    if not re.search(r"gated|cannot be accessed|40[13] Client|Unauthorized|Forbidden", str(error)):
+        return ""
+    known = "HF_TOKEN is set: its account" if os.environ.get("HF_TOKEN") else "set HF_TOKEN to a token whose account"
+    return f"; if it is gated or private, {known} must have been given access at {constants.ENDPOINT}/{page}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.hub import refuse_offline, try_hub
+from mtgrpo.hub import refuse_offline, rights, try_hub
 
 Encoded = Mapping[str, Sequence[int]]  # what a tokenizer makes of one text
 
@@ -52,6 +52,7 @@ class SequenceClassifier:
         except Exception as error:  # a missing name, a missing network and a broken file have no common base
             refuse_offline(where, f"{option}={name}", "give a folder")
             said = str(error).partition("\n")[0]
+            said += rights(error, where)
             raise ConfigError(f"{option}={name} cannot be loaded on {device or 'this machine'}: {said}") from error
         if missing := sorted(report["missing_keys"]):
             raise ConfigError(f"{option}={name} lacks the weights {missing[0]}; they would be drawn at random")

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from mtgrpo.errors import ConfigError, refuse_without_package
-from mtgrpo.hub import refuse_offline, try_hub
+from mtgrpo.hub import refuse_offline, rights, try_hub
 from mtgrpo.model import smollm2, tiny
 from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
@@ -231,6 +231,7 @@ def not_found(name: str, error: Exception, base: str = "") -> str:
         )
     known = ", ".join(tiny.SHAPES)
     refuse_offline(name, f"model.name={name}", f"give a folder, smollm2 (mtgrpo data smollm2), or {known}")
+    known += rights(error, name)
     return f"model.name={name} cannot be loaded ({reason}); give a folder, a name on the Hugging Face hub, or {known}"
 
 

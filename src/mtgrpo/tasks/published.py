@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from mtgrpo.errors import ConfigError, refuse_without_package
-from mtgrpo.hub import refuse_offline, try_hub
+from mtgrpo.hub import refuse_offline, rights, try_hub
 from mtgrpo.tasks import IndexedStream, Rows, Split, TaskSource, TaskStream
 from mtgrpo.tasks.jsonl import JsonlRows
 from mtgrpo.tasks.parquet import ParquetRows
@@ -190,5 +190,5 @@ def _load(path: str, subset: str, split: str, cure: str) -> Any:
         refuse_offline(path, f"the data set {path!r}", cure)
         raise ConfigError(
             f"the data set {path!r} (subset {subset or 'default'}, split {split}) could not be loaded: "
-            f"{type(error).__name__}: {error}; {cure}"
+            f"{type(error).__name__}: {error}{rights(error, f'datasets/{path}')}; {cure}"
         ) from error
