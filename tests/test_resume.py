@@ -233,6 +233,19 @@ def test_every_way_to_learn_goes_on_to_the_last_digit(words: str, at: int, tmp_p
     same(ran(tmp_path / "run", *given, "resume=true"), unbroken)
 
 
+def test_a_curriculum_goes_on_with_what_it_has_measured(tmp_path: Path) -> None:
+    lines = [f'{{"prompt": "{number} + {number}?", "answer": "{2 * number}"}}\n' for number in range(7)]
+    (tmp_path / "train.jsonl").write_text("".join(lines[:5]))
+    (tmp_path / "val.jsonl").write_text("".join(lines[5:]))
+    files = [f"task.train_files=[{tmp_path}/train.jsonl]", f"task.val_files=[{tmp_path}/val.jsonl]", "sft.steps=0"]
+    given = ["task=jsonl", *files, "curriculum.easy=0.2", "curriculum.hard=0.2", "reward.success_at=30"]
+    unbroken = ran(tmp_path / "unbroken", *given)
+    skipped = [row["rollout/skipped"] for row in rows(unbroken) if row["stage"] == "reinforcement learning"]
+    assert sum(skipped) > sum(skipped[:3]) > 0, "nothing is skipped: the test is too easy"
+    killed(tmp_path / "run", given, trainer, "update", 4)
+    same(ran(tmp_path / "run", *given, "resume=true"), unbroken)
+
+
 def test_groups_ahead_of_the_trainer_are_trained_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever of them were quick: a run that is killed four times trains no task twice and skips none."""
     trained: list[str] = []
