@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import mtgrpo
 from mtgrpo.model import smollm2
 from test_sandbox import require_bubblewrap
 
@@ -35,6 +36,7 @@ def test_recipe_runs_to_the_end(recipe: str, tmp_path: Path, data_folder: Path) 
     if recipe == "code_tiny":
         require_bubblewrap()
     env = {"PATH": os.environ["PATH"] if recipe == "code_tiny" else "", "MTGRPO_DATA": str(data_folder)}
+    env["PYTHONPATH"] = str(Path(mtgrpo.__file__).parent.parent)
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

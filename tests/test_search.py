@@ -20,7 +20,7 @@ import pytest
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
 from mtgrpo.part import RunContext
-from mtgrpo.tools import load
+from mtgrpo.tools import load, passages
 from mtgrpo.tools.passages import Passage, PassageIndex
 from mtgrpo.tools.search import Search
 from mtgrpo.types import Message, Task, ToolCall
@@ -127,7 +127,7 @@ def test_blank_lines_and_unicode_do_not_shift_passages(tmp_path: Path) -> None:
 
 def test_an_index_is_built_once_and_mapped(corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     PassageIndex.open(corpus)
-    monkeypatch.setattr(PassageIndex, "_build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(passages, "_build", lambda *_: pytest.fail("built again"))
     index = PassageIndex.open(corpus)
     assert isinstance(index._bm25.scores["data"], np.memmap)
     assert len(list(cache.iterdir())) == 1
@@ -158,13 +158,13 @@ def test_whoever_builds_second_leaves_the_first_ones_index(corpus: Path, cache: 
     PassageIndex.open(corpus)
     (folder,) = cache.iterdir()
     written = (folder / "about.json").stat().st_mtime_ns
-    PassageIndex._build(corpus, "x", folder)
+    passages._build(corpus, "x", folder, 1, passages._write)
     assert (folder / "about.json").stat().st_mtime_ns == written
     assert list(cache.iterdir()) == [folder]
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "keepsake").touch()
     with pytest.raises(OSError):
-        PassageIndex._build(corpus, "x", tmp_path / "theirs")
+        passages._build(corpus, "x", tmp_path / "theirs", 1, passages._write)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "passages.jsonl", "theirs"]
 
 

@@ -9,19 +9,16 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from mtgrpo.errors import ConfigError, refuse_without_package
-from mtgrpo.tools.passages import CorpusIndex, Passage
+from mtgrpo.tools.passages import Passage, index_folder
 
 
-class LuceneIndex(CorpusIndex):
+class LuceneIndex:
     """Finds passages by BM25 (k1 = 0.9, b = 0.4) in a Lucene index that keeps the passages' raw texts."""
 
-    layout = "lucene 1"
-    suffix = "-lucene"
-
-    def __init__(self, folder: Path, corpus: Path | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         """Open the index in `folder`. Raises ConfigError where there is none, or one without texts."""
         java = _java()
         self.folder = folder
@@ -35,11 +32,16 @@ class LuceneIndex(CorpusIndex):
             raise ConfigError(f"{folder} keeps no texts of its passages; build it with -storeRaw, or take another")
         self._searcher.set_bm25(0.9, 0.4)
 
+    @classmethod
+    def open(cls, corpus: Path, folder: Path | None = None) -> Self:
+        """The index of `corpus`: see `index_folder`. Raises ConfigError for missing packages too."""
+        return cls(index_folder(corpus, folder, "-lucene", _write))
+
     def __len__(self) -> int:
         return self._searcher.get_total_num_docs()
 
     def search(self, query: str, k: int) -> list[Passage]:
-        """As `CorpusIndex.search`, of equals the one whose id is first."""
+        """At most `k` passages that share a word with `query`, the best first; of equals the one whose id is first."""
         words = query.encode("utf-8", "ignore").decode().replace("\0", " ")
         return [_passage(hit.docid, hit.lucene_document.get("raw")) for hit in self._searcher.search(words, k)]
 
@@ -48,15 +50,14 @@ class LuceneIndex(CorpusIndex):
         raw = self._searcher.doc_raw(passage_id.encode("utf-8", "ignore").decode())
         return None if raw is None else _passage(passage_id, raw)
 
-    @classmethod
-    def write(cls, passages: Sequence[Passage], offsets: Sequence[int], folder: Path) -> None:
-        """As `CorpusIndex.write`."""
-        arguments = ["-index", str(folder), "-input", "", "-collection", "JsonCollection", "-threads", "1", "-storeRaw"]
-        indexer = _java()("io.anserini.index.SimpleIndexer")(arguments)
-        for one in passages:
-            row = {"id": one.id, "contents": f"{one.title}\n{one.text}", "title": one.title, "text": one.text}
-            indexer.addRawDocument(json.dumps(row))
-        indexer.close()
+
+def _write(passages: Sequence[Passage], offsets: Sequence[int], folder: Path) -> None:
+    arguments = ["-index", str(folder), "-input", "", "-collection", "JsonCollection", "-threads", "1", "-storeRaw"]
+    indexer = _java()("io.anserini.index.SimpleIndexer")(arguments)
+    for one in passages:
+        row = {"id": one.id, "contents": f"{one.title}\n{one.text}", "title": one.title, "text": one.text}
+        indexer.addRawDocument(json.dumps(row))
+    indexer.close()
 
 
 def _passage(passage_id: str, raw: str) -> Passage:

@@ -8,17 +8,17 @@ import os
 import shutil
 import tempfile
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtgrpo.errors import ConfigError, refuse_without_package
 
+_LAYOUT = 1  # of the folder; another one is refused
 _ABOUT = "about.json"
 
 
@@ -31,107 +31,17 @@ class Passage:
     text: str
 
 
-class CorpusIndex(ABC):
-    """Finds the passages of a corpus: JSON Lines with `id`, `text` and perhaps `title`. Each index has a folder."""
-
-    layout: ClassVar[str | int]  # of the folder; another one is refused
-    suffix: ClassVar[str] = ""  # of its name in the user's cache
-    folder: Path
-
-    @classmethod
-    def open(cls, corpus: Path, folder: Path | None = None) -> Self:
-        """The index of `corpus` in `folder`, by default in the user's cache; built where there is none.
-
-        Raises ConfigError for a corpus that cannot be read, two passages of one id, an index of another corpus and
-        missing packages.
-        """
-        if not corpus.is_file():
-            raise ConfigError(f"there is no corpus {corpus}; give a .jsonl file with id, text and perhaps title")
-        with corpus.open("rb") as file:
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        folder = folder or _cache() / f"{checksum[:16]}{cls.suffix}"
-        if not (folder.is_dir() and any(folder.iterdir())):
-            cls._build(corpus, checksum, folder)
-        cls._validate(corpus, checksum, folder)
-        return cls(folder, corpus)
-
-    @abstractmethod
-    def __init__(self, folder: Path, corpus: Path) -> None: ...
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def search(self, query: str, k: int) -> list[Passage]:
-        """At most `k` passages that share a word with `query`, the best first."""
-
-    @abstractmethod
-    def read(self, passage_id: str) -> Passage | None:
-        """The passage of this id; None where there is none."""
-
-    @classmethod
-    @abstractmethod
-    def write(cls, passages: Sequence[Passage], offsets: Sequence[int], folder: Path) -> None:
-        """Write the index of `passages`, which begin at these bytes of the corpus, into an empty folder."""
-
-    @classmethod
-    def _validate(cls, corpus: Path, checksum: str, folder: Path) -> None:
-        try:
-            about: Any = json.loads((folder / _ABOUT).read_bytes())
-            known, layout = about["corpus"], about["layout"]
-        except (OSError, ValueError, KeyError, TypeError):
-            known, layout = {}, None
-        if layout != cls.layout:
-            raise ConfigError(f"{folder} is not an index of passages of this kind; delete it, or give another folder")
-        if known["sha256"] != checksum:
-            raise ConfigError(
-                f"the index {folder} is that of another corpus: of {known['name']} with {known['passages']} passages, "
-                f"sha256 {known['sha256'][:16]}..., while {corpus} has sha256 {checksum[:16]}...; delete it, or give "
-                "another folder"
-            )
-
-    @classmethod
-    def _build(cls, corpus: Path, checksum: str, folder: Path) -> None:
-        """Write an index beside `folder`, then put it in place; where another process was quicker, that one's stays."""
-        places: dict[str, int] = {}  # passage id -> line
-        passages: list[Passage] = []
-        offsets: list[int] = []
-        for line, offset, passage in _passages(corpus):
-            if passage.id in places:
-                raise ConfigError(
-                    f"{corpus}, line {line}: the id {passage.id!r} is that of line {places[passage.id]} already; give "
-                    "each passage an id of its own"
-                )
-            places[passage.id] = line
-            offsets.append(offset)
-            passages.append(passage)
-        if not passages:
-            raise ConfigError(f"the corpus {corpus} is empty; it needs a line with id and text for each passage")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
-            cls.write(passages, offsets, unfinished)
-            known = {"name": corpus.name, "sha256": checksum, "passages": len(passages)}
-            (unfinished / _ABOUT).write_text(json.dumps({"layout": cls.layout, "corpus": known}, indent=2))
-            unfinished.chmod(0o755)  # mkdtemp lets nobody else in
-            unfinished.rename(folder)
-        except OSError:
-            if not (folder / _ABOUT).is_file():
-                raise
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+Write: TypeAlias = Callable[[Sequence[Passage], Sequence[int], Path], None]  # passages, where in the corpus, a folder
 
 
-class PassageIndex(CorpusIndex):
+class PassageIndex:
     """Finds passages by BM25 as Lucene ranks them (Robertson and Zaragoza 2009; k1 = 0.9, b = 0.4, English stems).
 
-    The folder holds bm25s' arrays and the place of each passage in the corpus, which itself stays where it is. All is
-    mapped from disk, and so shared by all processes.
+    A folder of an index holds bm25s' arrays, the place of each passage in the corpus, and the corpus' checksum. The
+    corpus itself stays where it is: JSON Lines with `id`, `text` and perhaps `title`.
     """
 
-    layout = 1
-
-    def __init__(self, folder: Path, corpus: Path) -> None:
+    def __init__(self, corpus: Path, folder: Path) -> None:
         bm25s, self._stemmer = _packages()
         self.folder, self._corpus, self._bm25s = folder, corpus, bm25s
         self._bm25 = bm25s.BM25.load(folder, mmap=True, show_progress=False)
@@ -141,18 +51,9 @@ class PassageIndex(CorpusIndex):
         self._stemming = threading.Lock()  # a stemmer is for one thread at a time
 
     @classmethod
-    def write(cls, passages: Sequence[Passage], offsets: Sequence[int], folder: Path) -> None:
-        """As `CorpusIndex.write`."""
-        bm25s, stemmer = _packages()
-        bm25 = bm25s.BM25(method="lucene", k1=0.9, b=0.4)
-        texts = [f"{passage.title} {passage.text}" for passage in passages]
-        bm25.index(_words(bm25s, stemmer, texts), show_progress=False)
-        hashes = np.array([_hash(passage.id) for passage in passages], np.uint64)
-        order = np.argsort(hashes, kind="stable")
-        bm25.save(folder, show_progress=False)
-        np.save(folder / "offsets.npy", np.array(offsets, np.int64))
-        np.save(folder / "id_hashes.npy", hashes[order])
-        np.save(folder / "id_rows.npy", order.astype(np.int64))
+    def open(cls, corpus: Path, folder: Path | None = None) -> Self:
+        """The index of `corpus`: see `index_folder`. Raises ConfigError for missing packages too."""
+        return cls(corpus, index_folder(corpus, folder, "", _write))
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -181,6 +82,83 @@ class PassageIndex(CorpusIndex):
         with self._corpus.open("rb") as file:
             file.seek(int(self._offsets[row]))
             return _passage(file.readline(), str(self._corpus))
+
+
+def index_folder(corpus: Path, folder: Path | None, kind: str, write: Write) -> Path:
+    """The folder of an index of `corpus`: `folder`, or one in the user's cache; `write` fills it where there is none.
+
+    kind: of the index, "" for that of bm25s. Raises ConfigError for a corpus that cannot be read, two passages of one
+    id and an index of another corpus or kind.
+    """
+    if not corpus.is_file():
+        raise ConfigError(f"there is no corpus {corpus}; give a .jsonl file with id, text and perhaps title")
+    with corpus.open("rb") as file:
+        checksum = hashlib.file_digest(file, "sha256").hexdigest()
+    folder = folder or _cache() / f"{checksum[:16]}{kind}"
+    layout = f"{_LAYOUT}{kind}" if kind else _LAYOUT
+    if not (folder.is_dir() and any(folder.iterdir())):
+        _build(corpus, checksum, folder, layout, write)
+    _validate(corpus, checksum, folder, layout)
+    return folder
+
+
+def _validate(corpus: Path, checksum: str, folder: Path, layout: int | str) -> None:
+    try:
+        about: Any = json.loads((folder / _ABOUT).read_bytes())
+        known, found = about["corpus"], about["layout"]
+    except (OSError, ValueError, KeyError, TypeError):
+        known, found = {}, None
+    if found != layout:
+        raise ConfigError(f"{folder} is not an index of passages of this kind; delete it, or give another folder")
+    if known["sha256"] != checksum:
+        raise ConfigError(
+            f"the index {folder} is that of another corpus: of {known['name']} with {known['passages']} passages, "
+            f"sha256 {known['sha256'][:16]}..., while {corpus} has sha256 {checksum[:16]}...; delete it, or give "
+            "another folder"
+        )
+
+
+def _build(corpus: Path, checksum: str, folder: Path, layout: int | str, write: Write) -> None:
+    """Write an index beside `folder`, then put it in place; where another process was quicker, that one's stays."""
+    places: dict[str, int] = {}  # passage id -> line
+    passages: list[Passage] = []
+    offsets: list[int] = []
+    for line, offset, passage in _passages(corpus):
+        if passage.id in places:
+            raise ConfigError(
+                f"{corpus}, line {line}: the id {passage.id!r} is that of line {places[passage.id]} already; give each "
+                "passage an id of its own"
+            )
+        places[passage.id] = line
+        offsets.append(offset)
+        passages.append(passage)
+    if not passages:
+        raise ConfigError(f"the corpus {corpus} is empty; it needs a line with id and text for each passage")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write(passages, offsets, unfinished)
+        known = {"name": corpus.name, "sha256": checksum, "passages": len(passages)}
+        (unfinished / _ABOUT).write_text(json.dumps({"layout": layout, "corpus": known}, indent=2))
+        unfinished.chmod(0o755)  # mkdtemp lets nobody else in
+        unfinished.rename(folder)
+    except OSError:
+        if not (folder / _ABOUT).is_file():
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write(passages: Sequence[Passage], offsets: Sequence[int], folder: Path) -> None:
+    bm25s, stemmer = _packages()
+    bm25 = bm25s.BM25(method="lucene", k1=0.9, b=0.4)
+    bm25.index(_words(bm25s, stemmer, [f"{one.title} {one.text}" for one in passages]), show_progress=False)
+    hashes = np.array([_hash(one.id) for one in passages], np.uint64)
+    order = np.argsort(hashes, kind="stable")
+    bm25.save(folder, show_progress=False)
+    np.save(folder / "offsets.npy", np.array(offsets, np.int64))
+    np.save(folder / "id_hashes.npy", hashes[order])
+    np.save(folder / "id_rows.npy", order.astype(np.int64))
 
 
 def _passages(corpus: Path) -> Iterator[tuple[int, int, Passage]]:

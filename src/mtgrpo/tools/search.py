@@ -16,7 +16,7 @@ from mtgrpo.part import RunContext
 from mtgrpo.sequence_classifier import SequenceClassifier
 from mtgrpo.tools import Tool, ToolError, schema
 from mtgrpo.tools.lucene import LuceneIndex
-from mtgrpo.tools.passages import CorpusIndex, Passage, PassageIndex
+from mtgrpo.tools.passages import Passage, PassageIndex
 from mtgrpo.types import ToolSpec
 
 _QUERY_CHARS = 200  # of a query that a model reads beside a passage, which has what is left
@@ -51,7 +51,7 @@ class Search(Tool):
     max_results: int = 10  # that a search may ask for
     snippet_chars: int = 300  # of each passage that a search shows; 0 = all of it
 
-    _index = cast("CorpusIndex | None", None)
+    _index = cast("PassageIndex | LuceneIndex | None", None)
     _ranker = cast("SequenceClassifier | None", None)
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class Search(Tool):
         return [found[number] for number in sorted(range(len(found)), key=lambda number: -scores[number])[:k]]
 
     @property
-    def _passages(self) -> CorpusIndex:
+    def _passages(self) -> PassageIndex | LuceneIndex:
         if self._index is None:
             raise RuntimeError("the tool search is not open")
         return self._index
