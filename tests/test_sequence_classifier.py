@@ -124,6 +124,8 @@ def test_what_is_too_long_fails_by_itself(tmp_path: Path) -> None:
     reward = RewardModel(model_name=str(folder), device="cpu", retries=0)
     good, bad, last = scored(reward, [conversation("4"), conversation("4 " * 80), conversation("5")], tmp_path)
     assert isinstance(bad, ValueError) and "the reward model reads 60" in str(bad)
+    (broken,) = scored(reward, [conversation("\ud800")], tmp_path)
+    assert isinstance(broken, Exception)
     alone = scored(reward, [conversation("4"), conversation("5")], tmp_path)
     assert [good.total, last.total] == pytest.approx([one.total for one in alone], abs=1e-6)
 
@@ -225,6 +227,7 @@ def test_a_cross_encoder_puts_passages_in_its_own_order(tmp_path: Path, monkeypa
     assert [one.id for one in ranked._found(query, 2)] == order[:2]
     few = Search(corpus=str(corpus), rerank=str(folder), candidates=2, device="cpu").with_index()
     assert [one.id for one in few._found(query, 2)] == [name for name in order if name in plain[:2]]
+    assert ranked.search("capital \ud800 <|im_end|>" * 50).startswith("["), "whatever is asked"
     assert ranked.search("quetzal") == "no passage has any of these words"
     assert ranked.search(query).startswith(f"[{order[0]}]")
 

@@ -24,7 +24,7 @@ class Precision(Enum):
 
 
 class SequenceClassifier:
-    """A sequence-classification model with one output, and its tokenizer. One thread at a time computes."""
+    """A sequence-classification model with one output, and its tokenizer, which is for one thread at a time: `turn`."""
 
     def __init__(self, name: str, option: str, device: str = "", precision: Precision = Precision.auto) -> None:
         """Load `name`, a folder or a name on the hub; option: what names it, for messages; device: as torch calls it.
@@ -57,7 +57,7 @@ class SequenceClassifier:
         if missing := sorted(report["missing_keys"]):
             raise ConfigError(f"{option}={name} lacks the weights {missing[0]}; they would be drawn at random")
         self._model.requires_grad_(False)
-        self._computing = threading.Lock()
+        self.turn = threading.RLock()  # of the thread that encodes or computes
         lengths = (self.tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
         self.longest: int = min(length for length in lengths if length)  # tokens of a text
         text_config = config.get_text_config()
@@ -72,7 +72,7 @@ class SequenceClassifier:
         found = [0.0] * len(texts)
         by_length = sorted(range(len(texts)), key=lambda number: len(texts[number]["input_ids"]))
         size = batch_size if self._pads else 1
-        with self._computing:
+        with self.turn:
             for start in range(0, len(texts), size):
                 chosen = by_length[start : start + size]
                 rows = [dict(texts[number]) for number in chosen]

@@ -44,34 +44,35 @@ class RewardModel(Reward):
         """With the model. Raises ConfigError where it cannot be loaded, or its tokenizer writes no conversations."""
         running = copy.copy(self)
         running._model = SequenceClassifier(self.model_name, "reward.model_name", self.device, self.dtype)
-        try:
-            running._encoded([Message("user", "Hello?"), Message("assistant", "Hello.")])
-        except Exception as error:  # a template's own, or that there is none
-            said = str(error).partition("\n")[0]
-            raise ConfigError(f"reward.model_name={self.model_name}: its chat template: {said}") from error
+        tried = running._text([Message("user", "Hello?"), Message("assistant", "Hello.")])
+        if isinstance(tried, Exception):
+            said = str(tried).partition("\n")[0]
+            raise ConfigError(f"reward.model_name={self.model_name}: its chat template: {said}") from tried
         yield running
 
     async def rewards(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
-        """The model's outputs; ValueError in the place of one where a conversation is too long."""
+        """The model's outputs; an error in the place of one whose conversation it cannot read."""
         return await asyncio.to_thread(self._scores, siblings)
 
     def _scores(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
         assert self._model is not None
-        texts = [self._encoded(one.messages) for one in siblings]
-        lengths = [len(text["input_ids"]) for text in texts]
-        longest = self._model.longest
-        fitting = [text for text, length in zip(texts, lengths, strict=True) if length <= longest]
-        scores = iter(self._model.scores(fitting, self.batch_size))
-        return [
-            next(scores) if length <= longest else ValueError(f"{length} tokens; the reward model reads {longest}")
-            for length in lengths
-        ]
+        with self._model.turn:
+            texts = [self._text(one.messages) for one in siblings]
+            fitting = [text for text in texts if not isinstance(text, Exception)]
+            scores = iter(self._model.scores(fitting, self.batch_size))
+        return [text if isinstance(text, Exception) else next(scores) for text in texts]
 
-    def _encoded(self, messages: Sequence[Message]) -> Encoded:
+    def _text(self, messages: Sequence[Message]) -> Encoded | Exception:
+        """A conversation as the model reads it, or why it does not."""
         assert self._model is not None
         rows: list[dict[str, Any]] = []
         for message in messages:
             calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls]
             made = {"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {}
             rows.append({"role": message.role, "content": message.content, **made})
-        return self._model.tokenizer.apply_chat_template(rows, sanitize_control_tokens=True)
+        try:
+            text: Encoded = self._model.tokenizer.apply_chat_template(rows, sanitize_control_tokens=True)
+        except Exception as error:  # a template's own, and text that is none
+            return error
+        length, longest = len(text["input_ids"]), self._model.longest
+        return text if length <= longest else ValueError(f"{length} tokens; the reward model reads {longest}")

@@ -19,7 +19,6 @@ from mtgrpo.tools.lucene import LuceneIndex
 from mtgrpo.tools.passages import Passage, PassageIndex
 from mtgrpo.types import ToolSpec
 
-_QUERY_CHARS = 200  # of a query that a model reads beside a passage, which has what is left
 _TOGETHER = 16  # passages that it reads at once
 
 
@@ -124,9 +123,11 @@ class Search(Tool):
             return self._passages.search(query, k)
         found, model = self._passages.search(query, max(k, self.candidates)), self._ranker
         texts = [f"{passage.title} {passage.text}".strip() for passage in found]
-        cut = {"truncation": "only_second", "max_length": model.longest}  # of a passage that is too long, the end
-        pairs = [model.tokenizer(query[:_QUERY_CHARS], text, split_special_tokens=True, **cut) for text in texts]
-        scores = model.scores(pairs, _TOGETHER)
+        asked = query.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+        how = {"truncation": "longest_first", "max_length": model.longest, "split_special_tokens": True}
+        with model.turn:
+            pairs = [model.tokenizer(asked, text, **how) for text in texts]
+            scores = model.scores(pairs, _TOGETHER)
         return [found[number] for number in sorted(range(len(found)), key=lambda number: -scores[number])[:k]]
 
     @property
