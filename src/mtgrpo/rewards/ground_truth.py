@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -62,15 +62,6 @@ def _read_answers(name: str) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"reward ground_truth: file={name} cannot be read: {error}") from error
     found: dict[str, str] = {}
-    for where, task_id, answer in _parsed(lines, name):
-        if task_id in found:
-            raise ConfigError(f"{where}: there is a line for id {task_id!r} already; give each task one answer")
-        found[task_id] = answer
-    return found
-
-
-def _parsed(lines: Sequence[str], name: str) -> Iterator[tuple[str, str, str]]:
-    """Of each line that is not blank: where it stands, the id and the answer, numbers as text."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -86,7 +77,10 @@ def _parsed(lines: Sequence[str], name: str) -> Iterator[tuple[str, str, str]]:
                 f'{where}: a line must be {{"id": ..., "answer": ...}} with a text or a number for each, '
                 f"got {line[:80]!r}"
             )
-        yield where, task_id, answer
+        if task_id in found:
+            raise ConfigError(f"{where}: there is a line for id {task_id!r} already; give each task one answer")
+        found[task_id] = answer
+    return found
 
 
 def _text(value: Any) -> str:
