@@ -155,8 +155,10 @@ class Journal:
         numbers = {key: groups.get((key[0].rpartition("/")[0], key[1])) for key in self._turns}
         self._turns = {key: turns for key, turns in self._turns.items() if numbers[key] is not None}
         trained = {number for picked in self._batches.values() for numbers in picked for number in numbers}
-        if trained - self._finished.keys() or set(range(first, max(wanted, default=first))) - passed - wanted:
-            self.notes.append(f"{self._folder} does not lead on from step {version}: conversations start again")
+        missing = len(trained - self._finished.keys())
+        if missing or set(range(first, max(wanted, default=first))) - passed - wanted:
+            why = f": {missing} groups that were trained are not in it; resume_mode=exact keeps none" if missing else ""
+            self.notes.append(f"{self._folder} does not lead on from step {version}{why}. Conversations start again")
             self.clear()
         elif self._turns:
             begun = sum(numbers[key] not in self._finished for key in self._turns)
