@@ -382,6 +382,8 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("agent=command", ["give the command and its arguments, such as agent.argv=["]),
         ("sft.demonstrations=away.jsonl", ["there is no such file or folder as away.jsonl"]),
         ("task=parquet", ["give one of them: task.path=FILE"]),
+        ("task=mixed", ["task.of is empty: name the sources"]),
+        ("eval.interval=wald", ["eval.interval=wald: expected one of wilson, clopper_pearson"]),
         ("task=parquet task.path=away.parquet", ["there is no such file or folder as away.parquet"]),
         ("resume=true", ["add hydra.run.dir=FOLDER"]),
         ("resume=away", ["away is not a checkpoint: it has no state.json"]),
@@ -409,7 +411,7 @@ def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Nothing", "has no 'Nothing'"),
+        ("Nothing", "has no 'Nothing'; it defines Half, "),
         ("increment", "must be a class derived from mtgrpo.rewards.Reward"),
         ("Sums", "must be a class derived from mtgrpo.rewards.Reward"),
         ("Bare", "@dataclass"),
@@ -483,6 +485,7 @@ def test_a_recipe_of_ones_own_is_checked(content: str, said: str, place: Path) -
         (["data", "smollm3"], "invalid choice: 'smollm3'"),
         (["doctor", "--json", "--x"], "unrecognized arguments: --x"),
         (["train", "--help", "frobnicate"], "no option speaks of 'frobnicate'"),
+        (["eval", "."], "options are key=value, such as checkpoint=.;"),
         (["eval", "checkpoint=away"], "there is no folder"),
         (["eval", "checkpoint=."], ".hydra/config.yaml"),
         (["sft", "sft.steps=0"], "sft.steps"),
@@ -588,6 +591,11 @@ def test_a_dry_run_prints_the_whole_configuration_and_writes_nothing(run: Run, p
     values = yaml.safe_load(out)
     assert (values["seed"], values["kl"]["estimator"], values["environment"]["tools"]) == (3, "k1", ["calculator"])
     assert out.startswith("# task=calculator environment=tool_use")
+    assert out.splitlines()[-1] == (
+        "# all is well, and nothing was run; a run would be 1,300 steps of 32 demonstrations, then steps of 32 tasks x "
+        "8 conversations up to trainer.steps=70; before and after them 200 held-out tasks x 8 conversations, and a "
+        "greedy one each"
+    )
     assert list(place.iterdir()) == []
 
 

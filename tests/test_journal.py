@@ -199,6 +199,16 @@ def test_a_journal_that_does_not_lead_on_is_removed(lost: int, tmp_path: Path) -
     assert not part(tmp_path, 2).exists()
 
 
+def test_a_journal_without_the_groups_of_its_batches_says_whose_it_is(tmp_path: Path) -> None:
+    append(
+        Journal(tmp_path), 0, *({"admitted": n, "version": 0, "scope": "train/1", "task": f"t{n}"} for n in range(2))
+    )
+    append(Journal(tmp_path), 0, {"batch": 0, "groups": [0, 1]})
+    (note,) = resumed(tmp_path).notes
+    assert "2 groups that were trained are not in it; resume_mode=exact keeps none" in note
+    assert not part(tmp_path).exists()
+
+
 def test_events_of_another_shape_are_refused(tmp_path: Path) -> None:
     events = [{"admitted": 0, "version": 0, "scope": "train/1", "task": "t0"}]
     events.append({"finished": 0, "group": {"trajectories": [{"turns": 5}], "score_s": 0.0}})

@@ -222,6 +222,14 @@ def test_plain_output_is_ten_to_twenty_lines(total: int, tmp_path: Path, capsys:
     assert "\x1b" not in "".join(lines)
 
 
+def test_an_evaluation_counts_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(["console"], tmp_path) as sinks:
+        sinks.stage("evaluation", 40)
+        sinks.log({"eval/success": 0.5}, 40)
+    title, line = capsys.readouterr().out.splitlines()
+    assert title.startswith("evaluation (40 groups): ") and line.startswith("  group 40/40  held-out 50.0%")
+
+
 def test_plain_output_of_a_stage_of_unknown_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_stage(0, 2000, tmp_path)
     assert 10 <= len(capsys.readouterr().out.splitlines()) <= 40

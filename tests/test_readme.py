@@ -13,7 +13,7 @@ import pytest
 
 from conftest import Run
 from mtgrpo import cli
-from mtgrpo.config.options import schema
+from mtgrpo.config.options import options, schema
 from mtgrpo.extension import load_file
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -78,6 +78,28 @@ def test_the_page_of_algorithms_is_current() -> None:
         with pytest.raises(SystemExit) as done:
             cli.main(line.split()[1:])
         assert done.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "page"),
+    [
+        *((group, "tasks_and_rewards.md") for group in ("task", "reward", "environment", "condenser")),
+        ("log", "metrics.md"),
+    ],
+)
+def test_every_option_has_a_row(group: str, page: str) -> None:
+    text = OPTIONS.with_name(page).read_text()
+    (rows,) = re.findall(rf"^\| `{group}=` \|.*\n\| --- .*\n((?:\|.*\n)+)", text, flags=re.M)
+    named = {name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    folder = OPTIONS.parents[1] / "src" / "mtgrpo" / group
+    known = {path.stem for path in folder.glob("[!_]*.py")} if group == "log" else set(options(group))
+    assert named == known
+
+
+@pytest.mark.parametrize("group", ["algorithm", "advantage"])
+def test_every_algorithm_and_advantage_is_described(group: str) -> None:
+    text = OPTIONS.with_name("algorithms.md").read_text()
+    assert set(re.findall(rf"^### {group}=(\w+)$", text, flags=re.M)) == set(options(group))
 
 
 def test_the_list_of_options_is_current(capsys: pytest.CaptureFixture[str]) -> None:

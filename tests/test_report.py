@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -23,7 +24,7 @@ from mtgrpo.record.reading import find_runs, read_metrics, read_runs
 from mtgrpo.record.summary import write_versions
 from mtgrpo.report import content, main
 from mtgrpo.report.charts import chart
-from mtgrpo.statistics import compare, mean_over_tasks, wilson
+from mtgrpo.statistics import clopper_pearson, compare, mean_over_tasks, wilson
 from mtgrpo.text import sparkline
 from mtgrpo.types import LEARNING
 
@@ -154,6 +155,11 @@ def test_few_rows_are_all_kept_and_many_are_thinned(tmp_path: Path) -> None:
     assert (steps[0], steps[-1]) == (1, 10_000)
     assert len({after - before for before, after in pairwise(steps[:-1])}) == 1  # evenly
     assert [line["eval/success"] for line in found.stage("evaluation")] == [0.5]  # rare, and never left out
+    lines[6001] = json.dumps(
+        json.loads(lines[6001]) | dict.fromkeys(["eval/success", "eval/turns", "eval/failed"], 0.7)
+    )
+    path.write_text("\n".join(lines) + "\n")
+    assert [line["step"] for line in read_metrics(path, points=100).rows if line.get("eval/success") == 0.7] == [6001]
 
 
 def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
@@ -209,6 +215,12 @@ def test_both_evaluations_are_compared_task_by_task(tmp_path: Path) -> None:
     assert success.after == mean_over_tasks(outcomes)
     assert success.comparison == compare([[0.0, 0.0]] * 20, outcomes)
     assert "p < 0.0001" in content.change(success)
+
+
+def test_intervals_are_those_that_the_run_chose(tmp_path: Path) -> None:
+    run = the_run(tmp_path / "run", summary=SUMMARY)
+    run = dataclasses.replace(run, settings={**run.settings, "eval.interval": "clopper_pearson"})
+    assert content.measurements(run)[0].before == clopper_pearson(0.25, 40)
 
 
 def test_an_evaluation_alone(tmp_path: Path) -> None:

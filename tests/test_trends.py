@@ -9,7 +9,7 @@ import pytest
 from mtgrpo import resources
 from mtgrpo.errors import RunError
 from mtgrpo.stages import trends
-from mtgrpo.stages.trends import PATIENCE, Trends
+from mtgrpo.stages.trends import PATIENCE, WITHOUT_VARIANCE, Trends, in_vain
 
 FINE = {
     "reward/success": 0.4,
@@ -32,6 +32,12 @@ def test_what_stays_bad_is_said_once(bad: dict[str, float], setting: str) -> Non
     said = [watched.warnings({**FINE, **change}) for change in [{}, *[bad] * (2 * PATIENCE), {}, *[bad] * PATIENCE]]
     assert [len(texts) for texts in said] == [0] * PATIENCE + [1] + [0] * (PATIENCE + 1) + [0] * (PATIENCE - 1) + [1]
     assert setting in said[PATIENCE][0]
+
+
+def test_a_run_in_which_nothing_differed_says_so_at_its_end() -> None:
+    said = in_vain({"train/steps": 3.0, WITHOUT_VARIANCE: 3.0})
+    assert said.startswith("nothing was learned: in none of the 3 steps") and "rollout.group_size higher" in said
+    assert not in_vain({"train/steps": 3.0, WITHOUT_VARIANCE: 2.0}) and not in_vain({"train/steps": 0.0})
 
 
 def test_a_policy_that_solves_its_tasks_may_be_sure_of_itself() -> None:

@@ -234,7 +234,7 @@ def _run_one(command: str, hydra: Hydra, words: list[str], dry: bool, spared: bo
     config = hydra.compose_config("base", words, RunMode.RUN)
     composed = checked(command, config, spared)
     if dry:
-        show(described(composed))
+        show(described(command, composed))
         return
     from mtgrpo.config.run_record import claimed  # noqa: PLC0415
 
@@ -279,7 +279,7 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool, spared
         for number, job in enumerate(jobs):
             composed = checked(command, loader.load_sweep_config(config, job), spared)
             if dry:
-                show(f"# run {number}: {' '.join(job)}\n{described(composed)}")
+                show(f"# run {number}: {' '.join(job)}\n{described(command, composed)}")
     if dry:
         return
     from mtgrpo.config.run_record import claimed  # noqa: PLC0415
@@ -341,10 +341,13 @@ def run_job(command: str, config: DictConfig) -> float | None:
     return held_out_reward(folder)
 
 
-def described(composed: Composed) -> str:
-    """The options that were chosen, and the whole configuration."""
+def described(command: str, composed: Composed) -> str:
+    """The options that were chosen, the whole configuration, and in a last comment what a run would take."""
+    from mtgrpo.stages.budget import planned  # noqa: PLC0415
+
     choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
-    return f"# {choices}\n{composed.values}"
+    plan = planned(command, composed.experiment)
+    return f"# {choices}\n{composed.values.rstrip()}\n# all is well, and nothing was run; a run would be {plan}"
 
 
 def _gives(words: Sequence[str], key: str) -> bool:

@@ -52,9 +52,8 @@ def find(package: str, name: str, base: type) -> Any:
         module = load_file(Path(path))
         found = getattr(module, attribute, None)
         if found is None:
-            raise ConfigError(
-                f"{path} has no {attribute!r}; it defines {', '.join(_candidates(module, base)) or 'nothing usable'}"
-            )
+            own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+            raise ConfigError(f"{path} has no {attribute!r}; it defines {', '.join(own) or 'nothing usable'}")
         return found
     if name not in names(package):
         known = options(package, base)

@@ -158,8 +158,10 @@ class Journal:
         self._turns = {key: turns for key, turns in self._turns.items() if numbers[key] is not None}
         trained = {number for picked in self._batches.values() for numbers in picked for number in numbers}
         drawn = set(range(first, max(wanted, default=first)))
-        if trained - self._finished.keys() or drawn - passed - wanted - self._skipped:
-            self.notes.append(f"{self._folder} does not lead on from step {version}: conversations start again")
+        missing = len(trained - self._finished.keys())
+        if missing or drawn - passed - wanted - self._skipped:
+            why = f": {missing} groups that were trained are not in it; resume_mode=exact keeps none" if missing else ""
+            self.notes.append(f"{self._folder} does not lead on from step {version}{why}. Conversations start again")
             self.clear()
         passed |= self._skipped
         if self._turns:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from statistics import NormalDist
@@ -20,6 +20,7 @@ Floats = NDArray[np.float64]
 Outcomes = Sequence[Sequence[float]]
 _GRID = 1 << 18  # the permutation test is exact where differences sum to so many common divisors at most
 _FLIPS = 20_000  # random sign flips beyond that
+_ROUNDING = 1e-9  # of a number of outcomes that is whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,9 @@ class Estimate:
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+Interval = Callable[[float, float, float], Estimate]  # mean, size and confidence -> mean with its interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,49 +105,58 @@ def wilson(mean: float, size: float, confidence: float = 0.95) -> Estimate:
     return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
 
 
-def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> Estimate:
-    """The exact interval (1934) of a share of independent trials: never covers less than `confidence`, often more."""
-    if not 0 <= successes <= trials or trials < 1:
-        raise ValueError(f"needs 0 <= successes <= trials and a trial, got {successes} of {trials}")
+def clopper_pearson(mean: float, size: float, confidence: float = 0.95) -> Estimate:
+    """The exact interval (1934) of such a mean of outcomes 0 or 1: never covers less than `confidence`, often more.
+
+    Where `size` or the number of successes is a fraction, both are rounded to what gives the wider interval.
+    """
+    trials = math.floor(size + _ROUNDING)
+    if not 0 <= mean <= 1 or trials < 1:
+        raise ValueError(f"needs a mean in [0, 1] of at least one outcome, got {mean} of {size}")
     tail = (1 - _checked(confidence)) / 2
-    low = _share_of_tail(successes, trials, tail) if successes else 0.0
-    high = 1 - _share_of_tail(trials - successes, trials, tail) if successes < trials else 1.0
-    return Estimate(successes / trials, low, high)
+    least, most = math.floor(mean * trials + _ROUNDING), math.ceil(mean * trials - _ROUNDING)
+    low = _share_of_tail(least, trials, tail) if least else 0.0
+    high = 1 - _share_of_tail(trials - most, trials, tail) if most < trials else 1.0
+    return Estimate(mean, low, high)
 
 
-def mean_over_tasks(outcomes: Outcomes, confidence: float = 0.95) -> Estimate:
-    """The mean over all samples (avg@k) of outcomes in [0, 1], with Wilson's interval for samples clustered in tasks.
+INTERVALS: dict[str, Interval] = {"wilson": wilson, "clopper_pearson": clopper_pearson}  # by `eval.interval`
 
-    Wilson's size is the effective one: of independent samples whose mean would vary as much as this one does between
-    tasks, between the number of tasks and that of samples. With one sample per task it is Wilson's own interval.
+
+def mean_over_tasks(outcomes: Outcomes, confidence: float = 0.95, interval: Interval = wilson) -> Estimate:
+    """The mean over all samples (avg@k) of outcomes in [0, 1], with its interval for samples clustered in tasks.
+
+    The size is the effective one: of independent samples whose mean would vary as much as this one does between
+    tasks, between the number of tasks and that of samples. With one sample per task it is the number of tasks.
     Raises ValueError for a task without samples or an outcome outside [0, 1].
     """
     means, counts = _by_task(outcomes)
-    return _clustered(means, counts, float(counts.sum()), confidence)
+    return _clustered(means, counts, float(counts.sum()), confidence, interval)
 
 
-def mean_pass_at_k(outcomes: Outcomes, k: int, confidence: float = 0.95) -> Estimate:
+def mean_pass_at_k(outcomes: Outcomes, k: int, confidence: float = 0.95, interval: Interval = wilson) -> Estimate:
     """pass@k over tasks of which each has k samples or more, outcomes 0 or 1, with its interval.
 
     Raises ValueError for a task with fewer samples.
     """
     _by_task(outcomes)
     values = [pass_at_k(round(sum(of_task)), len(of_task), k) for of_task in outcomes]
-    return _clustered(np.array(values), np.ones(len(values)), sum(len(o) // k for o in outcomes), confidence)
+    samples = sum(len(of_task) // k for of_task in outcomes)
+    return _clustered(np.array(values), np.ones(len(values)), samples, confidence, interval)
 
 
 def compare(before: Outcomes, after: Outcomes, confidence: float = 0.95) -> Comparison:
     """Two policies on the same tasks in the same order: the difference of their means over tasks, interval, p-value.
 
-    The p-value is `sign_flip_test`'s. The interval puts together those of both means and their correlation over tasks
-    (MOVER: Zou and Donner 2008), and so stays within [-1, 1].
+    The p-value is `sign_flip_test`'s. The interval puts together Wilson's of both means and their correlation over
+    tasks (MOVER: Zou and Donner 2008), and so stays within [-1, 1].
     """
     if len(before) != len(after):
         raise ValueError(f"both policies need the same tasks, got {len(before)} and {len(after)}")
     (first, first_counts), (second, second_counts) = _by_task(before), _by_task(after)
     equal = np.ones(len(first))
-    a = _clustered(first, equal, float(first_counts.sum()), confidence)
-    b = _clustered(second, equal, float(second_counts.sum()), confidence)
+    a = _clustered(first, equal, float(first_counts.sum()), confidence, wilson)
+    b = _clustered(second, equal, float(second_counts.sum()), confidence, wilson)
     spread = float(first.std() * second.std())
     correlation = float(((first - a.mean) * (second - b.mean)).mean()) / spread if spread else 0.0
 
@@ -217,8 +230,8 @@ def _by_task(outcomes: Outcomes) -> tuple[Floats, Floats]:
     return np.array([sum(of_task) for of_task in outcomes], dtype=np.float64) / counts, counts
 
 
-def _clustered(means: Floats, weights: Floats, samples: float, confidence: float) -> Estimate:
-    """Wilson's interval of the weighted mean of tasks' `means`, at the effective size, at most `samples`."""
+def _clustered(means: Floats, weights: Floats, samples: float, confidence: float, interval: Interval) -> Estimate:
+    """The interval of the weighted mean of tasks' `means`, at the effective size, at most `samples`."""
     total, tasks = float(weights.sum()), len(means)
     mean = float(weights @ means) / total
     # Were all samples of a task alike: the number of tasks, where they weigh alike.
@@ -226,7 +239,7 @@ def _clustered(means: Floats, weights: Floats, samples: float, confidence: float
     variance = float(((weights * (means - mean)) ** 2).sum()) / total**2 * tasks / max(1, tasks - 1)
     # Where all outcomes are the same nothing tells whether samples of a task differ: then tasks are counted.
     size = mean * (1 - mean) / variance if variance else samples if 0 < mean < 1 else least
-    return wilson(mean, min(max(size, least), max(samples, least)), confidence)
+    return interval(mean, min(max(size, least), max(samples, least)), confidence)
 
 
 def _share_of_tail(successes: int, trials: int, tail: float) -> float:

@@ -66,8 +66,9 @@ def parse(arguments: Sequence[str], loader: ConfigLoaderImpl | None = None) -> l
         try:
             override = parser.parse_override(argument)
         except HydraException as error:
+            key = "checkpoint" if Path(argument).is_dir() else "task.path" if Path(argument).is_file() else ""
             raise ConfigError(
-                f"cannot read {argument!r}: options are key=value, such as seed=1; "
+                f"cannot read {argument!r}: options are key=value, such as {f'{key}={argument}' if key else 'seed=1'}; "
                 "quote a value with special characters twice: key=\"'a, b'\""
             ) from error
         if not override.key_or_group:

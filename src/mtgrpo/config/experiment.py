@@ -72,6 +72,13 @@ class WarmStart:
         require(self, steps=">= 0 (0 = none)", batch_size=">= 1")
 
 
+class Interval(Enum):
+    """How wide the 95 % interval of a share is."""
+
+    wilson = "wilson"  # the score interval: holds the true share as often as it says, on average
+    clopper_pearson = "clopper_pearson"  # the exact one: never less often, and wider
+
+
 @dataclass
 class Evaluation:
     """When and how the policy is measured, on held-out tasks."""
@@ -79,6 +86,7 @@ class Evaluation:
     every_steps: int = 0  # also during training, with one sample per task; 0 = only before and after
     tasks: int = 200
     samples: int = 8  # per task at temperature 1; pass@8 needs 8
+    interval: Interval = Interval.wilson  # clopper_pearson: the exact one, never too narrow
     fail_under: float = 0.0  # `mtgrpo eval` ends with exit code 1 where held-out success is lower; 0 = never
     no_tools: bool = False  # a control: the same tasks without tools too, `eval/no_tools/success`
     # further task sets, `eval/NAME/success`: [gsm8k], or {easy: {task: jsonl, val_files: [easy.jsonl]}}

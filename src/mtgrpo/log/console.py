@@ -73,7 +73,7 @@ class Console(Sink):
             self._live = Live(get_renderable=self._panel, console=self._out, refresh_per_second=4)
             self._live.start()
         else:
-            title = f"{name} ({total} steps)" if total > 1 else name
+            title = f"{name} ({total} {self._unit}s)" if total > 1 else name
             self.note(f"{title}: {_ABOUT[name]}" if name in _ABOUT else title)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -87,7 +87,7 @@ class Console(Sink):
         if not self._interactive and (step >= self._due[measured] or step == self._total):
             self._due[measured] = _next_line(step, self._total)
             of = f"{step:>{len(str(self._total))}}/{self._total}" if self._total else f"{step}"
-            self.note("  ".join([f"  step {of}", *_pieces(metrics), *self._obstacles, self._times()]))
+            self.note("  ".join([f"  {self._unit} {of}", *_pieces(metrics), *self._obstacles, self._times()]))
 
     def progress(self, done: int) -> None:
         """Move the bar on."""
@@ -110,6 +110,7 @@ class Console(Sink):
 
     def _begin(self, name: str, total: int) -> None:
         self._name, self._total, self._done = name, total, 0
+        self._unit = "group" if name == EVALUATION else "step"  # of what is counted: the samples of a task are a group
         self._latest: dict[str, float] = {}
         self._obstacles: list[str] = []
         self._due = {False: 0, True: 0}  # the step of the next plain line; evaluations have lines of their own

@@ -21,7 +21,8 @@ from mtgrpo.types import LEARNING
 
 BEFORE, AFTER = "evaluation_before", "evaluation_after"  # the files of trajectories that evaluations leave
 _POINTS = 2000  # rows of metrics that are kept
-_MARK = b'"eval/'  # in every row with a measurement on held-out tasks: there are few, and they are kept by themselves
+_MARK = b'"eval/'  # in rows with a measurement on held-out tasks: there are few, and they are kept by themselves
+_END = 200  # bytes: what was measured on held-out tasks stands last in its row
 
 Row = dict[str, Any]
 
@@ -114,7 +115,7 @@ def read_metrics(path: Path, points: int = _POINTS) -> Metrics:
     try:
         with path.open("rb", buffering=1 << 20) as file:
             for number, line in enumerate(file):
-                (measured if _MARK in line else rows).add(number, line)
+                (measured if line.find(_MARK, -_END) >= 0 else rows).add(number, line)
     except FileNotFoundError:
         return Metrics()
     lines = dict(rows.kept + measured.kept + [(number, line)] * (number >= 0))

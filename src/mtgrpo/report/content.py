@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mtgrpo.config.recipe import read_recipe
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, flat, objects, of_set
-from mtgrpo.statistics import Comparison, Estimate, compare, mean_over_tasks, wilson
+from mtgrpo.statistics import INTERVALS, Comparison, Estimate, Interval, compare, mean_over_tasks, wilson
 from mtgrpo.text import clock, is_number, number, shorten
 from mtgrpo.types import EVALUATION, LEARNING
 
@@ -44,7 +44,7 @@ TIMES = {
     "time/total_s": "in all",
 }
 ABOUT_INTERVALS = (
-    "In brackets 95 % intervals over tasks (Wilson); p is of the paired sign-flip test, task by task. "
+    "In brackets 95 % intervals over tasks (eval.interval); p is of the paired sign-flip test, task by task. "
     "They say nothing of how seeds differ."
 )
 _EXAMPLES = 2  # of success, and of failure
@@ -111,15 +111,19 @@ def _measurement(run: RunRecord, name: str, before: Outcomes, after: Outcomes) -
     both = [task for task in after if task in before]
     return Measurement(
         name,
-        mean_over_tasks(list(before.values())) if before else first,
-        mean_over_tasks(list(after.values())),
+        mean_over_tasks(list(before.values()), interval=_interval(run)) if before else first,
+        mean_over_tasks(list(after.values()), interval=_interval(run)),
         compare([before[task] for task in both], [after[task] for task in both]) if both else None,
     )
 
 
 def _estimate(run: RunRecord, key: str, tasks: int) -> Estimate | None:
     value = run.summary.get(key)
-    return wilson(float(value), tasks) if is_number(value) and 0 <= value <= 1 and tasks else None
+    return _interval(run)(float(value), tasks, 0.95) if is_number(value) and 0 <= value <= 1 and tasks else None
+
+
+def _interval(run: RunRecord) -> Interval:
+    return INTERVALS.get(run.settings.get("eval.interval", ""), wilson)
 
 
 def series(run: RunRecord) -> dict[str, Series]:

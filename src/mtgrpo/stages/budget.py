@@ -1,11 +1,11 @@
-"""How long a run is: what it has used, and which limit it has reached."""
+"""How long a run is: what it would take, what it has used, and which limit it has reached."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtgrpo.config.experiment import TrainerSettings
+from mtgrpo.config.experiment import Experiment, TrainerSettings
 from mtgrpo.types import Group
 
 
@@ -32,3 +32,23 @@ class Budget:
             if limit and value >= limit:
                 return f"trainer.{name}={limit}"
         return ""
+
+
+def planned(command: str, experiment: Experiment) -> str:
+    """What a run of `command` would sample and train, on a line."""
+    rollout, sft, measured, asked = experiment.rollout, experiment.sft, experiment.eval, experiment.collect
+    bounds = {name: getattr(experiment.trainer, name) for name in ("steps", "epochs", "total_turns", "wall_time_s")}
+    limits = [f"{name}={bound:g}" for name, bound in bounds.items() if bound]
+    warm_start = f"{sft.steps:,} steps of {sft.batch_size} demonstrations"
+    evaluation = f"{measured.tasks:,} held-out tasks x {measured.samples} conversations, and a greedy one each"
+    training = (
+        f"steps of {rollout.prompts_per_step} tasks x {rollout.group_size} conversations up to trainer."
+        f"{' or trainer.'.join(limits)}; before and after them {evaluation}"
+    )
+    plans = {
+        "sft": warm_start,
+        "train": f"{warm_start}, then {training}" if sft.steps else training,
+        "eval": evaluation,
+        "collect": f"{asked.tasks:,} tasks x {asked.samples} conversations",
+    }
+    return plans.get(command, "what is asked of it")

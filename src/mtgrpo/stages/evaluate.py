@@ -25,6 +25,7 @@ from mtgrpo.stages.findings import Findings, Played, control, record, table
 from mtgrpo.stages.metrics import describe, valid
 from mtgrpo.stages.resume import differences
 from mtgrpo.stages.run import NO_TOOLS, Run, open_run
+from mtgrpo.statistics import INTERVALS
 from mtgrpo.strict_json import strict_json
 from mtgrpo.together import together
 from mtgrpo.types import EVALUATION, Group, Status, Task
@@ -146,7 +147,8 @@ def run_evaluation(experiment: Experiment, folder: Path) -> None:
             with _recorded(run) as (recorded, play):
                 metrics, played = await _measure(recorded, AFTER, play)
             write_summary(folder, metrics)
-            found = {name: Findings.of(each, run.runner.reward) for name, each in played.items()}
+            interval = INTERVALS[experiment.eval.interval.value]
+            found = {name: Findings.of(each, run.runner.reward, interval) for name, each in played.items()}
             tools = control(played, run.runner.reward.success_at)
             (folder / "evaluation.json").write_bytes(strict_json(record(found, tools), indent=2) + b"\n")
             run.sinks.note(f"{table(found, tools)}\nalso in {folder / 'evaluation.json'}")

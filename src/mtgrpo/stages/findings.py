@@ -14,11 +14,13 @@ from mtgrpo.stages.run import NO_TOOLS
 from mtgrpo.statistics import (
     Comparison,
     Estimate,
+    Interval,
     best_of_n,
     compare,
     majority_vote,
     mean_over_tasks,
     mean_pass_at_k,
+    wilson,
 )
 from mtgrpo.types import Group, Outcome, Trajectory
 
@@ -45,7 +47,7 @@ class Findings:
     breakdowns: dict[str, dict[str, Estimate]]  # success by turns, tools that were called, difficulty
 
     @classmethod
-    def of(cls, played: Played, reward: Reward) -> Findings:
+    def of(cls, played: Played, reward: Reward, interval: Interval = wilson) -> Findings:
         """Of groups of which one trajectory at least did not fail.
 
         pass@k and best-of-n are estimated without bias from all samples of a task (`mtgrpo.statistics`).
@@ -53,10 +55,11 @@ class Findings:
         of_tasks = [found for group in played.sampled if (found := valid([group]))]
         outcomes = [outcomes for _, outcomes in _outcomes(played.sampled, reward.success_at)]
         samples = min(map(len, outcomes))
-        shares = {"success": mean_over_tasks(outcomes)}
+        shares = {"success": mean_over_tasks(outcomes, interval=interval)}
         for k in sorted({2**power for power in range(1, samples.bit_length())} | {samples} - {1}):
-            shares[f"pass@{k}"] = mean_pass_at_k(outcomes, k)
-        shares["greedy"] = mean_over_tasks([outcomes for _, outcomes in _outcomes(played.greedy, reward.success_at)])
+            shares[f"pass@{k}"] = mean_pass_at_k(outcomes, k, interval=interval)
+        greedy = [outcomes for _, outcomes in _outcomes(played.greedy, reward.success_at)]
+        shares["greedy"] = mean_over_tasks(greedy, interval=interval)
         best = [best_of_n([t.reward for t in found], samples) for found in of_tasks]
         votes = [
             majority_vote([reward.answer(t) for t in found], of_task)
@@ -67,7 +70,7 @@ class Findings:
         for name in _DIFFICULTY:
             if any(name in found[0].task.metadata for found in of_tasks):
                 ways[name] = lambda t, name=name: str(t.task.metadata.get(name, "not given"))
-        broken = {name: _breakdown(of_tasks, reward.success_at, way) for name, way in ways.items()}
+        broken = {name: _breakdown(of_tasks, reward.success_at, way, interval) for name, way in ways.items()}
         return cls(
             len(of_tasks), samples, shares, means, {name: rows for name, rows in broken.items() if len(rows) > 1}
         )
@@ -131,7 +134,10 @@ def _tools(trajectory: Trajectory) -> str:
 
 
 def _breakdown(
-    of_tasks: Sequence[Sequence[Trajectory]], success_at: float, way: Callable[[Trajectory], str]
+    of_tasks: Sequence[Sequence[Trajectory]],
+    success_at: float,
+    way: Callable[[Trajectory], str],
+    interval: Interval,
 ) -> dict[str, Estimate]:
     """Success by what `way` says of a trajectory; the largest parts, in the order of their names."""
     parts: dict[str, list[list[float]]] = defaultdict(list)
@@ -145,4 +151,4 @@ def _breakdown(
     kept = by_size[:_MOST] if len(by_size) <= _MOST else by_size[: _MOST - 1]
     rest = [outcomes for name in by_size if name not in kept for outcomes in parts[name]]
     named = {name: parts[name] for name in sorted(kept, key=lambda name: (len(name), name))} | {"other": rest}
-    return {name: mean_over_tasks(outcomes) for name, outcomes in named.items() if outcomes}
+    return {name: mean_over_tasks(outcomes, interval=interval) for name, outcomes in named.items() if outcomes}

@@ -28,7 +28,7 @@ from mtgrpo.stages.resume import differences, final_results
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.sft import warm_start
-from mtgrpo.stages.trends import Trends
+from mtgrpo.stages.trends import WITHOUT_VARIANCE, Trends, in_vain
 from mtgrpo.stages.update import make_stream, make_updater, update
 from mtgrpo.types import LEARNING
 
@@ -72,6 +72,8 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
             finally:  # also when the evaluation fails
                 summary["time/total_s"] = saver.seconds
                 write_summary(folder, summary)
+        if said := in_vain(summary):
+            run.sinks.note(said)
     return summary
 
 
@@ -170,6 +172,8 @@ class _Training:
         metrics |= {f"engine/{name}": value for name, value in run.engine.metrics.items()}
         metrics |= policy.profiler.step(describe_conversations(batch.groups, experiment.profile), run.engine.sync_s)
         self.budget.count(batch.groups, seconds)
+        flat = float(metrics["reward/groups_with_variance"] == 0)
+        self.saver.summary[WITHOUT_VARIANCE] = self.saver.summary.get(WITHOUT_VARIANCE, 0.0) + flat
         warnings = [*describe_failures(batch.groups), *self.trends.warnings(metrics)]
         self.mark(metrics)
         for text in warnings:

@@ -12,7 +12,19 @@ from mtgrpo.resources import memory_left, resident_bytes
 PATIENCE = 5  # steps in a row in which something is bad before it is said
 COLLAPSED = 0.1  # of the first step's entropy
 TRUNCATED = 0.5  # the share of conversations that a limit cut
+WITHOUT_VARIANCE = "train/steps_without_variance"  # in the summary: steps in which no group's rewards differed
 SCARCE = 0.08  # the share of the memory that is left when the kernel may soon end the process
+_MORE_VARIANCE = (
+    "choose easier or harder tasks, a reward with more levels, rollout.group_size higher, or sft.steps above 0"
+)
+
+
+def in_vain(summary: Metrics) -> str:
+    """What to tell the user of a run in which no step had anything to learn from; "" of any other."""
+    steps = summary["train/steps"]
+    if not steps or summary.get(WITHOUT_VARIANCE) != steps:
+        return ""
+    return f"nothing was learned: in none of the {steps:.0f} steps did the rewards of a group differ; {_MORE_VARIANCE}"
 
 
 @dataclass
@@ -39,8 +51,7 @@ class Trends:
         texts = {
             "entropy": f"the policy's entropy fell from {self.entropy:.2g} to {entropy:.2g} nats while tasks are not "
             "solved: it explores little; set algorithm.entropy_coef or kl.coef above 0, or optimizer.lr lower",
-            "variance": "in no group do rewards differ, so nothing is learned; choose easier or harder tasks, a reward "
-            "with more levels, rollout.group_size higher, or sft.steps above 0",
+            "variance": f"in no group do rewards differ, so nothing is learned; {_MORE_VARIANCE}",
             "truncated": f"{truncated:.0%} of the conversations are cut by a limit ({', '.join(limits)}): set it "
             "higher, or reward=[...,length]",
             "memory": f"{left / 2**30:.1f} of {total / 2**30:.1f} GiB of memory are left (this process holds "

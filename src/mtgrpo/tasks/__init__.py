@@ -137,6 +137,7 @@ class Columns:
     id: str = "id"  # a string or a number; may be absent: the row's number is taken
 
 
+_PROMPTS = ("question", "problem", "instruction", "query", "input", "text")  # what data sets call it
 # Of verl, the first one of its search tasks, and of SkyRL.
 _GROUND_TRUTHS = ("reward_model.ground_truth.target", "reward_model.ground_truth", "reward_spec.ground_truth")
 
@@ -191,9 +192,11 @@ def task_from_row(row: Mapping[str, Any], columns: Columns, where: str, default_
     used = columns.messages if cell(row, columns.prompt) is None else columns.prompt
     prompt = cell(row, used)
     if prompt is None:
+        likely = next((name for name in _PROMPTS if isinstance(row.get(name), str)), "NAME")
         raise ConfigError(
-            f"{where}: no column {columns.prompt!r} and no column {columns.messages!r}; {_seen(row)}; say which holds "
-            "the prompt with task.columns.prompt=NAME (a string) or task.columns.messages=NAME (a list of messages)"
+            f"{where}: no column {columns.prompt!r} and no column {columns.messages!r}; {_seen(row)}; say which "
+            f"holds the prompt with task.columns.prompt={likely} (a string) or task.columns.messages=NAME (a list of "
+            "messages)"
         )
     messages = _messages(prompt, f"{where}: column {used!r}")
     answers = _answers(row, columns.answer, where)

@@ -31,6 +31,8 @@ class Mixed(TaskSource):
     of: list[Any] = field(default_factory=list[Any])  # [{task: gsm8k, weight: 2}, {task: word_problems}]
 
     def __post_init__(self) -> None:
+        if not self.of:
+            raise ConfigError("task.of is empty: name the sources, as task.of='[{task: gsm8k}, {task: word_problems}]'")
         self._weights: list[float] = []
         self._sources: list[TaskSource] = []
         refuse_without_effect(
@@ -59,8 +61,6 @@ class Mixed(TaskSource):
 
     def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """The sources' own streams, mixed; one that ends is left out. Raises ConfigError as they do."""
-        if not self._sources:
-            raise ConfigError("task.of is empty: name the sources, as task.of='[{task: gsm8k}, {task: word_problems}]'")
         return MixedStream([one.stream(split, seed, repeat) for one in self._sources], self._weights, seed)
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
