@@ -50,10 +50,12 @@ class Process:
     environment: Mapping[str, str]
     log: Path  # is appended to
     folder: Path  # is removed when we are killed
+    socket: Path  # in that folder, where it listens: whoever may enter the folder controls it
     _guard: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, after the end of what ran before."""
+        self.socket.unlink(missing_ok=True)  # it would not listen where another did
         guarded = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(self.folder), *self.command]
         with self.log.open("ab") as log:
             self._guard = subprocess.Popen(
@@ -168,6 +170,10 @@ class Replica(Server):
         """Answer the requests in flight with what they have."""
 
     @abstractmethod
+    async def reset_cache(self) -> None:
+        """Forget keys and values that other weights computed."""
+
+    @abstractmethod
     async def sleep(self) -> None:
         """Give the GPU's memory back."""
 
@@ -176,8 +182,9 @@ class Replica(Server):
         """Take it again; the weights are those from before."""
 
 
-def connect(url: str, ours: bool = False) -> httpx.AsyncClient:
-    """A client of the server at `url`, for as many requests at once as there are; to one of `ours` never by a proxy."""
+def connect(url: str, socket: Path | None = None) -> httpx.AsyncClient:
+    """A client of the server at `url`, or of ours at `socket`, for as many requests at once as there are."""
     # A server drops connections that were idle for 5 s; one that is used at that moment would look like a lost server.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
-    return httpx.AsyncClient(base_url=url, limits=limits, trust_env=not ours)
+    transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits) if socket else None
+    return httpx.AsyncClient(base_url=url, limits=limits, transport=transport, trust_env=socket is None)

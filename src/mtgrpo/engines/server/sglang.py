@@ -59,8 +59,10 @@ class SGLang(Replica):
     async def abort(self) -> None:
         await self.ask("POST", "/abort_request", json={"abort_all": True})
 
+    async def reset_cache(self) -> None:
+        """Nothing: `reload` has done it."""
+
     async def reload(self, folder: Path) -> None:
-        """See `Replica.reload`; the caches are flushed with it."""
         answer = await self.ask("POST", "/update_weights_from_disk", json={"model_path": str(folder)})
         if not answer["success"]:
             raise EngineError(f"{self.name} could not read {folder}: {answer['message']}")

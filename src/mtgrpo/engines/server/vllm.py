@@ -109,6 +109,8 @@ class VLLM(Replica):
     async def reload(self, folder: Path) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self.ask("POST", "/collective_rpc", json=call)
+
+    async def reset_cache(self) -> None:
         for _ in range(RESETS):
             if (await self.ask("POST", "/reset_prefix_cache"))["success"]:
                 return
@@ -151,7 +153,7 @@ def command(
 ) -> list[str]:
     """The words after the interpreter's name that start a server of `model`.
 
-    longest: context in tokens, None for the model's own. place: the words that say where it listens.
+    longest: context in tokens, None for the model's own. place: more words, such as where it listens.
     """
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", NAME, *place]
     words += ["--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm", "--dtype", dtype]
