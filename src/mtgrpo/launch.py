@@ -31,16 +31,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
     given = parser.parse_args(arguments)
     settings = Server(
-        python=given.python,
-        tensor_parallel=given.tensor_parallel,
-        memory_fraction=given.memory_fraction,
-        arguments=given.argument,
+        tensor_parallel=given.tensor_parallel, memory_fraction=given.memory_fraction, arguments=given.argument
     )
     place = ["--host", given.host, "--port", str(given.port)]
-    words = [given.python, *command(settings, given.model, given.dtype, given.max_length, place, given.lora_rank)]
+    words = command(settings, given.model, given.dtype, given.max_length, place, given.lora_rank)
     if given.dry_run:
-        print(" ".join(words))
+        print(" ".join([given.python, *words]))
         return 0
-    words[0] = interpreter(given.python)
-    guarded = [sys.executable, "-I", guard.__file__, str(os.getppid()), "", *words]
+    guarded = [sys.executable, "-I", guard.__file__, str(os.getppid()), "", interpreter(given.python), *words]
     os.execve(sys.executable, guarded, environment(settings, 0))

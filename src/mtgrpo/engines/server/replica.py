@@ -161,15 +161,12 @@ class Replica(Server):
     async def abort(self) -> None:
         """Answer the requests in flight with what they have."""
 
-    @abstractmethod
     async def reset_cache(self) -> None:
-        """Forget keys and values that other weights computed."""
+        """Forget keys and values that other weights computed, where taking new ones has not done so."""
 
-    @abstractmethod
     async def sleep(self) -> None:
-        """Give the GPU's memory back."""
+        """Give the GPU's memory back, where it is shared."""
 
-    @abstractmethod
     async def wake(self) -> None:
         """Take it again; the weights are those from before."""
 

@@ -59,10 +59,8 @@ class SGLang(Replica):
     async def abort(self) -> None:
         await self.ask("POST", "/abort_request", json={"abort_all": True})
 
-    async def reset_cache(self) -> None:
-        """Nothing: `reload` has done it."""
-
     async def reload(self, folder: Path) -> None:
+        """See `Replica.reload`; the caches are flushed with it."""
         answer = await self.ask("POST", "/update_weights_from_disk", json={"model_path": str(folder)})
         if not answer["success"]:
             raise EngineError(f"{self.name} could not read {folder}: {answer['message']}")
@@ -70,9 +68,3 @@ class SGLang(Replica):
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Raises ConfigError: not built."""
         raise ConfigError("engine.kind=sglang takes no adapters: set engine.kind=vllm, or train all weights")
-
-    async def sleep(self) -> None:
-        """Nothing: it has a GPU of its own."""
-
-    async def wake(self) -> None:
-        """Nothing."""
