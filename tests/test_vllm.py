@@ -116,7 +116,6 @@ async def everything(python: str, folder: Path) -> None:
         await engine.load_weights(model, 0)
         groups = [server_of(replica) for replica in engine._replicas]
         await samples_as_the_trainer_would(engine, model)
-        await refuses_others(engine, folder)
         await takes_weights_while_it_samples(engine, model)
         await loses_a_server(engine, model)
         groups += [server_of(replica) for replica in engine._replicas]
@@ -148,20 +147,6 @@ async def samples_as_the_trainer_would(engine: ServerEngine, model: PreTrainedMo
         again = await turn(engine, str(number), context, sampling)
         assert again.tokens == found.tokens, "the seed is a function of the key"
     assert (await turn(engine, "9", [20, 30, 40, 50], ways[0])).tokens != found.tokens
-
-
-async def refuses_others(engine: ServerEngine, folder: Path) -> None:
-    """Before anything is pushed: another model, and longer conversations than the server has room for."""
-    url = str(engine._replicas[0]._client.base_url)
-    for name, longest, message in (
-        ("tiny-2m", LONGEST, r"serves another model, \S+: its hidden_size is 96, and that .* is trained 192"),
-        ("tiny", 2 * LONGEST, rf"serves contexts of {LONGEST} tokens, .* start it with --max-model-len {2 * LONGEST}"),
-    ):
-        model = load_model(ModelSettings(name), 0)
-        other = Server(url=[url]).start(model, True, longest, folder)
-        with pytest.raises(ConfigError, match=message):
-            await other.load_weights(model, 0)
-        await other.close()
 
 
 async def takes_weights_while_it_samples(engine: ServerEngine, model: PreTrainedModel) -> None:
@@ -224,41 +209,46 @@ async def notices_what_was_not_pushed(engine: ServerEngine, model: PreTrainedMod
         await engine.load_weights(model, 4)
 
 
-def test_a_run_trains_beside_a_server_and_kill_9_of_it_leaves_nothing(python: str, tmp_path: Path) -> None:
+def test_a_run_trains_beside_a_server_and_whatever_ends_it_leaves_none(python: str, tmp_path: Path) -> None:
+    """Killed, then resumed, with a server of its own again, and ended by SIGTERM."""
     run = tmp_path / "run"
     words = [f"engine.python={python}", "engine=server", f"engine.arguments={json.dumps(SMALL)}", "sft.steps=0"]
     words += ["rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_staleness=1", "eval.tasks=4"]
     words += ["eval.samples=2", "trainer.steps=1000", "checkpoint.every_steps=2", "log=[jsonl]"]
-    command = [
-        sys.executable,
-        "-m",
-        "mtgrpo",
-        "train",
-        *words,
-        f"hydra.run.dir={run}",
-        "environment.max_context_length=512",
-    ]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    words += [f"hydra.run.dir={run}", "environment.max_context_length=512", "resume=true"]
     rows: list[dict[str, float]] = []
-    group = 0
-    while len(rows) < 4:
-        assert process.poll() is None
-        time.sleep(0.5)
-        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
-        rows = [row for line in lines if "reward/mean" in (row := json.loads(line))]
-    for guard in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        group = int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
-    assert group and members(group)
-    process.kill()
-    process.wait()
-    ends = time.monotonic() + 120
-    while members(group):
-        assert time.monotonic() < ends, "the server outlives the run"
-        time.sleep(0.2)
+    for ending in (signal.SIGKILL, signal.SIGTERM):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mtgrpo", "train", *words], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        wanted = len(rows) + 4
+        while len(rows) < wanted:
+            assert process.poll() is None
+            time.sleep(0.5)
+            lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+            rows = [row for line in lines if "reward/mean" in (row := json.loads(line))]
+        group, exchange = server_of_run(process.pid)
+        assert members(group) and exchange.exists()
+        process.send_signal(ending)
+        process.wait()
+        ends = time.monotonic() + 120
+        while members(group) or exchange.exists():
+            assert time.monotonic() < ends, "the server outlives the run"
+            time.sleep(0.2)
     for row in rows:
         assert row["engine/proof_nats"] < CLOSE and row["engine/servers"] == 1
         # It is there where something was trained: an untrained model's rewards seldom differ.
         assert row["rollout/token_staleness"] > 0 or row.get("policy/mismatch/worst_trajectory", 0.0) < CLOSE
+
+
+def server_of_run(run: int) -> tuple[int, Path]:
+    """The process group of the server of process `run`, and the folder in which they exchange weights."""
+    for child in Path(f"/proc/{run}/task/{run}/children").read_text().split():
+        words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+        if words[2].endswith("guard.py"):
+            group = int(Path(f"/proc/{child}/task/{child}/children").read_text().split()[0])
+            return group, Path(words[4])
+    raise AssertionError("the run has no server")
 
 
 def test_a_launched_server_takes_adapters_and_whole_models_and_ends_by_ctrl_c(python: str, tmp_path: Path) -> None:
@@ -282,6 +272,7 @@ async def use(url: str, base: Path, folder: Path, process: subprocess.Popen[byte
                 if (await client.get(f"{url}/health")).status_code == 200:
                     break
             await asyncio.sleep(0.5)
+    await refuses_others(url, folder)
     for rank in (4, 0):
         model = load_model(ModelSettings(str(base), lora=LoRA(rank)), 0)
         engine = Server(url=[url]).start(model, True, 512, folder)
@@ -295,6 +286,21 @@ async def use(url: str, base: Path, folder: Path, process: subprocess.Popen[byte
         with pytest.raises(ProofError, match=f"the server at {url} does not hold .* after update 3"):
             await engine.load_weights(model, 3)
         await engine.close()
+
+
+async def refuses_others(url: str, folder: Path) -> None:
+    """Before anything is pushed: another model or vocabulary, and longer conversations than the server has room for."""
+    for name, vocabulary, longest, message in (
+        ("tiny-2m", 2048, 512, r"serves another model, \S+: its hidden_size is 96, and that .* is trained 192"),
+        ("tiny", 4096, 512, r"serves another model, \S+: its vocab_size is 2048, and that .* is trained 4096"),
+        ("tiny", 2048, 1024, "serves contexts of 512 tokens, .* start it with --max-model-len 1024"),
+    ):
+        model = load_model(ModelSettings(name), 0)
+        other = Server(url=[url]).start(model, True, longest, folder)
+        model.config.vocab_size = vocabulary  # of a tokenizer with more tokens
+        with pytest.raises(ConfigError, match=message):
+            await other.load_weights(model, 0)
+        await other.close()
 
 
 def free_port() -> int:

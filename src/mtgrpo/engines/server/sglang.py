@@ -68,9 +68,3 @@ class SGLang(Replica):
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Raises ConfigError: not built."""
         raise ConfigError("engine.kind=sglang takes no adapters: set engine.kind=vllm, or train all weights")
-
-    async def sleep(self) -> None:
-        """Nothing: it has a GPU of its own."""
-
-    async def wake(self) -> None:
-        """Nothing."""

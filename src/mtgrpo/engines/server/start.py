@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,50 +14,51 @@ from mtgrpo.engines.server import Kind, Server, Sync
 from mtgrpo.engines.server.engine import ServerEngine
 from mtgrpo.engines.server.replica import Process, Replica, connect
 from mtgrpo.engines.server.sglang import SGLang
-from mtgrpo.engines.server.vllm import VLLM, command, environment
-from mtgrpo.errors import ConfigError
+from mtgrpo.engines.server.transfer import IPC, NCCL
+from mtgrpo.engines.server.vllm import VLLM, command, environment, interpreter
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.lora import has_adapter
 from mtgrpo.sync import Adapter, Files, Nothing, Push
 
-HOST = "127.0.0.1"  # of the servers that are started
 SHARED_MEMORY = Path("/dev/shm")
 COPIES = 3  # of the weights that may lie there at once: the old ones, the new ones, and room
 
 
 def start_engine(settings: Server, model: PreTrainedModel, longest_context: int, folder: Path | None) -> ServerEngine:
     """See `Server.start`."""
-    python = Path(settings.python).expanduser().absolute()  # not resolved: it may be a link out of its environment
-    if not settings.url and not os.access(python, os.X_OK):
-        raise ConfigError(
-            f"engine.python={settings.python}: there is no such interpreter; give that of an environment that has vLLM "
-            "(make vllm-cpu makes one for CPUs), or engine.url=[http://HOST:PORT] of a server that is running"
-        )
-    dtype = torch.float32 if model.dtype is torch.float64 else computes_in(model)
+    if not settings.url:
+        settings = replace(settings, python=interpreter(settings.python))
+    sync, _ = settings.way(has_adapter(model))
     exchange = _exchange(model, None if not settings.url else folder or Path.cwd())
-    push = _push(settings.sync, model, exchange, dtype)
-    kind_of, rank = str(dtype).removeprefix("torch."), push.rank if isinstance(push, Adapter) else 0
-    replicas: list[Replica] = []
-    kind = VLLM if settings.kind is Kind.vllm else SGLang
-    for url in settings.url:
-        replicas.append(kind(f"the server at {url}", connect(url)))
-    for number in range(0 if settings.url else settings.replicas):
-        place = ["--host", HOST, "--port", str(port := _free_port())]
-        process = Process(
-            [str(python), *command(settings, push.served, kind_of, longest_context, place, rank)],
-            environment(settings, number),
-            (folder or exchange) / f"server_{number}.log",
-            exchange,
-        )
-        replicas.append(kind(f"server {number}", connect(f"http://{HOST}:{port}", ours=True), process))
+    push = _push(sync, model, exchange)
+    if settings.url:
+        kind = VLLM if settings.kind is Kind.vllm else SGLang
+        replicas: list[Replica] = [kind(f"the server at {url}", connect(url)) for url in settings.url]
+    else:
+        replicas = started(settings, push, model, longest_context, exchange, folder or exchange)
     sleeps = model.device.type == "cuda" and settings.shares_gpu
     return ServerEngine(replicas, push, longest_context, settings.start_timeout_s, sleeps, exchange)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+def started(
+    settings: Server, push: Push, model: PreTrainedModel, longest_context: int, exchange: Path, logs: Path
+) -> list[Replica]:
+    """Servers with processes that are not started yet, which listen on sockets in `exchange`."""
+    dtype = str(_dtype(model)).removeprefix("torch.")
+    rank, replicas = push.rank if isinstance(push, Adapter) else 0, list[Replica]()
+    for number in range(settings.replicas):
+        socket = exchange / f"server_{number}"
+        place = ["--uds", str(socket), *push.words]
+        words = [settings.python, *command(settings, push.served, dtype, longest_context, place, rank)]
+        variables = {**environment(settings, number), **push.variables}
+        process = Process(words, variables, logs / f"server_{number}.log", exchange, socket)
+        replicas.append(VLLM(f"server {number}", connect("http://server", socket), process))
+    return replicas
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    """What servers compute in."""
+    return torch.float32 if model.dtype is torch.float64 else computes_in(model)
 
 
 def _exchange(model: PreTrainedModel, shared: Path | None) -> Path:
@@ -73,9 +73,9 @@ def _exchange(model: PreTrainedModel, shared: Path | None) -> Path:
     return Path(tempfile.mkdtemp(prefix="mtgrpo-", dir=SHARED_MEMORY if in_memory else None))
 
 
-def _push(sync: Sync, model: PreTrainedModel, exchange: Path, dtype: torch.dtype) -> Push:
+def _push(sync: Sync, model: PreTrainedModel, exchange: Path) -> Push:
     if sync is Sync.none:
         return Nothing()
-    if sync is Sync.adapter or (sync is Sync.auto and has_adapter(model)):
+    if sync is Sync.adapter:
         return Adapter(exchange, model)
-    return Files(exchange, dtype)
+    return {Sync.ipc: IPC, Sync.nccl: NCCL, Sync.files: Files}[sync](exchange, _dtype(model))

