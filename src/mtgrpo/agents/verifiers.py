@@ -94,8 +94,7 @@ class Verifiers(Agent):
     async def run(self, task: Task, address: Address) -> Outcome:
         if DATA not in task.metadata:
             raise ConfigError(f"task {task.id} is none of verifiers: set recipe=verifiers, or task=verifiers")
-        if self._program is None:
-            raise RuntimeError("the agent Verifiers is not open: use `async with agent.open(context)`")
+        assert self._program is not None  # or the endpoint of `address` would not be open
         url = f"{address.url}/s/{address.key}/v1"  # one process for all conversations: the key is in the path
         found = await self._program.ask({"data": task.metadata[DATA], "url": url, "model": address.model})
         if "error" in found:

@@ -42,27 +42,23 @@ def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metric
 
     limits = Counter(t.reason for t in scored if t.status is Status.TRUNCATED)
     solved = [any(succeeded(t, success_at) for t in of_task) for group in groups if (of_task := valid([group]))]
+    results = {
+        "tool_error_rate": _mean(float(t.tool_errors > 0) for t in scored),
+        "tool_timeouts": _mean(float(t.tool_timeouts) for t in scored),
+        "tool_retries": _mean(float(t.tool_retries) for t in scored),
+        "tool_outages": _mean(float(len(t.outages)) for t in scored),
+    }
     return {
         "success": _mean(float(succeeded(t, success_at)) for t in scored),
         "reward": _mean(t.reward for t in scored),
         f"pass@{samples}": _mean(float(s) for s in solved),
         "tool_rate": _mean(float(t.tool_calls > 0) for t in scored),
-        **(_describe_results(scored) if not any(t.led_by_agent for t in scored) else {}),
+        **(results if not any(t.led_by_agent for t in scored) else {}),  # agents have tools of their own
         "turns": _mean(float(len(t.turns)) for t in scored),
         "sampled_tokens": _mean(float(t.sampled_tokens) for t in scored),
         "truncated": _mean(float(t.status is Status.TRUNCATED) for t in scored),
         **{f"truncated/{limit}": cut / len(scored) for limit, cut in limits.items()},
         "failed": 1 - len(scored) / sum(len(group.trajectories) for group in groups),
-    }
-
-
-def _describe_results(scored: Sequence[Trajectory]) -> Metrics:
-    """What came of tool calls: what agents' own tools answer is not seen."""
-    return {
-        "tool_error_rate": _mean(float(t.tool_errors > 0) for t in scored),
-        "tool_timeouts": _mean(float(t.tool_timeouts) for t in scored),
-        "tool_retries": _mean(float(t.tool_retries) for t in scored),
-        "tool_outages": _mean(float(len(t.outages)) for t in scored),
     }
 
 

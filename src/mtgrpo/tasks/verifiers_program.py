@@ -20,6 +20,7 @@ from typing import Any
 
 KNOWN = "0.4"  # the minor version whose interface this is
 LONGEST_LINE = 2**28  # bytes
+OWN_MODEL = "agent.settings={NAME: {client: {type: eval, base_url: ...}, model: ...}} gives an agent a model of its own"
 Say = Callable[[Mapping[str, Any]], None]
 
 
@@ -58,19 +59,7 @@ def row(task: Any) -> dict[str, Any]:
     return {"messages": [*system, *said], "verifiers": data, **named}
 
 
-def seat_of(vf: Any, env: Any) -> str:
-    """The name of the one agent that the policy plays. Raises ValueError where there are several, or none."""
-    seats = {name: value for name, value in env.config if isinstance(value, vf.AgentConfig)}
-    ours = [name for name, seat in seats.items() if seat.client is None]
-    if len(ours) != 1:
-        raise ValueError(
-            f"its agents {', '.join(seats)}: the policy can play one of them, and {len(ours)} have no model of their "
-            "own; give the others one with agent.settings={NAME: {client: {type: eval, base_url: ...}, model: ...}}"
-        )
-    return ours[0]
-
-
-async def played(vf: Any, env: Any, seat: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+async def played(vf: Any, env: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     """One episode of a task against the endpoint that is asked for; what their rewards and metrics say of it."""
     kind = type(env.taskset).task_type()
     task = kind(kind.data_type().model_validate(asked["data"]), env.config.taskset.task)
@@ -80,10 +69,11 @@ async def played(vf: Any, env: Any, seat: str, asked: Mapping[str, Any]) -> dict
     if errors or not episode.ok:
         why = [f"{error.type}: {error.message}" for error in errors]
         return {"error": why[0] if why else f"the episode ended by {[t.stop_condition for t in episode.traces]}"}
-    traces = [trace for trace in episode.traces if trace.agent.name == seat]
-    if len(traces) != 1:
-        return {"error": f"the agent {seat} ran {len(traces)} times in one episode: a conversation has one reward"}
-    (trace,) = traces
+    ours = [trace for trace in episode.traces if trace.agent.config.client.base_url == asked["url"]]
+    if len(ours) != 1:
+        names = [trace.agent.name for trace in ours]
+        return {"error": f"the policy played {names}: an episode has one reward only where it plays once; {OWN_MODEL}"}
+    (trace,) = ours
     components = {name: value for name, value in trace.metrics.items() if value is not None}
     components |= {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     return {"reward": trace.reward, "components": components, "output": trace.last_reply}
@@ -91,14 +81,13 @@ async def played(vf: Any, env: Any, seat: str, asked: Mapping[str, Any]) -> dict
 
 async def play(vf: Any, env: Any, say: Say) -> None:
     """Answer every line of the input, all at once, until it ends; what is then under way is cancelled."""
-    seat = seat_of(vf, env)
     lines = asyncio.StreamReader(limit=LONGEST_LINE)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     running: dict[int, asyncio.Task[None]] = {}
 
     async def answer(asked: dict[str, Any]) -> None:
         try:
-            found = await played(vf, env, seat, asked)
+            found = await played(vf, env, asked)
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}"}
         finally:
