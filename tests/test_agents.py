@@ -35,6 +35,7 @@ from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.rollout.conversation import Limits
 from mtgrpo.rollout.group import RolloutRunner
+from mtgrpo.stages.metrics import describe, describe_tools
 from mtgrpo.stages.update import update_config
 from mtgrpo.types import Group, Message, Sampling, Status, Task, Trajectory
 from scripted import ScriptedEngine
@@ -46,6 +47,7 @@ for package in ("uvicorn", "openai", "anthropic"):
 from openai import OpenAI  # noqa: E402
 
 AGENTS = Path(__file__).with_name("calculating_agents.py")
+SDKS = [f"with_{sdk}{stream}" for sdk in ("openai", "responses", "anthropic") for stream in ("", "_stream")]
 TASK = Task("task/1", (Message("system", "Be brief."), Message("user", "What is 17 * 23?")), answer="391")
 SUM = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "17 + 23"}}\n</tool_call>'
 TURNS = 4  # at most
@@ -123,20 +125,9 @@ def assert_equal(group: Group, other: Group) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("name", "scripts"),
-    [
-        ("with_openai", SCRIPTS),
-        ("with_openai_stream", SCRIPTS),
-        ("with_responses", SCRIPTS[:-1]),
-        ("with_responses_stream", SCRIPTS[:-1]),
-        ("with_anthropic", SCRIPTS[:-1]),
-        ("with_anthropic_stream", SCRIPTS[:-1]),
-    ],
-)
-def test_the_calculator_loop_of_any_sdk_is_that_of_the_environment(
-    name: str, scripts: list[list[str]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", SDKS)
+def test_the_calculator_loop_of_any_sdk_is_that_of_the_environment(name: str, tmp_path: Path) -> None:
+    scripts = SCRIPTS if name.startswith("with_openai") else SCRIPTS[:-1]
     expected = group_of(scripted(scripts), tmp_path, size=len(scripts))
     found = group_of(scripted(scripts), tmp_path, python(name), size=len(scripts))
     assert [t.status.value for t in found.trajectories][:7] == ["completed"] * 5 + ["truncated"] * 2
@@ -159,6 +150,25 @@ def test_a_model_that_is_sampled_from_gives_the_same(tmp_path: Path) -> None:
     assert all(len(t.turns) == 3 for t in expected.trajectories)
     for trajectory in found.trajectories:
         assert trajectory.output == trajectory.turns[-1].message.content
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", SDKS)
+def test_every_sdk_gets_what_a_model_samples_for_the_environment(name: str, tmp_path: Path) -> None:
+    """Of the local engine; with this seed none of the turns is an unreadable call, of which not every SDK is told."""
+    model = make_model(DType.float32)
+    sampling = Sampling(max_new_tokens=12, stop_ids=list(range(3, 1024, 9)))
+
+    def played(agent: Agent | None) -> Group:
+        engine = Local().start(model, False, 2048)
+
+        def opened(scope: str, task: str, sample: int) -> Any:
+            return engine.conversation(Key(6, scope, task, sample))
+
+        return group_of(engine, tmp_path, agent, size=4, sampling=sampling, reward=Odd(), open_conversation=opened)
+
+    found, expected = played(python(name)), played(None)
+    assert len({tuple(t.turns[0].output) for t in expected.trajectories}) == 4
     assert_equal(found, expected)
 
 
@@ -335,6 +345,25 @@ def test_a_command_that_fails_says_how(tmp_path: Path) -> None:
     trajectory = one(Command(argv=[sys.executable, "-c", "print('no key'); raise SystemExit(3)"]), tmp_path)
     assert trajectory.status is Status.FAILED
     assert trajectory.reason.endswith("ended with exit code 3: no key")
+
+
+def test_an_agent_that_is_killed_is_run_again_and_never_trained(tmp_path: Path) -> None:
+    code = "import os\ndef solve(task, address):\n    ask(address)\n    os.kill(os.getpid(), 9)\n"
+    agent = Python(function=written(tmp_path, code), isolation=Isolation.process)
+    trajectory = one(agent, tmp_path, retries=1)
+    assert (trajectory.status, trajectory.attempts, trajectory.turns) == (Status.FAILED, 2, [])
+    assert "ended with exit code -9" in trajectory.reason
+
+
+def test_nothing_is_said_of_what_an_agents_own_tools_answered(tmp_path: Path) -> None:
+    (found, ours) = (group_of(scripted([[CALL, ANSWER]]), tmp_path, by) for by in (python("with_openai"), None))
+    of_results = {"tool_error_rate", "tool_timeouts", "tool_retries", "tool_outages"}
+    assert describe([ours], 1.0, 1).keys() - describe([found], 1.0, 1).keys() == of_results
+    assert describe([found], 1.0, 1)["tool_rate"] == 1.0
+    assert describe_tools(found.trajectories, 1.0) == {
+        "tool/calculator/calls": 1.0,
+        "tool/calculator/success_with": 1.0,
+    }
 
 
 # --- which turns are trained

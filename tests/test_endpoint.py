@@ -284,12 +284,43 @@ async def test_sampled_tokens_are_bounded_over_the_conversation() -> None:
     await of.close()
 
 
+async def test_requests_at_once_stay_within_what_is_left_together() -> None:
+    """Nor does one cut another: it waits until it knows what the others took."""
+    budget = Budget(4096, sampled_tokens=12, requests=99)
+    of = session(scripted(*["a b c d e f g h"] * 9), budget, sampling=Sampling(max_new_tokens=5))
+    replies = await asyncio.gather(*(asked(of, str(n)) for n in range(4)))
+    assert [reply.output_tokens for reply in replies] == [5, 5, 2, 0]
+    assert (replies[3].message.content, of.limit) == (USED_UP, "max_trajectory_tokens")
+    await of.close()
+    of = session(scripted("a", "b c d e f g h"), budget, sampling=Sampling(max_new_tokens=10))
+    short, long = await asyncio.gather(asked(of, "one"), asked(of, "two"))
+    assert long.finish == "stop" and short.output_tokens + long.output_tokens <= 12
+    await of.close()
+
+
 async def test_an_engine_that_fails_is_no_fault_of_the_agent() -> None:
     of = session(ScriptedEngine(lambda key, turn: [][0]))
     with pytest.raises(RefusedError, match="the engine failed: IndexError"):
         await asked(of, "hi")
     assert isinstance(of.failure, IndexError)
     await of.close()
+
+
+async def test_states_are_compared_by_what_a_turn_answers_in_whatever_order_chains_come() -> None:
+    async def recorded(*moves: tuple[str, ...]) -> Trajectory:
+        of = session(scripted(*["yes"] * 9))
+        for words in moves:
+            await asked(of, *words)
+        await of.close()
+        return ended(of)
+
+    one = await recorded(("a",), ("b",), ("a", "yes", "left"), ("b", "yes", "right"))
+    two = await recorded(("b",), ("b", "yes", "right"), ("a",), ("a", "yes", "up"))
+    token = torch.zeros(0, dtype=torch.long)
+    anchor = rewards_of([Group(TASK, [one, two])], GRPO(), token, token).anchor.tolist()
+    a, b, left, right = anchor[:4]
+    assert anchor[4:7] == [b, right, a]
+    assert len({a, b, left, right, anchor[7]}) == 5
 
 
 # --- any interleaving
@@ -606,3 +637,5 @@ async def test_a_thousand_sessions_leave_nothing_behind() -> None:
         assert endpoint._sessions == {}  # pyright: ignore[reportPrivateUsage]
     await asyncio.sleep(0.05)
     assert (threading.active_count(), len(asyncio.all_tasks())) == before
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", int(endpoint.url.rpartition(":")[2]))

@@ -174,7 +174,7 @@ def test_the_options_in_the_readme_exist() -> None:
     chosen = {"environment": "tool_use", "condenser": "keep_last", "reward": "em", "algorithm": "grpo"}
     known: set[str] = set()
     for task in ("jsonl", "parquet", "reasoning_gym"):
-        options = {**chosen, "task": task, "advantage": "trajectory", "engine": "local", "agent": "none"}
+        options = {**chosen, "task": task, "advantage": "trajectory", "engine": "local", "agent": "verifiers"}
         known |= set(schema(options))
     groups = {name.partition(".")[0] for name in known}
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S))

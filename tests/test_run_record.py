@@ -53,6 +53,8 @@ def taken_up(place: Path, *words: str) -> Composed:
         ({"engine": {"url": ["http://evil"]}}, {"engine": "server"}, "engine.url=['http://evil']"),
         ({"environment": {"tools": {"python": {"sandbox": {"kind": "rlimits"}}}}}, {}, "sandbox.kind=rlimits"),
         ({"reward": {"sandbox": {"folders": ["/home"]}}}, {"reward": "unit_tests"}, "sandbox.folders=['/home']"),
+        ({"agent": {"python": "./evil.sh"}}, {"agent": "verifiers"}, "verifiers"),
+        ({"eval": {"sets": {"a": {"task": "verifiers", "python": "./evil.sh"}}}}, {}, "verifiers"),
         ({"agent": {"argv": ["touch", "ran"]}}, {"agent": "command"}, "agent=command with {'argv': ['touch', 'ran']}"),
     ],
 )

@@ -74,6 +74,7 @@ class Outcome(Enum):
     unknown = "unknown"  # the model's mistake: there is no such tool
     timed_out = "timed_out"  # taken for the model's mistake: no answer within the limit, and in the end not again
     outage = "outage"  # the tool failed
+    unseen = "unseen"  # an agent made it: what came of it is not known here
 
 
 MISTAKES = (Outcome.refused, Outcome.unknown, Outcome.timed_out)
@@ -249,6 +250,11 @@ class Trajectory(Counts):
     def sampled_tokens(self) -> int:
         """Number of tokens the policy sampled."""
         return sum(len(turn.output) for turn in self.turns)
+
+    @property
+    def led_by_agent(self) -> bool:
+        """Whether a foreign agent led it, in the place of the environment."""
+        return bool(self.counts)
 
     @property
     def segments(self) -> int:

@@ -77,7 +77,13 @@ def rewards_of(groups: Sequence[Group], algorithm: Algorithm, trajectory: Tensor
 
 
 def _anchors(trajectory: Trajectory) -> Iterator[object]:
-    """The observation that each turn answers, as roles and contents; the first turn answers the task."""
+    """The observation that each turn answers, as roles and contents; the first turn answers the task.
+
+    An agent has several chains in any order: there it is the tokens that are new in the turn's context.
+    """
+    if trajectory.led_by_agent:
+        yield from ((turn.auxiliary, turn.parent < 0, *turn.new_context) for turn in trajectory.turns)
+        return
     state: object = "task"
     for turn in trajectory.turns:
         yield ("auxiliary", state) if turn.auxiliary else state

@@ -34,6 +34,7 @@ class Outcome:
 
     reward: float | None = None  # of the whole conversation; None = what it posted to /v1/rewards, or `reward`
     turn_rewards: Mapping[str, float] = field(default_factory=dict[str, float])  # by the id of a reply
+    components: Mapping[str, float] = field(default_factory=dict[str, float])  # what `reward` is made of, by name
     output: str = ""  # its answer, which `reward` grades; "" = the text of its last reply
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])  # for a reward of your own: `trajectory.data`
 

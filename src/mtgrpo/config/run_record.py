@@ -22,6 +22,7 @@ from mtgrpo.engines.server import PYTHON
 from mtgrpo.errors import ConfigError
 
 LOCK = ".lock"  # in the folder of a run
+RUN_PROGRAMS = ("mcp", "verifiers")  # a tool, an agent and tasks that run what their settings name
 _RESOLVER = re.compile(r"\$\{[^}]*:")
 
 
@@ -44,8 +45,9 @@ def read_run(folder: Path, trusted: bool = False) -> Recipe:
     # Its sinks may send to servers of somebody else.
     values = {key: value for key, value in content.items() if str(key).partition(".")[0] not in ("hydra", "log")}
     resolved = _resolved(values)
-    # What is still to be resolved may become the name of a file, so it counts as one. The tool mcp runs commands.
-    named = sorted({text for text in _texts([choices, resolved]) if text == "mcp" or ".py:" in text or "${" in text})
+    # What is still to be resolved may become the name of a file, so it counts as one.
+    texts = set(_texts([choices, resolved]))
+    named = sorted(text for text in texts if text in RUN_PROGRAMS or ".py:" in text or "${" in text)
     if choices["agent"] == "command":
         named.append(f"agent=command with {content.get('agent')!r:.200}")
     named += _programs(values)

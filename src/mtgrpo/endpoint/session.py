@@ -20,7 +20,7 @@ from mtgrpo.chat.safe_tokenizer import shared_length
 from mtgrpo.endpoint import RefusedError, Reply, Request
 from mtgrpo.endpoint.exchange import Exchange
 from mtgrpo.errors import ConfigError
-from mtgrpo.types import CallRecord, Completion, Finish, Message, Sample, Sampling, Task, Trajectory, Turn
+from mtgrpo.types import CallRecord, Completion, Finish, Message, Outcome, Sample, Sampling, Task, Trajectory, Turn
 
 USED_UP = "The budget of this conversation is used up."  # not empty: agents ask again for what is
 MOST_USED_UP = 3  # such replies; then requests are refused
@@ -83,6 +83,7 @@ class Session:
         self._pin_system, self._strict = pin_system, strict
         self._exchanges: list[Exchange] = []
         self._recorded: list[Exchange] = []  # of each turn
+        self._reserved: dict[Exchange, int] = {}  # the most tokens that what is being sampled may still take
         self._chains: list[_Chain] = []
         self._open = AsyncExitStack()
         self._closed = False
@@ -184,6 +185,9 @@ class Session:
         lost = [exchange for exchange in same if exchange.lost]
         return lost[0] if lost else same[-1] if same and request.retry > 0 else None
 
+    def _unreserved(self) -> int:
+        return self._budget.sampled_tokens - self.trajectory.sampled_tokens - sum(self._reserved.values())
+
     def _used_up(self) -> str:
         if self.counts["requests"] >= self._budget.requests:
             return "max_requests"
@@ -195,18 +199,25 @@ class Session:
         self.counts.update(f"ignored/{name}" for name in request.ignored)
         of_reply, of_call = prefixes
         reply_id = f"{of_reply}{self.name}-{exchange.number}"
+        wanted = min(self._sampling.max_new_tokens, request.max_tokens or math.inf)
+        while self._reserved and self._unreserved() < wanted:  # or one request would cut another
+            others = [other.work for other in self._reserved if other.work is not None]
+            await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
         if self._used_up():
             self.counts["budget_stops"] += 1
             exchange.reply = Reply(reply_id, Message("assistant", USED_UP), "stop", 0, 0)
             return exchange.reply
         self.counts["requests"] += 1
         context = self._context(exchange)
-        completion, stop = await self._sample(exchange, context)
-        message = self._chat.parse(completion.tokens)
-        if stop:
-            content, reasoning = message.content.partition(stop)[0], message.reasoning.partition(stop)[0]
-            message = dataclasses.replace(message, content=content, reasoning=reasoning)
-        self._record(exchange, context, completion, message)
+        try:
+            completion, stop = await self._sample(exchange, context)
+            message = self._chat.parse(completion.tokens)
+            if stop:
+                content, reasoning = message.content.partition(stop)[0], message.reasoning.partition(stop)[0]
+                message = dataclasses.replace(message, content=content, reasoning=reasoning)
+            self._record(exchange, context, completion, message)
+        finally:
+            self._reserved.pop(exchange, None)
         cut = "length" if completion.finish is Finish.LENGTH else "stop_string" if stop else "stop"
         calls = tuple(f"{of_call}{self.name}-{exchange.number}-{n}" for n in range(len(message.tool_calls)))
         exchange.reply = Reply(reply_id, message, cut, len(context.tokens), len(completion.tokens), calls, stop)
@@ -218,7 +229,7 @@ class Session:
         rooms = {
             "max_new_tokens": self._sampling.max_new_tokens,
             "max_context_length": limits.context_tokens - len(context.tokens),
-            "max_trajectory_tokens": limits.sampled_tokens - self.trajectory.sampled_tokens,
+            "max_trajectory_tokens": self._unreserved(),
         }
         if rooms["max_context_length"] < 1:
             self.counts["overflow"] += 1
@@ -227,11 +238,12 @@ class Session:
         if request.max_tokens is not None:
             rooms[""] = request.max_tokens
         limit = min(rooms, key=lambda name: rooms[name])
+        self._reserved[exchange] = rooms[limit]
         began = time.perf_counter()
         try:
             async with self._chain(context) as (chain, sample):
                 completion = await sample(
-                    context.tokens, dataclasses.replace(self._sampling, max_new_tokens=max(1, rooms[limit]))
+                    context.tokens, dataclasses.replace(self._sampling, max_new_tokens=rooms[limit])
                 )
                 completion, stop = self._cut(completion, request.stop)
                 chain.tokens = [*context.tokens, *completion.tokens]
@@ -271,7 +283,7 @@ class Session:
             turn = trajectory.turns[parent.turn]
             turn.observations = turn.observations or tuple(context.answers)
         exchange.turn, exchange.history = len(trajectory.turns), [*context.history, message]
-        trajectory.calls = [*trajectory.calls, *(CallRecord(call.name) for call in message.tool_calls)]
+        trajectory.calls = [*trajectory.calls, *(CallRecord(call.name, Outcome.unseen) for call in message.tool_calls)]
         number = parent.turn if parent is not None and context.extends else -1
         trajectory.turns.append(Turn.of(completion, message, context.new, number))
         self._recorded.append(exchange)

@@ -48,6 +48,7 @@ async def run_agent(
     if outcome.reward is not None:
         trajectory.given = None
         session.reward(outcome.reward)
+        trajectory.components = dict(outcome.components)
     for reply_id, amount in outcome.turn_rewards.items():
         session.reward(amount, reply_id)
     trajectory.output, trajectory.data = outcome.output, outcome.data

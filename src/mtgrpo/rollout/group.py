@@ -90,7 +90,7 @@ class RolloutRunner:
         scored = [t for t in valid if t.given is None]
         for trajectory in valid:
             if trajectory.given is not None:
-                set_score(trajectory, Score(trajectory.given))
+                set_score(trajectory, Score(trajectory.given, trajectory.components))
         for trajectory, score in zip(scored, await self._scores(scored), strict=True):
             if isinstance(score, Exception):
                 trajectory.status = Status.FAILED

@@ -42,15 +42,18 @@ def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metric
 
     limits = Counter(t.reason for t in scored if t.status is Status.TRUNCATED)
     solved = [any(succeeded(t, success_at) for t in of_task) for group in groups if (of_task := valid([group]))]
+    results = {
+        "tool_error_rate": _mean(float(t.tool_errors > 0) for t in scored),
+        "tool_timeouts": _mean(float(t.tool_timeouts) for t in scored),
+        "tool_retries": _mean(float(t.tool_retries) for t in scored),
+        "tool_outages": _mean(float(len(t.outages)) for t in scored),
+    }
     return {
         "success": _mean(float(succeeded(t, success_at)) for t in scored),
         "reward": _mean(t.reward for t in scored),
         f"pass@{samples}": _mean(float(s) for s in solved),
         "tool_rate": _mean(float(t.tool_calls > 0) for t in scored),
-        "tool_error_rate": _mean(float(t.tool_errors > 0) for t in scored),
-        "tool_timeouts": _mean(float(t.tool_timeouts) for t in scored),
-        "tool_retries": _mean(float(t.tool_retries) for t in scored),
-        "tool_outages": _mean(float(len(t.outages)) for t in scored),
+        **(results if not any(t.led_by_agent for t in scored) else {}),  # agents have tools of their own
         "turns": _mean(float(len(t.turns)) for t in scored),
         "sampled_tokens": _mean(float(t.sampled_tokens) for t in scored),
         "truncated": _mean(float(t.status is Status.TRUNCATED) for t in scored),
@@ -70,10 +73,11 @@ def describe_tools(scored: Sequence[Trajectory], success_at: float) -> Metrics:
     found: Metrics = {"tool/hallucinated": len(hallucinated) / len(scored)} if hallucinated else {}
     for name, made in calls.items():
         found[f"tool/{name}/calls"] = len(made) / len(scored)
-        found[f"tool/{name}/errors"] = _mean(float(call.outcome is not Outcome.answered) for call in made)
-        took = sorted(call.seconds for call in made)
-        found[f"perf/tool/{name}/p50_s"] = took[(len(took) - 1) // 2]
-        found[f"perf/tool/{name}/p95_s"] = took[(len(took) - 1) * 95 // 100]
+        if seen := [call for call in made if call.outcome is not Outcome.unseen]:
+            found[f"tool/{name}/errors"] = _mean(float(call.outcome is not Outcome.answered) for call in seen)
+            took = sorted(call.seconds for call in seen)
+            found[f"perf/tool/{name}/p50_s"] = took[(len(took) - 1) // 2]
+            found[f"perf/tool/{name}/p95_s"] = took[(len(took) - 1) * 95 // 100]
         for key, callers in (("with", True), ("without", False)):
             of = [succeeded(t, success_at) for t in scored if any(call.name == name for call in t.calls) is callers]
             if of:
