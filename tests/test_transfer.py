@@ -310,7 +310,7 @@ async def pushed(settings: Server, folder: Path) -> None:
         await engine.close()
 
 
-async def samples_after_each_push(engine: ServerEngine, model: PreTrainedModel) -> None:
+async def samples_after_each_push(engine: ServerEngine, model: PreTrainedModel, exact: bool = True) -> None:
     sampling, context = Sampling(max_new_tokens=24), [20, 30, 40]
     for version in range(3):
         await engine.sleep()
@@ -319,7 +319,7 @@ async def samples_after_each_push(engine: ServerEngine, model: PreTrainedModel) 
         found = await turn(engine, "a", context, sampling)
         assert found.versions == [version] * 24
         assert engine.metrics["proof_nats"] < engine.metrics["proof_bound_nats"]
-        assert apart(model, context, found, sampling) < engine.metrics["proof_bound_nats"]
+        assert apart(model, context, found, sampling) < (CLOSE if exact else 0.1)
         nudge(model, 1e-2)
 
 
@@ -365,7 +365,7 @@ def test_weights_reach_a_server_from_gpu_memory(
 
     async def run() -> None:
         try:
-            await samples_after_each_push(engine, model)
+            await samples_after_each_push(engine, model, kind is DType.float32)
         finally:
             await engine.close()
 
