@@ -12,9 +12,9 @@ import pytest
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward, Score, scores
-from mtgrpo.rewards.code import Code
 from mtgrpo.rewards.format import Format
 from mtgrpo.rewards.ground_truth import GroundTruth
+from mtgrpo.tools.unit_tests import last_code_block
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 
@@ -29,50 +29,26 @@ def worth(reward: Reward, trajectory: Trajectory) -> float:
     return score.total
 
 
-SAME_CODE = [
-    ("```python\ndef f(x):\n    return x + 1\n```", "def f(x): return x+1"),
-    ("```\nx = 1  # one\n```", "x = (1)\n"),
-    ("```\nx = 2\n```\nno, rather\n```py\nx = 1\n```\nDone.", "x = 1"),
-    ("~~~~\nx = 1\n~~~~", "```\nx = 1\n```"),
-    ("1. so:\n   ```python\n   x = 1\n   ```", "x = 1"),
-    ("````\n```\nx = 1\n```\n````", "````\n```\nx = 1\n```\n````"),
-    ("```c\nint x;  \nint y;\n\n```", "int x;\nint y;"),
-    ("```python\r\nx = 1\r\n```\r\n", "x = 1"),
-    ("```\n'\\d'\n```", r"'\d'"),
-    ('```\nx = """\n```py\n"""\n```', 'x = """\n```py\n"""'),
-]
-OTHER_CODE = [
-    ("```\nx = 2\n```", "x = 1"),
-    ("```\ny = 1\n```", "x = 1"),
-    ("x = 1", "x = 1"),
-    ("```\nx = 1", "x = 1"),
-    ("```x = 1```", "x = 1"),
-    ("```\nx = 1\n```\n```\nx = 2\n```", "x = 1"),
-    ("```\nint x;\n```", "int  x;"),
-    ("```\nint x;\n```", "x = 1"),
-    ("```\nraise SystemExit\n```", "x = 1"),
-    ("", "x = 1"),
-    ("```\n```", "x = 1"),
-    ("```\nx = 1\n~~~", "x = 1"),
-    ("````\nx = 1\n```", "x = 1"),
-]
-
-
-@pytest.mark.parametrize("text, answer, worth", [(*c, 1.0) for c in SAME_CODE] + [(*c, 0.0) for c in OTHER_CODE])
-def test_code_is_compared_as_a_syntax_tree(text: str, answer: str, worth: float) -> None:
-    assert Code().reward(told(text, answer=answer)) == worth
-
-
-@pytest.mark.parametrize("unit", ["(", "-", "1+", "a.", "[", "f(", "not ", "lambda:", "\x00", "\ud800", "```x\n"])
-@pytest.mark.parametrize("count", [1, 100, 20_000])
-def test_no_code_is_too_odd(unit: str, count: int) -> None:
-    assert Code().reward(told(f"```\n{unit * count}1\n```", answer="x = 1")) == 0.0
-
-
-def test_code_is_never_run(tmp_path: Path) -> None:
-    code = f"open({str(tmp_path / 'ran')!r}, 'w').close()"
-    assert Code().reward(told(f"```\n{code}\n```", answer=code)) == 1.0
-    assert not (tmp_path / "ran").exists()
+@pytest.mark.parametrize(
+    "text, block",
+    [
+        ("```python\ndef f(x):\n    return x + 1\n```", "def f(x):\n    return x + 1"),
+        ("```\nx = 2\n```\nno, rather\n```py\nx = 1\n```\nDone.", "x = 1"),
+        ("~~~~\nx = 1\n~~~~", "x = 1"),
+        ("1. so:\n   ```python\n   x = 1\n   ```", "x = 1"),
+        ("````\n```\nx = 1\n```\n````", "```\nx = 1\n```"),
+        ("```c\nint x;  \nint y;\n\n```", "int x;  \nint y;\n"),
+        ("```\n```", ""),
+        ("x = 1", None),
+        ("```\nx = 1", None),
+        ("```x = 1```", None),
+        ("", None),
+        ("```\nx = 1\n~~~", None),
+        ("````\nx = 1\n```", None),
+    ],
+)
+def test_the_last_code_block_is_between_fences(text: str, block: str | None) -> None:
+    assert last_code_block(text) == block
 
 
 @pytest.mark.parametrize(
@@ -148,7 +124,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_task_without_an_answer_is_refused(tmp_path: Path) -> None:
     name = answers(tmp_path, '{"id": "a", "answer": "1"}')
-    for reward in (GroundTruth(file=name), GroundTruth(file=name, of=["code"])):
+    for reward in (GroundTruth(file=name), GroundTruth(file=name, of=["em"])):
         with pytest.raises(ConfigError, match=r"task task/1 has no answer to compare with; choose"):
             worth(reward, told("x", answer=""))
 

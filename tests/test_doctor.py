@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -169,6 +170,22 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTGRPO_DATA", str(tmp_path / "nowhere"))
     assert found("data").state is State.broken
     assert doctor.main([]) == 1  # every task would refuse it
+
+
+def test_ports_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found("ports").state is State.ok
+
+    def refused(address: tuple[str, int]) -> socket.socket:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(socket, "create_server", refused)
+    assert found("ports").state is State.broken
+    assert "Operation not permitted" in found("ports").found
+    assert doctor.main([]) == 0  # nothing of it is required
+
+
+def test_every_package_is_named_once() -> None:
+    assert len({package.module for package in doctor.PACKAGES}) == len(doctor.PACKAGES)
 
 
 def test_a_disk_without_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

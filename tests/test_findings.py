@@ -213,6 +213,27 @@ def test_an_evaluation_that_was_ended_goes_on_with_what_it_has(base: Path, tmp_p
         run_evaluation(preset("calculator", *words), tmp_path / "run")
 
 
+def test_tasks_of_one_id_are_told_apart(base: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"id": "same", "prompt": "12 + 3", "answer": "15"}\n' * 3)
+    words = (
+        *SMALL,
+        f"model.name={base / 'model'}",
+        "task=jsonl",
+        f"task.val_files=[{rows}]",
+        f"task.path={rows}.jsonl",
+    )
+    rows.with_suffix(".jsonl.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    run_evaluation(preset("calculator", *words), tmp_path / "run")
+    file = tmp_path / "run" / "trajectories" / "evaluation_after.jsonl"
+    said = {json.dumps(json.loads(line)["messages"]) for line in file.read_text().splitlines()}
+    assert len(said) == 6  # each sampled with random numbers of its own
+    before = (tmp_path / "run" / "evaluation.json").read_bytes()
+    run_evaluation(preset("calculator", *words), tmp_path / "run")  # all is taken back, each where it belongs
+    assert (tmp_path / "run" / "evaluation.json").read_bytes() == before
+    assert {json.dumps(json.loads(line)["messages"]) for line in file.read_text().splitlines()} == said
+
+
 def test_an_evaluation_below_the_least_fails_when_all_is_written(base: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"held-out success is 0\.000, below eval\.fail_under=0\.5"):
         run_evaluation(preset("calculator", *SMALL, "eval.fail_under=0.5"), tmp_path)

@@ -20,7 +20,6 @@ from mtgrpo.config.compose import compose, parse
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
 from mtgrpo.extension import names
-from mtgrpo.rewards.code import Code
 from mtgrpo.rewards.em import EM, Convention
 from mtgrpo.rewards.ifeval import followed
 from mtgrpo.tasks import Split, TaskSource
@@ -32,6 +31,7 @@ from mtgrpo.tasks.mbpp import MBPP
 from mtgrpo.tasks.search_qa import SearchQA
 from mtgrpo.tasks.triviaqa import TriviaQA
 from mtgrpo.tools.search import Search
+from mtgrpo.tools.unit_tests import last_code_block
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 
@@ -292,7 +292,7 @@ def test_a_function_is_completed_and_tested(tmp_path: Path) -> None:
     right, wrong = "def last(values: List[int]):\n    return values.pop()", "def last(values): return values[0]"
     assert passes([program(task, code) for code in (task.answer, right, wrong, "")]) == [True, True, False, False]
     (shown,) = source.demonstration(task, 0) or ()
-    assert Code().reward(said(task, shown.content)) == 1
+    assert last_code_block(shown.content) == task.answer.strip()
     assert "for evaluation alone" in refusal(functools.partial(tasks, source, Split.train))
 
 
@@ -305,7 +305,7 @@ def test_a_program_is_described_by_its_tests(tmp_path: Path) -> None:
     assert "assert double(0) == 0" in task.messages[-1].content
     assert passes([program(task, code) for code in (task.answer, "double = abs")]) == [True, False]
     (shown,) = source.demonstration(task, 0) or ()
-    assert Code().reward(said(task, shown.content)) == 1
+    assert last_code_block(shown.content) == task.answer.strip()
 
 
 @pytest.mark.parametrize("name", ["prompt", "entry_point", "canonical_solution", "test", "task_id"])

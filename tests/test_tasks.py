@@ -838,6 +838,7 @@ def test_demonstrations_are_those_of_the_source() -> None:
         ([{"task": "ledger", "weight": 0}], "weight: NUMBER above 0"),
         ([{"task": "ledger", "pages": 2}], "the task ledger has no setting 'pages'"),
         ([{"task": "legder"}], "legder"),
+        ([{"task": "mixed", "of": [{"task": "ledger"}]}], "a mix in a mix"),
     ],
 )
 def test_mixtures_that_cannot_be_are_refused(of: list[Any], said: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -81,7 +82,6 @@ PACKAGES = (
     Package("bm25s", "bm25s", "the search tool", 'pip install -e ".[search]"'),
     Package("Stemmer", "PyStemmer", "the search tool", 'pip install -e ".[search]"'),
     Package("gymnasium", "gymnasium", "environment=gymnasium", 'pip install -e ".[games]"'),
-    Package("skyrl_gym", "skyrl-gym", "environment=skyrl_gym", 'pip install -e ".[games]"'),
     Package("textarena", "textarena", "environment=textarena", 'pip install -e ".[games]"'),
     Package("skyrl_gym", "skyrl-gym", "environment=skyrl_gym", 'pip install -e ".[games]"'),
     Package("mcp", "mcp", "tools of MCP servers", 'pip install -e ".[mcp]"'),
@@ -126,6 +126,7 @@ def examine(online: bool = False) -> list[Check]:
             _threads(),
             _waiting(),
             _disk(Path.cwd()),
+            _ports(),
             _models(),
             _data(),
             hub.result(),
@@ -247,6 +248,20 @@ def _disk(folder: Path) -> Check:
         return Check("disk", State.broken, said, purpose, "cd FOLDER, or hydra.run.dir=FOLDER", required=True)
     state = State.ok if free >= _LEAST_DISK_GIB else State.broken
     return Check("disk", state, said, purpose, "make room, or hydra.run.dir=FOLDER on another disk", required=True)
+
+
+def _ports() -> Check:
+    """Whether programs of this machine can reach one another."""
+    purpose, cure = (
+        "engine=server, agents and MCP servers by URL",
+        "ip link set lo up, or allow sockets in the container",
+    )
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_TIMEOUT_S).close()
+    except OSError as error:
+        return Check("ports", State.broken, f"127.0.0.1 does not answer: {error.strerror or error}", purpose, cure)
+    return Check("ports", State.ok, "127.0.0.1 answers")
 
 
 def _models() -> Check:

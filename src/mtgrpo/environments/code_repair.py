@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import os
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Self, cast
+from typing import Self
 
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.part import RunContext
@@ -33,17 +31,11 @@ class CodeRepair(Environment):
     shown_chars: int = 600  # of what a failure prints: beginning and end
     sandbox: Sandbox = field(default_factory=Sandbox)
 
-    _slots = cast("asyncio.Semaphore | None", None)  # while a run lasts
-
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
-        """With a sandbox that was tried, for as many programs at once as there are processors.
-
-        Raises ConfigError where it does not work.
-        """
+        """With a sandbox that was tried. Raises ConfigError where it does not work."""
         running = copy.copy(self)
         running.sandbox = await self.sandbox.opened()
-        running._slots = asyncio.Semaphore(os.cpu_count() or 1)
         yield running
 
     async def start(self, task: Task) -> Opening:
@@ -56,8 +48,7 @@ class CodeRepair(Environment):
         code = last_code_block(message.content)
         if code is None:
             return Reply((Message("user", "error: put the whole program in one fenced code block"),))
-        async with self._slots or nullcontext():
-            result = await run_tests(self.sandbox, self._task, code)
+        result = await run_tests(self.sandbox, self._task, code)
         if result.passed:
             return Reply(done=True, reward=1.0)
         said = head_and_tail(printable(result.output).strip(), self.shown_chars)

@@ -61,7 +61,7 @@ class Judge(Reward):
     lowest: float = 0.0
     highest: float = 10.0
     max_new_tokens: int = 512  # of a reply
-    max_requests: int = 0  # of a run; it ends where more are needed; 0 = any number
+    max_requests: int = 0  # until the run ends or is resumed; it ends where more are needed; 0 = any number
     max_concurrent: int = 16  # requests at once
     timeout_s: float = 120.0  # of a request
     backoff_s: float = 1.0  # before the first further request

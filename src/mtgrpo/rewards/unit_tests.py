@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import os
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Self, cast
+from typing import Self
 
 from mtgrpo.part import RunContext
 from mtgrpo.rewards import Given, Reward, tried
@@ -29,17 +27,11 @@ class UnitTests(Reward):
 
     sandbox: Sandbox = field(default_factory=Sandbox)
 
-    _slots = cast("asyncio.Semaphore | None", None)  # while a run lasts
-
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
-        """With a sandbox that was tried, for as many answers at once as there are processors.
-
-        Raises ConfigError where it does not work.
-        """
+        """With a sandbox that was tried. Raises ConfigError where it does not work."""
         running = copy.copy(self)
         running.sandbox = await self.sandbox.opened()
-        running._slots = asyncio.Semaphore(os.cpu_count() or 1)
         yield running
 
     async def rewards(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
@@ -51,5 +43,4 @@ class UnitTests(Reward):
         code = last_code_block(trajectory.final)
         if code is None:
             return 0.0
-        async with self._slots or nullcontext():
-            return float((await run_tests(self.sandbox, trajectory.task, code)).passed)
+        return float((await run_tests(self.sandbox, trajectory.task, code)).passed)

@@ -72,8 +72,7 @@ async def rollout_with_advantages(
 
     sample: continues a list of tokens; many calls are awaited at once, `rollout.max_concurrent` at most. tokenizer: may
     be the name of its model. attend: for condenser=attention. Groups of which too many failed to be compared are left
-    out, as in training; turns that
-    training would leave out (algorithm.truncated=mask) have advantage 0.
+    out, as in training; turns that training would leave out (algorithm.truncated=mask) have advantage 0.
 
     Raises EngineError when every conversation failed, and ConfigError where an advantage depends on more than rewards:
     a critic, or a KL penalty that is part of the reward.

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,7 +117,13 @@ async def _groups(
     runner: RolloutRunner, scope: str, name: str, tasks: Sequence[Task], samples: int, play: Play
 ) -> list[Group]:
     runner = runner.at(f"{scope}/{name}" if name else scope, temperature=0.0 if scope == "greedy" else 1.0)
-    groups = await together(play(runner, task, samples) for task in tasks)
+    names = Counter[str]()
+
+    def playing(task: Task) -> Coroutine[Any, Any, Group]:
+        repeated, names[task.id] = names[task.id], names[task.id] + 1  # ids of one's own: then other random numbers
+        return play(runner.at(f"{runner.scope}/again{repeated}") if repeated else runner, task, samples)
+
+    groups = await together(map(playing, tasks))
     if not valid(groups):
         reason = groups[0].trajectories[0].reason
         raise AllFailedError(f"every conversation of the evaluation failed, the first because of {reason}")

@@ -100,6 +100,8 @@ def open_watchdog(limit_s: float, folder: Path, engine: RunningEngine) -> Genera
         yield watchdog
     finally:
         over.set()
+        if limit_s:
+            thread.join()
 
 
 def write_state(path: Path, loop: asyncio.AbstractEventLoop, engine: RunningEngine) -> None:

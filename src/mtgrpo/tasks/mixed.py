@@ -43,6 +43,10 @@ class Mixed(TaskSource):
                 raise ConfigError(f"task.of: an entry is {{task: NAME, weight: NUMBER above 0, ...}}, got {entry!r}")
             self._weights.append(weight)
             kind = extension.find_class("mtgrpo.tasks", name, TaskSource)
+            if issubclass(kind, Mixed):
+                raise ConfigError(
+                    "task.of: a mix in a mix; put its entries into the outer one, their weights multiplied"
+                )
             self._sources.append(built(f"task {name}", kind, settings))
 
     @asynccontextmanager

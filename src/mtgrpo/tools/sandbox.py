@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.tools import sandbox_init
@@ -71,6 +72,8 @@ class Sandbox:
     file_mb: int = 16  # in /tmp, what it prints included, and as much in /dev/shm; rlimits: of each file
     output_chars: int = 4000  # of what it prints: beginning and end
 
+    slots = cast("asyncio.Semaphore | None", None)  # once it is opened: one for each processor
+
     def __post_init__(self) -> None:
         require(self, timeout_s="> 0", memory_mb=">= 32", processes=">= 1", file_mb=">= 1", output_chars=">= 100")
         if self.kind is Kind.rlimits:
@@ -81,7 +84,10 @@ class Sandbox:
             raise ConfigError("sandbox.kind=fusion and sandbox.url=http://HOST:PORT belong together: set both or none")
 
     async def opened(self) -> Self:
-        """It, once it was tried. Raises ConfigError where this kind of sandbox does not work on this machine."""
+        """It, once it was tried, with `slots` for those who share it.
+
+        Raises ConfigError where this kind of sandbox does not work on this machine.
+        """
         session = self.session()
         try:
             if (found := await session.run("print(6 * 7)")).output != "42\n":
@@ -97,7 +103,9 @@ class Sandbox:
             ) from error
         finally:
             await session.close()
-        return self
+        running = copy.copy(self)
+        running.slots = asyncio.Semaphore(os.cpu_count() or 1)
+        return running
 
     def session(self) -> Session | FusionSession:
         """A new interpreter; whoever asks for it closes it. It starts with the first code that it is given."""

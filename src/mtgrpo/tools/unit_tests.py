@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from contextlib import nullcontext
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.tools.sandbox import Result, Sandbox
@@ -40,11 +41,14 @@ def tests_of(task: Task) -> str:
 async def run_tests(sandbox: Sandbox, task: Task, code: str) -> Result:
     """What the task's tests say of `code`: a fresh interpreter runs the task's `setup`, the code, then the tests.
 
-    Raises ConfigError where the task has no tests, OSError or RuntimeError where the sandbox itself fails.
+    In a sandbox that was opened as many programs run at once as there are processors. Raises ConfigError where the task
+    has no tests, OSError or RuntimeError where the sandbox itself fails.
     """
-    tests, session = tests_of(task), sandbox.session()
-    try:
-        result = await session.run(f"{task.metadata.get('setup', '')}\n{code}")
-        return await session.run(tests) if result.passed else result
-    finally:
-        await session.close()
+    tests = tests_of(task)
+    async with sandbox.slots or nullcontext():
+        session = sandbox.session()
+        try:
+            result = await session.run(f"{task.metadata.get('setup', '')}\n{code}")
+            return await session.run(tests) if result.passed else result
+        finally:
+            await session.close()
