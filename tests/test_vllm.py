@@ -290,16 +290,18 @@ async def use(url: str, base: Path, folder: Path, process: subprocess.Popen[byte
 
 async def refuses_others(url: str, folder: Path) -> None:
     """Before anything is pushed: another model or vocabulary, and longer conversations than the server has room for."""
-    for name, vocabulary, longest, message in (
-        ("tiny-2m", 2048, 512, r"serves another model, \S+: its hidden_size is 96, and that .* is trained 192"),
-        ("tiny", 4096, 512, r"serves another model, \S+: its vocab_size is 2048, and that .* is trained 4096"),
-        ("tiny", 2048, 1024, "serves contexts of 512 tokens, .* start it with --max-model-len 1024"),
+    for name, longest, message in (
+        ("tiny-2m", 512, r"serves another model, \S+: its hidden_size is 96, and that .* is trained 192"),
+        ("tiny", 1024, "serves contexts of 512 tokens, .* start it with --max-model-len 1024"),
     ):
         model = load_model(ModelSettings(name), 0)
         other = Server(url=[url]).start(model, True, longest, folder)
-        model.config.vocab_size = vocabulary  # of a tokenizer with more tokens
         with pytest.raises(ConfigError, match=message):
             await other.load_weights(model, 0)
+        (replica,) = other._replicas
+        larger = {**load_model(ModelSettings("tiny"), 0).config.to_dict(), "vocab_size": 4096}
+        with pytest.raises(ConfigError, match=r"its vocab_size is 2048, and that of the model .* is trained 4096"):
+            await replica.check(larger, 512)
         await other.close()
 
 
