@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,10 @@ from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.engines.server import Kind, Server, Sync
 from mtgrpo.engines.server import transfer as module
 from mtgrpo.engines.server.engine import ServerEngine
-from mtgrpo.engines.server.replica import HEALTH
+from mtgrpo.engines.server.replica import HEALTH, LostError
 from mtgrpo.engines.server.start import started
 from mtgrpo.engines.server.transfer import IPC, NCCL, Transfer, buckets
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.settings import DType, LoRA
 from mtgrpo.sync import Files
@@ -206,15 +207,64 @@ def test_a_push_is_one_update_from_start_to_finish(tmp_path: Path, small_buckets
     server, push = Recorder(), Mapped(tmp_path, torch.bfloat16)
     push.write(load_model(ModelSettings("tiny"), 0), 1)
 
-    async def load() -> None:
-        await push.meet(server)
-        await push.load(server)
-
-    asyncio.run(load())
+    asyncio.run(meet_and_load(push, server))
     first, start, *sent, finish = [path for path, _ in server.asked]
     assert first == "/init_weight_transfer_engine" and server.asked[0][1] == {"init_info": {"packed": True}}
     assert (start, finish) == ("/start_weight_update", "/finish_weight_update")
     assert set(sent) == {"/update_weights"} and len(sent) > 1
+
+
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the GPU and NCCL would say."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+    monkeypatch.setattr(module, "reduce_tensor", lambda filled: (None, (1, b"handle")))
+    said = {"unique_id": lambda: bytes(range(128)), "broadcast": lambda *filled, **more: None}
+    monkeypatch.setattr(module, "nccl", SimpleNamespace(**said))
+    stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(NCCL, "_join", lambda push, name, ranks: None)
+
+
+def test_a_server_and_the_trainer_do_their_parts_of_nccl_at_once(
+    tmp_path: Path, small_buckets: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_gpu(monkeypatch)
+    joined, push = threading.Event(), NCCL(tmp_path, torch.bfloat16)
+    push.write(load_model(ModelSettings("tiny"), 0), 1)
+
+    class Refusing(Recorder):
+        refused = ""
+
+        async def ask(self, method: str, path: str, timeout_s: float | None = 600.0, **more: Any) -> Any:
+            if path == self.refused:
+                raise LostError(f"no {path}")
+            return await super().ask(method, path, timeout_s, **more)
+
+    server = Refusing()
+    monkeypatch.setattr(module.nccl, "broadcast", lambda *filled, **more: joined.wait(60))
+    with pytest.raises(EngineError, match="lost while weights were sent by NCCL: resume the run; no /update_weights"):
+        server.refused = "/update_weights"
+        asyncio.run(meet_and_load(push, server))
+    monkeypatch.setattr(NCCL, "_join", lambda push, name, ranks: joined.wait(60))
+    with pytest.raises(LostError, match="no /init_weight_transfer_engine"):
+        server.refused = "/init_weight_transfer_engine"
+        asyncio.run(push.meet(server))
+    joined.set()
+    server.refused = ""
+    server.asked.clear()
+    asyncio.run(meet_and_load(push, server))
+    world, init, start, *sent, finish = [path for path, _ in server.asked]
+    assert (world, init) == ("/get_world_size", "/init_weight_transfer_engine")
+    assert (start, finish) == ("/start_weight_update", "/finish_weight_update")
+    assert set(sent) == {"/update_weights"} and len(sent) > 1
+
+
+async def meet_and_load(push: Transfer, server: Receiver) -> None:
+    await push.meet(server)
+    await push.load(server)
 
 
 # --- what vLLM makes of it ---
@@ -238,20 +288,6 @@ for words in told["words"]:
 """
 
 
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the GPU and NCCL would say."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
-    monkeypatch.setattr(module, "reduce_tensor", lambda filled: (None, (1, b"handle")))
-    said = {"unique_id": lambda: bytes(range(128)), "broadcast": lambda *filled, **more: None}
-    monkeypatch.setattr(module, "nccl", SimpleNamespace(**said))
-    stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(NCCL, "_join", lambda push, name, ranks: None)
-
-
 @pytest.mark.real
 @pytest.mark.timeout(600)
 def test_vllm_accepts_what_it_is_told(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +297,7 @@ def test_vllm_accepts_what_it_is_told(python: str, tmp_path: Path, monkeypatch: 
     async def tell() -> None:
         for push in ways:
             push.write(load_model(ModelSettings("tiny"), 0), 1)
-            await push.meet(server)
-            await push.load(server)
+            await meet_and_load(push, server)
 
     asyncio.run(tell())
     bodies = [next(iter(body.values())) for _, body in server.asked if body]
@@ -310,7 +345,7 @@ async def pushed(settings: Server, folder: Path) -> None:
         await engine.close()
 
 
-async def samples_after_each_push(engine: ServerEngine, model: PreTrainedModel) -> None:
+async def samples_after_each_push(engine: ServerEngine, model: PreTrainedModel, exact: bool = True) -> None:
     sampling, context = Sampling(max_new_tokens=24), [20, 30, 40]
     for version in range(3):
         await engine.sleep()
@@ -319,7 +354,7 @@ async def samples_after_each_push(engine: ServerEngine, model: PreTrainedModel) 
         found = await turn(engine, "a", context, sampling)
         assert found.versions == [version] * 24
         assert engine.metrics["proof_nats"] < engine.metrics["proof_bound_nats"]
-        assert apart(model, context, found, sampling) < engine.metrics["proof_bound_nats"]
+        assert apart(model, context, found, sampling) < (CLOSE if exact else 0.1)
         nudge(model, 1e-2)
 
 
@@ -365,7 +400,7 @@ def test_weights_reach_a_server_from_gpu_memory(
 
     async def run() -> None:
         try:
-            await samples_after_each_push(engine, model)
+            await samples_after_each_push(engine, model, kind is DType.float32)
         finally:
             await engine.close()
 

@@ -58,8 +58,8 @@ async def turn(engine: ServerEngine, name: str, context: list[int], sampling: Sa
 
 def apart(model: PreTrainedModel, context: list[int], found: Completion, sampling: Sampling) -> float:
     """How far the log-probabilities are from those of the trainer, whose truncation is another implementation."""
-    whole = torch.tensor([*context, *found.tokens])
-    rows = plain_logprobs(model, whole)[len(context) - 1 : -1] / sampling.temperature
+    whole = torch.tensor([*context, *found.tokens], device=model.device)
+    rows = plain_logprobs(model, whole)[len(context) - 1 : -1].float().cpu() / sampling.temperature
     expected = rows.log_softmax(-1)
     if found.kept:
         ours = truncate(expected, [sampling] * len(found.tokens))
@@ -75,7 +75,7 @@ def nudge(model: PreTrainedModel, scale: float = 1e-3) -> PreTrainedModel:
     with torch.no_grad():
         for weight in model.parameters():
             if weight.requires_grad:
-                weight.add_(scale * torch.randn(weight.shape))
+                weight.add_(scale * torch.randn(weight.shape).to(weight))
     return before
 
 
@@ -214,14 +214,14 @@ def test_a_run_trains_beside_a_server_and_whatever_ends_it_leaves_none(python: s
     run = tmp_path / "run"
     words = [f"engine.python={python}", "engine=server", f"engine.arguments={json.dumps(SMALL)}", "sft.steps=0"]
     words += ["rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_staleness=1", "eval.tasks=4"]
-    words += ["eval.samples=2", "trainer.steps=1000", "checkpoint.every_steps=2", "log=[jsonl]"]
+    words += ["eval.samples=2", "trainer.steps=1000", "checkpoint.every_steps=1", "log=[jsonl]"]
     words += [f"hydra.run.dir={run}", "environment.max_context_length=512", "resume=true"]
     rows: list[dict[str, float]] = []
     for ending in (signal.SIGKILL, signal.SIGTERM):
         process = subprocess.Popen(
             [sys.executable, "-m", "mtgrpo", "train", *words], env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
-        wanted = len(rows) + 4
+        wanted = len(rows) + 3
         while len(rows) < wanted:
             assert process.poll() is None
             time.sleep(0.5)
@@ -290,16 +290,18 @@ async def use(url: str, base: Path, folder: Path, process: subprocess.Popen[byte
 
 async def refuses_others(url: str, folder: Path) -> None:
     """Before anything is pushed: another model or vocabulary, and longer conversations than the server has room for."""
-    for name, vocabulary, longest, message in (
-        ("tiny-2m", 2048, 512, r"serves another model, \S+: its hidden_size is 96, and that .* is trained 192"),
-        ("tiny", 4096, 512, r"serves another model, \S+: its vocab_size is 2048, and that .* is trained 4096"),
-        ("tiny", 2048, 1024, "serves contexts of 512 tokens, .* start it with --max-model-len 1024"),
+    for name, longest, message in (
+        ("tiny-2m", 512, r"serves another model, \S+: its hidden_size is 96, and that .* is trained 192"),
+        ("tiny", 1024, "serves contexts of 512 tokens, .* start it with --max-model-len 1024"),
     ):
         model = load_model(ModelSettings(name), 0)
         other = Server(url=[url]).start(model, True, longest, folder)
-        model.config.vocab_size = vocabulary  # of a tokenizer with more tokens
         with pytest.raises(ConfigError, match=message):
             await other.load_weights(model, 0)
+        (replica,) = other._replicas
+        larger = {**load_model(ModelSettings("tiny"), 0).config.to_dict(), "vocab_size": 4096}
+        with pytest.raises(ConfigError, match=r"its vocab_size is 2048, and that of the model .* is trained 4096"):
+            await replica.check(larger, 512)
         await other.close()
 
 
