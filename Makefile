@@ -46,7 +46,7 @@ bench: bench-forest bench-agents bench-foreign bench-condensation bench-rollout 
 bench-agents: setup ## what the turns of a foreign agent cost, against a row for each; 10 minutes
 	$(BIN)/python benchmarks/agents.py
 
-bench-foreign: agents-env ## do agents of others, as they come from PyPI, learn the calculator? hours on two cores; may be interrupted
+bench-foreign: agents-env ## do agents of others, as they come from PyPI, learn the calculator? half an hour for each, a warm start before; may be interrupted
 	$(BIN)/python benchmarks/foreign.py
 
 bench-forest: setup ## training on the forest against padded and packed rows, and the head in tiles; 20 minutes and 10
