@@ -6,8 +6,9 @@ import inspect
 import itertools
 import json
 import re
+import socket
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -79,15 +80,22 @@ def test_the_library_accepts_its_own_answers_and_no_others(name: str) -> None:
 
 @pytest.mark.real
 @pytest.mark.timeout(600)
-def test_every_data_set_makes_tasks_and_grades_them(library: Any) -> None:
+def test_every_data_set_makes_tasks_and_grades_them_without_a_network(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from reasoning_gym.factory import DATASETS  # noqa: PLC0415
 
+    def refuse(*_: object, **__: object) -> NoReturn:
+        pytest.fail("a data set asks the network")
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse)
     names = sorted(set(DATASETS) - {"composite"})
-    assert len(names) > 100
+    assert len(names) >= 105
     for name in names:
         source = ReasoningGym(dataset=name, run_answers=True)
         (task,) = itertools.islice(source.stream(Split.train, 0), 1)
-        assert task.messages[-1].content and 0 <= graded(task, "#### nonsense") <= 1, name
+        assert task.messages[-1].content and 0 <= graded(task, "#### nonsense") < 1, name
         if task.answer:
             assert graded(task, f"#### {task.answer}") >= 0.99, name
 
@@ -97,6 +105,12 @@ def test_what_the_grading_cannot_read_is_worth_nothing(library: Any) -> None:
     with pytest.raises(ValueError, match="nonsense"):
         library.get_score_answer_fn("prime_factorization")("nonsense", task.metadata["entry"])
     assert graded(task, "#### nonsense") == 0
+
+
+def test_a_grading_that_takes_any_text_is_not_asked(library: Any) -> None:
+    for task in tasks("game_of_life_halting", 6):
+        other = {"True": "False", "False": "True"}[task.answer]
+        assert [graded(task, f"#### {said}") for said in (task.answer.lower(), other, "nonsense")] == [1, 0, 0]
 
 
 def test_the_data_sets_that_run_answers_are_known(library: Any) -> None:

@@ -458,7 +458,7 @@ def test_the_page_names_what_there_is() -> None:
 def test_the_commands_of_the_page_are_accepted(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
     commands = re.findall(r"^mtgrpo (.*)$", PAGE, flags=re.M)
-    assert len(commands) == 9
+    assert len(commands) == 10
     for command in commands:
         with pytest.raises(SystemExit) as done:
             cli.main(shlex.split(command))
