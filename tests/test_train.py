@@ -178,6 +178,8 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
     ]
     steps = [row for row in rows(folder) if row["stage"] == "reinforcement learning"]
     assert all({"reward/mean", "perf/tokens_per_s", "time/rollout_s"} <= set(row) for row in steps)
+    flat = sum(row["reward/groups_with_variance"] == 0 for row in steps)
+    assert found["train/steps_without_variance"] == flat
     assert ["eval/success" in row for row in steps] == [True, False]  # the last step's is the evaluation after
     assert [row["eval/success"] for row in rows(folder) if row["stage"] == "evaluation"] == [
         found["eval/success/before"],

@@ -151,7 +151,9 @@ def run_evaluation(experiment: Experiment, folder: Path) -> None:
             found = {name: Findings.of(each, run.runner.reward, interval) for name, each in played.items()}
             tools = control(played, run.runner.reward.success_at)
             (folder / "evaluation.json").write_bytes(strict_json(record(found, tools), indent=2) + b"\n")
-            run.sinks.note(f"{table(found, tools)}\nalso in {folder / 'evaluation.json'}")
+            run.sinks.note(
+                f"{table(found, tools, experiment.eval.interval.value)}\nalso in {folder / 'evaluation.json'}"
+            )
         if (success := metrics["eval/success"]) < (least := experiment.eval.fail_under):
             raise RunError(f"held-out success is {success:.3f}, below eval.fail_under={least:g}")
 

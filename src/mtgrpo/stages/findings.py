@@ -94,7 +94,7 @@ def record(found: Mapping[str, Findings], control: Comparison | None) -> dict[st
     return {**dataclasses.asdict(found[""]), **tools, "sets": sets}
 
 
-def table(found: Mapping[str, Findings], control: Comparison | None) -> str:
+def table(found: Mapping[str, Findings], control: Comparison | None, interval: str = "wilson") -> str:
     """For people; success by turns, tools and difficulty of the run's own tasks alone."""
     blocks = {
         (f"{name}: " if name else "") + f"{each.tasks} held-out tasks x {each.samples} samples": list(each.rows())
@@ -108,7 +108,7 @@ def table(found: Mapping[str, Findings], control: Comparison | None) -> str:
         if rows
     ]
     compared = [f"with tools against without: {control}"] if control else []
-    return "\n".join(["95 % intervals, over tasks", *lines, *compared])
+    return "\n".join([f"95 % intervals ({interval}), over tasks", *lines, *compared])
 
 
 def control(played: Mapping[str, Played], success_at: float) -> Comparison | None:

@@ -31,13 +31,13 @@ class Mixed(TaskSource):
     of: list[Any] = field(default_factory=list[Any])  # [{task: gsm8k, weight: 2}, {task: word_problems}]
 
     def __post_init__(self) -> None:
-        if not self.of:
-            raise ConfigError("task.of is empty: name the sources, as task.of='[{task: gsm8k}, {task: word_problems}]'")
         self._weights: list[float] = []
         self._sources: list[TaskSource] = []
         refuse_without_effect(
             self, ("system_prompt", "prompt_template", "examples"), "set it in the entries of task.of"
         )
+        if not self.of:
+            raise ConfigError("task.of is empty: name the sources, as task.of='[{task: gsm8k}, {task: word_problems}]'")
         for entry in self.of:
             settings: dict[str, Any] = dict(cast("Mapping[str, Any]", entry)) if isinstance(entry, Mapping) else {}
             name, weight = settings.pop("task", None), settings.pop("weight", 1)
