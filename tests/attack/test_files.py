@@ -114,9 +114,15 @@ def test_no_code_of_a_model_is_run() -> None:
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
     imported = {
-        name.name for _, node in nodes() if isinstance(node, ast.Import | ast.ImportFrom) for name in node.names
+        (name.name, path.name)
+        for path, node in nodes()
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in node.names
     }
-    assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & imported
+    found = {(name, file) for name, file in imported if name in ("pickle", "marshal", "shelve", "dill", "cloudpickle")}
+    assert found <= {
+        ("pickle", "transfer.py")
+    }  # it writes one, for its own server; see `loads`
     for name in ("exec", "loads"):
         found = [call for path, call in calls(name) if path.name != "sandbox_init.py"]  # it runs in the sandbox
         assert all(ast.unparse(call.func) in ("json.loads", "yaml.safe_load") for call in found), name

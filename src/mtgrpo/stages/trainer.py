@@ -72,7 +72,8 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
             finally:  # also when the evaluation fails
                 summary["time/total_s"] = saver.seconds
                 write_summary(folder, summary)
-        if said := in_vain(summary):
+        algorithm = run.experiment.algorithm
+        if algorithm.compares_siblings and not algorithm.always_has_gradient and (said := in_vain(summary)):
             run.sinks.note(said)
     return summary
 
