@@ -119,7 +119,13 @@ class IPC(Transfer):
         await server.ask("POST", "/init_weight_transfer_engine", json={"init_info": {"packed": True}})
 
     async def load(self, server: Server) -> None:
-        await super().load(server)
+        """See `Push.load`. Raises EngineError where the server cannot map the memory."""
+        try:
+            await super().load(server)
+        except LostError:
+            raise
+        except (EngineError, RuntimeError) as error:
+            raise EngineError(f"CUDA IPC does not reach a server, set engine.sync=files: {error}") from error
         torch.cuda.ipc_collect()  # the server has let go of the memory
 
     async def _send(self, server: Server, info: dict[str, Any], filled: torch.Tensor) -> None:
