@@ -120,9 +120,7 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
         for name in node.names
     }
     found = {(name, file) for name, file in imported if name in ("pickle", "marshal", "shelve", "dill", "cloudpickle")}
-    assert found <= {
-        ("pickle", "transfer.py")
-    }  # it writes one, for its own server; see `loads`
+    assert found <= {("pickle", "transfer.py")}  # it writes one, for its own server; see `loads`
     for name in ("exec", "loads"):
         found = [call for path, call in calls(name) if path.name != "sandbox_init.py"]  # it runs in the sandbox
         assert all(ast.unparse(call.func) in ("json.loads", "yaml.safe_load") for call in found), name
