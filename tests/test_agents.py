@@ -19,6 +19,7 @@ import mtgrpo
 from mtgrpo import cli
 from mtgrpo.advantages.rewards import rewards_of
 from mtgrpo.agents import Agent
+from mtgrpo.agents import python as python_agents
 from mtgrpo.agents.command import Command
 from mtgrpo.agents.none import NoAgent
 from mtgrpo.agents.python import Isolation, Python
@@ -295,6 +296,42 @@ def test_an_agent_that_hangs_fails_and_is_left(wait: str, tmp_path: Path) -> Non
         Status.FAILED,
         f"TimeoutError: the agent took longer than agent.timeout_s={agent.timeout_s}",
     )
+    assert threading.active_count() == before
+
+
+def test_async_functions_share_an_event_loop_that_one_of_them_may_end_or_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(python_agents, "BLOCKED_S", 0.3)
+    code = "async def solve(task, act):\n    return act()\n"
+    begun, go = threading.Event(), threading.Event()
+
+    def thread() -> float:
+        return float(threading.get_ident())
+
+    def block() -> float:
+        begun.set()
+        assert go.wait(20)
+        return thread()
+
+    async def run() -> None:
+        async with Python(function=written(tmp_path, code)).open(RunContext(tmp_path, print, {})) as agent:
+
+            async def given(act: Any) -> float | None:
+                return (await agent.run(TASK, act)).reward
+
+            with pytest.raises(RuntimeError, match="SystemExit: 3"):
+                await given(lambda: sys.exit(3))
+            first, again = await given(thread), await given(thread)
+            blocked = asyncio.create_task(given(block))
+            await asyncio.to_thread(begun.wait, 20)
+            other, third = await asyncio.gather(given(thread), given(thread))
+            go.set()
+            assert first == again == await blocked
+            assert other == third != first
+
+    before = threading.active_count()
+    asyncio.run(run())
     assert threading.active_count() == before
 
 

@@ -8,17 +8,58 @@ import inspect
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self
 
 from mtgrpo import extension
 from mtgrpo.agents import Address, Agent, Outcome, outcome_of, run_process
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, harmless
+from mtgrpo.part import RunContext
 from mtgrpo.tools import in_thread
 from mtgrpo.types import Message, Task, ToolCall
+
+BLOCKED_S = 5.0  # an event loop that does not answer for so long begins no more conversations
+
+
+class AgentLoop:
+    """An event loop in a thread of its own, for all conversations: HTTP clients that libraries keep belong to one."""
+
+    def __init__(self) -> None:
+        self._loop, self._ended = asyncio.new_event_loop(), asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._ended.wait())
+
+    async def answers(self) -> bool:
+        """Whether it does anything within `BLOCKED_S`."""
+        sign = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(sign), BLOCKED_S)
+        return sign.done() and not sign.cancelled()
+
+    async def submit(self, given: Coroutine[Any, Any, Any]) -> Any:
+        """What `given` returns or raises; it is cancelled with this."""
+
+        async def guarded() -> Any:
+            try:
+                return await given
+            except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop
+                raise harmless(error) from None
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(guarded(), self._loop))
+
+    def close(self) -> None:
+        """Cancel what runs in it, and end its thread unless something blocks it."""
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(BLOCKED_S)
 
 
 class Isolation(Enum):
@@ -30,7 +71,7 @@ class Isolation(Enum):
 
 @dataclass
 class Python(Agent):
-    """`function(task, address)`, sync or async.
+    """`function(task, address)`, sync or async. All that are async share one event loop, as they do in an application.
 
     It returns None, a reward, the text of its answer, {reply id: reward}, or an Outcome.
     """
@@ -40,6 +81,7 @@ class Python(Agent):
     environment: dict[str, str] = field(default_factory=dict[str, str])  # variables of the process, beside the address
 
     def __post_init__(self) -> None:
+        self._loops: list[AgentLoop] = []  # while it is open
         super().__post_init__()
         if ".py:" not in self.function:
             raise ConfigError(f"`function={self.function}` names no function: give agent.function=path/to/file.py:name")
@@ -48,18 +90,34 @@ class Python(Agent):
         if not callable(extension.find("mtgrpo.agents", self.function, Agent)):
             raise ConfigError(f"`function={self.function}` is no function")
 
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With its endpoint running, and an event loop for functions that are async."""
+        async with super().open(context) as running:
+            running._loops = [AgentLoop()]
+            try:
+                yield running
+            finally:
+                for loop in running._loops:
+                    await asyncio.to_thread(loop.close)
+
     async def run(self, task: Task, address: Address) -> Outcome:
         if self.isolation is Isolation.process:
             return await self._in_process(task, address)
         function = extension.find("mtgrpo.agents", self.function, Agent)
-        started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
-        awaited = in_thread(lambda: outcome_of(_called(function, task, address, started)))
-        try:
-            return await awaited
-        finally:
-            for loop, work in started if not awaited.done() or awaited.cancelled() else ():
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(work.cancel)
+        given = await in_thread(lambda: function(task, address))
+        if inspect.iscoroutine(given):
+            given = await self._awaited(given)
+        return outcome_of(given)
+
+    async def _awaited(self, given: Coroutine[Any, Any, Any]) -> Any:
+        """What a coroutine gives in the event loop of all, or in a new one where something blocks that."""
+        loop = self._loops[-1]
+        while not await loop.answers():
+            if loop is self._loops[-1]:
+                self._loops.append(AgentLoop())
+            loop = self._loops[-1]
+        return await loop.submit(given)
 
     async def _in_process(self, task: Task, address: Address) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="mtgrpo-", ignore_cleanup_errors=True) as place:
@@ -84,25 +142,6 @@ def main() -> None:
         for message in task["messages"]
     )
     function = extension.find("mtgrpo.agents", name, Agent)
-    outcome = outcome_of(_called(function, Task(**task), Address(**address), []))
+    given = function(Task(**task), Address(**address))
+    outcome = outcome_of(asyncio.run(given) if inspect.iscoroutine(given) else given)
     Path("outcome.json").write_text(json.dumps(dataclasses.asdict(outcome)))
-
-
-def _called(
-    function: Callable[[Task, Address], Any],
-    task: Task,
-    address: Address,
-    started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]],
-) -> Any:
-    """What the function gives; one that is async gets an event loop, and stands in `started` to be cancelled."""
-    given = function(task, address)
-    if not inspect.iscoroutine(given):
-        return given
-
-    async def awaited() -> Any:
-        work = asyncio.current_task()
-        assert work is not None
-        started.append((asyncio.get_running_loop(), work))
-        return await cast("Coroutine[Any, Any, Any]", given)
-
-    return asyncio.run(awaited())
