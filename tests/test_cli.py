@@ -10,10 +10,12 @@ import multiprocessing
 import os
 import pickle
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,9 +33,11 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.helptext import comments
 from mtgrpo.config.recipe import recipes
 from mtgrpo.config.run_record import claimed, read_run
+from mtgrpo.environments import Opening
 from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
+from mtgrpo.part import RunContext
 from mtgrpo.policy.settings import Kind
 from mtgrpo.tasks.calculator import Calculator
 from mtgrpo.tasks.gsm8k import Gsm8k
@@ -285,7 +289,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("lr=2", ["unknown option lr; did you mean optimizer.lr or sft.optimizer.lr?"]),
         ("rolout.seeed=2", ["unknown option rolout.seeed"]),
         ("task.path=x", ["unknown option task.path", "or gsm8k or"]),
-        ("sampling={tempratur: 1}", ["unknown option sampling.tempratur; did you mean sampling.temperature?"]),
+        ("sampling={tempratur:1}", ["unknown option sampling.tempratur; did you mean sampling.temperature?"]),
         ("sampling.zzz=1", ["unknown option sampling.zzz; there are sampling.temperature, "]),
         ("zzz=1", ["unknown option zzz", "--help"]),
         ("checkpoint=x", ["checkpoint=x", "checkpoint.every_steps"]),
@@ -295,11 +299,11 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("model.name=null", ["model.name=null: expected a text"]),
         ("optimizer.betas=0.9", ["optimizer.betas=0.9: expected a list such as [0.1,0.2]"]),
         ("optimizer.betas=[0.9,x]", ["optimizer.betas=[0.9,x]: expected a list such as [0.1,0.2]"]),
-        ("sampling={top_p: x}", ["sampling={top_p: x}: expected a number"]),
+        ("'sampling={top_p: x}'", ["sampling={top_p: x}: expected a number"]),
         ("kl.estimator=k9", ["kl.estimator=k9: expected one of k1, k2, k3"]),
         ("task=gsm8", ["there is no task=gsm8; did you mean gsm8k?", "word_problems", "path/to/file.py:Name"]),
         ("algorithm=kl", ["there is no algorithm=kl; known: cispo, dapo, dppo, dr_grpo, gmpo, grpo, gspo, ppo,"]),
-        ("reward={target: 1}", ["reward={target: 1}", "choose a reward by its name"]),
+        ("'reward={target: 1}'", ["reward={target: 1}", "choose a reward by its name"]),
         ("recipe=gsm9k", ["there is no recipe=gsm9k; did you mean gsm8k? known: calculator, code_tiny,"]),
         ("recipe=away.yaml", ["there is no file", "away.yaml"]),
         ("seed=1,2", ["seed=1,2 gives several values", "--multirun", "[1,2]"]),
@@ -383,6 +387,12 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("sft.demonstrations=away.jsonl", ["there is no such file or folder as away.jsonl"]),
         ("task=parquet", ["give one of them: task.path=FILE"]),
         ("task=mixed", ["task.of is empty: name the sources"]),
+        ("task=mixed sft.steps=0 task.of=[{task:jsonl,path:away.jsonl}]", ["there is no such file", "away.jsonl"]),
+        ("environment=gymnasium", ["task calculator/0/0/eval/0 has no seed for a game", "use task=game"]),
+        ("environment=guess_number", ["has no number to guess; environment=guess_number is for the task of it"]),
+        ("environment=function_calls", ["environment=function_calls needs `tools` in its metadata"]),
+        ("task=game sft.steps=0", ["task game/0/0/eval/0: the answer '' is not a number"]),
+        ("reward=[numeric,ifeval]", ["has no instructions: reward=ifeval is for task=ifeval"]),
         ("eval.interval=wald", ["eval.interval=wald: expected one of wilson, clopper_pearson"]),
         ("task=parquet task.path=away.parquet", ["there is no such file or folder as away.parquet"]),
         ("resume=true", ["add hydra.run.dir=FOLDER"]),
@@ -398,7 +408,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
 def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing(
     words: str, said: list[str], run: Run, place: Path, no_model: None
 ) -> None:
-    arguments = [words] if "{" in words else words.split()
+    arguments = shlex.split(words)
     code, out, err = run("train", *arguments)
     assert code == 2
     assert out == ""
@@ -406,6 +416,34 @@ def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing(
     assert err.startswith("mtgrpo: ")
     assert [part for part in said if part not in err] == []
     assert list(place.iterdir()) == []
+
+
+def test_a_task_is_tried_in_an_open_environment_before_there_is_a_model(
+    run: Run, place: Path, no_model: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(self: ToolUse, task: Task) -> Opening:
+        assert running == [True]
+        raise ConfigError(f"no tool is for {task.id}")
+
+    @asynccontextmanager
+    async def open_with_tools(self: ToolUse, context: RunContext) -> AsyncGenerator[ToolUse]:
+        running.append(True)
+        yield self
+
+    running: list[bool] = []
+    monkeypatch.setattr(ToolUse, "start", start)
+    monkeypatch.setattr(ToolUse, "open", open_with_tools)
+    assert run("train", "--dry-run")[0] == 0
+    code, _, err = run("train", "log=[jsonl]")
+    assert (code, err) == (2, "mtgrpo: no tool is for calculator/0/0/eval/0\n")
+
+
+def test_somebodys_own_reward_is_not_tried(run: Run, place: Path) -> None:
+    Path("own.py").write_text(
+        "from mtgrpo.errors import ConfigError\ndef reward(trajectory):\n    raise ConfigError('paid for')\n"
+    )
+    assert run("train", "reward=own.py:reward", "--dry-run")[0] == 0
+    assert run("train", "reward=[numeric,own.py:reward]", "task=game", "sft.steps=0", "--dry-run")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -38,15 +38,15 @@ class Part:
         """
         return _itself(self)
 
+    @property
+    def opens(self) -> bool:
+        """Whether it has resources, which are not there before it is open."""
+        return type(self).open is not Part.open
+
 
 @asynccontextmanager
 async def _itself(part: Any) -> AsyncGenerator[Any]:
     yield part
-
-
-def opens(part: Part) -> bool:
-    """Whether the part has resources, which are not there before it is open."""
-    return type(part).open is not Part.open
 
 
 def named(options: Any, what: str, example: str) -> dict[str, dict[str, Any]]:

@@ -172,6 +172,11 @@ class OfRewards(Reward, ABC):
         """Those of the given settings that are the other reward's own."""
         return given
 
+    @property
+    def parts(self) -> list[Reward]:
+        """The others."""
+        return list(self._parts.values())
+
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         """With the others open."""

@@ -10,10 +10,12 @@ import os
 import re
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -33,13 +35,14 @@ from mtgrpo.model.liger import use_liger
 from mtgrpo.model.load import device_of_process, load_model, load_tokenizer
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.traits import check_length, traits
-from mtgrpo.part import RunContext, built, named, opens
+from mtgrpo.part import RunContext, built, named
 from mtgrpo.record.reading import read_settings
 from mtgrpo.record.summary import write_versions
 from mtgrpo.rewards import opened
 from mtgrpo.rollout.conversation import Limits, visible_tools
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.resume import take_up, trained
+from mtgrpo.stages.trial import try_tasks
 from mtgrpo.stages.watchdog import Watchdog, open_watchdog
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Attend, Message, Sample, Task
@@ -80,15 +83,25 @@ def check(experiment: Experiment, spared: bool = False) -> list[str]:
     notes: list[str] = []
     try:
         for source in task_sets(experiment).values():
-            if not opens(source):
+            if not source.opens:
                 held_out_tasks(experiment, source)
-        notes += [] if opens(experiment.task) else open_tasks(experiment)[0].notes
+        if not experiment.task.opens:
+            tasks, held_out = open_tasks(experiment)
+            notes += tasks.notes
+            for some in (held_out, tasks):
+                _unlooped(try_tasks(experiment, some, running=False))
         open_tokenizer(experiment)
     except UnreachableError as error:
         if not spared:
             raise
         notes.append(f"not checked: {error}; with --online the hub is asked")
     return notes
+
+
+def _unlooped(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, also where there is an event loop already, as in a notebook."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, work).result()
 
 
 def open_tasks(experiment: Experiment) -> tuple[TaskStream, list[Task]]:
@@ -176,6 +189,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         tasks, held_out = open_tasks(experiment)
         opened_sets = {n: await stack.enter_async_context(s.open(context)) for n, s in task_sets(experiment).items()}
         sinks.tell(tasks.notes)
+        await try_tasks(experiment, held_out, running=True)
         tokenizer, chat = open_tokenizer(experiment)
         engine, why = experiment.engine.chosen(experiment.model)
         sinks.tell([why] if why else [])

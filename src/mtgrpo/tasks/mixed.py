@@ -59,6 +59,11 @@ class Mixed(TaskSource):
             running._sources = [await stack.enter_async_context(one.open(context)) for one in self._sources]
             yield running
 
+    @property
+    def opens(self) -> bool:
+        """Whether one of its sources has resources."""
+        return any(source.opens for source in self._sources)
+
     def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """The sources' own streams, mixed; one that ends is left out. Raises ConfigError as they do."""
         return MixedStream([one.stream(split, seed, repeat) for one in self._sources], self._weights, seed)

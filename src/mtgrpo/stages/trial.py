@@ -1,0 +1,52 @@
+"""A first task, tried before a model is loaded: does the environment play it, and can the reward grade an answer?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.environments import Environment
+from mtgrpo.errors import ConfigError
+from mtgrpo.part import Part
+from mtgrpo.rewards import OfRewards, Reward
+from mtgrpo.types import Completion, Finish, Message, Task, Trajectory, Turn
+
+LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
+
+
+async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool) -> None:
+    """Raise ConfigError where the first of `tasks` does not suit the environment or the reward.
+
+    running: these are open; else only what works without it is tried. Somebody's own code is never called, and whatever
+    else goes wrong is left to the run, which tries again.
+    """
+    task = next(iter(tasks), None)
+    if task is None or experiment.agent.active:
+        return
+    if _ours(experiment.environment) and (running or not experiment.environment.opens):
+        await _begun(experiment.environment, task)
+    if not running and _works_unopened(experiment.reward):
+        said = Completion([0], [0.0], [0], Finish.STOP)
+        turns = [Turn.of(said, Message("assistant", ""), [0], parent=-1)]
+        await experiment.reward.rewards([Trajectory(task, turns=turns)])
+
+
+async def _begun(environment: Environment, task: Task) -> None:
+    try:
+        async with asyncio.timeout(LONGEST_S), environment.conversation(task):
+            pass
+    except ConfigError:
+        raise
+    except Exception:
+        return
+
+
+def _works_unopened(reward: Reward) -> bool:
+    if isinstance(reward, OfRewards):
+        return all(map(_works_unopened, reward.parts))
+    return _ours(reward) and not (reward.opens or reward.cpu_heavy)
+
+
+def _ours(part: Part) -> bool:
+    return type(part).__module__.startswith("mtgrpo.")
