@@ -439,18 +439,26 @@ def test_a_task_is_tried_in_an_open_environment_before_there_is_a_model(
 
 
 def test_somebodys_own_reward_is_not_tried(run: Run, place: Path) -> None:
-    Path("own.py").write_text(
-        "from mtgrpo.errors import ConfigError\ndef reward(trajectory):\n    raise ConfigError('paid for')\n"
-    )
-    assert run("train", "reward=own.py:reward", "--dry-run")[0] == 0
-    assert run("train", "reward=[numeric,own.py:reward]", "task=game", "sft.steps=0", "--dry-run")[0] == 0
+    code = """
+from dataclasses import dataclass
+from mtgrpo.errors import ConfigError
+from mtgrpo.rewards import Reward
+
+@dataclass
+class Paid(Reward):
+    def reward(self, trajectory):
+        raise ConfigError("called")
+"""
+    Path("own.py").write_text(code)
+    assert run("train", "reward=own.py:Paid", "--dry-run")[0] == 0
+    assert run("train", "reward=[numeric,own.py:Paid]", "task=game", "sft.steps=0", "--dry-run")[0] == 0
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("Nothing", "has no 'Nothing'; it defines Half, "),
-        ("increment", "must be a class derived from mtgrpo.rewards.Reward"),
+        ("increment", "must be a class derived from mtgrpo.rewards.Reward, it is a function; make it the method reward"),
         ("Sums", "must be a class derived from mtgrpo.rewards.Reward"),
         ("Bare", "@dataclass"),
         ("Odd", "level"),

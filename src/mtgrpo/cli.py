@@ -170,7 +170,8 @@ def _flags(words: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(str(error)) from error
     if rest:
         known = [flag for action in parser._actions for flag in action.option_strings]  # pyright: ignore[reportPrivateUsage]
-        close = difflib.get_close_matches(rest[0].partition("=")[0], known, 1)
+        given = rest[0].partition("=")[0]
+        close = difflib.get_close_matches(given, known, 1) if given.startswith("--") else []
         meant = f"did you mean {close[0]}?" if close else "options are key=value, without --; flags: mtgrpo --help"
         raise ConfigError(f"there is no {rest[0]}; {meant}")
     if args.experimental_rerun:

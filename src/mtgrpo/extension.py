@@ -74,7 +74,9 @@ def find_class(package: str, name: str, base: type[T]) -> type[T]:
     """As `find`, where only a class will do. Raises ConfigError for anything else, and for a class with gaps."""
     found = find(package, name, base)
     if not (inspect.isclass(found) and issubclass(found, base)):
-        raise ConfigError(f"{name} must be a class derived from {base.__module__}.{base.__name__}, it is {found!r}")
+        methods = " and ".join(sorted(getattr(base, "__abstractmethods__", ())))
+        what = f"a function; make it the method {methods} of one" if inspect.isfunction(found) else repr(found)
+        raise ConfigError(f"{name} must be a class derived from {base.__module__}.{base.__name__}, it is {what}")
     if inspect.isabstract(found):
         raise ConfigError(
             f"{name}: the class does not define {', '.join(sorted(cast(Any, found).__abstractmethods__))}"

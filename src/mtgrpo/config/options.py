@@ -146,10 +146,10 @@ def unknown(key: str, known: Mapping[str, Setting]) -> str:
         return f"unknown option {key}; here it is {ours}"
     section = {name.removeprefix(f"{path}."): name for name in known if path and name.startswith(f"{path}.")}
     close = [section[name] for name in difflib.get_close_matches(last, section, 1)]
-    same = [name for name in known if name.rpartition(".")[2] == last]
+    same = difflib.get_close_matches(key, [name for name in known if name.rpartition(".")[2] == last], 3, cutoff=0.0)
     near = close or same or ([] if section else difflib.get_close_matches(key, known, 1))
     if near:
-        return f"unknown option {key}; did you mean {' or '.join(near[:3])}?"
+        return f"unknown option {key}; did you mean {' or '.join(near)}?"
     if section:
         return f"unknown option {key}; there are {', '.join(section.values())}"
     return f"unknown option {key}; `mtgrpo train --help` lists all options"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+from mtgrpo import extension
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError
@@ -49,4 +50,5 @@ def _works_unopened(reward: Reward) -> bool:
 
 
 def _ours(part: Part) -> bool:
-    return type(part).__module__.startswith("mtgrpo.")
+    module = type(part).__module__
+    return module.startswith("mtgrpo.") and not module.startswith(f"{extension.__name__}.")
