@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -24,7 +25,8 @@ NAMES = ("chain_sum", "gsm_symbolic", "list_functions", "pool_matrix", "spell_ba
 
 
 @pytest.fixture(autouse=True)
-def library() -> Any:
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)  # where programs of the data set codeio write files
     return pytest.importorskip("reasoning_gym")
 
 
