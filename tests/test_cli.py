@@ -458,7 +458,10 @@ class Paid(Reward):
     ("name", "said"),
     [
         ("Nothing", "has no 'Nothing'; it defines Half, "),
-        ("increment", "must be a class derived from mtgrpo.rewards.Reward, it is a function; make it the method reward"),
+        (
+            "increment",
+            "must be a class derived from mtgrpo.rewards.Reward, it is a function; make it the method reward",
+        ),
         ("Sums", "must be a class derived from mtgrpo.rewards.Reward"),
         ("Bare", "@dataclass"),
         ("Odd", "level"),

