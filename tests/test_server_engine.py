@@ -24,7 +24,7 @@ from mtgrpo.engines.server import Kind, Server, Sync
 from mtgrpo.engines.server import engine as server_engine
 from mtgrpo.engines.server.vllm import VLLM
 from mtgrpo.errors import ConfigError, EngineError
-from mtgrpo.memory import estimate
+from mtgrpo.memory import Phase, estimate
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.rounding import plain_logprobs
 from mtgrpo.model.settings import DType, LoRA
@@ -236,5 +236,9 @@ def test_the_memory_plan_counts_a_server_beside_the_trainer(tmp_path: Path) -> N
     found = estimate(preset("calculator", *words), 10**11, "cuda")
     assert row(found, "server's weights and KV cache").bytes == 5 * 10**10
     assert row(found, "server's libraries").bytes == 10**9
+    assert (row(found, "weights on their way").bytes, row(found, "weights on their way").phases) == (
+        2**28,
+        (Phase.sampling,),
+    )
     apart = estimate(preset("calculator", *words, "engine.devices=[1]"), 10**11, "cuda")
-    assert not any(r.name.startswith("server") for r in apart.rows)
+    assert not any(r.name.startswith(("server", "weights on")) for r in apart.rows)

@@ -19,6 +19,7 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import copy_bytes
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, check_room, memory_bytes, whole_blocks
 from mtgrpo.engines.server import Server
+from mtgrpo.engines.server.transfer import BUCKET_BYTES
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.settings import FROM_SCRATCH, Quantization
 from mtgrpo.model.skeleton import Skeleton
@@ -204,7 +205,8 @@ def _engine_rows(skeleton: Skeleton, token_bytes: int, found: Plan, device_type:
     if isinstance(engine, Server) and engine.shares_gpu and device_type == "cuda":
         context = Row("server's libraries and context", engine.replicas * LIBRARIES["cuda"])
         taken = engine.replicas * int((engine.fraction or 0) * found.device_bytes)
-        return [context, Row("server's weights and KV cache", taken, phases)]
+        bucket = Row("weights on their way to it", BUCKET_BYTES, (Phase.sampling,))  # after an update, before sampling
+        return [context, Row("server's weights and KV cache", taken, phases), bucket]
     if not isinstance(engine, Local):
         return []
     siblings = rollout.group_size + rollout.extra_samples
