@@ -241,6 +241,17 @@ def test_a_run_trains_beside_a_server_and_whatever_ends_it_leaves_none(python: s
         assert row["rollout/token_staleness"] > 0 or row.get("policy/mismatch/worst_trajectory", 0.0) < CLOSE
 
 
+@pytest.mark.slow
+def test_the_embedded_default_learns_with_vllm(python: str, tmp_path: Path) -> None:
+    words = ["seed=11", "engine=server", f"engine.python={python}", "log=[jsonl]", f"hydra.run.dir={tmp_path / 'run'}"]
+    subprocess.run([sys.executable, "-m", "mtgrpo", "train", *words], check=True)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["eval/success/before"] < 0.45 and summary["eval/success/after"] >= 0.85
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(row.get("policy/mismatch/kl", 0.0) for row in rows) < 1e-9
+    assert max(row.get("engine/proof_nats", 0.0) for row in rows) < CLOSE
+
+
 def server_of_run(run: int) -> tuple[int, Path]:
     """The process group of the server of process `run`, and the folder in which they exchange weights."""
     for child in Path(f"/proc/{run}/task/{run}/children").read_text().split():
