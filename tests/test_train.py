@@ -456,7 +456,7 @@ def test_an_outage_that_the_model_is_told_of_is_counted_and_explained(tmp_path: 
     assert found["eval/tool_outages/before"] > 0
     line = 1 + OWN[: OWN.index("the line is dead")].count("\n")
     why = f"the tool dawdle failed: OSError: the line is dead ({own}, line {line})"
-    told = f"calls were answered by no tool, the first because {why}"
+    told = f"the first because {why}"
     assert told in (tmp_path / "run" / "notes.txt").read_text()
     outages = [cause for line in played(tmp_path / "run", 1) for cause in line.get("outages", [])]
     assert set(outages) == {why} and len(outages) == 4 * step["rollout/tool_outages"]

@@ -202,7 +202,7 @@ def describe_failures(groups: Sequence[Group]) -> list[str]:
     trajectories = [t for group in groups for t in group.trajectories]
     found: list[str] = []
     if failed := [t.reason for t in trajectories if t.status is Status.FAILED]:
-        found.append(f"{len(failed)} conversations failed, the first because of {failed[0]}")
+        found.append(f"{len(failed)} of {len(trajectories)} conversations failed, the first because of {failed[0]}")
     if outages := [why for t in trajectories for why in t.outages]:
-        found.append(f"{len(outages)} calls were answered by no tool, the first because {outages[0]}")
+        found.append(f"calls that no tool answered: {len(outages)}, the first because {outages[0]}")
     return found
