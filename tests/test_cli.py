@@ -438,6 +438,25 @@ def test_a_task_is_tried_in_an_open_environment_before_there_is_a_model(
     assert (code, err) == (2, "mtgrpo: no tool is for calculator/0/0/eval/0\n")
 
 
+def test_folders_and_recipes_that_are_something_else_are_named(run: Run, place: Path) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    code, _, err = run("train", "resume=true", "hydra.run.dir=model", *SMALL)
+    assert (code, "holds other things and no run" in err, [*Path("model").iterdir()]) == (
+        2,
+        True,
+        [Path("model/config.json")],
+    )
+    Path("run/checkpoints/step_000003").mkdir(parents=True)
+    code, _, err = run("eval", "checkpoint=run")
+    assert code == 2 and err.endswith("run/checkpoints/step_000003\n") and "checkpoint=run is a run" in err
+    Path("mine.yaml").write_text("task: jsonl\n")
+    code, _, err = run("train", "recipe=mine.yaml", "--dry-run")
+    assert code == 2 and "task is chosen with `defaults: [override /task: jsonl]` in it" in err
+    Path("rows.jsonl").write_text('{"question": "1 + 1?", "solution": "2"}\n')
+    assert "--prompt question (a string) or --messages NAME" in run("data", "check", "rows.jsonl")[1]
+
+
 def test_somebodys_own_reward_is_not_tried(run: Run, place: Path) -> None:
     code = """
 from dataclasses import dataclass
@@ -450,7 +469,8 @@ class Paid(Reward):
         raise ConfigError("called")
 """
     Path("own.py").write_text(code)
-    assert run("train", "reward=own.py:Paid", "--dry-run")[0] == 0
+    code, out, _ = run("train", "reward=own.py:Paid", "--dry-run")
+    assert code == 0 and "nothing was run, nor your own reward tried; a run" in out
     assert run("train", "reward=[numeric,own.py:Paid]", "task=game", "sft.steps=0", "--dry-run")[0] == 0
 
 

@@ -40,12 +40,12 @@ def test_every_bad_row_is_said_with_file_and_line(place: Path, run: Run) -> None
     assert [line.partition(": ")[0] for line in lines[6:]] == [f"mine.jsonl, line {number}" for number in (2, 3, 4, 5)]
     assert "no answer in column 'answer', which other rows have" in lines[6]
     assert "not valid JSON" in lines[7] and "the id 'x' is that of mine.jsonl, line 1 already" in lines[8]
-    assert "no column 'prompt'" in lines[9] and "task.columns.prompt=NAME" in lines[9]
+    assert "no column 'prompt'" in lines[9] and "--prompt NAME" in lines[9]
 
 
 def test_the_column_that_likely_holds_the_prompt_is_named(place: Path, run: Run) -> None:
     write(place / "mine.jsonl", json.dumps({"question": "1+1?", "answer": "2"}))
-    assert "task.columns.prompt=question (a string)" in run("data", "check", "mine.jsonl")[1]
+    assert "--prompt question (a string)" in run("data", "check", "mine.jsonl")[1]
 
 
 def test_an_answer_column_that_is_named_must_be_in_every_row(place: Path, run: Run) -> None:

@@ -77,6 +77,12 @@ def test_the_card_says_what_was_trained_and_how_well_it_did(tmp_path: Path) -> N
     assert "| `algorithm` | `grpo` |" in card
 
 
+def test_the_card_has_what_a_run_measured_after_its_last_checkpoint(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
+    (tmp_path / "summary.json").write_text('{"train/steps": 20, "eval/success/after": 0.875}')
+    assert "| 0 | 0.250 |\n| 20 | 0.875 |\n" in (exported(path, "hf", tmp_path / "out") / "README.md").read_text()
+
+
 @pytest.mark.parametrize(
     "state", [{}, {"settings": {}}, {"settings": 5, "success": {}}, {"settings": {}, "success": 5}]
 )

@@ -190,6 +190,15 @@ def test_a_group_beyond_the_budget_computes_its_prompt_once() -> None:
     assert [micro.computed for micro in packing[0].micro_batches] == [10, 25, 5]
 
 
+def test_a_short_trunk_is_computed_with_each_part_of_its_branches() -> None:
+    batch = build_batch(star(2, [9] * 8))  # 2 of a budget of 64
+    (packing,) = pack(batch, torch.arange(len(batch)), 64, COST)
+    assert [(micro.computed, micro.given, micro.opens) for micro in packing.micro_batches] == [(38, 0, False)] * 2
+    assert (packing.distinct, packing.computed) == (74, 76)
+    assert sizes(build_batch(star(3, [9] * 8)), 64) == [[(1, 3), (1, 57), (1, 21)]]
+    assert sizes(build_batch(star(2, [9, 9, 63])), 64) == [[(1, 2), (1, 20), (1, 65)]]  # a branch leaves it no room
+
+
 def test_a_context_beyond_the_budget_is_computed_in_chains() -> None:
     batch = build_batch(star(20, [5, 5]))
     (packing,) = pack(batch, torch.arange(len(batch)), 8, COST)

@@ -345,10 +345,11 @@ def run_job(command: str, config: DictConfig) -> float | None:
 def described(command: str, composed: Composed) -> str:
     """The options that were chosen, the whole configuration, and in a last comment what a run would take."""
     from mtgrpo.stages.budget import planned  # noqa: PLC0415
+    from mtgrpo.stages.trial import untried  # noqa: PLC0415
 
     choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
-    plan = planned(command, composed.experiment)
-    return f"# {choices}\n{composed.values.rstrip()}\n# all is well, and nothing was run; a run would be {plan}"
+    plan, own = planned(command, composed.experiment), untried(composed.experiment)
+    return f"# {choices}\n{composed.values.rstrip()}\n# all is well, and nothing was run{own}; a run would be {plan}"
 
 
 def _gives(words: Sequence[str], key: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -102,7 +103,7 @@ def _check(args: argparse.Namespace) -> int:
         print(f"no row has an answer in column {columns.answer!r}; name another with --answer")
     print(f"{args.file}: {len(rows):,} rows of {kind.value}, {len(wrong):,} of which cannot be used")
     for number in sorted(wrong):
-        print(wrong[number])
+        print(re.sub(r"task\.columns\.(\w+)=", r"--\1 ", str(wrong[number])))
     return int(bool(wrong))
 
 

@@ -18,6 +18,7 @@ from mtgrpo.checkpoint import Checkpoint
 from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.model.lora import find_adapter
 from mtgrpo.model.settings import FROM_SCRATCH
+from mtgrpo.stages.resume import final_results
 
 TO = {
     "hf": "all weights, for transformers and servers",
@@ -91,6 +92,8 @@ def card(found: Checkpoint, to: str, name: str) -> str:
     lines = [*head, "tags: [reinforcement-learning, grpo, mtgrpo]", "---", "", f"# {name}", ""]
     lines.append(f"{base or 'A model'}, trained with mtgrpo for {found.step} steps of reinforcement learning.")
     success = {int(step): value for step, value in state["success"].items()}
+    if after := final_results(found.path.parent.parent, found.step):  # measured when it was saved already
+        success[found.step] = after["eval/success/after"]
     if success:
         lines += ["", "| step | held-out success |", "| --- | --- |"]
         lines += [f"| {step} | {value:.3f} |" for step, value in sorted(success.items()) if step <= found.step]

@@ -1,8 +1,9 @@
 """Forest -> micro-batches under a token budget, spread over ranks.
 
 Only what is needed is computed: the parents of the entries' nodes (their hidden states predict the entries) and their
-ancestors. A tree is computed whole where the budget allows. A larger one is walked depth first: a chain of nodes where
-it must be cut, and below it micro-batches that get the chain's keys and values; see `visits`.
+ancestors. A tree is computed whole where the budget allows. Of a larger one with a short trunk, such as a system prompt
+that all conversations share, each micro-batch has the trunk and some branches. Any other is walked depth first: a chain
+of nodes where it must be cut, and below it micro-batches that get the chain's keys and values; see `visits`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from mtgrpo.batch.forest import Batch, Forest, Kept
 from mtgrpo.errors import ConfigError
+
+REPEATED = 1 / 32  # of the budget: a trunk up to this is computed in each micro-batch that has a part of its tree
 
 
 @dataclass(frozen=True)
@@ -258,11 +261,30 @@ def _as_forests(needed: _Needed, token_budget: int, cost: Cost, ranks: int) -> _
     for members in groups:
         add(none, torch.cat([none, *(torch.arange(*small[i]) for i in sorted(members))]))
     for root, stop in trees:
-        if stop - root > token_budget:
-            for part in _parts(forest, root, stop, token_budget):
-                path = root + (forest.subtree_end[root : part.start] > part.start).nonzero()[:, 0]
-                add(path, torch.arange(part.start, part.stop), part.opens, part.held)
+        if stop - root <= token_budget:
+            continue
+        trunk, branches = _branches(forest, root, stop)
+        room = token_budget - len(trunk)
+        if len(trunk) <= REPEATED * token_budget and max(end - start for start, end in branches) <= room:
+            for members in _group(branches, needed.costs(cost), room, ranks):
+                add(none, torch.cat([trunk, *(torch.arange(*branches[i]) for i in sorted(members))]))
+            continue
+        for part in _parts(forest, root, stop, token_budget):
+            path = root + (forest.subtree_end[root : part.start] > part.start).nonzero()[:, 0]
+            add(path, torch.arange(part.start, part.stop), part.opens, part.held)
     return _LaidOut(inputs, home, index)
+
+
+def _branches(forest: Forest, root: int, stop: int) -> tuple[Tensor, list[tuple[int, int]]]:
+    """The nodes of a tree up to the first without exactly one child, and where what is below begins and ends."""
+    first = root
+    while first + 1 < stop and forest.subtree_end[first + 1] == stop:
+        first += 1
+    found, start = list[tuple[int, int]](), first + 1
+    while start < stop:
+        found.append((start, int(forest.subtree_end[start])))
+        start = found[-1][1]
+    return torch.arange(root, first + 1), found or [(root, stop)]
 
 
 def _group(trees: list[tuple[int, int]], costs: Tensor, token_budget: int, ranks: int) -> list[list[int]]:

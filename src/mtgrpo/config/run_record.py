@@ -110,12 +110,20 @@ def checkpoint_folder(given: str, place: Path | None = None) -> Path:
     path = ((place or Path()) / Path(given).expanduser()).resolve()
     if not path.is_dir():
         raise ConfigError(f"checkpoint={given}: there is no folder {path}")
+    if saved := sorted((path / "checkpoints").glob("step_*")):
+        raise ConfigError(f"checkpoint={given} is a run; its last checkpoint is checkpoint={saved[-1]}")
     if not (path.parent.parent / ".hydra" / "config.yaml").is_file():
         raise ConfigError(
             f"checkpoint={given}: {path.parent.parent} holds no .hydra/config.yaml; "
             "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000070"
         )
     return path
+
+
+def _begun(place: Path) -> bool:
+    """Whether a folder that is there is that of a run, or empty."""
+    held = {path.name for path in place.iterdir()} - {LOCK}
+    return not held or bool(held & {".hydra", "versions.json"})
 
 
 @contextmanager
@@ -138,6 +146,11 @@ def claimed(folder: Path, chosen: bool, resumed: bool = False) -> Generator[Path
                 ) from error
             if not chosen:
                 continue
+            if resumed and not _begun(place):
+                raise ConfigError(
+                    f"the folder {place} holds other things and no run: resume=true goes on in the folder of a run, or "
+                    "begins in an empty one"
+                ) from error
         except OSError as error:
             raise ConfigError(f"cannot make the run's folder {error.filename}: {error.strerror}") from error
         with (place / LOCK).open("w") as lock:

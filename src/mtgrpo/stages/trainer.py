@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.errors import RunError
+from mtgrpo.config.run_record import read_run
+from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.journal import Journal
 from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.updater import PolicyUpdater
@@ -49,8 +50,17 @@ def run_training(experiment: Experiment, folder: Path) -> None:
 def next_commands(folder: Path) -> str:
     """What to try with a run that has ended."""
     saved = sorted((folder / "checkpoints").glob("step_*"))
-    tried = f"\n  mtgrpo play checkpoint={saved[-1]}   # talk to it" if saved else ""
+    tried = f"\n  mtgrpo play checkpoint={saved[-1]}{_trust(folder)}   # talk to it" if saved else ""
     return f"try next:\n  mtgrpo show {folder}   # its conversations\n  mtgrpo report {folder}   # all on a page{tried}"
+
+
+def _trust(folder: Path) -> str:
+    """What has to be said where the record of a run names code."""
+    try:
+        read_run(folder, trusted=False)
+    except ConfigError:
+        return " trust_code=true"
+    return ""
 
 
 async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:

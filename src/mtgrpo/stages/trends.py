@@ -15,7 +15,7 @@ TRUNCATED = 0.5  # the share of conversations that a limit cut
 WITHOUT_VARIANCE = "train/steps_without_variance"  # in the summary: steps in which no group's rewards differed
 SCARCE = 0.08  # the share of the memory that is left when the kernel may soon end the process
 _MORE_VARIANCE = (
-    "choose easier or harder tasks, a reward with more levels, rollout.group_size higher, or sft.steps above 0"
+    "choose easier or harder tasks, a reward with more levels, rollout.group_size higher, or a longer warm start"
 )
 
 

@@ -33,6 +33,14 @@ async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool
         await experiment.reward.rewards([Trajectory(task, turns=turns)])
 
 
+def untried(experiment: Experiment) -> str:
+    """Says which parts are the user's own code, which nothing calls before a run does; "" = none."""
+    parts = {"environment": experiment.environment, "agent": experiment.agent, "reward": experiment.reward}
+    of = experiment.reward.parts if isinstance(experiment.reward, OfRewards) else []
+    own = [name for name, part in parts.items() if not _ours(part) or (name == "reward" and not all(map(_ours, of)))]
+    return f", nor your own {' and '.join(own)} tried" if own else ""
+
+
 async def _begun(environment: Environment, task: Task) -> None:
     try:
         async with asyncio.timeout(LONGEST_S), environment.conversation(task):
