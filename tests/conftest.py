@@ -21,6 +21,7 @@ Run = Callable[..., tuple[int, str, str]]
 PROJECT = Path(__file__).resolve().parent.parent
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test never depends on the network
+os.environ["OMP_NUM_THREADS"] = "1"  # as do processes that tests start: more threads sum in another order
 workers.NICE = 0  # beside other tests a process that gives way would wait for minutes
 hypothesis.settings.register_profile("mtgrpo", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("mtgrpo")
@@ -68,14 +69,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """One torch thread, for equal results and speed on any machine; tests without torch do not pay for it.
-
-    Tests of a GPU compile for their own model alone, as a run does.
-    """
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
-        if item.get_closest_marker("gpu"):
-            sys.modules["torch"]._dynamo.reset()
+    """Tests of a GPU compile for their own model alone, as a run does."""
+    if "torch" in sys.modules and item.get_closest_marker("gpu"):
+        sys.modules["torch"]._dynamo.reset()
 
 
 @pytest.hookimpl(wrapper=True)

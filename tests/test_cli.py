@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import errno
 import json
 import multiprocessing
@@ -22,6 +23,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+import mtgrpo
 from conftest import Run
 from mtgrpo import cli, extension
 from mtgrpo.algorithms import Algorithm
@@ -366,6 +368,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("task=jsonl task.path=away.jsonl", ["task.path=away.jsonl", "no such file"]),
         ("model.name=./nowhere", ["model.name=./nowhere cannot be loaded"]),
         ("reward=away.py:Reward", ["there is no file", "away.py"]),
+        ("reward=away.py", ["reward=away.py names a file; name the class in it too, as reward=away.py:Name"]),
         ("optimizer.lr=nan", ["optimizer.lr=nan is no usable number; give a finite one"]),
         ("optimizer.lr=5", ["optimizer.lr must be > 0 and <= 1, got 5.0"]),
         ("optimizer.betas=[0.9,inf]", ["optimizer.betas.1=inf is no usable number"]),
@@ -452,9 +455,18 @@ def test_folders_and_recipes_that_are_something_else_are_named(run: Run, place: 
     assert code == 2 and err.endswith("run/checkpoints/step_000003\n") and "checkpoint=run is a run" in err
     Path("mine.yaml").write_text("task: jsonl\n")
     code, _, err = run("train", "recipe=mine.yaml", "--dry-run")
-    assert code == 2 and "task is chosen with `defaults: [override /task: jsonl]` in it" in err
+    assert code == 2 and "task is a group, of which a recipe chooses with `defaults: [override /task: NAME]`" in err
     Path("rows.jsonl").write_text('{"question": "1 + 1?", "solution": "2"}\n')
     assert "--prompt question (a string) or --messages NAME" in run("data", "check", "rows.jsonl")[1]
+
+
+def test_python_takes_what_the_command_takes() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*options are key=value"):
+        mtgrpo.preset("calculator", {"sft.steps": 1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"reward must be an object of a class derived from Reward, got <function"):
+        dataclasses.replace(experiment(), reward=lambda trajectory: 1.0)
+    with pytest.raises(ConfigError, match=r"train takes an experiment, such as mtgrpo.preset\('calculator'\), got"):
+        asyncio.run(mtgrpo.train("calculator", "nowhere"))  # type: ignore[arg-type]
 
 
 def test_somebodys_own_reward_is_not_tried(run: Run, place: Path) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not READY, reason="there is no .venv-agents: scr
 
 def run(*words: str, timeout_s: float) -> str:
     path = os.pathsep.join([str(PROJECT / "src"), str(PROJECT / "tests")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
         [str(PYTHON), *words], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )

@@ -155,7 +155,6 @@ TREES = (1, 4)  # of one tree one rank computes nothing, and must not be waited 
 
 def rank_of_two(rank: int, folder: str) -> None:
     """One process of two: saves the gradients that DDP leaves it with."""
-    torch.set_num_threads(1)
     store = distributed.FileStore(f"{folder}/store", 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     model = make_model()

@@ -282,7 +282,7 @@ async def test_demonstrations_do_not_touch_the_environment_that_is_played(own: P
     before = dict(vars(made.environment))
 
     async def one(run: Run) -> int:
-        examples = demonstrations(made.task, made.task.stream(Split.train, 0), run.runner, 0)
+        examples = demonstrations(made.task, made.task.stream(Split.train, 0), run.runner, 0, run.sinks.note)
         return len((await anext(examples)).turns)
 
     async with open_run(made, tmp_path / "run") as run:
@@ -333,7 +333,7 @@ def note(folder: Path) -> str:
 
 def test_a_run_ends_at_its_number_of_steps(tmp_path: Path) -> None:
     folder = ran(tmp_path / "run", "sft.steps=0", "trainer.total_turns=1000")
-    assert note(folder) == "stopped after 2 steps: trainer.steps=2"
+    assert note(folder) == "stopped after step 2: trainer.steps=2"
     assert summary(folder)["train/steps"] == 2
 
 
@@ -358,7 +358,7 @@ def test_a_run_ends_after_its_epochs(tmp_path: Path) -> None:
         CONSTANT,
     ]
     folder = ran(tmp_path / "run", *words)
-    assert note(folder) == "stopped after 5 steps: trainer.epochs=2"
+    assert note(folder) == "stopped after step 5: trainer.epochs=2"
     tasks = [line["task"] for step in range(1, 6) for line in played(folder, step)]
     assert {task: tasks.count(task) for task in tasks} == {f"train/{number}": 4 for number in range(1, 6)}
 
@@ -368,14 +368,14 @@ def test_a_run_ends_after_its_turns(tmp_path: Path, own: Path) -> None:
     folder = ran(tmp_path / "run", *words)
     steps = len(list((folder / "trajectories").glob("step_*")))
     turns = [sum(len(line["turns"]) for line in played(folder, step)) for step in range(1, steps + 1)]
-    assert note(folder) == f"stopped after {steps} steps: trainer.total_turns=15"
+    assert note(folder) == f"stopped after step {steps}: trainer.total_turns=15"
     assert sum(turns[:-1]) < 15 <= sum(turns)
 
 
 def test_a_run_ends_after_its_time(tmp_path: Path) -> None:
     folder = ran(tmp_path / "run", "sft.steps=0", "trainer.steps=0", "trainer.wall_time_s=0.5", CONSTANT)
     found = summary(folder)
-    assert note(folder) == f"stopped after {found['train/steps']:.0f} steps: trainer.wall_time_s=0.5"
+    assert note(folder) == f"stopped after step {found['train/steps']:.0f}: trainer.wall_time_s=0.5"
     took = [row["time/rollout_s"] + row["time/train_s"] for row in rows(folder) if "time/rollout_s" in row]
     assert sum(took[:-1]) < 0.5 <= found["time/rl_s"] == pytest.approx(sum(took))
 

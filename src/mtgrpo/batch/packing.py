@@ -21,7 +21,7 @@ from torch import Tensor
 from mtgrpo.batch.forest import Batch, Forest, Kept
 from mtgrpo.errors import ConfigError
 
-REPEATED = 1 / 32  # of the budget: a trunk up to this is computed in each micro-batch that has a part of its tree
+REPEATED = 1 / 32  # of the budget: a trunk up to this is computed in each micro-batch with a part of its tree
 
 
 @dataclass(frozen=True)
@@ -260,12 +260,10 @@ def _as_forests(needed: _Needed, token_budget: int, cost: Cost, ranks: int) -> _
     none = torch.empty(0, dtype=torch.long)
     for members in groups:
         add(none, torch.cat([none, *(torch.arange(*small[i]) for i in sorted(members))]))
-    for root, stop in trees:
-        if stop - root <= token_budget:
-            continue
+    for root, stop in (tree for tree in trees if tree[1] - tree[0] > token_budget):
         trunk, branches = _branches(forest, root, stop)
         room = token_budget - len(trunk)
-        if len(trunk) <= REPEATED * token_budget and max(end - start for start, end in branches) <= room:
+        if len(trunk) <= REPEATED * token_budget and all(end - start <= room for start, end in branches):
             for members in _group(branches, needed.costs(cost), room, ranks):
                 add(none, torch.cat([trunk, *(torch.arange(*branches[i]) for i in sorted(members))]))
             continue
@@ -280,11 +278,8 @@ def _branches(forest: Forest, root: int, stop: int) -> tuple[Tensor, list[tuple[
     first = root
     while first + 1 < stop and forest.subtree_end[first + 1] == stop:
         first += 1
-    found, start = list[tuple[int, int]](), first + 1
-    while start < stop:
-        found.append((start, int(forest.subtree_end[start])))
-        start = found[-1][1]
-    return torch.arange(root, first + 1), found or [(root, stop)]
+    starts = (forest.depth[first + 1 : stop] == forest.depth[first] + 1).nonzero()[:, 0] + first + 1
+    return torch.arange(root, first + 1), list(pairwise([*starts.tolist(), stop]))
 
 
 def _group(trees: list[tuple[int, int]], costs: Tensor, token_budget: int, ranks: int) -> list[list[int]]:

@@ -95,7 +95,7 @@ def preset(recipe: str, *words: str) -> Experiment:
 
     Raises ConfigError.
     """
-    return compose(parse([f"recipe={recipe}", *words])).experiment
+    return compose(parse([f"recipe={recipe}", *map(str, words)])).experiment
 
 
 def composed_from(config: DictConfig) -> Composed:
@@ -278,8 +278,6 @@ def _merged(
     for recipe, chosen in layers:
         fitting = {name: value for name, value in recipe.values.items() if chosen.get(name) == choices.get(name)}
         for key, value in _flat(fitting, known):
-            if key in choices:
-                raise ConfigError(f"{recipe.source}: {key} is chosen with `defaults: [override /{key}: {value}]` in it")
             if key not in known and not key.startswith("hydra."):
                 raise ConfigError(f"{recipe.source}: {unknown(key, known)}")
             values[key], sources[key] = value, recipe.source

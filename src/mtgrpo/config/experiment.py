@@ -158,6 +158,12 @@ class Debug:
     advantages: Advantages = Advantages.normal  # shuffled and flipped are controls that must not learn
 
 
+_PARTS: dict[str, type] = {
+    **{"task": TaskSource, "environment": Environment, "condenser": Condenser, "reward": Reward},
+    **{"algorithm": Algorithm, "advantage": AdvantageEstimator, "engine": Engine, "agent": Agent},
+}
+
+
 @dataclass
 class Experiment:
     """One run. Every field is an option group of the command line."""
@@ -201,6 +207,11 @@ class Experiment:
     profile: Profile = field(default_factory=Profile)
 
     def __post_init__(self) -> None:
+        for name, base in _PARTS.items():
+            if not isinstance(part := getattr(self, name), base):
+                raise ConfigError(
+                    f"{name} must be an object of a class derived from {base.__name__}, got {part!r:.200}"
+                )
         if self.resume.lower() in (LATEST, "false"):
             self.resume = LATEST if self.resume.lower() == LATEST else ""
         require(self, watchdog_s=">= 0 (0 = off)")

@@ -71,6 +71,8 @@ def chosen_class(group: str, option: str | list[str]) -> type:
     if option in known:
         return known[option]
     if ".py:" not in option:
+        if Path(option).suffix == ".py":
+            raise ConfigError(f"{group}={option} names a file; name the class in it too, as {group}={option}:Name")
         raise ConfigError(
             f"there is no {group}={option}; {extension.meant(option, known)}known: {', '.join(known)}; "
             f"or a class of your own: {group}=path/to/file.py:Name"
@@ -137,6 +139,8 @@ def elsewhere() -> dict[str, str]:
 
 def unknown(key: str, known: Mapping[str, Setting]) -> str:
     """Says that there is no such setting, and which one may have been meant."""
+    if key in groups():
+        return f"{key} is a group, of which a recipe chooses with `defaults: [override /{key}: NAME]`"
     path, _, last = key.rpartition(".")
     having = [name for name, cls in options(path).items() if hasattr(cls, last)] if path in groups() else []
     if having:

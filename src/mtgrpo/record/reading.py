@@ -92,13 +92,20 @@ class RunRecord:
         return name, json_lines(place / f"{name}.jsonl") if name else iter(())
 
 
+_FILES = ("metrics.jsonl", "summary.json")  # one of them is in every run's folder
+
+
 def find_runs(places: Sequence[Path]) -> list[Path]:
     """The folders of runs among `places`, in place of a sweep's folder those of its runs. Raises ConfigError."""
     found: list[Path] = []
     for place in places:
         inside = sorted((path for path in place.glob("*") if _is_run(path)), key=_in_order) if place.is_dir() else []
         if not (_is_run(place) or inside):
-            raise ConfigError(f"{place} holds no run: neither metrics.jsonl nor summary.json, nor folders that do")
+            deeper = sorted(path.parent for name in _FILES for path in place.glob(f"*/*/{name}"))
+            newest = f"; the newest below it is {deeper[-1]}" if deeper else ""
+            raise ConfigError(
+                f"{place} holds no run: neither metrics.jsonl nor summary.json, nor folders that do{newest}"
+            )
         found += [place] if _is_run(place) else inside
     return list(dict.fromkeys(path.resolve() for path in found))
 
@@ -209,7 +216,7 @@ def _read(folder: Path, name: str) -> RunRecord:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("metrics.jsonl", "summary.json"))
+    return any((folder / name).is_file() for name in _FILES)
 
 
 def _in_order(path: Path) -> tuple[int, str]:

@@ -21,11 +21,11 @@ def main(arguments: Sequence[str]) -> int:
     """Write the report and say where it is. Raises ConfigError where there is no run, or no file can be written."""
     parser = Arguments("mtgrpo report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or that of a sweep")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first RUN")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in RUN, of several runs here")
     parser.add_argument("--markdown", action="store_true", help="Markdown in place of HTML, report.md")
     given = parser.parse_args(arguments)
     name = "report.md" if given.markdown else "report.html"
-    target: Path = given.out or given.runs[0] / name
+    target: Path = given.out or (given.runs[0] / name if len(given.runs) == 1 else Path(name))
     try:
         target.write_text(_page(name, read_runs(find_runs(given.runs))), encoding="utf-8")
     except OSError as error:

@@ -50,6 +50,8 @@ async def train(experiment: Experiment, folder: str | Path) -> Metrics:
     folder: an empty one or none yet; with `experiment.resume="true"` one to go on with. Returns what `summary.json`
     holds. Raises ConfigError before anything is computed, and RunError.
     """
+    if not isinstance(experiment, Experiment):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"train takes an experiment, such as mtgrpo.preset('calculator'), got {experiment!r}")
     for note in check(experiment):
         print(note)
     experiment.check_warm_start()

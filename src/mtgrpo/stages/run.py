@@ -193,8 +193,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         tokenizer, chat = open_tokenizer(experiment)
         engine, why = experiment.engine.chosen(experiment.model)
         sinks.tell([why] if why else [])
-        experiment = replace(experiment, engine=engine)
-        experiment = _with_room(experiment, trains, sinks.note)
+        experiment = _with_room(replace(experiment, engine=engine), trains, sinks.note)
         settings = replace(experiment.model, name=str(resumed.path)) if resumed else experiment.model
         with explained("loading"):
             model = load_model(settings, experiment.seed)

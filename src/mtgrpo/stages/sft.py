@@ -20,6 +20,7 @@ from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.summary import write_summary
+from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.rollout.demonstrations import demonstrate
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
@@ -71,7 +72,7 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
     if run.resumed and begun["step"]:
         optimizer.load_state_dict(run.resumed.training())
         stream.load_state_dict(begun["tasks"])
-    examples = demonstrations(source, stream, run.runner, experiment.seed)
+    examples = demonstrations(source, stream, run.runner, experiment.seed, run.sinks.note)
     limit = most_unasked(experiment, run.model)
     name = f"batch.token_budget={limit}"
     if longest := traits(run.model).longest:
@@ -92,10 +93,10 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
 
 
 async def demonstrations(
-    source: TaskSource, stream: TaskStream, runner: RolloutRunner, seed: int
+    source: TaskSource, stream: TaskStream, runner: RolloutRunner, seed: int, note: Callable[[str], None]
 ) -> AsyncIterator[Trajectory]:
     """Endless demonstrations of the tasks of `stream`, in the contexts `runner` would have; others in every epoch."""
-    without = 0
+    without, told = 0, False
     for task in stream:
         messages = source.demonstration(task, seed + stream.epoch)
         if not messages:
@@ -109,6 +110,11 @@ async def demonstrations(
         without = 0
         async with runner.environment.conversation(task) as (_, opening):
             pass  # what it opens with is all that is needed
+        called = {call.name for message in messages for call in message.tool_calls}
+        absent = sorted(called - {tool.name for tool in visible_tools(opening.tools, runner.condenser)})
+        if absent and not told:
+            told = True
+            note(f"the demonstration of task {task.id} calls {absent[0]}, a tool that the environment does not offer")
         limits = runner.limits.context_tokens, runner.sampling.max_new_tokens
         yield await demonstrate(task, opening, messages, runner.chat, runner.condenser, *limits, runner.attend)
 

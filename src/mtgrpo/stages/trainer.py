@@ -113,7 +113,7 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
             evaluation.cancel()
         await asyncio.gather(*training.evaluation.values(), return_exceptions=True)
         await training.stream.close()
-    run.sinks.note(f"stopped after {budget.steps} steps: {reached}")
+    run.sinks.note(f"stopped after step {budget.steps}: {reached}")
     if summary := training.updater.policy.profiler.summary():
         run.sinks.note(summary)
     return budget.steps, budget.seconds

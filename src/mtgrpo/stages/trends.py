@@ -24,7 +24,7 @@ def in_vain(summary: Metrics) -> str:
     steps = summary["train/steps"]
     if not steps or summary.get(WITHOUT_VARIANCE) != steps:
         return ""
-    return f"nothing was learned: in none of the {steps:.0f} steps did the rewards of a group differ; {_MORE_VARIANCE}"
+    return f"nothing was learned: in no step, of {steps:.0f}, did the rewards of a group differ; {_MORE_VARIANCE}"
 
 
 @dataclass
