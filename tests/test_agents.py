@@ -384,6 +384,13 @@ def test_a_command_that_fails_says_how(tmp_path: Path) -> None:
     assert trajectory.reason.endswith("ended with exit code 3: no key")
 
 
+@pytest.mark.parametrize("environment", [{}, {"PATH": "/nowhere"}])
+def test_a_command_that_is_not_there_is_said_when_it_is_opened(environment: dict[str, str], tmp_path: Path) -> None:
+    agent = Command(argv=["sh" if environment else "absent-agent", "{prompt}"], environment=environment)
+    with pytest.raises(ConfigError, match=r"`agent.argv`: there is no program (sh|absent-agent); install it"):
+        one(agent, tmp_path)
+
+
 def test_an_agent_that_is_killed_is_run_again_and_never_trained(tmp_path: Path) -> None:
     code = "import os\ndef solve(task, address):\n    ask(address)\n    os.kill(os.getpid(), 9)\n"
     agent = Python(function=written(tmp_path, code), isolation=Isolation.process)

@@ -395,6 +395,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("environment=guess_number", ["has no number to guess; environment=guess_number is for the task of it"]),
         ("environment=function_calls", ["environment=function_calls needs `tools` in its metadata"]),
         ("task=game sft.steps=0", ["task game/0/0/eval/0: the answer '' is not a number"]),
+        ("reward=unit_tests", ["task calculator/0/0/eval/0 has no `tests` in its metadata", "task=mbpp"]),
         ("reward=[numeric,ifeval]", ["has no instructions: reward=ifeval is for task=ifeval"]),
         ("eval.interval=wald", ["eval.interval=wald: expected one of wilson, clopper_pearson"]),
         ("task=parquet task.path=away.parquet", ["there is no such file or folder as away.parquet"]),
@@ -673,8 +674,8 @@ def test_a_dry_run_prints_the_whole_configuration_and_writes_nothing(run: Run, p
     assert (values["seed"], values["kl"]["estimator"], values["environment"]["tools"]) == (3, "k1", ["calculator"])
     assert out.startswith("# task=calculator environment=tool_use")
     assert out.splitlines()[-1] == (
-        "# all is well, and nothing was run; a run would be 1,300 steps of 32 demonstrations, then steps of 32 tasks x "
-        "8 conversations up to trainer.steps=70; before and after them 200 held-out tasks x 8 conversations, and a "
+        "# no fault found, and nothing was run; a run would be 1,300 steps of 32 demonstrations, then steps of 32 "
+        "tasks x 8 conversations up to trainer.steps=70; before and after them 200 held-out tasks x 8 conversations, and a "
         "greedy one each"
     )
     assert list(place.iterdir()) == []

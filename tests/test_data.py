@@ -44,8 +44,10 @@ def test_every_bad_row_is_said_with_file_and_line(place: Path, run: Run) -> None
 
 
 def test_the_column_that_likely_holds_the_prompt_is_named(place: Path, run: Run) -> None:
-    write(place / "mine.jsonl", json.dumps({"question": "1+1?", "answer": "2"}))
-    assert "--prompt question (a string)" in run("data", "check", "mine.jsonl")[1]
+    write(place / "mine.jsonl", *({"question": f"1+{n}?", "answer": str(1 + n)} for n in range(3)))
+    lines = run("data", "check", "mine.jsonl")[1].splitlines()
+    assert len(lines) == 2 and lines[1].startswith("mine.jsonl, line 1 and 2 more: no column 'prompt'")
+    assert "--prompt question (a string)" in lines[1]
 
 
 def test_an_answer_column_that_is_named_must_be_in_every_row(place: Path, run: Run) -> None:

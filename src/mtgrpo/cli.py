@@ -349,7 +349,7 @@ def described(command: str, composed: Composed) -> str:
 
     choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
     plan, own = planned(command, composed.experiment), untried(composed.experiment)
-    return f"# {choices}\n{composed.values.rstrip()}\n# all is well, and nothing was run{own}; a run would be {plan}"
+    return f"# {choices}\n{composed.values.rstrip()}\n# no fault found, and nothing was run{own}; a run would be {plan}"
 
 
 def _gives(words: Sequence[str], key: str) -> bool:

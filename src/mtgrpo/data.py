@@ -99,11 +99,16 @@ def _check(args: argparse.Namespace) -> int:
     if kind is Kind.tasks and len(unanswered) < usable:
         missing = f"no answer in column {columns.answer!r}, which other rows have"
         wrong |= {number: f"{rows.where(number)}: {missing}" for number in unanswered}
-    elif kind is Kind.tasks:
+    elif kind is Kind.tasks and usable:
         print(f"no row has an answer in column {columns.answer!r}; name another with --answer")
     print(f"{args.file}: {len(rows):,} rows of {kind.value}, {len(wrong):,} of which cannot be used")
+    alike: dict[str, list[int]] = {}  # the rows with the same fault
     for number in sorted(wrong):
-        print(re.sub(r"task\.columns\.(\w+)=", r"--\1 ", str(wrong[number])))
+        fault = wrong[number].removeprefix(rows.where(number))
+        alike.setdefault(re.sub(r"task\.columns\.(\w+)=", r"--\1 ", fault), []).append(number)
+    for fault, numbers in alike.items():
+        others = f" and {len(numbers) - 1:,} more" if len(numbers) > 1 else ""
+        print(f"{rows.where(numbers[0])}{others}{fault}")
     return int(bool(wrong))
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from mtgrpo.agents import Address, Agent, Outcome, outcome_of, run_process
 from mtgrpo.errors import ConfigError, require
+from mtgrpo.part import RunContext
 from mtgrpo.types import Task
 
 
@@ -39,6 +44,16 @@ class Command(Agent):
             )
         if self.directory and not Path(self.directory).expanduser().is_dir():
             raise ConfigError(f"`directory={self.directory}`: there is no such folder")
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With its endpoint running. Raises ConfigError where the program is not there."""
+        program, path = Path(self.argv[0]), self.environment.get("PATH", os.environ.get("PATH"))
+        in_each_folder = len(program.parts) > 1 and not program.is_absolute()
+        if not in_each_folder and "{" not in self.argv[0] and shutil.which(program, path=path) is None:
+            raise ConfigError(f"`agent.argv`: there is no program {program}; install it, or give its whole path")
+        async with super().open(context) as running:
+            yield running
 
     async def run(self, task: Task, address: Address) -> Outcome:
         prompt = "\n\n".join(message.content for message in task.messages if message.role == "user")

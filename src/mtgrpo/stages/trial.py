@@ -11,6 +11,7 @@ from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError
 from mtgrpo.part import Part
 from mtgrpo.rewards import OfRewards, Reward
+from mtgrpo.rewards.unit_tests import UnitTests
 from mtgrpo.types import Completion, Finish, Message, Task, Trajectory, Turn
 
 LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
@@ -54,6 +55,8 @@ async def _begun(environment: Environment, task: Task) -> None:
 def _works_unopened(reward: Reward) -> bool:
     if isinstance(reward, OfRewards):
         return all(map(_works_unopened, reward.parts))
+    if isinstance(reward, UnitTests):
+        return True  # it needs its sandbox only for code
     return _ours(reward) and not (reward.opens or reward.cpu_heavy)
 
 
