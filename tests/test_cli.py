@@ -674,9 +674,9 @@ def test_a_dry_run_prints_the_whole_configuration_and_writes_nothing(run: Run, p
     assert (values["seed"], values["kl"]["estimator"], values["environment"]["tools"]) == (3, "k1", ["calculator"])
     assert out.startswith("# task=calculator environment=tool_use")
     assert out.splitlines()[-1] == (
-        "# no fault found, and nothing was run; a run would be 1,300 steps of 32 demonstrations, then steps of 32 tasks "
-        "x 8 conversations up to trainer.steps=70; before and after them 200 held-out tasks x 8 conversations, and a "
-        "greedy one each"
+        "# no fault found, and nothing was run; a run would be 1,300 steps of 32 demonstrations, then steps of 32 "
+        "tasks x 8 conversations up to trainer.steps=70; before and after them 200 held-out tasks x 8 conversations, "
+        "and a greedy one each"
     )
     assert list(place.iterdir()) == []
 
