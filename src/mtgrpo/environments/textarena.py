@@ -15,7 +15,7 @@ from mtgrpo.types import Message, Task
 
 @dataclass
 class TextArena(Environment):
-    """A game of textarena for one player, such as FrozenLake-v0 or Wordle-v0: one game for each seed of task=game.
+    """A game of textarena for one player, such as FrozenLake-v0 or Blackjack-v0: one game for each seed of task=game.
 
     The model's message is its move, in the form that the game asks for; what the game says is the answer. At the end
     the game's reward is paid: reward=environment.
@@ -36,8 +36,8 @@ class TextArena(Environment):
                 self._game: Any = textarena.make(f"{self.game}-raw")  # its messages one by one, not all at every turn
                 self._game.reset(num_players=1, seed=seed_of(task))
             except Exception as error:  # games check as they like, and some do not load on every Python
-                why = f"{type(error).__name__}: {error}"
-                raise ConfigError(f"environment.game={self.game} is no game for one player: {why}") from error
+                why = " ".join(f"{type(error).__name__}: {error}".replace("*", "").split())[:300]
+                raise ConfigError(f"environment.game={self.game} does not begin for one player: {why}") from error
             self._own = textarena.ObservationType.PLAYER_ACTION
             return below(task, self._said())
 
