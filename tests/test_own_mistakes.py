@@ -192,7 +192,7 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         of_class(
             "TaskSource",
             STEP
-            + "return IndexedStream(None, lambda i: Task(str(i), (Message('user', '1'),)), seed)\n"
+            + "return IndexedStream(None, lambda i: Task(str(i), (Message('user', '1'),), '1'), seed)\n"
             + "    def demonstration(self, task, seed):\n"
             + "        return (Message('assistant', task.metadata['worked']),)  # here\n",
         ),
