@@ -212,7 +212,7 @@ def continuous_batching(model: PreTrainedModel, conversations: Sequence[Conversa
 class Vllm:
     """The processes of rollout_vllm.py, with OpenMP threads bound to the first cores; stopped while others run."""
 
-    def __init__(self, folder: Path, threads: int, tuned: bool, more: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, threads: int, tuned: bool, as_served: bool = False) -> None:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
         settings = {
             "VLLM_NO_USAGE_STATS": "1",
@@ -220,10 +220,11 @@ class Vllm:
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": cores,
         }
+        if tuned or as_served:
+            settings["LD_PRELOAD"] = str(VLLM / "lib" / "libiomp5.so")
         if tuned:
             settings |= {
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "LD_PRELOAD": str(VLLM / "lib" / "libiomp5.so"),
                 "OMP_NUM_THREADS": str(threads),
                 # What vLLM sets for its own worker processes with this OpenMP.
                 "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]",
@@ -234,7 +235,7 @@ class Vllm:
         command = [str(VLLM / "bin" / "python"), "-P", str(script), str(folder)]
         command += ["--longest-context", str(LONGEST_CONTEXT)]
         command += ["--block-size", str(TUNED_BLOCK)] if tuned else []
-        command += more
+        command += ["--as-served"] if as_served else []
         self._log = folder / f"log-{threads}-{tuned}"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(

@@ -40,10 +40,11 @@ def start(folder: str, block_size: int | None, longest_context: int, as_served: 
     return LLMEngine.from_engine_args(arguments)
 
 
-def settings(new_tokens: int) -> SamplingParams:
+def settings(new_tokens: int, seed: int | None) -> SamplingParams:
     """From the whole distribution, without stop tokens, with the log-probability of what was sampled."""
     return SamplingParams(
         temperature=1.0,
+        seed=seed,
         max_tokens=new_tokens,
         ignore_eos=True,
         logprobs=0,
@@ -53,7 +54,7 @@ def settings(new_tokens: int) -> SamplingParams:
     )
 
 
-def play(engine: LLMEngine, conversations: list[Any]) -> list[list[tuple[list[int], list[float]]]]:
+def play(engine: LLMEngine, conversations: list[Any], seeded: bool) -> list[list[tuple[list[int], list[float]]]]:
     """Every turn is a request, made as soon as the turn before it is over."""
     contexts = [list(prompt) for prompt, _ in conversations]
     outputs: list[list[tuple[list[int], list[float]]]] = [[] for _ in conversations]
@@ -61,7 +62,8 @@ def play(engine: LLMEngine, conversations: list[Any]) -> list[list[tuple[list[in
     def ask(i: int) -> None:
         turn = len(outputs[i])
         prompt = {"prompt_token_ids": contexts[i].copy()}
-        engine.add_request(f"{i}/{turn}", prompt, settings(conversations[i][1][turn][0]))
+        seed = 1000 * i + turn if seeded else None
+        engine.add_request(f"{i}/{turn}", prompt, settings(conversations[i][1][turn][0], seed))
 
     for i in range(len(conversations)):
         ask(i)
@@ -98,7 +100,7 @@ def main() -> None:
         conversations = json.loads(line)
         began = time.perf_counter()
         assert engine.reset_prefix_cache(), "the prefix cache is in use"
-        outputs = play(engine, conversations)
+        outputs = play(engine, conversations, seeded=given.as_served)
         answer = {"seconds": time.perf_counter() - began, "outputs": outputs}
         print(json.dumps(answer), file=answers, flush=True)
 

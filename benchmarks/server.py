@@ -1,7 +1,7 @@
 """What the way to vLLM over HTTP costs, and whether servers sample while the trainer computes (`make vllm-cpu`).
 
     http        engine=server with one server: each turn is a request over HTTP
-    in_process  the same vLLM, with the same settings, asked in Python (rollout_vllm.py)
+    in_process  the same vLLM, with the same settings and variables, asked the same in Python (rollout_vllm.py)
 
 The multi-turn conversations of rollout.py, 64 of them, in float32; both begin with an empty prefix cache, and one
 sleeps while the other plays. Then as many conversations are sampled without end, alone and while a thread trains.
@@ -144,7 +144,7 @@ def measure(size: str, repeats: int, quick: bool) -> tuple[dict[str, Any], dict[
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         rival.save_pretrained(folder)
-        direct = Vllm(folder, threads=len(os.sched_getaffinity(0)), tuned=False, more=["--as-served"])
+        direct = Vllm(folder, threads=len(os.sched_getaffinity(0)), tuned=False, as_served=True)
         stack.callback(direct.close)
         served = Served(model, folder)
         stack.callback(served.close)

@@ -10,9 +10,10 @@ import socket
 import warnings
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -198,20 +199,28 @@ def test_a_closed_engine_answers_with_an_error(tmp_path: Path) -> None:
 def test_adapters_of_a_run_before_are_unloaded_and_the_base_never_is() -> None:
     asked: list[str] = []
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/models":
-            base = {"id": "mine", "root": "nowhere", "max_model_len": 64, "parent": None}
-            return httpx.Response(200, json={"data": [base, {"id": "policy-0", "parent": "mine"}]})
-        if request.content:
-            asked.append(f"{request.url.path.split('/')[2].split('_')[0]} {json.loads(request.content)['lora_name']}")
-        return httpx.Response(200)
+    async def models(request: web.Request) -> web.Response:
+        base = {"id": "mine", "root": "nowhere", "max_model_len": 64, "parent": None}
+        return web.json_response({"data": [base, {"id": "policy-0", "parent": "mine"}]})
+
+    async def adapter(request: web.Request) -> web.Response:
+        asked.append(f"{request.match_info['what']} {(await request.json())['lora_name']}")
+        return web.Response()
+
+    async def weights(request: web.Request) -> web.Response:
+        return web.Response()
 
     async def run() -> None:
-        server = VLLM("s", httpx.AsyncClient(base_url="http://s", transport=httpx.MockTransport(answer)))
-        await server.check({}, 64)
-        for version in (0, 1):
-            await server.load_adapter(f"policy-{version}", Path())
-        await server.close()
+        app = web.Application()
+        app.router.add_get("/v1/models", models)
+        app.router.add_get("/weight_info", weights)
+        app.router.add_post("/v1/{what}_lora_adapter", adapter)
+        async with TestServer(app) as listening:
+            server = VLLM("s", str(listening.make_url("")))
+            await server.check({}, 64)
+            for version in (0, 1):
+                await server.load_adapter(f"policy-{version}", Path())
+            await server.close()
 
     asyncio.run(run())
     assert asked == ["unload policy-0", "load policy-0", "load policy-1", "unload policy-0"]

@@ -81,8 +81,13 @@ def nudge(model: PreTrainedModel, scale: float = 1e-3) -> PreTrainedModel:
 
 async def generated(engine: ServerEngine) -> float:
     """The tokens that the servers have generated, by their own count."""
-    texts = [(await replica._client.get("/metrics")).text.splitlines() for replica in engine._replicas]
-    counts = [line for text in texts for line in text if line.startswith("vllm:generation_tokens_total")]
+    texts: list[str] = []
+    for replica in engine._replicas:
+        assert replica._session is not None
+        async with replica._session.get("http://server/metrics") as answer:
+            texts.append(await answer.text())
+    lines = [line for text in texts for line in text.splitlines()]
+    counts = [line for line in lines if line.startswith("vllm:generation_tokens_total")]
     return sum(float(line.split()[-1]) for line in counts)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import httpx
+import aiohttp
 
 from mtgrpo.engines.server import guard
 from mtgrpo.errors import ConfigError, EngineError
@@ -89,29 +89,43 @@ class Replica(Server):
     generates: ClassVar[str]  # the path of its requests for tokens
     _label = ""  # of its weights
 
-    def __init__(self, name: str, client: httpx.AsyncClient, process: Process | None = None) -> None:
+    def __init__(self, name: str, url: str, process: Process | None = None) -> None:
+        """The server at `url`, or that `process` starts on its socket."""
         self.name, self.process = name, process
         self.alive = False  # whether it holds the present weights and answers
         self.gone = False  # whether nobody tries to get it back
         self.restarts = 0  # since it answered last
         self.lost: asyncio.Future[None]  # done when it is found not to answer; new whenever it comes back
         self.load = 0  # tokens of the requests that it works on
-        self._client = client
+        self._url = url.rstrip("/")
+        self._session: aiohttp.ClientSession | None = None  # from the first request on, for it needs an event loop
 
     async def ask(self, method: str, path: str, timeout_s: float | None = 600.0, **more: Any) -> Any:
         """The JSON that it answers, None for anything else. EngineError where it refuses, with what it says.
 
         LostError where it cannot be reached, or fails at what it is there for.
         """
+        self._session = self._session or self._connect()
+        limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            answer = await self._client.request(method, path, timeout=timeout_s, **more)
-        except httpx.TransportError as error:
+            async with self._session.request(method, f"{self._url}{path}", timeout=limit, **more) as answer:
+                if answer.status < 400:
+                    return await answer.json() if "json" in answer.content_type else None
+                status, said = answer.status, await answer.text()
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise LostError(f"{self.name}: {type(error).__name__} {error}".rstrip()) from error
-        if answer.status_code >= 400:
-            lost = path == HEALTH or (answer.status_code >= 500 and path == self.generates)
-            kind = LostError if lost else EngineError
-            raise kind(f"{self.name} answered {path} with {answer.status_code}: {answer.text[:500]}")
-        return answer.json() if "json" in answer.headers.get("content-type", "") else None
+        lost = path == HEALTH or (status >= 500 and path == self.generates)
+        raise (LostError if lost else EngineError)(f"{self.name} answered {path} with {status}: {said[:500]}")
+
+    def _connect(self) -> aiohttp.ClientSession:
+        """For as many requests at once as there are.
+
+        A server drops connections that were idle for 5 s; one that is used just then would look like a lost server.
+        """
+        limits: dict[str, Any] = {"limit": 0, "keepalive_timeout": 1.0}
+        if self.process:
+            return aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self.process.socket), **limits))
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(**limits), trust_env=True)  # perhaps by a proxy
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when it answers. Raises ConfigError when it ends, or does not answer in time."""
@@ -138,7 +152,8 @@ class Replica(Server):
     async def close(self) -> None:
         """End what is ours."""
         self.alive = False
-        await self._client.aclose()
+        if self._session:
+            await self._session.close()
         if self.process:
             await self.process.stop()
 
@@ -169,11 +184,3 @@ class Replica(Server):
 
     async def wake(self) -> None:
         """Take it again; the weights are those from before."""
-
-
-def connect(url: str, socket: Path | None = None) -> httpx.AsyncClient:
-    """A client of the server at `url`, or of ours at `socket`, for as many requests at once as there are."""
-    # A server drops connections that were idle for 5 s; one that is used at that moment would look like a lost server.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
-    transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits) if socket else None
-    return httpx.AsyncClient(base_url=url, limits=limits, transport=transport, trust_env=socket is None)

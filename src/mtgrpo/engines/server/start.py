@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from mtgrpo.engines.server import Kind, Server, Sync
 from mtgrpo.engines.server.engine import ServerEngine
-from mtgrpo.engines.server.replica import Process, Replica, connect
+from mtgrpo.engines.server.replica import Process, Replica
 from mtgrpo.engines.server.sglang import SGLang
 from mtgrpo.engines.server.transfer import IPC, NCCL
 from mtgrpo.engines.server.vllm import VLLM, command, environment, interpreter
@@ -33,7 +33,7 @@ def start_engine(settings: Server, model: PreTrainedModel, longest_context: int,
     push = _push(sync, model, exchange)
     if settings.url:
         kind = VLLM if settings.kind is Kind.vllm else SGLang
-        replicas: list[Replica] = [kind(f"the server at {url}", connect(url)) for url in settings.url]
+        replicas: list[Replica] = [kind(f"the server at {url}", url) for url in settings.url]
     else:
         replicas = started(settings, push, model, longest_context, exchange, folder or exchange)
     sleeps = model.device.type == "cuda" and settings.shares_gpu
@@ -52,7 +52,7 @@ def started(
         words = [settings.python, *command(settings, push.served, dtype, longest_context, place, rank)]
         variables = {**environment(settings, number), **push.variables}
         process = Process(words, variables, logs / f"server_{number}.log", exchange, socket)
-        replicas.append(VLLM(f"server {number}", connect("http://server", socket), process))
+        replicas.append(VLLM(f"server {number}", "http://server", process))
     return replicas
 
 

@@ -162,7 +162,8 @@ def command(
     longest: context in tokens, None for the model's own. place: more words, such as where it listens.
     """
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", NAME, *place]
-    words += ["--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm", "--dtype", dtype]
+    words += ["--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log", "--dtype", dtype]
+    words += ["--generation-config", "vllm"]
     words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MOST_KEPT + TIED)]
     words += ["--tensor-parallel-size", str(settings.tensor_parallel)]
     if longest:
@@ -185,7 +186,19 @@ def environment(settings: Server, number: int) -> dict[str, str]:
     """The variables of server `number`."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     variables |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if not torch.cuda.is_available():
+        variables = _on_cpu(Path(settings.python)) | variables
     if settings.devices:
         mine = settings.devices[number * settings.tensor_parallel :][: settings.tensor_parallel]
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
     return variables
+
+
+def _on_cpu(python: Path) -> dict[str, str]:
+    """All cores, of which vLLM would leave one free, and Intel's OpenMP, whose idle threads sleep, where it is there.
+
+    On two cores this made a server of 30 M weights 1.8 times as fast (benchmarks/server.py).
+    """
+    openmp = python.parent.parent / "lib" / "libiomp5.so"
+    preload = {"LD_PRELOAD": str(openmp)} if openmp.is_file() else {}
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))), **preload}
