@@ -334,6 +334,20 @@ def memory_small() -> str:
     return table(["", "planned, MB", "measured, MB", ""], rows)
 
 
+def server() -> str:
+    """vLLM over HTTP against the same vLLM asked in Python."""
+    ratios, detail = read("server")
+    rows: list[list[str]] = []
+    for size, name in LABELS.items():
+        found = detail[size]
+        took = {side: statistics.median(seconds) for side, seconds in found["seconds"].items()}
+        rates = [f"{found['tokens'] / took[side]:,.0f}" for side in ("http", "in_process")]
+        beside = [f"{found['beside'][f'tokens_per_s_{when}']:,.0f}" for when in ("alone", "while_training")]
+        rows.append([name, *rates, f"{ratios[f'server.http_overhead.{size}']:.1%}", *beside])
+    head = ["model", "over HTTP", "in Python", "overhead", "without end, alone", "while a thread trains"]
+    return table(head, rows)
+
+
 def decode_step() -> str:
     """What a decoding step asks of the host."""
     ratios, detail = read("decode_step")
@@ -376,6 +390,7 @@ TABLES: dict[str, Callable[[], str]] = {
         outages_learned,
         memory,
         memory_small,
+        server,
         decode_step,
         gpu,
     )
