@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import re
 import socket
 import warnings
@@ -23,7 +24,7 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.engine import probe
 from mtgrpo.engines.server import Kind, Server, Sync
 from mtgrpo.engines.server import engine as server_engine
-from mtgrpo.engines.server.vllm import VLLM
+from mtgrpo.engines.server.vllm import VLLM, environment
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.memory import Phase, estimate
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
@@ -160,6 +161,21 @@ def test_no_interpreter_is_one_clear_line(tmp_path: Path) -> None:
     model = load_model(ModelSettings("tiny"), 0)
     with pytest.raises(ConfigError, match=r"engine\.python=\S+nowhere: there is no such interpreter.*engine\.url"):
         Server(python=str(tmp_path / "nowhere")).start(model, True, 64)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="servers of a GPU leave the cores to others")
+def test_a_server_on_a_cpu_takes_all_cores_and_intels_openmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lib").mkdir()
+    (openmp := tmp_path / "lib" / "libiomp5.so").touch()
+    settings = Server(python=str(tmp_path / "bin" / "python"))
+    cores = environment(settings, 0)["VLLM_CPU_OMP_THREADS_BIND"]
+    assert {int(core) for core in cores.split(",")} == os.sched_getaffinity(0)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    assert environment(settings, 0)["LD_PRELOAD"] == str(openmp)
+    monkeypatch.setenv("LD_PRELOAD", "mine.so")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    found = environment(settings, 0)
+    assert (found["LD_PRELOAD"], found["VLLM_CPU_OMP_THREADS_BIND"]) == ("mine.so", "auto")
 
 
 def test_no_server_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,5 +200,5 @@ def _on_cpu(python: Path) -> dict[str, str]:
     On two cores this made a server of 30 M weights 1.8 times as fast (benchmarks/server.py).
     """
     openmp = python.parent.parent / "lib" / "libiomp5.so"
-    preload = {"LD_PRELOAD": str(openmp)} if openmp.is_file() else {}
+    preload = {"LD_PRELOAD": str(openmp.absolute())} if openmp.is_file() else {}
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))), **preload}
