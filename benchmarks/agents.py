@@ -18,15 +18,15 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import record  # before torch
 import torch
 from forest import Sides, agree
-from record import finish
 
 from mtgrpo.chat import Chat, ChatSettings, open_chat
-from mtgrpo.endpoint import Request, Said
-from mtgrpo.endpoint.session import Budget, Session
+from mtgrpo.endpoint import Entry, TurnRequest
+from mtgrpo.endpoint.session import AgentSession
 from mtgrpo.model import tiny
-from mtgrpo.types import Completion, Finish, Message, Sample, Sampling, Task, Trajectory
+from mtgrpo.types import Completion, Finish, Limits, Message, Sample, Sampling, Task, Trajectory
 
 SIDES = ("forest", "per_turn_packed")
 TOKEN_BUDGET = 4096
@@ -60,13 +60,16 @@ class Foreign:
         async def chain(number: int) -> AsyncGenerator[Sample]:
             yield sample
 
-        session = Session(Task("agent", ()), chat, Sampling(), Budget(10**6, 10**6, 10**6), chain)
-        messages = [Said(Message("user", prompt))]
+        session = AgentSession(Task("agent", ()), chat, Sampling(), Limits(10**6), chain)
+        messages = [Entry(Message("user", prompt))]
         for number in range(self.turns):
-            reply = await session.answer(Request(tuple(messages), (), str(number)), number)
+            reply = await session.answer(TurnRequest(tuple(messages), (), str(number)), number)
             session.settle(number, delivered=True)
             text = said(chat, rng, self.sampled) if self.drifts else reply.message.content
-            messages += [Said(Message("assistant", text)), Said(Message("user", said(chat, rng, self.observed)))]
+            messages += [
+                Entry(Message("assistant", text)),
+                Entry(Message("user", said(chat, rng, self.observed))),
+            ]
         await session.close()
         trajectory = session.finish(lambda trajectory: [True] * len(trajectory.turns))
         trajectory.reward = rng.gauss(0, 1)
@@ -116,7 +119,7 @@ def main() -> None:
         "agents.vs_stepwise_drift": detail["drift"]["ratio"],
     }
     settings = {"threads": torch.get_num_threads(), "turns": turns, "siblings": siblings, "repeats": repeats}
-    finish("agents", ratios, {**detail, **settings}, None if arguments.quick else "agents.json")
+    record.finish("agents", ratios, {**detail, **settings}, None if arguments.quick else "agents.json")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import statistics
 import time
 from collections.abc import Callable
 
+import record  # before torch
 import torch
-from record import finish
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -107,7 +107,7 @@ def main() -> None:
         f"attention.{other}": min(row[other] / row["runs"] for by in detail.values() for row in by.values())
         for other in ("leaves", "mask")
     }
-    finish("attention", dict(best), {"ms": detail}, None if given.quick else "attention.json")
+    record.finish("attention", dict(best), {"ms": detail}, None if given.quick else "attention.json")
 
 
 if __name__ == "__main__":

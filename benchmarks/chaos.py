@@ -37,7 +37,8 @@ from typing import Any
 
 from record import finish
 
-from mtgrpo import checkpoint, cli, journal
+from mtgrpo import cli, journal
+from mtgrpo.weights import checkpoint
 
 FOLDER = Path("outputs/benchmarks/chaos")
 LEARNING = "reinforcement learning"

@@ -21,9 +21,9 @@ import json
 import statistics
 from typing import Any
 
+import record  # before torch
 import torch
 from forest import TOKEN_BUDGET, Scenario, Sides, agree, timed
-from record import finish
 
 SUMMARY, SAMPLED, OBSERVED = 64, 64, 128
 ADDED = SUMMARY + SAMPLED + OBSERVED  # tokens per turn
@@ -110,7 +110,7 @@ def main() -> None:
         "repetitions": given.repetitions,
     }
     print(json.dumps(ratios, indent=1))
-    finish("condensation", ratios, {"cases": cases, **settings}, "condensation.json" if complete else None)
+    record.finish("condensation", ratios, {"cases": cases, **settings}, "condensation.json" if complete else None)
 
 
 if __name__ == "__main__":

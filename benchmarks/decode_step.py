@@ -30,6 +30,7 @@ from mtgrpo.engines.local.kv_cache import KVCache
 from mtgrpo.model.load import load_model
 from mtgrpo.model.settings import DType, LoRA, ModelSettings
 from mtgrpo.types import Sampling
+from mtgrpo.weights.source import ModelWeights
 
 LAYERS, LONG = 28, 32_768
 CONFIG = Qwen3Config(
@@ -95,7 +96,7 @@ async def steps(engine: LocalEngine, prompts: list[list[int]], watched: Callable
 
 def made(model: PreTrainedModel, tokens: int) -> LocalEngine:
     """An engine with room for `tokens` tokens."""
-    return LocalEngine(model, False, KVCache(model, tokens, LONG), LONG + 64)
+    return LocalEngine(ModelWeights(model), False, KVCache(model, tokens, LONG), LONG + 64)
 
 
 def kernels(model: PreTrainedModel, length: int) -> Counter[str]:

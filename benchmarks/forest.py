@@ -27,8 +27,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import record  # before torch
 import torch
-from record import finish, resident
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -293,9 +293,9 @@ def print_memory(side: str, size: str, name: str, quick: bool) -> None:
     warm.step(side)()
     if side.endswith("padded"):
         _ = sides.rival
-    before = resident("VmRSS")
+    before = record.resident("VmRSS")
     sides.step(side)()
-    print((resident("VmHWM") - before) / 2**20)
+    print((record.resident("VmHWM") - before) / 2**20)
 
 
 def best_rival(size: str, name: str) -> dict[str, int]:
@@ -409,7 +409,7 @@ def main() -> None:
         detail["best"] = {name: setting for name, (_, setting) in best.items()}  # pyright: ignore[reportArgumentType]
     settings = {"token_budget": TOKEN_BUDGET, "threads": torch.get_num_threads(), "repeats": repeats}
     print(json.dumps(ratios, indent=1))
-    finish("forest", ratios, {**detail, **settings}, "forest.json" if complete else None)
+    record.finish("forest", ratios, {**detail, **settings}, "forest.json" if complete else None)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+import torch
 from record import resident
 
 from mtgrpo.log import Sink
@@ -38,7 +39,7 @@ class Gate(Sink):
         """Wait for the first step, if it is the stage that is measured."""
         self._held = name == "reinforcement learning"
         if self._held:
-            self._began = wait({"resident_bytes": resident("VmRSS")})
+            self._began = wait({"resident_bytes": resident("VmRSS"), "threads": torch.get_num_threads()})
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Wait for the next step."""

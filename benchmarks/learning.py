@@ -36,12 +36,14 @@ from mtgrpo.config.compose import compose, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.policy.optimizer import Optimizer, Schedule
 from mtgrpo.policy.step import Policy
+from mtgrpo.policy.trainer import negative_log_likelihood
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.evaluate import evaluate_fully
+from mtgrpo.stages.policy_trainer import InProcess
 from mtgrpo.stages.run import Run, open_run
-from mtgrpo.stages.sft import negative_log_likelihood
 from mtgrpo.types import Status, Trajectory
+from mtgrpo.weights.source import ModelWeights
 
 LEARNING_RATES = (0.02, 0.01, 0.005)  # of the matrices, for the arm `sft`; the warm start's is the first
 # Fixed before the benchmark was run. What a recipe must show: for the calculator alone.
@@ -96,8 +98,10 @@ async def imitate(run: Run, seconds: float) -> int:
     """Sample, keep what succeeded, imitate it; for `seconds`. Returns the number of steps."""
     experiment = run.experiment
     settings = replace(experiment.optimizer, schedule=Schedule.constant)  # how many steps fit is not known
-    optimizer = Optimizer(run.model, settings, 0)
-    policy = Policy(run.model, optimizer, experiment.batch.token_budget, 1.0)
+    assert isinstance(run.trainer, InProcess)
+    model = run.trainer.rank.model
+    optimizer = Optimizer(model, settings, 0)
+    policy = Policy(model, optimizer, experiment.batch.token_budget, 1.0)
     stream, began, step = Stream(run.runner, run.tasks, experiment.rollout), time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         groups = (await stream.batch(version=step)).groups
@@ -107,7 +111,7 @@ async def imitate(run: Run, seconds: float) -> int:
             batch = build_batch(good)
             weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
             policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
-        await run.engine.load_weights(run.model, step)
+        await run.engine.load_weights(ModelWeights(model, step))
     return step
 
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import record  # before torch
 import torch
-from record import finish, resident
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -139,9 +139,9 @@ def measure_peak(side: str, shape: Shape) -> int:
     """Bytes that one forward and backward take above the inputs and their gradients; for a process of its own."""
     run(side, *inputs((64, 256, shape[2])))  # libraries, threads and their buffers
     hidden, head, token = inputs(shape)
-    before = resident("VmRSS")
+    before = record.resident("VmRSS")
     run(side, hidden, head, token)
-    return resident("VmHWM") - before - hidden.nbytes - head.weight.nbytes
+    return record.resident("VmHWM") - before - hidden.nbytes - head.weight.nbytes
 
 
 def peak(side: str, shape: Shape) -> dict[str, Any] | None:
@@ -180,7 +180,7 @@ def main() -> None:
         "logprobs.time": timed["x".join(map(str, large))]["chunked"]["ratio"],
     }
     detail = {"threads": torch.get_num_threads(), "times": timed, "peaks": peaks}
-    finish("logprobs", ratios, detail, None if given.quick else "logprobs.json")
+    record.finish("logprobs", ratios, detail, None if given.quick else "logprobs.json")
 
 
 if __name__ == "__main__":

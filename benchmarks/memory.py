@@ -39,6 +39,7 @@ from mtgrpo.model.scorer import Scores
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+from mtgrpo.weights.source import ModelWeights
 
 CPU_BYTES = 80 * 10**9
 QWEN3 = {
@@ -146,7 +147,7 @@ def train(name: str) -> None:
 def update_twice(run: Experiment) -> None:
     """Two steps of the optimiser, of two micro-batches each, while an engine sleeps; the second has all in place."""
     model = load_model(run.model, 0)
-    engine = run.engine.start(model, True, 512)
+    engine = run.engine.start(ModelWeights(model), True, 512)
     asyncio.run(engine.sleep())
     policy = Policy(model, Optimizer(model, run.optimizer, 2), run.batch.tokens, 1.0)
     batch = build_batch(trajectories(int(model.config.vocab_size), run.batch.tokens))

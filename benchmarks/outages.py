@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 from record import finish
 
-from mtgrpo.config.compose import compose, parse
-from mtgrpo.extension import load_file
+from mtgrpo.config.compose import preset
+from mtgrpo.parts.extension import load_file
 from mtgrpo.record.curve import Curve
 from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.stages.run import Run, open_run
@@ -76,7 +76,7 @@ async def opened(checkpoint: Path, rate: float, arm: str, *words: str) -> AsyncG
     tool.rate = rate
     tool.random_numbers.seed(1)
     words = (f"model.name={checkpoint}", f"environment.tools=['{TOOL}:calculator']", *ARMS[arm], *words)
-    settings = compose(parse([*words, "environment.backoff_s=0", "sft.steps=0", "log=[]"])).experiment
+    settings = preset("calculator", *words, "environment.backoff_s=0", "sft.steps=0", "log=[]")
     async with open_run(settings, FOLDER / "play") as run:
         yield run, tool
 

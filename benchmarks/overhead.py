@@ -7,7 +7,8 @@ happens again only where contexts outgrow the next power of two.
 
     journal.overhead     turns and events: what writing them down takes, the comparison of contexts included
     selfcheck.overhead   what was sampled against what is trained, the sum of the weights, the engine's copy of the
-                         weights and its log-probabilities against the trainer's, trends (not: that scores are finite)
+                         weights and its log-probabilities against the trainer's, a trajectory's gradient against its
+                         rewards, the update, copies for rewards, trends (not: that scores are finite)
 
 Each is the median over the rounds of `exact`, as a share of the processor time of whole steps.
 """
@@ -31,21 +32,32 @@ from mtgrpo import preset
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.journal import Journal
 from mtgrpo.policy import step, updater
+from mtgrpo.policy.update_check import UpdateCheck
+from mtgrpo.policy.witness import Witness
 from mtgrpo.record.curve import Curve
 from mtgrpo.stages import update
 from mtgrpo.stages.trainer import train
 from mtgrpo.stages.trends import Trends
+from mtgrpo.types import Trajectory
 
 FOLDER = Path("outputs/benchmarks/overhead")
 WORDS = ("sft.steps=40", "eval.tasks=2", "eval.samples=1", "log=[jsonl]", "checkpoint.every_steps=0")
 CHECKS: tuple[tuple[Any, str], ...] = (
     (update, "check_provenance"),
     (updater, "check_weights"),
-    (updater, "_mismatch_of_trajectories"),
+    (updater, "worst_trajectory"),
+    (update, "evidence_of"),
     (step, "compare"),
     (step.Policy, "judge"),
     (LocalEngine, "_check_weights"),
     (Trends, "warnings"),
+    (Trajectory, "copy"),
+    (updater, "choose"),
+    (Witness, "watch"),
+    (Witness, "_compare"),
+    (Witness, "check"),
+    (UpdateCheck, "before"),
+    (UpdateCheck, "after"),
 )
 spent: Counter[str] = Counter()  # processor seconds
 marks: list[Counter[str]] = []  # what was spent when each step began

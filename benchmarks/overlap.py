@@ -24,6 +24,7 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.model import tiny
 from mtgrpo.types import Sampling
+from mtgrpo.weights.source import ModelWeights
 
 
 async def play(engine: LocalEngine, number: int, conversation: Conversation, delays_s: Sequence[float]) -> None:
@@ -45,7 +46,7 @@ def measure(
     """Seconds until all are over, from an empty KV cache."""
 
     async def run() -> float:
-        await engine.load_weights(model, engine.version + 1)
+        await engine.load_weights(ModelWeights(model, engine.version + 1))
         began = time.perf_counter()
         await asyncio.gather(
             *(play(engine, i, c, d) for i, (c, d) in enumerate(zip(conversations, delays_s, strict=True)))
@@ -63,7 +64,7 @@ def main() -> None:
     given = parser.parse_args()
     shape = tiny.SHAPES["tiny-2m"]
     model = tiny.build_model(shape, 0).eval()
-    engine = Local().start(model, deterministic=False, longest_context=LONGEST_CONTEXT)
+    engine = Local().start(ModelWeights(model), deterministic=False, longest_context=LONGEST_CONTEXT)
     conversations = workloads(shape.vocabulary, given.quick)["multi_turn"]
     rng = random.Random(0)
     slow = [[*(delay_s(rng) for _ in c.turns[1:]), 0.0] for c in conversations]

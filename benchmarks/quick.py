@@ -21,11 +21,13 @@ PARTS = (
 )
 
 
-def measure(name: str, *options: str) -> dict[str, float]:
-    """The ratios that the benchmark found."""
+def measure(name: str, *options: str) -> tuple[dict[str, float], str]:
+    """The ratios that the benchmark found, and with how many threads and which variables of OpenMP."""
     command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), *options]
     lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-    return {name: ratio for name, ratio in json.loads(lines[-1])["ratios"].items() if ratio is not None}
+    found = json.loads(lines[-1])
+    said = " ".join([f"{found['threads']} threads", *(f"{name}={value}" for name, value in found["openmp"].items())])
+    return {name: ratio for name, ratio in found["ratios"].items() if ratio is not None}, said
 
 
 def main() -> None:
@@ -36,7 +38,9 @@ def main() -> None:
         committed = results["ratios"]
         if results["machine"] != machine():
             print(f"{name}: the committed ratios are of another machine, {results['machine']}: measure both sides here")
-        for ratio, now in measure(name, *options).items():
+        ratios, said = measure(name, *options)
+        print(f"{name}: {said}")
+        for ratio, now in ratios.items():
             fell = "  more than 15 % lower" if now < (1 - FALL) * committed[ratio] else ""
             print(f"{ratio:40}{now:8.2f}{committed[ratio]:11.2f}{fell}", flush=True)
 

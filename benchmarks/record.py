@@ -1,4 +1,8 @@
-"""What every benchmark ends with: one JSON line, also written to benchmarks/results."""
+"""What every benchmark ends with: one JSON line, also written to benchmarks/results.
+
+One that measures our code in its own process imports this before torch, which then computes with the threads and the
+waiting that the command `mtgrpo` chooses.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
+from mtgrpo.runtime.resources import THREADS_SET, WAITING_SET, fit_openmp, read_cpu_times
+
+with fit_openmp(read_cpu_times()):
+    OPENMP = {name: os.environ[name] for name in sorted(os.environ.keys() & (THREADS_SET | WAITING_SET))}
+    import torch
 
 RESULTS = Path(__file__).parent / "results"
 CPUINFO = Path("/proc/cpuinfo")  # Linux only
@@ -50,6 +58,8 @@ def finish(benchmark: str, ratios: dict[str, float | None], detail: dict[str, An
         "ratios": ratios,
         "detail": detail,
         "machine": machine(),
+        "threads": torch.get_num_threads(),
+        "openmp": OPENMP,
         "versions": versions(),
     }
     text = json.dumps(line)

@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import record  # before torch
 import torch
-from record import finish
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -42,6 +42,7 @@ from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
 from mtgrpo.model import tiny
 from mtgrpo.types import Sampling
+from mtgrpo.weights.source import ModelWeights
 
 VLLM = Path(__file__).resolve().parent.parent / ".venv-vllm"
 TUNED_BLOCK = 32  # tokens; conversations share and keep whole blocks only
@@ -96,7 +97,7 @@ class Ours:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._engine = Local().start(model, deterministic=True, longest_context=LONGEST_CONTEXT)
+        self._engine = Local().start(ModelWeights(model), deterministic=True, longest_context=LONGEST_CONTEXT)
         self._runner = asyncio.Runner()  # an engine lives in one event loop
         self._repetition = 0
 
@@ -112,7 +113,7 @@ class Ours:
         self._runner.close()
 
     async def _play_all(self, conversations: Sequence[Conversation]) -> Outputs:
-        await self._engine.load_weights(self._model, self._repetition)
+        await self._engine.load_weights(ModelWeights(self._model, self._repetition))
         return await asyncio.gather(*(self._play(i, c) for i, c in enumerate(conversations)))
 
     async def _play(self, number: int, conversation: Conversation) -> list[Output]:
@@ -422,7 +423,7 @@ def main() -> None:
     print(json.dumps(ratios, indent=1))
     settings = {"without": reasons, "threads": torch.get_num_threads(), "repeats": repeats, "tuned_block": TUNED_BLOCK}
     complete = not given.quick and sizes == ["2m", "30m"] and set(reasons) <= {"vllm"}
-    finish("rollout", ratios, {**detail, **settings}, "rollout.json" if complete else None)
+    record.finish("rollout", ratios, {**detail, **settings}, "rollout.json" if complete else None)
 
 
 if __name__ == "__main__":

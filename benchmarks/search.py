@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from mtgrpo.tasks.published import data_folder
-from mtgrpo.tools.passages import PassageIndex
+from mtgrpo.tools.bm25s import BM25S
 
 K = 10  # passages for each query
 
@@ -29,7 +29,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         seconds = [time.perf_counter()]
         for _ in range(2):
-            index = PassageIndex.open(corpus, Path(place) / "index")
+            index = BM25S.open(corpus, Path(place) / "index")
             seconds.append(time.perf_counter())
         recall: dict[str, list[float]] = {}
         for row in rows:

@@ -24,8 +24,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import record  # before torch
 import torch
-from record import finish
 from rollout import (
     LONGEST_CONTEXT,
     VLLM,
@@ -45,6 +45,7 @@ from mtgrpo.engines import Key
 from mtgrpo.engines.server import Server
 from mtgrpo.model import tiny
 from mtgrpo.types import Sampling
+from mtgrpo.weights.source import ModelWeights
 
 ARGUMENTS = ["--max-num-seqs", "64", "--disable-log-stats"]
 COPIES = 2  # of the 32 conversations
@@ -57,9 +58,11 @@ class Served(Ours):
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
         self._model, self._repetition = model, 0
         settings = Server(python=str(VLLM / "bin" / "python"), arguments=ARGUMENTS)
-        self._engine = settings.start(model, deterministic=True, longest_context=LONGEST_CONTEXT, folder=folder)
+        self._engine = settings.start(
+            ModelWeights(model), deterministic=True, longest_context=LONGEST_CONTEXT, folder=folder
+        )
         self._runner = asyncio.Runner()
-        self._runner.run(self._engine.load_weights(model, 0))
+        self._runner.run(self._engine.load_weights(ModelWeights(model, 0)))
         (self._replica,) = self._engine._replicas
         guard = self._replica.process._guard.pid
         self._group = int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
@@ -180,7 +183,7 @@ def main() -> None:
     for size in sizes:
         detail[size], found = measure(size, repeats, given.quick)
         ratios |= found
-    finish("server", ratios, detail, None if given.quick else "server.json")
+    record.finish("server", ratios, detail, None if given.quick else "server.json")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from mtgrpo.journal import Journal
 from mtgrpo.log import Sink
 from mtgrpo.log.jsonl import Jsonl
 from mtgrpo.model import tiny
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
 from mtgrpo.record import trajectories
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.metrics import describe_step

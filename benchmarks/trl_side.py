@@ -76,7 +76,7 @@ class Gate(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the first step."""
-        self._began = wait({"resident_bytes": resident("VmRSS")})
+        self._began = wait({"resident_bytes": resident("VmRSS"), "threads": torch.get_num_threads()})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         """Wait for the next step; what comes last is a summary of the run."""

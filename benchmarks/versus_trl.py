@@ -11,8 +11,8 @@ are processes that take steps in turns. A step is everything from one batch of w
 
 The models come from a short warm start (`mtgrpo sft`), so that they call the calculator. trl has the whole batch in one
 micro-batch and activation checkpointing on. trl_best has the best number of rows per micro-batch and of threads, found
-by a sweep on a quarter of the batch, and no checkpointing. Everything has as many threads as there are cores unless
-stated. Memory is the peak above what the process had before its first step.
+by a sweep on a quarter of the batch, and no checkpointing. TRL has as many threads as there are cores unless stated,
+ours as many as `mtgrpo train` takes. Memory is the peak above what the process had before its first step.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Case:
         """Of `mtgrpo`, beside the model."""
         low, high = self.steps
         return [
+            "recipe=calculator",
             f"task.system_prompt='{system_prompt(self.system_prompt)}'",
             f"task.min_steps={low}",
             f"task.max_steps={high}",
@@ -92,13 +93,15 @@ def system_prompt(tokens: int) -> str:
 class Side:
     """A trainer in a process of its own that waits between steps."""
 
-    def __init__(self, name: str, command: Sequence[str], threads: int, folder: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], threads: int | None, folder: Path) -> None:
+        """threads: None = as many as the command chooses, with the waiting that it chooses."""
         self._log = folder / f"{name}.log"
+        count = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         search = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *command],
-                env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": search},
+                env={**os.environ, **count, "PYTHONPATH": search},
                 text=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -124,7 +127,7 @@ class Side:
         raise RuntimeError(f"the process ended:\n{self._log.read_text()[-3000:]}")
 
 
-def ours(words: Sequence[str], folder: Path, threads: int = THREADS) -> Side:
+def ours(words: Sequence[str], folder: Path, threads: int | None = None) -> Side:
     """`mtgrpo train`, evaluating next to nothing."""
     own = [
         "eval.tasks=1",
@@ -235,6 +238,7 @@ def summary(steps: Sequence[Step], loaded: Step) -> dict[str, Any]:
         "sampled_tokens": statistics.mean(sampled_tokens(step) for step in steps),
         "reward": statistics.mean(step.get("reward/mean", step.get("reward", 0.0)) for step in steps),
         "trained_tokens": statistics.mean(step.get("policy/trained_tokens", sampled_tokens(step)) for step in steps),
+        "threads": loaded["threads"],
         "memory_bytes": steps[-1]["peak_bytes"] - loaded["resident_bytes"],
         "every_step_s": [round(step["seconds"], 3) for step in steps],
     }

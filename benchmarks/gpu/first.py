@@ -56,6 +56,7 @@ from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import OptimizerSettings
 from mtgrpo.policy.step import Policy
 from mtgrpo.types import Message, Sampling, Task, Trajectory, Turn
+from mtgrpo.weights.source import ModelWeights
 
 Found = dict[str, Any]
 
@@ -159,7 +160,7 @@ def rollout(size: Size, peak: Found) -> tuple[list[Trajectory], Found]:
     model = build(size)
     rng, count = random.Random(0), size.tasks * size.siblings
     prompts = [[rng.randrange(size.config.vocab_size) for _ in range(size.prompt)] for _ in range(size.tasks)]
-    engine = Local(0.2 if DEVICE.type == "cuda" else 0.001).start(model, False, size.prompt + size.output)
+    engine = Local(0.2 if DEVICE.type == "cuda" else 0.001).start(ModelWeights(model), False, size.prompt + size.output)
     sampling = Sampling(max_new_tokens=size.output)
 
     async def one(number: int, scope: str) -> Trajectory:
