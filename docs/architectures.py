@@ -36,6 +36,7 @@ from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.model.scorer import Scorer, flops_of, layout_of
 from mtgrpo.stages.run import longest_context
 from mtgrpo.types import Completion, Finish, Message, Sampling, Task, Trajectory, Turn
+from mtgrpo.weights.source import ModelWeights
 
 TARGET = Path(__file__).with_name("architectures.md")
 LONG = 150  # tokens of the longest context that is tried
@@ -48,8 +49,9 @@ was {transformers.__version__}), at a tiny size with random weights, and runs it
 
 - training: how a batch is laid out. *forest*: each distinct token once. *padded*: a row for each conversation.
 - decoding: how `engine=local` samples. *fused*: the fast path. *own modules*: any other model. Empty: it cannot.
-- tokens: the longest context that was accepted; {LONG} were tried. Sliding windows and chunks have {WINDOW} tokens
-  here, and position schemes that change do so after {ORIGINAL}.
+- trained, sampled: the longest context, in tokens, that training with `engine=server` and that `engine=local` took;
+  {LONG} were tried. Sliding windows and chunks have {WINDOW} tokens here, and position schemes that change do so after
+  {ORIGINAL}.
 - trainer, engine: the largest error of a log-probability, in nats, in float64, against the model's own forward pass
   over each context alone. Contexts branch, have several turns, are condensed, and reach the longest length.
 
@@ -215,7 +217,8 @@ class Found:
 
     layout: str = ""
     decoding: str = ""
-    longest: int = 0  # tokens of a context
+    trained: int = 0  # tokens of the longest context
+    sampled: int = 0  # the same of engine=local
     trainer: float = math.nan
     engine: float = math.nan
     refused: str = ""  # what is refused, and why
@@ -347,13 +350,13 @@ def load(name: str) -> PreTrainedModel:
         return load_model(ModelSettings(folder, DType.float64), seed=0)
 
 
-def longest_of(model: PreTrainedModel) -> tuple[int, str]:
+def longest_of(model: PreTrainedModel, engine: str) -> tuple[int, str]:
     """How long contexts may grow, and why not longer."""
-    experiment = preset("calculator", f"environment.max_context_length={LONG}", f"batch.token_budget={LONG}")
+    words = ("calculator", f"engine={engine}", f"batch.token_budget={LONG}")
     try:
-        return longest_context(experiment, model), ""
+        return longest_context(preset(*words, f"environment.max_context_length={LONG}"), ModelWeights(model)), ""
     except ConfigError as error:
-        return longest_context(preset("calculator", f"batch.token_budget={LONG}"), model), str(error)
+        return longest_context(preset(*words), ModelWeights(model)), str(error)
 
 
 def measure(name: str) -> Found:
@@ -362,16 +365,17 @@ def measure(name: str) -> Found:
         model = load(name)
     except ConfigError as error:
         return Found(refused=re.sub(r"model\.name=\S+?(?=[: ])", f"model.name={name.partition(':')[0]}", str(error)))
-    longest, refused = longest_of(model)
+    trained, _ = longest_of(model, "server")
     layout = "forest" if uses_forest(model) else "padded"
-    error = trainer_error(model, longest)
+    error = trainer_error(model, trained)
+    sampled, refused = longest_of(model, "local")
     try:
         with patch.dict(scheduler.MAX_PREFILL_TOKENS, cpu=16):
-            engine = Local(memory_fraction=0.001).start(model, True, longest)
+            engine = Local(memory_fraction=0.001).start(ModelWeights(model), True, sampled)
     except ConfigError as reason:
-        return Found(layout, "", longest, error, refused=str(reason))
+        return Found(layout, "", trained, 0, error, refused=str(reason))
     decoding = "fused" if engine._forward.fused else "own modules"
-    return Found(layout, decoding, longest, error, engine_error(model, engine, longest), refused)
+    return Found(layout, decoding, trained, sampled, error, engine_error(model, engine, sampled), refused)
 
 
 def row(name: str, found: Found) -> list[str]:
@@ -380,11 +384,11 @@ def row(name: str, found: Found) -> list[str]:
     def decade(error: float) -> str:
         return "" if math.isnan(error) else f"1e{math.ceil(math.log10(max(error, 1e-16)))}"
 
-    tokens = str(found.longest or "")
-    return [name, found.layout, found.decoding, tokens, decade(found.trainer), decade(found.engine), found.refused]
+    lengths = [str(tokens or "") for tokens in (found.trained, found.sampled)]
+    return [name, found.layout, found.decoding, *lengths, decade(found.trainer), decade(found.engine), found.refused]
 
 
-HEAD = ["model type", "training", "decoding", "tokens", "trainer", "engine", "what is refused"]
+HEAD = ["model type", "training", "decoding", "trained", "sampled", "trainer", "engine", "what is refused"]
 
 
 def page() -> str:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mtgrpo.advantages import AdvantageEstimator
@@ -100,7 +101,7 @@ def pairs() -> str:
         cells: list[str] = []
         for estimator in advantages.values():
             try:
-                estimator.check(algorithms[name])
+                estimator.check(SimpleNamespace(algorithm=algorithms[name], rewards_turns=True))
                 cells.append("yes")
             except ConfigError:
                 cells.append("")

@@ -17,6 +17,6 @@ rm -rf $venv
 "$python" -m venv $venv
 below=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "import site; site.addsitedir('$below')" >"$(echo $venv/lib/python3*/site-packages)/below.pth"
-PIP_DISABLE_PIP_VERSION_CHECK=1 $venv/bin/python -m pip install --quiet "${pins[@]}" anthropic uvicorn
+PIP_DISABLE_PIP_VERSION_CHECK=1 $venv/bin/python -m pip install --quiet "${pins[@]}" anthropic
 touch "$stamp"
 echo "agents: ready"

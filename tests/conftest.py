@@ -14,7 +14,8 @@ import hypothesis
 import pytest
 
 import mtgrpo
-from mtgrpo import cli, workers
+from mtgrpo import cli
+from mtgrpo.runtime import workers
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 Run = Callable[..., tuple[int, str, str]]
@@ -29,6 +30,15 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell starts jobs in the background so, and they their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the user's own settings, with the key that signs runs."""
+    folder = tmp_path_factory.mktemp("config")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from mtgrpo.condensers.keep_last import KeepLast
 from mtgrpo.environments import Opening, Reply
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.log import Sink
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
 from mtgrpo.rewards import Reward
 from mtgrpo.tasks.calculator import Calculator
 from mtgrpo.tools import Tool

@@ -132,7 +132,7 @@ def mini_swe_agent(task: Task, address: Address) -> str:
             step_limit=MOST_TURNS,
             cost_limit=0,
         )
-        return str(agent.run(question(task)))
+        return str(agent.run(question(task))["submission"])
 
 
 def main(name: str, outputs: list[str]) -> None:

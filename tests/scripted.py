@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from mtgrpo.engines import Key
 from mtgrpo.errors import EngineError
-from mtgrpo.types import Attend, Completion, Finish, Sample, Sampling
+from mtgrpo.types import Completion, Finish, Sample, Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from mtgrpo.weights.source import WeightSource
 
 Script = Callable[[Key, int], list[int]]  # (conversation, number of the turn) -> the output tokens, stop token included
 
@@ -27,7 +27,6 @@ class ScriptedEngine:
         self.notes = ["engine: scripted"]
         self.sync_s = 0.0
         self.metrics: dict[str, float] = {}
-        self.attend: Attend | None = None
         self.asked: list[tuple[Key, list[int]]] = []  # every context it got, in order
         self.calls: list[str] = []  # "sleep", "load_weights 3", ...: the calls it got, in order
         self._script = script
@@ -60,10 +59,10 @@ class ScriptedEngine:
 
         yield sample
 
-    async def load_weights(self, source: PreTrainedModel, version: int) -> None:
+    async def load_weights(self, source: WeightSource) -> None:
         """Take note of the version."""
-        self.calls.append(f"load_weights {version}")
-        self.version = version
+        self.version = source.version
+        self.calls.append(f"load_weights {self.version}")
 
     async def pause(self) -> None:
         """Answer nothing until `resume`."""

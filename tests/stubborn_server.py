@@ -39,9 +39,23 @@ def answer(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"content": content, "isError": name == "fail"}
 
 
+def listed(cursor: str | None, manner: str) -> dict[str, Any]:
+    """A page of tools; manner: what is wrong with the list."""
+    tools = [{"name": name, "inputSchema": schema} for name, schema in TOOLS.items()]
+    if manner == "many":
+        return {"tools": [{"name": f"tool{n}", "inputSchema": NONE} for n in range(2000)]}
+    if manner == "large":
+        return {"tools": [{"name": "a", "description": "x" * 2**21, "inputSchema": NONE}]}
+    following = {"endless": str(int(cursor or 0) + 1), "circle": str((int(cursor or 0) + 1) % 3), "again": "0"}
+    return {"tools": tools} | ({"nextCursor": following[manner]} if manner in following else {})
+
+
 def main() -> None:
     """Answer every request in its turn."""
+    manner = sys.argv[2] if len(sys.argv) > 2 else ""
     print("ready", file=sys.stderr, flush=True)
+    for number in range(200_000 if manner == "noisy" else 0):
+        print(f"line {number} " + "x" * 180, file=sys.stderr)
     for line in sys.stdin:
         message = json.loads(line)
         method, asked = message.get("method"), message.get("params", {})
@@ -54,7 +68,7 @@ def main() -> None:
                 "serverInfo": info,
             }
         elif method == "tools/list":
-            reply["result"] = {"tools": [{"name": name, "inputSchema": schema} for name, schema in TOOLS.items()]}
+            reply["result"] = listed(asked.get("cursor"), manner)
         elif method == "tools/call" and asked["name"] == "broken":
             reply["error"] = {"code": -32603, "message": "the database is gone"}
         elif method == "tools/call" and asked["name"] == "refuse":

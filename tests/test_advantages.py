@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtgrpo.advantages import AdvantageEstimator, Level, discounted
+from mtgrpo.advantages import AdvantageEstimator
 from mtgrpo.advantages.gae import GAE
 from mtgrpo.advantages.gigpo import GiGPO
 from mtgrpo.advantages.return_to_go import ReturnToGo
-from mtgrpo.advantages.rewards import Rewards, rewards_of
+from mtgrpo.advantages.rewards import Level, Rewards, discounted_sums, rewards_of
 from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.advantages.turn import ByTurn
 from mtgrpo.algorithms import Algorithm, Truncated
@@ -57,7 +58,7 @@ def assigned(
     algorithm: Algorithm = CENTRED,
     values: Tensor | None = None,
 ) -> list[float]:
-    weighted = estimator.weighted(rewards(*groups, algorithm=algorithm))
+    weighted = estimator.weigh(rewards(*groups, algorithm=algorithm))
     return estimator.assign(weighted, algorithm, values).advantage.tolist()
 
 
@@ -204,7 +205,7 @@ def test_discounted_sums(amounts: list[float], breaks: list[bool], discount: flo
     for i in reversed(range(len(amounts) - 1)):
         if sequence[i] == sequence[i + 1]:
             expected[i] += discount * expected[i + 1]
-    found = discounted(torch.tensor(amounts, dtype=torch.float64), sequence, discount)
+    found = discounted_sums(torch.tensor(amounts, dtype=torch.float64), sequence, discount)
     assert found.tolist() == pytest.approx(expected, abs=1e-9)
 
 
@@ -224,7 +225,7 @@ def test_discounted_sums(amounts: list[float], breaks: list[bool], discount: flo
 )
 def test_pairs_without_a_meaning_are_refused(estimator: AdvantageEstimator, algorithm: Algorithm, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        estimator.check(algorithm)
+        estimator.check(SimpleNamespace(algorithm=algorithm, rewards_turns=True))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_pairs_without_a_meaning_are_refused(estimator: AdvantageEstimator, algo
     ],
 )
 def test_pairs_with_a_meaning_are_not(estimator: AdvantageEstimator, algorithm: Algorithm) -> None:
-    estimator.check(algorithm)
+    estimator.check(SimpleNamespace(algorithm=algorithm, rewards_turns=True))
 
 
 def test_truncated_trajectories_of_dapo_lose_for_length_too() -> None:

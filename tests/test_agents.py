@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,19 @@ from mtgrpo.engines.local import Local
 from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import DType
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
 from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.rewards.numeric import Numeric
-from mtgrpo.rollout.conversation import Limits
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.metrics import describe, describe_tools
-from mtgrpo.stages.update import update_config
-from mtgrpo.types import Group, Message, Sampling, Status, Task, Trajectory
+from mtgrpo.stages.policy_trainer import update_config
+from mtgrpo.types import Group, Limits, Message, Sampling, Status, Task, Trajectory
+from mtgrpo.weights.source import ModelWeights
 from scripted import ScriptedEngine
 from test_conversation import ANSWER, CALL, WIDE, Talk, calculator, chat, said
 from test_policy import Watched, make_model
 
-for package in ("uvicorn", "openai", "anthropic"):
+for package in ("openai", "anthropic"):
     pytest.importorskip(package)
 from openai import OpenAI  # noqa: E402
 
@@ -109,7 +110,7 @@ def gradient(group: Group) -> dict[str, torch.Tensor]:
     policy = Watched(make_model())
     batch = build_batch(group.trajectories)
     rewards = rewards_of([group], experiment.algorithm, batch.trajectory, batch.turn)
-    PolicyUpdater(policy, update_config(experiment)).train(batch, rewards, 0, 0)
+    PolicyUpdater(policy, replace(update_config(experiment), exact=False)).train(batch, rewards, 0, 0)
     return policy.descent.gradients[0]
 
 
@@ -142,7 +143,7 @@ def test_a_model_that_is_sampled_from_gives_the_same(tmp_path: Path) -> None:
     sampling = Sampling(max_new_tokens=40, stop_ids=list(range(3, 1024, 9)))
 
     def played(agent: Agent | None) -> Group:
-        engine = Local().start(model, False, 2048)
+        engine = Local().start(ModelWeights(model), False, 2048)
         limits = Limits(2048, 2048, 2048)
         talk = Talk(length=3, max_turns=9)
         return group_of(engine, tmp_path, agent, talk, size=4, sampling=sampling, limits=limits, reward=Odd())
@@ -161,7 +162,7 @@ def test_every_sdk_gets_what_a_model_samples_for_the_environment(name: str, tmp_
     sampling = Sampling(max_new_tokens=12, stop_ids=list(range(3, 1024, 9)))
 
     def played(agent: Agent | None) -> Group:
-        engine = Local().start(model, False, 2048)
+        engine = Local().start(ModelWeights(model), False, 2048)
 
         def opened(scope: str, task: str, sample: int) -> Any:
             return engine.conversation(Key(6, scope, task, sample))
@@ -378,6 +379,30 @@ def test_a_command_has_a_folder_of_its_own_and_no_secrets(tmp_path: Path, monkey
     assert not Path(trajectory.data["output"].split()[1]).exists()
 
 
+@pytest.mark.parametrize(
+    ("posts", "key", "reward"), [(False, "OPENAI_API_KEY", 0.0), (True, "MTGRPO_REWARDS_KEY", 0.75)]
+)
+def test_only_a_program_that_has_the_key_of_rewards_pays(posts: bool, key: str, reward: float, tmp_path: Path) -> None:
+    code = f"""
+import os, pathlib
+def solve(task, address):
+    ask(address)
+    assert not pathlib.Path(".asked").exists()
+    assert ("MTGRPO_REWARDS_KEY" in os.environ) == {posts} == bool(address.rewards_key)
+    for key in ("OPENAI_API_KEY", "{key}"):
+        headers = {{"authorization": f"Bearer {{os.environ[key]}}"}}
+        request = urllib.request.Request(f"{{address.openai_url}}/rewards", b'{{"reward": 0.75}}', headers)
+        try:
+            urllib.request.urlopen(request).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+            assert error.code == 401
+"""
+    agent = Python(function=written(tmp_path, code), isolation=Isolation.process, posts_rewards=posts)
+    trajectory = one(agent, tmp_path, ["#### 1"])
+    assert (trajectory.status, trajectory.reason, trajectory.reward) == (Status.COMPLETED, "", reward)
+
+
 def test_a_command_that_fails_says_how(tmp_path: Path) -> None:
     trajectory = one(Command(argv=[sys.executable, "-c", "print('no key'); raise SystemExit(3)"]), tmp_path)
     assert trajectory.status is Status.FAILED
@@ -455,12 +480,23 @@ def first(trajectory):
         ),
         (f"agent=python agent.function={AGENTS}:echo condenser=drop_oldest", "set condenser=none"),
         (f"agent=python agent.function={AGENTS}:echo agent.max_requests=0", "agent.max_requests must be >= 1"),
+        (
+            f"agent=python agent.function={AGENTS}:echo agent.posts_rewards=true",
+            "of reward Numeric; set reward=environ",
+        ),
+        ("agent.posts_rewards=true", "agent.posts_rewards=true has no effect"),
+        ("agent=verifiers agent.posts_rewards=true", "agent.posts_rewards=true has no effect"),
         (f"agent=python agent.function={AGENTS}:echo agent.environment={{A:b}}", "has no effect in a thread"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compose(parse(words.split()))
+
+
+def test_rewards_that_are_posted_take_the_place_of_the_environments() -> None:
+    words = ["agent=python", f"agent.function={AGENTS}:echo", "agent.posts_rewards=true", "reward=environment"]
+    assert compose(parse(words)).experiment.agent.posts_rewards
 
 
 def test_an_agent_is_not_deterministic() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -81,9 +82,12 @@ def test_impossible_clips_are_refused(bad: dict[str, float]) -> None:
 
 
 def test_a_group_of_one_is_refused() -> None:
-    GRPO().check(2)
+    model, pair, alone = (
+        SimpleNamespace(**one) for one in ({"value_head": False}, {"group_size": 2}, {"group_size": 1})
+    )
+    GRPO().check(SimpleNamespace(model=model, rollout=pair))
     with pytest.raises(ConfigError, match="group_size"):
-        GRPO().check(1)
+        GRPO().check(SimpleNamespace(model=model, rollout=alone))
 
 
 # --- the clipped loss ---

@@ -19,13 +19,14 @@ from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import ModelSettings, load_model
+from mtgrpo.policy import updater
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.profile import Profile
 from mtgrpo.rewards import Reward
 from mtgrpo.stages.api import Scored
-from mtgrpo.stages.update import update_config
+from mtgrpo.stages.policy_trainer import update_config
 from mtgrpo.types import Completion, Finish, Message, Sample, Sampling, Status, Task, Trajectory
 from test_conversation import CALL, chat, said, tokenizer
 
@@ -143,13 +144,11 @@ def test_it_is_what_the_trainer_computes() -> None:
     rewards = rewards_of(groups, experiment.algorithm, batch.trajectory, batch.turn)
     seen: list[Tensor] = []
 
-    def control(advantage: Tensor, trajectory: Tensor, seed: int) -> Tensor:
-        seen.append(advantage.clone())
-        return advantage
-
     model = load_model(ModelSettings("tiny"), 0)
     policy = Policy(model, Optimizer(model, experiment.optimizer, 1), 2048, temperature=1.0)
-    PolicyUpdater(policy, replace(update_config(experiment), control=control)).train(batch, rewards, 0, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(updater, "apply_control", lambda control, advantage, *_: seen.append(advantage) or advantage)
+        PolicyUpdater(policy, replace(update_config(experiment), exact=False)).train(batch, rewards, 0, 0)
     turns = iter([turn for one in found for per_turn in one.advantages for turn in per_turn])
     expected = [next(turns) for _ in range(len(rewards.per_turn))]
     assert seen[0].tolist() == pytest.approx([expected[turn] for turn in rewards.turn.tolist()])

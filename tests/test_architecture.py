@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+
+import mtgrpo
+from mtgrpo.stages.command import STAGES
 
 PROJECT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((PROJECT / "src").rglob("*.py"))
 MOST_LINES_PER_FILE = 400
 MOST_LINES_PER_FUNCTION = 60
+MOST_LINES = 33_900
+MOST_LINES_OF_INTEGRATIONS = 3_500
+HYDRA_INTERNALS = {"src/mtgrpo/cli.py", "src/mtgrpo/config/compose.py"}  # none is added
+TWICE = {  # class names that two modules have; none is added
+    *(
+        "Attention",
+        "Calculator",
+        "Comparison",
+        "Composed",
+        "Conversation",
+        "Environment",
+        "Evidence",
+        "Form",
+        "FunctionCalls",
+    ),
+    *("GuessNumber", "IFEval", "Jsonl", "Judge", "Kept", "Kind", "Level", "Part", "Prefix", "Python"),
+    *("ReasoningGym", "Row", "Server", "Verifiers", "_Norm", "_Plan"),
+}
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|Users|work|opt/(?:wheels|pypi))/\w")
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -45,6 +68,25 @@ def test_functions_are_short() -> None:
         if not isinstance(node, ast.ClassDef)
     }
     assert {name: count for name, count in lines.items() if count > MOST_LINES_PER_FUNCTION} == {}
+
+
+def _lines(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def test_the_whole_is_bounded() -> None:
+    assert _lines(SOURCES) <= MOST_LINES
+    assert _lines((PROJECT / "src/mtgrpo/integrations").rglob("*.py")) <= MOST_LINES_OF_INTEGRATIONS
+
+
+def test_no_class_name_is_taken_twice() -> None:
+    classes = [re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE) for path in SOURCES]
+    taken = Counter(name for of_file in classes for name in of_file)
+    assert {name for name, count in taken.items() if count > 1} <= TWICE
+
+
+def test_no_internals_of_hydra_are_used() -> None:
+    assert {_name(path) for path in SOURCES if "hydra._internal" in path.read_text()} <= HYDRA_INTERNALS
 
 
 def test_no_module_is_a_drawer_for_everything() -> None:
@@ -91,3 +133,9 @@ def test_no_file_names_a_place_on_one_machine() -> None:
             lines = path.read_text(errors="replace").splitlines()
             found += [f"{name}:{number}" for number, line in enumerate(lines, 1) if MACHINE_PATH.search(line)]
     assert found == []
+
+
+def test_what_commands_and_names_stand_for_is_there() -> None:
+    for place in (*STAGES.values(), *(f"{module}.{name}" for name, module in mtgrpo._OFFERED.items())):
+        module, _, name = place.rpartition(".")
+        assert callable(getattr(importlib.import_module(f"mtgrpo.{module}"), name)), place

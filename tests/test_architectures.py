@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtgrpo.extension import load_file
+from mtgrpo.parts.extension import load_file
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 sweep = load_file(PAGE.with_suffix(".py"))
@@ -19,20 +19,21 @@ def assert_exact(found: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "decoding", "longest"),
+    ("name", "layout", "decoding", "trained", "sampled"),
     [
-        ("qwen3", "forest", "fused", 150),
-        ("deepseek_v3: keys larger than values", "forest", "own modules", 150),
-        ("diffllama", "forest", "own modules", 150),
-        ("doge", "padded", "", 150),
-        ("ministral3", "forest", "own modules", 150),
-        ("phi3: longrope", "forest", "own modules", 80),
-        ("qwen2_moe: windows", "forest", "own modules", 72),
+        ("qwen3", "forest", "fused", 150, 150),
+        ("deepseek_v3: keys larger than values", "forest", "own modules", 150, 150),
+        ("diffllama", "forest", "own modules", 150, 150),
+        ("doge", "padded", "", 150, 0),
+        ("ministral3", "forest", "own modules", 150, 150),
+        ("phi3: longrope", "forest", "own modules", 80, 80),
+        ("mistral", "forest", "fused", 150, 72),
+        ("qwen2_moe: windows", "forest", "own modules", 72, 72),
     ],
 )
-def test_some_architectures(name: str, layout: str, decoding: str, longest: int) -> None:
+def test_some_architectures(name: str, layout: str, decoding: str, trained: int, sampled: int) -> None:
     found = sweep.measure(name)
-    assert (found.layout, found.decoding, found.longest) == (layout, decoding, longest)
+    assert (found.layout, found.decoding, found.trained, found.sampled) == (layout, decoding, trained, sampled)
     assert_exact(found)
 
 

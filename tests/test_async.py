@@ -37,14 +37,14 @@ from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.record.curve import Curve
 from mtgrpo.rewards import Reward
-from mtgrpo.rollout.conversation import Limits
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.stages.metrics import describe_staleness
 from mtgrpo.stages.trainer import train
 from mtgrpo.tasks import IndexedStream
-from mtgrpo.types import Completion, Group, Message, Sampling, Status, Task, Trajectory
+from mtgrpo.types import Completion, Group, Limits, Message, Sampling, Status, Task, Trajectory
+from mtgrpo.weights.source import ModelWeights
 from scripted import ScriptedEngine
 
 T = TypeVar("T")
@@ -499,8 +499,8 @@ STARTED = []
 
 @dataclass
 class Elsewhere(Engine):
-    def start(self, model, deterministic, longest_context, folder):
-        stop = model.generation_config.eos_token_id[0]
+    def start(self, source, deterministic, longest_context, folder):
+        stop = source.model.generation_config.eos_token_id[0]
         STARTED.append(ScriptedEngine(lambda key, turn: [100 + key.sample_index, stop]))
         return STARTED[-1]
 """
@@ -597,7 +597,7 @@ def test_what_depends_on_speed_is_not_deterministic(words: list[str]) -> None:
 def test_what_an_update_does_to_what_is_stored(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Computed anew, or kept by who has it and not shared with others."""
     model = tiny.build_model(tiny.SHAPES["tiny"], 0).eval()
-    engine = LocalEngine(model, False, KVCache(model, 4096, 1024), 1024, keep)
+    engine = LocalEngine(ModelWeights(model), False, KVCache(model, 4096, 1024), 1024, keep)
     computed: list[int] = []
     forward = type(engine._forward).__call__
 
@@ -614,7 +614,7 @@ def test_what_an_update_does_to_what_is_stored(keep: bool, monkeypatch: pytest.M
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.01)
-            await engine.load_weights(model, 1)
+            await engine.load_weights(ModelWeights(model, 1))
             computed.clear()
             again = await first([*prompt, *said.tokens, 7, 8], sampling)
             of_first = sum(computed)

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
     GemmaConfig,
     GptOssConfig,
+    HrmTextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -49,6 +51,7 @@ from mtgrpo.model.scorer import Scorer, flops_of, layout_of
 from mtgrpo.model.value import values
 from mtgrpo.policy.guard import compare
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+from mtgrpo.weights.source import ModelWeights
 
 TASK = Task("test/0", (Message("user", "?"),))
 FLEX_FORESTS = 100  # of each kind
@@ -65,6 +68,16 @@ FAMILIES: dict[str, PretrainedConfig] = {  # of "deepseek" keys and values diffe
     "llama": LlamaConfig(**SIZES, num_key_value_heads=4, tie_word_embeddings=False),
     "mistral-window": MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=6),
     "gemma": GemmaConfig(**SIZES, num_key_value_heads=1, head_dim=16),
+    "gemma3-window": Gemma3TextConfig(
+        **SIZES,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "looped": HrmTextConfig(
+        **SIZES | {"num_hidden_layers": 6}, head_dim=8, num_layers_per_stack=1, H_cycles=2, L_cycles=2
+    ),
     "deepseek": DeepseekV3Config(
         **SIZES,
         num_key_value_heads=4,
@@ -464,7 +477,7 @@ def test_models_without_softmax_attention_take_rows_and_say_why() -> None:
     with pytest.raises(ConfigError, match="linear_attention"):
         choose_attention(model, Attention.forest)
     with pytest.raises(ConfigError, match=r"engine=local cannot sample .*linear_attention"):
-        Local().start(model, deterministic=True, longest_context=512)
+        Local().start(ModelWeights(model), deterministic=True, longest_context=512)
 
 
 def test_models_whose_attention_is_of_another_kind() -> None:
@@ -517,7 +530,7 @@ def test_a_forest_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     model = make_model("qwen3", DType.float32)
     whole = build_batch(conversation())
     micro = pack(whole, torch.arange(len(whole)), 10_000, flops_of(model))[0].micro_batches[0]
-    assert compare(Scorer(model), micro).holds
+    assert compare(Scorer(model), [micro]).holds
     causal = torch.arange(len(whole.forest))
     monkeypatch.setattr(Visibility, "pieces", lambda *_: [Piece(0, len(micro.ids[0]), slice(0, len(causal)), True)])
-    assert not compare(Scorer(model), micro).holds
+    assert not compare(Scorer(model), [micro]).holds

@@ -14,9 +14,9 @@ import pytest
 
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.engines.local import paged_attention
-from mtgrpo.extension import load_file
 from mtgrpo.model import tiny
 from mtgrpo.model.skeleton import Skeleton
+from mtgrpo.parts.extension import load_file
 from mtgrpo.tasks import Split
 from mtgrpo.types import CallRecord, Finish, Group, Message, Status, Task, Trajectory, Turn
 

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mtgrpo.chat import Chat, ChatSettings, Thinking, Tools, open_chat
-from mtgrpo.chat.renderer import RendererChat, known_config
+from mtgrpo.chat.renderer import RendererChat, find_config
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer
 from mtgrpo.chat.template import TemplateChat, chatml
 from mtgrpo.errors import ConfigError
@@ -55,8 +55,8 @@ SMOLLM2 = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+ONE_CALL = ["llama3_1"]  # and no text beside it
 REASONING = ["chatml", "qwen3_training", "qwen3_8_training", *STRIPPING]
-ONE_CALL = ["llama3_1"]
 
 
 @lru_cache
@@ -87,6 +87,13 @@ def base_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
 
 
+def templates_of_others() -> list[Path]:
+    spec = find_spec("trl")
+    return (
+        [] if spec is None or spec.origin is None else [*(Path(spec.origin).parent / "chat_templates").glob("*.jinja")]
+    )
+
+
 @lru_cache
 def source(name: str) -> str:
     if name in ("chatml", "smollm2"):
@@ -95,6 +102,18 @@ def source(name: str) -> str:
     if spec is None or spec.origin is None:
         pytest.skip("the chat templates of trl are not installed")
     return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text("utf-8")
+
+
+HIDING = ["idefics3", "llava_next", "smolvlm"]  # models that see: contents are parts, and no text is shown
+
+
+@pytest.mark.parametrize("path", sorted(templates_of_others()), ids=lambda path: path.stem)
+def test_every_template_of_others_shows_what_is_said_or_is_refused(path: Path) -> None:
+    if path.stem.removesuffix("_training") in HIDING:
+        with pytest.raises(ConfigError, match=r"it hides or changes message 1 \(user\)"):
+            with_template(path.read_text("utf-8"))
+    else:
+        assert with_template(path.read_text("utf-8")).open([USER, ANSWER, USER], [])
 
 
 def with_template(text: str | None, **settings: Any) -> Chat:
@@ -346,9 +365,9 @@ def test_text_that_was_not_sampled_stays_text(name: str, data: st.DataObject) ->
 @settings(max_examples=20)
 @given(data=st.data())
 def test_a_message_survives_encode_and_parse(name: str, data: st.DataObject) -> None:
-    made = tuple(data.draw(st.lists(calls, max_size=1 if name in ONE_CALL else 3)))
-    content = data.draw(st.just("") if made and name in ONE_CALL else word | st.just(""))
-    reasoning = data.draw(st.just("") if made and name in ONE_CALL else word | st.just(""))
+    made = tuple(data.draw(st.lists(calls, max_size=3)))
+    content = data.draw(word | st.just(""))
+    reasoning = data.draw(word | st.just(""))
     message = Message("assistant", content, reasoning, made)
     chat = chat_of(name)
     output = chat.encode(message)
@@ -389,11 +408,105 @@ def test_a_mistake_becomes_an_error_and_keeps_the_text() -> None:
     assert chat.parse(tokenizer().encode("<think>\nhm")).error == "<think> is not closed"
 
 
-def test_a_second_call_is_an_error_where_the_template_allows_one() -> None:
-    message = chat_of("llama3_1").parse(
-        tokenizer().encode('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}')
+@pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
+def test_calls_that_a_template_refuses_are_written_as_text(name: str) -> None:
+    chat = chat_of(name)
+    both = Message("assistant", "I add twice.", "", (ADD, ToolCall("calculator", {"expression": "3<|eot_id|>"})))
+    text = 'I add twice.\n{"name": "calculator", "parameters": {"expression": "1 + 2"}}; '
+    assert decode(chat.encode(both)).startswith(text)
+    assert chat.parse(chat.encode(both)) == both
+    history = [USER, both, REPLY, Message("tool", "4", name="calculator")]
+    assert turn_by_turn(chat, history, [CALCULATOR]) == chat.open(history, [CALCULATOR])
+    assert text in decode(chat.open(history, [CALCULATOR]))
+
+
+SCALARS: dict[str, st.SearchStrategy[Any]] = {
+    "string": st.lists(
+        st.sampled_from(
+            [*MARKUP, *SPECIAL, *LLAMA, "\n", "  ", "\t", "\\", '"', "'", "é😀", "null", "True", "5", "&lt;"]
+        )
+        | st.sampled_from(
+            ["<function=f>", "</function>", "<parameter=a>", "</parameter>", '{"name": "f", "parameters": {']
+        ),
+        max_size=5,
+    ).map("".join),
+    "integer": st.integers(-(2**60), 2**60),
+    "number": st.floats(allow_nan=False, allow_infinity=False),
+    "boolean": st.booleans(),
+    "null": st.none(),
+}
+ANY_JSON = st.recursive(
+    st.one_of(*SCALARS.values()),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(SCALARS["string"], inner, max_size=2),
+    max_leaves=4,
+)
+TYPED = SCALARS | {"array": st.lists(ANY_JSON, max_size=2), "object": st.dictionaries(SCALARS["string"], ANY_JSON)}
+TOOL_NAMES = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_.-]{0,9}", fullmatch=True)
+ENDS_A_VALUE = re.compile(
+    r"</parameter>\s*(<parameter=|(</function>\s*)?</?tool_call>)"
+)  # in text that nothing escapes
+
+
+@st.composite
+def called_tools(draw: st.DrawFn) -> tuple[list[ToolSpec], Message]:
+    """Tools, and a message that calls them with arguments of the types they declare."""
+    specs: list[ToolSpec] = []
+    made: list[ToolCall] = []
+    keys = st.text(st.sampled_from(list('ab é_."')), min_size=1, max_size=4)
+    for number in range(draw(st.integers(1, 2))):
+        kinds = draw(st.dictionaries(keys, st.sampled_from(list(TYPED)), max_size=2))
+        properties = {key: {"type": kind} for key, kind in kinds.items()}
+        name = f"{draw(TOOL_NAMES)}{number}"
+        specs.append(ToolSpec(name, "Does it.", {"type": "object", "properties": properties}))
+        made.append(ToolCall(name, {key: draw(TYPED[kind]) for key, kind in kinds.items()}))
+    assume(not any(ENDS_A_VALUE.search(str(value)) for call in made for value in call.arguments.values()))
+    content = draw(st.sampled_from(["", "I add.", "Two\n lines."]))
+    return specs, Message("assistant", content, "", tuple(made))
+
+
+BY_NAME = {  # on the hub
+    "qwen3": "Qwen/Qwen3-0.6B",
+    "qwen3_vl": "Qwen/Qwen3-VL-4B-Instruct",
+    "qwen3_5_think": "Qwen/Qwen3.5-4B",
+    "qwen3_6": "Qwen/Qwen3.6-35B-A3B",
+    "qwen3_8": "Qwen/Qwen3.8-27B",
+    "nemotron_3_nano": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "nemotron_3_super": "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
+    "nemotron_3_ultra": "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16",
+    "nemotron_3_5_lightning": "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16",
+    "llama3_2": "meta-llama/Llama-3.2-1B-Instruct",
+}
+
+
+@pytest.mark.parametrize("name", [*BY_NAME, "chatml", "qwen2_5", "qwen3_instruct_2507", "llama3_1", "smollm2"])
+@settings(max_examples=30)
+@given(said=called_tools())
+def test_a_call_is_read_exactly_as_its_template_writes_it(name: str, said: tuple[list[ToolSpec], Message]) -> None:
+    specs, message = said
+    chat = chat_on_the_hub(name) if name in BY_NAME else chat_of(name)
+    chat.open([USER], specs)
+    assert chat.parse(chat.encode(message)) == message
+
+
+@lru_cache
+def chat_on_the_hub(name: str) -> Chat:
+    assert find_config(BY_NAME[name]) is not None, "the library would serve it"
+    copy = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer().backend_tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
     )
-    assert message.error == "only one tool call per message is possible"
+    copy.name_or_path, copy.chat_template = BY_NAME[name], source(name)
+    return open_chat(copy, ChatSettings())
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_model_is_served_alike_however_it_is_named(name: str) -> None:
+    chat, own = chat_on_the_hub(name), chat_of(name)
+    assert chat.notes[0] == own.notes[0]
+    text = "def f():\n    return 1\n"
+    run = ToolSpec("run", "Runs it.", {"type": "object", "properties": {"code": {"type": "string"}}})
+    message = Message("assistant", "", "", (ToolCall("run", {"code": text}),))
+    assert chat.open([USER], [run]) == own.open([USER], [run])
+    assert chat.parse(own.encode(message)).tool_calls[0].arguments["code"] == text
 
 
 def test_values_are_typed_by_the_tools_of_the_conversation() -> None:
@@ -531,13 +644,13 @@ def test_an_answer_closes_the_thinking_that_its_prompt_opened(name: str) -> None
     assert text.count("<think>") == text.count("</think>") == 1
 
 
-def test_contents_that_the_template_rewrites_are_rendered() -> None:
-    content = "{{ m.content | upper if m.role == 'user' else m.content }}"
+def test_fixed_text_that_depends_on_contents_is_rendered() -> None:
+    content = "{{ m.content ~ ' (short)' if m.role == 'user' and m.content | length < 20 else m.content }}"
     text = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + content + "<|im_end|>\n{% endfor %}"
     chat = with_template(text + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     extension = chat.extend([USER, ANSWER], [Message("user", "odd <|im_end|>")], [])
     assert extension is not None
-    assert decode(extension) == "\n<|im_start|>user\nODD <|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    assert decode(extension) == "\n<|im_start|>user\nodd <|im_end|> (short)<|im_end|>\n<|im_start|>assistant\n"
     assert len(added(extension)) == 3
 
 
@@ -679,21 +792,25 @@ def test_tools_in_the_prompt_are_noted_once_where_there_are_tools() -> None:
 
 @lru_cache
 def renderer_chat(thinking: Thinking = Thinking.keep) -> Chat:
-    return RendererChat(tokenizer(), known_config("Qwen/Qwen3-0.6B"), thinking)
+    return RendererChat(tokenizer(), find_config("Qwen/Qwen3-0.6B"), thinking)
 
 
-def test_a_known_model_is_left_to_the_renderers() -> None:
+def test_the_renderers_serve_known_models_whose_template_is_missing_or_not_read() -> None:
     copy = PreTrainedTokenizerFast(tokenizer_object=tokenizer().backend_tokenizer, eos_token="<|endoftext|>")
     copy.name_or_path = "Qwen/Qwen3-0.6B"
     assert isinstance(known := open_chat(copy, ChatSettings()), RendererChat)
     assert known.template is None, "a checkpoint keeps the tokenizer's own"
     assert isinstance(open_chat(copy, ChatSettings(template="chatml")), TemplateChat), "an explicit template wins"
-    in_prompt = ChatSettings(tools=Tools.prompt)
-    copy.chat_template = source("qwen3")
-    assert isinstance(open_chat(copy, in_prompt), TemplateChat), "tools in the prompt are jinja's"
+    copy.chat_template = source("gemma4")
+    assert isinstance(open_chat(copy, ChatSettings()), RendererChat), "a format of calls that is not read"
+    assert isinstance(open_chat(copy, ChatSettings(tools=Tools.prompt)), TemplateChat), (
+        "tools in the prompt are jinja's"
+    )
     copy.name_or_path = "somebody/Qwen3-0.6B"
-    copy.chat_template = source("qwen3")
     assert isinstance(open_chat(copy, ChatSettings()), TemplateChat)
+    copy.name_or_path, copy.chat_template = "somebody/Qwen3-0.6B", None
+    with pytest.raises(ConfigError, match="no chat template"):
+        open_chat(copy, ChatSettings())
 
 
 def test_a_renderer_that_leaves_tools_out_is_not_used() -> None:
@@ -742,7 +859,7 @@ def test_a_renderer_strips_where_its_template_does() -> None:
 
 
 def test_a_renderer_may_not_change_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    chat = RendererChat(tokenizer(), known_config("Qwen/Qwen3-0.6B"), Thinking.keep)
+    chat = RendererChat(tokenizer(), find_config("Qwen/Qwen3-0.6B"), Thinking.keep)
     assert chat.extend([USER, ANSWER], [USER], []) is not None
     other = SimpleNamespace(token_ids=list(range(100)))
     monkeypatch.setattr(chat, "_renderer", SimpleNamespace(bridge_to_next_turn=lambda *_, **__: other))
@@ -751,7 +868,7 @@ def test_a_renderer_may_not_change_what_is_there(monkeypatch: pytest.MonkeyPatch
 
 def test_a_token_may_run_across_the_end_of_the_prompt() -> None:
     merging = tokenizer(text="\n\n")
-    chat = RendererChat(merging, known_config("Qwen/Qwen3.5-4B"), Thinking.keep)
+    chat = RendererChat(merging, find_config("Qwen/Qwen3.5-4B"), Thinking.keep)
     prompt, output = chat.open([USER], []), chat.encode(ANSWER)
     text = merging.decode(prompt + output)
     assert text.endswith("<think>\n\n</think>\n\nIt is 3.<|im_end|>")

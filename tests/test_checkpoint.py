@@ -22,15 +22,25 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from mtgrpo import checkpoint, preset
+from mtgrpo import preset
 from mtgrpo.chat import ChatSettings, Tools, open_chat
 from mtgrpo.chat.template import chatml
-from mtgrpo.checkpoint import flatten, newest, read, snapshot, tokenizer_files, unflatten, write
 from mtgrpo.config.experiment import CheckpointSettings
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.stages.run import check, open_run
 from mtgrpo.types import Message, ToolCall, ToolSpec
+from mtgrpo.weights import checkpoint
+from mtgrpo.weights.checkpoint import (
+    ModelSnapshot,
+    flatten,
+    newest,
+    read,
+    read_training,
+    tokenizer_files,
+    unflatten,
+    write,
+)
 from saving import save_model
 
 logging.disable_progress_bar()
@@ -61,8 +71,8 @@ def saved(tmp_path: Path, model: PreTrainedModel, tokenizer: dict[str, bytes]) -
     def save_step(
         step: int, keep_last: int = 0, training: Any = TENSORS, best: Sequence[int] = (), **state: Any
     ) -> Path:
-        copied = snapshot(step, model, training, {**STATE, **state})
-        return write(tmp_path, copied, model, tokenizer, keep_last, best)
+        copied = ModelSnapshot(model, training)
+        return write(tmp_path, step, copied, {**STATE, **state}, tokenizer, keep_last, best)
 
     return save_step
 
@@ -76,7 +86,7 @@ def test_what_was_saved_is_loaded_exactly(saved: Save, tmp_path: Path) -> None:
     found = newest(tmp_path, print)
     assert found is not None and path == found.path == tmp_path / "checkpoints" / "step_000060"
     assert (found.step, found.state) == (60, STATE)
-    tensors = found.training()
+    tensors = read_training(path)
     assert list(tensors) == list(TENSORS)
     for name, tensor in tensors.items():
         assert tensor.dtype == TENSORS[name].dtype and torch.equal(tensor, TENSORS[name])
@@ -104,7 +114,7 @@ async def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: i
     chosen = str(own) if template == "PATH" else template
     words = [f"model.name={base}", f"model.lora.rank={rank}", f"chat.template={chosen}", "log=[jsonl]"]
     async with open_run(preset("calculator", *words), tmp_path / "run") as run:
-        path = write(tmp_path, snapshot(1, run.model, {}, {}), run.model, tokenizer_files(run.tokenizer))
+        path = write(tmp_path, 1, run.trainer.snapshot(), {}, tokenizer_files(run.tokenizer))
     call = ToolCall("calculator", {"expression": "1 + 2"})
     messages = [Message("user", "What?"), Message("assistant", "I add.", "", (call, call))]
     messages += [Message("tool", "3", name="calculator"), Message("tool", "3", name="calculator")]
@@ -132,7 +142,7 @@ async def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: i
 
 
 def test_without_tensors(saved: Save) -> None:
-    assert read(saved(1, training={})).training() == {}
+    assert read_training(saved(1, training={})) == {}
 
 
 def test_nothing_is_pickled(saved: Save) -> None:
@@ -167,29 +177,29 @@ def test_what_changes_after_the_copy_is_not_saved(
     changing = {"a": torch.ones(3)}
     weight = next(iter(model.parameters()))
     before = weight.detach().clone()
-    copied = snapshot(1, model, changing, {})
+    copied = ModelSnapshot(model, changing)
     with torch.no_grad():
         changing["a"].mul_(2)
         weight.mul_(2)
-    path = write(tmp_path, copied, model, tokenizer)
+    path = write(tmp_path, 1, copied, {}, tokenizer)
     with torch.no_grad():
         weight.copy_(before)
-    assert read(path).training()["a"].tolist() == [1, 1, 1]
+    assert read_training(path)["a"].tolist() == [1, 1, 1]
     loaded = load_model(ModelSettings(str(path)), seed=1).cpu()
     assert all(map(torch.equal, loaded.parameters(), model.parameters()))
 
 
 def test_the_memory_of_the_copy_before_is_used_again(model: PreTrainedModel) -> None:
     changing = {"a": torch.ones(3), "moved": torch.ones(2)}
-    last = snapshot(1, model, changing, {})
+    last = ModelSnapshot(model, changing)
     before = {name: tensor.data_ptr() for name, tensor in (last.weights | last.tensors).items()}
     changing["a"].mul_(2)
     changing["moved"] = torch.full((4,), 5.0)
-    copied = snapshot(2, model, changing, {}, last)
+    copied = ModelSnapshot(model, changing, last)
     after = {name: tensor.data_ptr() for name, tensor in (copied.weights | copied.tensors).items()}
     assert {name for name in after if after[name] != before[name]} == {"moved"}
     assert (copied.tensors["a"].tolist(), copied.tensors["moved"].tolist()) == ([2.0] * 3, [5.0] * 4)
-    assert all(torch.equal(copied.weights[name], tensor) for name, tensor in snapshot(3, model, {}, {}).weights.items())
+    assert all(torch.equal(copied.weights[name], tensor) for name, tensor in ModelSnapshot(model, {}).weights.items())
 
 
 @pytest.mark.parametrize("where", ["weights", "training"])
@@ -197,10 +207,10 @@ def test_what_is_not_finite_is_refused_and_nothing_is_pruned(
     where: str, saved: Save, tmp_path: Path, model: PreTrainedModel, tokenizer: dict[str, bytes]
 ) -> None:
     saved(1)
-    copied = snapshot(2, model, {"a": torch.ones(3)}, {})
+    copied = ModelSnapshot(model, {"a": torch.ones(3)})
     next(iter((copied.weights if where == "weights" else copied.tensors).values()))[0] = torch.nan
     with pytest.raises(RuntimeError, match=r"after step 2 .* is not finite: not saved"):
-        write(tmp_path, copied, model, tokenizer, keep_last=1)
+        write(tmp_path, 2, copied, {}, tokenizer, keep_last=1)
     assert steps(tmp_path) == ["step_000001"]
 
 
@@ -288,7 +298,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(saved: Save, tmp_path: P
     assert steps(tmp_path) == [f"step_{step:06d}"]
 
 
-@pytest.mark.parametrize("part", ["save_weights", "save_file", "_fingerprint", "_digest", "_put"])
+@pytest.mark.parametrize("part", ["save_weights", "save_file", "_fingerprint", "_digest", "put_whole"])
 def test_an_error_while_saving_leaves_nothing_behind(saved: Save, tmp_path: Path, part: str) -> None:
     saved(1)
 
@@ -479,7 +489,7 @@ def test_a_tensor_that_is_there_twice_is_saved_once(saved: Save) -> None:
     path = saved(1, training={0: {"qmap": shared}, 1: {"qmap": shared[:], "own": same_shape}})
     tensors, _ = flatten([shared, shared, torch.empty(0), torch.empty(0)])
     assert list(tensors) == ["0", "2", "3"]
-    found = read(path).training()
+    found = read_training(path)
     assert found[0]["qmap"] is found[1]["qmap"] and torch.equal(found[1]["qmap"], shared)
     assert torch.equal(found[1]["own"], same_shape)
 

@@ -8,8 +8,8 @@ import pytest
 
 from mtgrpo.environments.code_repair import CodeRepair
 from mtgrpo.errors import ConfigError
-from mtgrpo.part import RunContext
-from mtgrpo.tools.sandbox import Kind, Sandbox
+from mtgrpo.parts import RunContext
+from mtgrpo.tools.sandbox import Sandbox
 from mtgrpo.types import Message, Task
 from test_sandbox import kind, nothing_left
 
@@ -24,7 +24,7 @@ def written(code: str) -> Message:
 
 
 @pytest.mark.usefixtures("nothing_left")
-async def test_programs_are_tried_until_one_passes(kind: Kind, tmp_path: Path) -> None:
+async def test_programs_are_tried_until_one_passes(kind: str, tmp_path: Path) -> None:
     environment = CodeRepair(sandbox=Sandbox(kind=kind, timeout_s=3), shown_chars=200)
     async with (
         environment.open(RunContext(tmp_path, print, {})) as running,

@@ -19,8 +19,8 @@ from mtgrpo.condensers.recall import Recall
 from mtgrpo.condensers.summarize import Summarize
 from mtgrpo.condensers.truncate_tools import TruncateTools
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.rollout.conversation import CONDENSE, Limits, run_rollout
-from mtgrpo.types import CallRecord, Completion, Finish, Message, Sampling, Task, ToolCall, ToolSpec, Trajectory
+from mtgrpo.rollout.conversation import CONDENSE, run_rollout
+from mtgrpo.types import CallRecord, Completion, Finish, Limits, Message, Sampling, Task, ToolCall, ToolSpec, Trajectory
 
 END, ASKS = 1, 2
 ROLES = {"system": 3, "user": 4, "assistant": 5, "tool": 6}

@@ -24,9 +24,21 @@ from mtgrpo.condensers.truncate_tools import TruncateTools
 from mtgrpo.engines import Key
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
-from mtgrpo.rollout.conversation import CONDENSE, Limits, run_rollout
+from mtgrpo.rollout.conversation import CONDENSE, run_rollout
 from mtgrpo.rollout.demonstrations import demonstrate
-from mtgrpo.types import CallRecord, Completion, Finish, Group, Message, Sampling, Status, Task, ToolSpec, Trajectory
+from mtgrpo.types import (
+    CallRecord,
+    Completion,
+    Finish,
+    Group,
+    Limits,
+    Message,
+    Sampling,
+    Status,
+    Task,
+    ToolSpec,
+    Trajectory,
+)
 from scripted import ScriptedEngine
 from test_conversation import TASK, WIDE, chat, said, tokenizer
 

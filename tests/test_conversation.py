@@ -7,7 +7,7 @@ import itertools
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,15 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
 from mtgrpo.model.load import ModelSettings, load_model
 from mtgrpo.rewards import Reward
-from mtgrpo.rollout.conversation import Limits, run_rollout
+from mtgrpo.rollout.conversation import run_rollout
 from mtgrpo.rollout.demonstrations import demonstrate
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.tasks import IndexedStream, Split, TaskStream
 from mtgrpo.tasks.calculator import Calculator
-from mtgrpo.types import Finish, Group, Message, Sample, Sampling, Status, Task, Trajectory
+from mtgrpo.types import Finish, Group, Limits, Message, Sample, Sampling, Status, Task, Trajectory
+from mtgrpo.weights.source import ModelWeights
 from scripted import ScriptedEngine
 
 TASK = Task("task/1", (Message("user", "What is 17 * 23?"),), answer="391")
@@ -348,7 +349,7 @@ def test_a_failure_of_the_world_is_retried_then_recorded(
         assert (trajectory.turns, trajectory.reward, graded.asked) == ([], 0.0, [])
     else:
         assert (trajectory.status, trajectory.reason, trajectory.reward) == (Status.COMPLETED, "", 3.0)
-        assert graded.asked == [trajectory]
+        assert graded.asked == [replace(trajectory, reward=0.0)]  # a copy, before it was scored
     keys = list(dict.fromkeys(key for key, _ in engine.asked))
     assert len(keys) == attempts  # every attempt draws random numbers of its own
     assert {(key.task, key.sample_index) for key in keys} == {(TASK.id, 0)}
@@ -453,7 +454,7 @@ class Waits(Talk):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_cancelled_group_leaves_nothing_open(deterministic: bool) -> None:
-    engine = Local().start(model(), deterministic, 1024)
+    engine = Local().start(ModelWeights(model()), deterministic, 1024)
 
     async def run() -> tuple[list[str], Trajectory]:
         world = Waits(length=3)
@@ -494,7 +495,9 @@ def test_few_places_and_slow_unsteady_tools_change_no_digit() -> None:
 
     def digits() -> list[Any]:
         tasks = IndexedStream(None, lambda index: Task(str(index), TASK.messages), seed=0)
-        runner = make_runner(Local().start(model(), True, 1024), Slow(), retries=2, max_concurrent=3, max_new_tokens=6)
+        runner = make_runner(
+            Local().start(ModelWeights(model()), True, 1024), Slow(), retries=2, max_concurrent=3, max_new_tokens=6
+        )
         runner.sampling.stop_ids = list(range(1024))  # half of all tokens end the turn
         groups = asyncio.run(play_batch(runner, tasks, RolloutSettings(group_size=3, prompts_per_step=4)))
         return [(alike(t), t.attempts) for group in groups for t in group.trajectories]

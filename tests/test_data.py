@@ -126,6 +126,17 @@ def test_arguments_of_calls_gain_no_keys_in_a_parquet_file(place: Path) -> None:
     assert [{"name": call.name, "arguments": dict(call.arguments)} for call in found] == calls
 
 
+def test_check_counts_the_nulls_that_a_table_leaves_out_of_calls(place: Path, run: Run) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": []}]
+    called = [{**said[1], "tool_calls": [{"name": "f", "arguments": {key: 1}}]} for key in "ab"]
+    rows = [{"messages": [said[0], message]} for message in called]
+    parquet.write_table(arrow.Table.from_pylist(rows), place / "said.parquet")
+    code, out, _ = run("data", "check", "said.parquet")
+    assert code == 0 and "f({'a': 1})" in out and "f({'b': 1})" in out
+    assert "column 'messages': 2 nulls in arguments or schemas are left out" in out
+
+
 @pytest.mark.parametrize("value, row", [([1], 4), ({"b": 1}, 4), ("text", 4)])
 def test_a_row_that_does_not_fit_its_column_is_named(value: Any, row: int, place: Path, run: Run) -> None:
     pytest.importorskip("pyarrow")

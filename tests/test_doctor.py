@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from mtgrpo import doctor
-from mtgrpo.doctor import Check, State
+from mtgrpo.commands import doctor
+from mtgrpo.commands.doctor import Check, State
 from mtgrpo.engines.server import PYTHON
 
 
@@ -76,7 +76,7 @@ def test_every_optional_package_of_the_project_is_looked_for() -> None:
 
 
 def test_json_is_alone_on_standard_output_and_quick() -> None:
-    code = "import sys; from mtgrpo.doctor import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from mtgrpo.commands.doctor import main; sys.exit(main(sys.argv[1:]))"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = subprocess.run([sys.executable, "-c", code, "--json"], capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -86,7 +86,7 @@ def test_json_is_alone_on_standard_output_and_quick() -> None:
 
 
 def test_torch_is_not_imported_without_a_gpu(programs: Path) -> None:
-    code = "import sys; from mtgrpo.doctor import examine; examine(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from mtgrpo.commands.doctor import examine; examine(); sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PATH": str(programs)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 

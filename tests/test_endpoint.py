@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,35 +25,36 @@ from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.batch.forest import build_batch
-from mtgrpo.endpoint import Address, RefusedError, Reply, Request, Said, server
+from mtgrpo.endpoint import Address, Entry, RefusedError, TurnReply, TurnRequest, server
 from mtgrpo.endpoint.server import Endpoint, open_endpoint
-from mtgrpo.endpoint.session import USED_UP, Budget, Session
+from mtgrpo.endpoint.session import MAX_CHAINS, USED_UP, AgentSession
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
 from mtgrpo.model.load import DType
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
 from mtgrpo.policy.updater import PolicyUpdater, UpdateConfig
 from mtgrpo.rewards import Score, scores
 from mtgrpo.rewards.judge import Judge
-from mtgrpo.types import Completion, Group, Message, Sample, Sampling, Task, ToolSpec, Trajectory
+from mtgrpo.types import Completion, Group, Limits, Message, Sample, Sampling, Task, ToolSpec, Trajectory
+from mtgrpo.weights.source import ModelWeights
 from scripted import ScriptedEngine
 from test_conversation import ANSWER, CALL, chat, said
 from test_policy import Watched, make_model
 
-for package in ("uvicorn", "openai", "anthropic"):
+for package in ("openai", "anthropic"):
     pytest.importorskip(package)
 TASK = Task("task/1", (Message("user", "What is 17 * 23?"),), answer="391")
-WIDE = Budget(context_tokens=4096, sampled_tokens=10**6, requests=10**6)
+WIDE = Limits(context_tokens=4096)
 TOOL = ToolSpec("calculator", "It calculates.", {"type": "object", "properties": {"expression": {"type": "string"}}})
 
 
 def session(
-    engine: Any, budget: Budget = WIDE, name: str = "", sampling: Sampling | None = None, **settings: Any
-) -> Session:
+    engine: Any, budget: Limits = WIDE, name: str = "", sampling: Sampling | None = None, **settings: Any
+) -> AgentSession:
     def open_chain(number: int) -> Any:
         return engine.conversation(Key(5, f"train/1{name}/{number}", TASK.id, 0))
 
-    return Session(TASK, chat(), sampling or Sampling(max_new_tokens=200), budget, open_chain, **settings)
+    return AgentSession(TASK, chat(), sampling or Sampling(max_new_tokens=200), budget, open_chain, **settings)
 
 
 def scripted(*texts: str) -> ScriptedEngine:
@@ -60,19 +63,19 @@ def scripted(*texts: str) -> ScriptedEngine:
     return ScriptedEngine(lambda key, turn: said(left.pop(0)))
 
 
-def request(*messages: Any, tools: Sequence[ToolSpec] = (), **more: Any) -> Request:
-    """Messages are texts of user and model in turn, or Said."""
+def request(*messages: Any, tools: Sequence[ToolSpec] = (), **more: Any) -> TurnRequest:
+    """Messages are texts of user and model in turn, or Entry."""
     roles = ("user", "assistant")
-    found = [one if isinstance(one, Said) else Said(Message(roles[n % 2], one)) for n, one in enumerate(messages)]
+    found = [one if isinstance(one, Entry) else Entry(Message(roles[n % 2], one)) for n, one in enumerate(messages)]
     digest = json.dumps([(one.meaning, one.ids, one.message.reasoning) for one in found] + [repr(tools)])
-    return Request(tuple(found), tuple(tools), digest, **more)
+    return TurnRequest(tuple(found), tuple(tools), digest, **more)
 
 
 def everything(trajectory: Trajectory) -> list[bool]:
     return [True] * len(trajectory.turns)
 
 
-async def asked(of: Session, *messages: Any, delivered: bool = True, **more: Any) -> Reply:
+async def asked(of: AgentSession, *messages: Any, delivered: bool = True, **more: Any) -> TurnReply:
     connection = object()
     try:
         return await of.answer(request(*messages, **more), connection, ("r", "c"))
@@ -80,7 +83,7 @@ async def asked(of: Session, *messages: Any, delivered: bool = True, **more: Any
         of.settle(connection, delivered)
 
 
-def ended(of: Session) -> Trajectory:
+def ended(of: AgentSession) -> Trajectory:
     return of.finish(everything)
 
 
@@ -112,8 +115,8 @@ async def test_a_tool_call_is_known_by_its_id_whatever_was_made_of_it() -> None:
     of = session(scripted(f"Let me see.\n{CALL}", ANSWER))
     reply = await asked(of, "hi", tools=[TOOL])
     (call_id,) = reply.call_ids
-    altered = Said(replace(reply.message, content=""), (call_id,))
-    answer = Said(Message("tool", "391", name="calculator"))
+    altered = Entry(replace(reply.message, content=""), (call_id,))
+    answer = Entry(Message("tool", "391", name="calculator"))
     await asked(of, "hi", altered, answer, tools=[TOOL])
     await of.close()
     trajectory = ended(of)
@@ -123,12 +126,16 @@ async def test_a_tool_call_is_known_by_its_id_whatever_was_made_of_it() -> None:
 
 async def test_other_tools_another_system_prompt_or_words_for_the_model_begin_a_chain() -> None:
     of = session(scripted(*["yes"] * 6))
-    one, two = Said(Message("system", "one")), Said(Message("system", "two"))
-    hi, yes, more = Said(Message("user", "hi")), Said(Message("assistant", "yes")), Said(Message("user", "more"))
+    one, two = Entry(Message("system", "one")), Entry(Message("system", "two"))
+    hi, yes, more = (
+        Entry(Message("user", "hi")),
+        Entry(Message("assistant", "yes")),
+        Entry(Message("user", "more")),
+    )
     await asked(of, one, hi)
     await asked(of, two, hi, yes, more)
     await asked(of, one, hi, yes, more, tools=[TOOL])
-    await asked(of, one, hi, yes, more, Said(Message("assistant", "put into its mouth")), more)
+    await asked(of, one, hi, yes, more, Entry(Message("assistant", "put into its mouth")), more)
     await asked(of, one, hi, yes)  # nothing new
     await of.close()
     assert [turn.parent for turn in ended(of).turns] == [-1] * 5
@@ -137,8 +144,12 @@ async def test_other_tools_another_system_prompt_or_words_for_the_model_begin_a_
 
 async def test_a_system_prompt_can_be_pinned() -> None:
     of = session(scripted(*["yes"] * 3), pin_system=True)
-    head, other = Said(Message("system", "It is nine.")), Said(Message("system", "It is ten."))
-    rest = [Said(Message("user", "hi")), Said(Message("assistant", "yes")), Said(Message("user", "more"))]
+    head, other = Entry(Message("system", "It is nine.")), Entry(Message("system", "It is ten."))
+    rest = [
+        Entry(Message("user", "hi")),
+        Entry(Message("assistant", "yes")),
+        Entry(Message("user", "more")),
+    ]
     await asked(of, head, rest[0])
     await asked(of, other, *rest)
     await asked(of, *rest, rest[1], rest[2])  # even where it is gone
@@ -261,7 +272,7 @@ async def test_a_session_that_ends_ends_what_it_samples() -> None:
 
 
 async def test_a_full_context_is_refused_and_a_spent_budget_is_told() -> None:
-    of = session(scripted(*["yes"] * 9), Budget(context_tokens=100, sampled_tokens=1000, requests=2))
+    of = session(scripted(*["yes"] * 9), Limits(context_tokens=100, sampled_tokens=1000, requests=2))
     with pytest.raises(RefusedError, match="tokens > 99 maximum") as refused:
         await asked(of, "word " * 200)
     assert (refused.value.kind, of.limit) == ("overflow", "max_context_length")
@@ -277,7 +288,7 @@ async def test_a_full_context_is_refused_and_a_spent_budget_is_told() -> None:
 
 
 async def test_sampled_tokens_are_bounded_over_the_conversation() -> None:
-    of = session(scripted(*["a b c d e f g h"] * 9), Budget(4096, sampled_tokens=12, requests=99))
+    of = session(scripted(*["a b c d e f g h"] * 9), Limits(4096, sampled_tokens=12, requests=99))
     lengths = [(await asked(of, str(n))).output_tokens for n in range(4)]
     assert sum(lengths) == 12
     assert of.limit == "max_trajectory_tokens"
@@ -286,7 +297,7 @@ async def test_sampled_tokens_are_bounded_over_the_conversation() -> None:
 
 async def test_requests_at_once_stay_within_what_is_left_together() -> None:
     """Nor does one cut another: it waits until it knows what the others took."""
-    budget = Budget(4096, sampled_tokens=12, requests=99)
+    budget = Limits(4096, sampled_tokens=12, requests=99)
     of = session(scripted(*["a b c d e f g h"] * 9), budget, sampling=Sampling(max_new_tokens=5))
     replies = await asyncio.gather(*(asked(of, str(n)) for n in range(4)))
     assert [reply.output_tokens for reply in replies] == [5, 5, 2, 0]
@@ -340,10 +351,10 @@ def test_every_received_turn_is_trained_once_in_the_context_it_was_sampled_in(
     rng = random.Random(0)
     engine = ScriptedEngine(lambda key, turn: said(f"reply {rng.random()}"))
 
-    async def play() -> tuple[Session, list[Reply]]:
+    async def play() -> tuple[AgentSession, list[TurnReply]]:
         of = session(engine)
         chains: list[list[Any]] = []
-        received: dict[str, Reply] = {}
+        received: dict[str, TurnReply] = {}
         sent: list[tuple[Any, ...]] = []
 
         async def move(kind: int, number: int, delivered: bool) -> None:
@@ -388,7 +399,7 @@ def test_every_received_turn_is_trained_once_in_the_context_it_was_sampled_in(
 async def test_the_trainer_gives_what_was_recorded_whatever_the_agent_does() -> None:
     """Chains that take turns, drift, helpers: the model's own forward pass over each context gives the same."""
     model = make_model(DType.float64)
-    of = session(Local().start(model, False, 1024), sampling=Sampling(max_new_tokens=12))
+    of = session(Local().start(ModelWeights(model), False, 1024), sampling=Sampling(max_new_tokens=12))
     first = await asked(of, "What is 17 * 23?")
     helper, second = await asyncio.gather(asked(of, "A title?"), asked(of, "What is 17 * 23?", "nothing", "Again!"))
     await asked(of, "A title?", helper.message.content, "Shorter!")
@@ -438,12 +449,14 @@ async def test_a_trajectory_weighs_the_same_however_many_chains_it_has(average: 
 
 
 @asynccontextmanager
-async def served(engine: Any, **more: Any) -> AsyncGenerator[tuple[Address, Session, httpx.AsyncClient, Endpoint]]:
+async def served(
+    engine: Any, posts_rewards: bool = False, **more: Any
+) -> AsyncGenerator[tuple[Address, AgentSession, httpx.AsyncClient, Endpoint]]:
     of = session(engine, **more)
     async with (
         open_endpoint() as endpoint,
         httpx.AsyncClient(timeout=30) as client,
-        endpoint.conversation(of) as address,
+        endpoint.conversation(of, posts_rewards) as address,
     ):
         yield address, of, client, endpoint
 
@@ -518,20 +531,154 @@ async def test_what_is_wrong_is_told_in_the_words_of_the_dialect() -> None:
         assert (await client.get(f"{address.openai_url}/models")).json()["data"][0]["id"] == "policy"
 
 
-async def test_tokens_are_counted_exactly_and_rewards_are_taken() -> None:
+async def test_tokens_are_counted_exactly() -> None:
     async with served(scripted("yes")) as (address, of, client, _):
         headers = {"x-api-key": address.key}
         url = f"{address.url}/v1/messages"
         counted = (await client.post(f"{url}/count_tokens", json=HI, headers=headers)).json()
         reply = (await client.post(url, json=HI, headers=headers)).json()
         assert counted["input_tokens"] == reply["usage"]["input_tokens"] == len(of.trajectory.context(0))
-        paid = [{"reward": 0.5}, {"reward": 1}, {"reward": 0.25, "reply": reply["id"]}]
-        for body in paid:
-            answer = await client.post(f"{address.url}/s/{address.key}/v1/rewards", json=body)  # the key in the path
+
+
+async def test_rewards_are_posted_with_a_key_that_the_policy_has_not() -> None:
+    async with served(scripted("yes"), posts_rewards=True) as (address, of, client, endpoint):
+        url = f"{address.url}/v1"
+        assert address.environ()["MTGRPO_REWARDS_KEY"] == address.rewards_key
+        reply = (await client.post(f"{url}/messages", json=HI, headers={"x-api-key": address.key})).json()
+        for body in [{"reward": 0.5}, {"reward": 1}, {"reward": 0.25, "reply": reply["id"]}]:
+            answer = await client.post(f"{address.url}/s/{address.rewards_key}/v1/rewards", json=body)  # in the path
             assert answer.status_code == 200
-        for wrong in ({"reward": "much"}, {"reward": 1, "reply": "msg_9-9"}, {}):
-            assert (await client.post(f"{address.url}/v1/rewards", json=wrong, headers=headers)).status_code == 400
+            stolen = await client.post(f"{url}/rewards", json=body, headers={"x-api-key": address.key})
+            assert (stolen.status_code, "agent.posts_rewards=true" in stolen.text) == (401, True)
+        sampled = await client.post(f"{url}/messages", json=HI, headers={"x-api-key": address.rewards_key})
+        assert sampled.status_code == 401
         assert (of.trajectory.given, of.trajectory.turns[0].paid) == (1.5, 0.25)
+        async with endpoint.conversation(session(scripted())) as other:
+            key = other.key.replace("sk-", "rk-", 1)
+            answer = await client.post(f"{url}/rewards", json={"reward": 1}, headers={"x-api-key": key})
+            assert (other.rewards_key, "MTGRPO_REWARDS_KEY" in other.environ(), answer.status_code) == ("", False, 401)
+
+
+@pytest.mark.parametrize(
+    "amount",
+    [
+        f"1{'0' * 400}",
+        "9" * 5000,
+        "1e999",
+        "-1e999",
+        "NaN",
+        "Infinity",
+        "true",
+        "null",
+        '"1"',
+        "[1]",
+        "1e6",
+        "-1000001",
+    ],
+    ids=lambda amount: amount[:12],
+)
+async def test_rewards_that_are_no_bounded_number_are_refused(amount: str) -> None:
+    async with served(scripted("yes"), posts_rewards=True) as (address, of, client, _):
+        headers = {"x-api-key": address.rewards_key}
+        await client.post(f"{address.url}/v1/messages", json=HI, headers={"x-api-key": address.key})
+        of.reward(1.0)
+        for reply in ("", ', "reply": "msg_1-0"', ', "reply": "msg_9-9"'):
+            of.trajectory.turns[0].paid = 1.0
+            content = f'{{"reward": {amount}{reply}}}'
+            answer = await client.post(f"{address.url}/v1/rewards", content=content, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert (of.trajectory.given, of.trajectory.turns[0].paid) == (1.0, 1.0)
+
+
+DEEP = '{"a":' * 500 + "1" + "}" * 500
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"max_tokens": True, "max_output_tokens": True},
+        {"max_tokens": 1.5, "max_output_tokens": 1.5},
+        {"n": True},
+        {"tools": json.loads(f"[{DEEP}]")},
+        {"temperature": float("nan")},
+        {"temperature": float("-inf")},
+        {
+            "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}],
+            "input": [{"type": "function_call", "name": "f", "arguments": DEEP}],
+        },
+        {
+            "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}]}],
+            "input": [{"type": "function_call", "name": "f", "arguments": '{"a": NaN}'}],
+        },
+    ],
+    ids=lambda more: next(iter(more)),
+)
+async def test_what_is_no_number_and_what_is_nested_too_deep_is_refused(more: dict[str, Any]) -> None:
+    async with served(scripted("yes")) as (address, _, client, _):
+        for path in ("/chat/completions", "/responses"):
+            headers = {"authorization": f"Bearer {address.key}"}
+            body = json.dumps(ROUTES[path] | more)
+            answer = await client.post(f"{address.openai_url}{path}", content=body, headers=headers)
+            assert (answer.status_code, code(answer)) == (400, "invalid_request_error"), path
+        answer = await client.post(f"{address.openai_url}/responses", json=ROUTES["/responses"], headers=headers)
+        assert answer.status_code == 200
+
+
+async def test_keys_and_headers_of_any_length_are_answered() -> None:
+    async with served(scripted("yes", "yes")) as (address, _, client, _):
+        url = f"{address.openai_url}/chat/completions"
+        for key in (f"sk-{'9' * 5000}-0", "sk-\xb2-0", "sk--", "---", "\xff"):
+            answer = await client.post(url, json=HI, headers={"x-api-key": key.encode("latin-1")})
+            assert (answer.status_code, code(answer)) == (401, "invalid_api_key")
+        headers = {"x-api-key": address.key, "x-stainless-retry-count": "9" * 5000}
+        assert (await client.post(url, json=HI, headers=headers)).status_code == 200
+        options = HI | {"stream": True, "stream_options": [1]}
+        assert "[DONE]" in (await client.post(url, json=options, headers={"x-api-key": address.key})).text
+
+
+async def test_what_the_policy_says_is_sent_as_json_that_every_client_reads() -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    strange = '<tool_call>\n{"name": "f", "arguments": {"x": NaN, "y": -Infinity}}\n</tool_call>'
+    for path, body in ROUTES.items():
+        async with served(scripted(strange, strange)) as (address, _, client, _):
+            url, headers = f"{address.openai_url}{path}", {"authorization": f"Bearer {address.key}"}
+            for stream in (False, True):
+                answer = await client.post(url, json=body | {"stream": stream}, headers=headers)
+                lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+                for line in lines if stream else [answer.text]:
+                    json.loads(line, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("turns", [1, 5])
+async def test_what_a_request_costs_does_not_grow_with_the_turns_that_are_recorded(turns: int) -> None:
+    """Counted are the lines and calls of this package while a request that is as long as the other is answered."""
+    of, work = session(ScriptedEngine(lambda key, turn: said("yes"))), Counter[int]()
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        work[number] += "mtgrpo" in frame.f_code.co_filename
+        return count
+
+    messages: list[str] = []
+    for number in range(505):  # conversations of so many turns, one after the other
+        messages = [*messages, "yes", f"and {number}?"] if number % turns else [f"question {number}"]
+        sys.settrace(count if number in (204, 504) else None)
+        try:
+            await asked(of, *messages)
+        finally:
+            sys.settrace(None)
+    assert len(messages) == 2 * turns - 1
+    assert of.counts["exact"] == 505 * (turns - 1) / turns
+    assert 0 < work[504] <= 1.02 * work[204]
+
+
+async def test_no_more_conversations_with_the_engine_are_open_than_are_needed() -> None:
+    engine = ScriptedEngine(lambda key, turn: said("yes"))
+    of = session(engine)
+    for number in range(2 * MAX_CHAINS):
+        await asked(of, f"question {number}")
+    assert [len({key for key, _ in asked}) for asked in (engine.asked[:MAX_CHAINS], engine.asked)] == [MAX_CHAINS] * 2
 
 
 async def test_fields_without_effect_are_counted_or_refused() -> None:

@@ -22,6 +22,7 @@ from mtgrpo.engines.local.scheduler import Scheduler
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.types import Completion, Sampling
+from mtgrpo.weights.source import ModelWeights
 
 STOP = 2
 
@@ -112,7 +113,7 @@ def test_logprobs_equal_a_full_forward_at_every_turn(
 ) -> None:
     model = make_model(dtype)
     sampling = Sampling(temperature=temperature, max_new_tokens=12, stop_ids=[STOP])
-    found = differences(model, play_many(Local().start(model, True, 1024), sampling), temperature)
+    found = differences(model, play_many(Local().start(ModelWeights(model), True, 1024), sampling), temperature)
     assert len(found) > 200
     assert max(found) <= worst
     assert sum(found) / len(found) <= mean
@@ -121,15 +122,17 @@ def test_logprobs_equal_a_full_forward_at_every_turn(
 def test_same_seed_same_digits_however_slow_the_tools_are() -> None:
     sampling = Sampling(max_new_tokens=10, stop_ids=[STOP])
     model = make_model()
-    runs = [play_many(Local().start(model, True, 1024), sampling, delay_seed=seed) for seed in (None, 1, 2)]
+    runs = [
+        play_many(Local().start(ModelWeights(model), True, 1024), sampling, delay_seed=seed) for seed in (None, 1, 2)
+    ]
     assert runs[0] == runs[1] == runs[2]
 
 
 def test_a_conversation_does_not_depend_on_the_others() -> None:
     sampling = Sampling(max_new_tokens=10, stop_ids=[STOP])
     model = make_model(DType.float64)
-    together = play_many(Local().start(model, False, 1024), sampling)
-    engine = Local().start(model, False, 1024)
+    together = play_many(Local().start(ModelWeights(model), False, 1024), sampling)
+    engine = Local().start(ModelWeights(model), False, 1024)
     alone = asyncio.run(converse(engine, Key(7, "train/1", "2", 1), 2, sampling, 4))
     assert [c.tokens for c in together[2 * 3 + 1].completions] == [c.tokens for c in alone.completions]
 
@@ -140,7 +143,7 @@ def test_another_seed_scope_task_sibling_or_turn_gives_other_tokens() -> None:
     keys = [Key(7, "a", "t", 0), Key(8, "a", "t", 0), Key(7, "b", "t", 0), Key(7, "a", "u", 0), Key(7, "a", "t", 1)]
 
     async def run() -> list[Played]:
-        engine = Local().start(model, True, 1024)
+        engine = Local().start(ModelWeights(model), True, 1024)
         return [await converse(engine, key, 0, sampling, 1) for key in keys]
 
     outputs = [tuple(played.completions[0].tokens) for played in asyncio.run(run())]
@@ -152,7 +155,7 @@ def test_greedy_equals_generate() -> None:
     prompt = prompt_of(3)
 
     async def run() -> list[int]:
-        async with Local().start(model, True, 1024).conversation(Key(0, "eval", "t", 0)) as sample:
+        async with Local().start(ModelWeights(model), True, 1024).conversation(Key(0, "eval", "t", 0)) as sample:
             return (await sample(prompt, Sampling(temperature=0, max_new_tokens=20))).tokens
 
     expected = model.generate(
@@ -166,13 +169,13 @@ def test_new_weights_in_mid_conversation_drop_what_was_cached() -> None:
     sampling = Sampling(max_new_tokens=8)
 
     async def run() -> tuple[list[int], Completion]:
-        engine = Local().start(model, True, 1024)
+        engine = Local().start(ModelWeights(model), True, 1024)
         async with engine.conversation(Key(0, "train/1", "t", 0)) as sample:
             first = await sample(prompt_of(1), sampling)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.02)
-            await engine.load_weights(model, 5)
+            await engine.load_weights(ModelWeights(model, 5))
             context = prompt_of(1) + first.tokens + [33, 34]
             return context, await sample(context, sampling)
 
@@ -184,7 +187,7 @@ def test_new_weights_in_mid_conversation_drop_what_was_cached() -> None:
 
 def test_an_error_in_decoding_reaches_every_conversation_and_the_engine_goes_on() -> None:
     model = make_model()
-    engine = Local().start(model, True, 1024)
+    engine = Local().start(ModelWeights(model), True, 1024)
     sampling = Sampling(max_new_tokens=5)
 
     async def ask(sample_index: int, token: int) -> Completion:
@@ -202,7 +205,7 @@ def test_an_error_in_decoding_reaches_every_conversation_and_the_engine_goes_on(
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_an_error_among_more_conversations_than_before_is_survived(deterministic: bool) -> None:
-    engine = Local().start(make_model(), deterministic, 1024)
+    engine = Local().start(ModelWeights(make_model()), deterministic, 1024)
     sampling = Sampling(max_new_tokens=5)
 
     async def ask(sample_index: int, token: int) -> Completion:
@@ -221,7 +224,7 @@ def test_an_error_among_more_conversations_than_before_is_survived(deterministic
 
 
 def test_running_out_of_memory_ends_the_run_with_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Local().start(make_model(), True, 1024)
+    engine = Local().start(ModelWeights(make_model()), True, 1024)
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved ...")
@@ -242,7 +245,7 @@ def test_a_conversation_that_has_not_spoken_yet_survives_the_end_of_another() ->
     sampling = Sampling(max_new_tokens=5)
 
     async def run() -> Completion:
-        engine = Local().start(model, False, 1024)
+        engine = Local().start(ModelWeights(model), False, 1024)
         async with engine.conversation(Key(0, "train/1", "t", 1)) as first:
             await first(prompt_of(1), sampling)
             opened = engine.conversation(Key(0, "train/1", "t", 2))
@@ -267,7 +270,7 @@ def test_siblings_share_a_prompt_of_any_length(length: int) -> None:
             return await sample(prompt, Sampling(max_new_tokens=5))
 
     async def run() -> list[Completion]:
-        engine = Local().start(model, True, 1024)
+        engine = Local().start(ModelWeights(model), True, 1024)
         return list(await asyncio.gather(*(ask(engine, sample_index) for sample_index in range(3))))
 
     for completion in asyncio.run(run()):
@@ -286,7 +289,7 @@ def test_conversations_that_come_and_go_keep_their_own_past() -> None:
             return await converse(engine, Key(7, "train/1", str(number), 0), number, sampling, 1 + number * 7 % 5)
 
     async def run() -> list[Played]:
-        engine = Local().start(model, False, 1024)
+        engine = Local().start(ModelWeights(model), False, 1024)
         return list(await asyncio.gather(*(one(engine, number) for number in range(14))))
 
     assert max(differences(model, asyncio.run(run()), 1.0)) <= 1e-9
@@ -296,7 +299,7 @@ def test_a_conversation_goes_on_after_an_error() -> None:
     model = make_model()
 
     async def run() -> Completion:
-        engine = Local().start(model, True, 1024)
+        engine = Local().start(ModelWeights(model), True, 1024)
         async with engine.conversation(Key(0, "train/1", "t", 0)) as sample:
             with pytest.raises(EngineError):
                 await sample([*prompt_of(1), 10**9], Sampling(max_new_tokens=5))
@@ -313,7 +316,7 @@ def test_a_cancelled_conversation_is_neither_waited_for_nor_played_on(cancelled:
     sampling = Sampling(max_new_tokens=5)
 
     async def run() -> tuple[list[int], Completion]:
-        engine = Local().start(model, True, 1024)
+        engine = Local().start(ModelWeights(model), True, 1024)
         opened = asyncio.Event()
 
         async def leaves() -> None:
@@ -348,7 +351,10 @@ def test_a_cancelled_conversation_is_neither_waited_for_nor_played_on(cancelled:
 def small_engine(model: PreTrainedModel, pages: int, deterministic: bool = True) -> LocalEngine:
     """So small that there is no room for prefixes."""
     return LocalEngine(
-        model, deterministic, KVCache(model, pages * BLOCK_SIZE, pages * BLOCK_SIZE), longest_context=pages * BLOCK_SIZE
+        ModelWeights(model),
+        deterministic,
+        KVCache(model, pages * BLOCK_SIZE, pages * BLOCK_SIZE),
+        longest_context=pages * BLOCK_SIZE,
     )
 
 
@@ -360,13 +366,13 @@ def test_what_is_forgotten_for_lack_of_memory_is_computed_again_exactly(pages: i
     engine = small_engine(model, pages)
     played = play_many(engine, sampling, tasks=5, siblings=3)
     assert max(differences(model, played, 1.0)) <= 1e-9
-    plenty = play_many(Local().start(model, True, 1024), sampling, tasks=5, siblings=3)
+    plenty = play_many(Local().start(ModelWeights(model), True, 1024), sampling, tasks=5, siblings=3)
     tokens = [[c.tokens for c in p.completions] for p in played]
     assert tokens == [[c.tokens for c in p.completions] for p in plenty]
 
 
 def test_every_page_comes_back() -> None:
-    engine = Local().start(make_model(), False, 1024)
+    engine = Local().start(ModelWeights(make_model()), False, 1024)
     pools = (engine._kv_cache.own, engine._kv_cache.prefixes)
     for round_ in range(3):
         play_many(engine, Sampling(max_new_tokens=8, stop_ids=[STOP]), tasks=6, siblings=4, delay_seed=round_)
@@ -377,7 +383,7 @@ def test_every_page_comes_back() -> None:
 def test_memory_does_not_grow_with_the_number_of_conversations() -> None:
     """Blocks are used again before new ones are touched."""
     model = make_model()
-    engine = LocalEngine(model, False, KVCache(model, 2**14, 1024), longest_context=1024)
+    engine = LocalEngine(ModelWeights(model), False, KVCache(model, 2**14, 1024), longest_context=1024)
     places = asyncio.Semaphore(20)
 
     async def one(number: int) -> None:
@@ -404,15 +410,15 @@ def test_a_budget_below_one_conversation_is_refused_with_the_number_that_is_need
     monkeypatch.setattr(local, "memory_bytes", lambda device: 10_000 * token_bytes(model))
     said = r"memory_fraction=0.1 .* of 992 tokens, but one may grow to 1000; set .* at least 0.1024, .* at most 992"
     with pytest.raises(ConfigError, match=said):
-        Local(memory_fraction=0.1).start(model, True, 1000)
-    assert Local(memory_fraction=0.1024).start(model, True, 1000)._kv_cache.own.count * BLOCK_SIZE >= 1000
+        Local(memory_fraction=0.1).start(ModelWeights(model), True, 1000)
+    assert Local(memory_fraction=0.1024).start(ModelWeights(model), True, 1000)._kv_cache.own.count * BLOCK_SIZE >= 1000
     with pytest.raises(ConfigError, match=r"grow to 20000; set environment.max_context_length to at most 992"):
-        Local(memory_fraction=0.1).start(model, True, 20_000)
+        Local(memory_fraction=0.1).start(ModelWeights(model), True, 20_000)
 
 
 def test_a_context_beyond_what_the_engine_was_started_for_is_refused() -> None:
     async def run() -> None:
-        async with Local().start(make_model(), True, 64).conversation(Key(0, "a", "t", 0)) as sample:
+        async with Local().start(ModelWeights(make_model()), True, 64).conversation(Key(0, "a", "t", 0)) as sample:
             await sample([5] * 60, Sampling(max_new_tokens=5))
 
     with pytest.raises(EngineError, match=r"5 tokens after 60 .* at most 64"):
@@ -421,13 +427,13 @@ def test_a_context_beyond_what_the_engine_was_started_for_is_refused() -> None:
 
 def test_a_turn_after_nothing_is_refused() -> None:
     with pytest.raises(EngineError, match="empty context"):
-        asyncio.run(ask(Local().start(make_model(), True, 64), Key(0, "a", "t", 0), [], 5))
+        asyncio.run(ask(Local().start(ModelWeights(make_model()), True, 64), Key(0, "a", "t", 0), [], 5))
 
 
 def test_prefixes_are_forgotten_and_computed_again_too() -> None:
     """A pool of a few prefixes and few pages, with contexts that are rewound and written anew between turns."""
     model = make_model(DType.float64)
-    engine = LocalEngine(model, True, KVCache(model, 2304, 512), longest_context=512)
+    engine = LocalEngine(ModelWeights(model), True, KVCache(model, 2304, 512), longest_context=512)
     assert engine._kv_cache.prefixes.count == 2
 
     async def one(task: int, sample_index: int) -> Played:
@@ -478,7 +484,7 @@ async def ask(engine: LocalEngine, key: Key, tokens: list[int], new: int) -> lis
 
 def test_siblings_compute_their_prompt_once_and_a_turn_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = count_tokens(monkeypatch)
-    engine = Local().start(make_model(), True, 1024)
+    engine = Local().start(ModelWeights(make_model()), True, 1024)
     prompt = list(range(20, 170))
 
     async def two_turns(sample_index: int) -> None:
@@ -496,7 +502,7 @@ def test_siblings_compute_their_prompt_once_and_a_turn_only_what_is_new(monkeypa
 def test_different_prompts_share_what_they_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = count_tokens(monkeypatch)
     model = make_model()
-    engine = Local().start(model, True, 1024)
+    engine = Local().start(ModelWeights(model), True, 1024)
     prompts = [[*range(20, 120), *range(300 + i, 310 + 2 * i)] for i in range(4)] + [list(range(500, 540))]
 
     async def run() -> list[list[int]]:
@@ -505,7 +511,8 @@ def test_different_prompts_share_what_they_begin_with(monkeypatch: pytest.Monkey
     together = asyncio.run(run())
     assert counts[0] == 100 + sum(len(p) - 100 for p in prompts[:4]) + 40
     alone = [
-        asyncio.run(ask(Local().start(model, True, 1024), Key(0, "a", str(i), 0), p, 2)) for i, p in enumerate(prompts)
+        asyncio.run(ask(Local().start(ModelWeights(model), True, 1024), Key(0, "a", str(i), 0), p, 2))
+        for i, p in enumerate(prompts)
     ]
     assert together == alone
 
@@ -518,7 +525,7 @@ def test_worked_examples_before_many_prompts_are_computed_once(leaves: bool, mon
     """
     counts = count_tokens(monkeypatch)
     model = make_model(DType.float64)
-    engine = Local().start(model, True, 1024)
+    engine = Local().start(ModelWeights(model), True, 1024)
     examples = [20 + i * 7 % 900 for i in range(600)]
     prompts = [[*examples, *(30 + task + i for i in range(20 + task))] for task in range(4)]
 
@@ -544,7 +551,7 @@ def test_worked_examples_before_many_prompts_are_computed_once(leaves: bool, mon
 
 def test_a_sibling_that_comes_later_finds_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = count_tokens(monkeypatch)
-    engine = Local().start(make_model(), False, 1024)
+    engine = Local().start(ModelWeights(make_model()), False, 1024)
     prompt = list(range(20, 120))
 
     async def run() -> None:
@@ -565,7 +572,7 @@ def test_siblings_share_their_prompt_also_when_they_do_not_come_at_once(
 ) -> None:
     """Few places, several prompts with a short common beginning, and a conversation that has a prompt for itself."""
     counts = count_tokens(monkeypatch)
-    engine = Local().start(make_model(), deterministic, 1024)
+    engine = Local().start(ModelWeights(make_model()), deterministic, 1024)
     places = asyncio.Semaphore(3)
     prompts = [[*range(20, 60), *(60 + task * 100 + i for i in range(90))] for task in range(4)]
 
@@ -583,7 +590,7 @@ def test_siblings_share_their_prompt_also_when_they_do_not_come_at_once(
 
 def test_one_conversation_before_a_group_does_not_part_it(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = count_tokens(monkeypatch)
-    engine = Local().start(make_model(), True, 1024)
+    engine = Local().start(ModelWeights(make_model()), True, 1024)
     first, second = [*range(20, 60), *range(100, 300)], [*range(20, 60), *range(400, 600)]
 
     async def run() -> None:
@@ -599,7 +606,7 @@ def test_long_prompts_are_computed_in_parts_beside_decoding(monkeypatch: pytest.
     counts = count_tokens(monkeypatch)
     monkeypatch.setitem(scheduler.MAX_PREFILL_TOKENS, "cpu", 50)
     model = make_model(DType.float64)
-    engine = Local().start(model, False, 1024)
+    engine = Local().start(ModelWeights(model), False, 1024)
 
     async def run() -> list[Played]:
         short = asyncio.create_task(converse(engine, Key(7, "a", "2", 0), 2, Sampling(max_new_tokens=30), 1))
@@ -625,14 +632,14 @@ def test_long_prefill_is_computed_some_queries_after_others(monkeypatch: pytest.
     monkeypatch.setattr(paged_attention, "FEW", 10**9)
     monkeypatch.setattr(paged_attention, "SCORES", 4000)
     model = make_model(DType.float64)
-    found = play_many(Local().start(model, True, 1024), Sampling(max_new_tokens=12, stop_ids=[STOP]))
+    found = play_many(Local().start(ModelWeights(model), True, 1024), Sampling(max_new_tokens=12, stop_ids=[STOP]))
     assert max(differences(model, found, 1.0)) <= 1e-9
 
 
 def test_requests_that_wait_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at every step: comparing long contexts takes longer than to decode."""
     model = make_model()
-    engine = LocalEngine(model, False, KVCache(model, 160, 64), longest_context=64)
+    engine = LocalEngine(ModelWeights(model), False, KVCache(model, 160, 64), longest_context=64)
     looked: list[int] = []
     share, step = Scheduler._share, LocalEngine._step
     steps: list[int] = []
@@ -653,7 +660,7 @@ def test_a_conversation_begins_when_there_is_room_for_it(deterministic: bool, mo
     """Eight conversations of four turns, blocks for three: those that have begun keep what is cached of them."""
     counts = count_tokens(monkeypatch)
     model = make_model()
-    engine = LocalEngine(model, deterministic, KVCache(model, 3 * 192, 180), longest_context=180)
+    engine = LocalEngine(ModelWeights(model), deterministic, KVCache(model, 3 * 192, 180), longest_context=180)
     delays = random.Random(0)
 
     async def one(number: int) -> int:
@@ -680,7 +687,7 @@ def test_three_updates_in_the_middle_of_conversations() -> None:
     model = make_model(DType.float64)
 
     async def run() -> float:
-        engine = Local().start(model, True, 1024)
+        engine = Local().start(ModelWeights(model), True, 1024)
         worst = 0.0
         async with engine.conversation(Key(0, "a", "t", 0)) as one, engine.conversation(Key(0, "a", "t", 1)) as other:
             contexts = [prompt_of(3), prompt_of(3)]
@@ -696,7 +703,7 @@ def test_three_updates_in_the_middle_of_conversations() -> None:
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.mul_(1.01)
-                await engine.load_weights(model, version)
+                await engine.load_weights(ModelWeights(model, version))
         return worst
 
     assert asyncio.run(run()) <= 1e-9
@@ -704,11 +711,12 @@ def test_three_updates_in_the_middle_of_conversations() -> None:
 
 def test_weights_that_change_unannounced_are_noticed() -> None:
     """As those of a warm start, which counts no versions."""
-    model = make_model()
-    engine = Local().start(model, True, 1024)
+    model, changes = make_model(), [0]
+    engine = Local().start(ModelWeights(model, 0, lambda: changes[0]), True, 1024)
     asyncio.run(ask(engine, Key(0, "a", "t", 0), prompt_of(1), 3))
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(0.5)
+    changes[0] += 1
     played = play_many(engine, Sampling(max_new_tokens=6))
     assert max(differences(model, played, 1.0)) <= 5e-4
 
@@ -716,10 +724,10 @@ def test_weights_that_change_unannounced_are_noticed() -> None:
 @pytest.mark.parametrize("scale", [0.5, float("nan")])
 def test_fused_decoding_that_has_gone_wrong_gives_way_to_the_models_own_modules(scale: float) -> None:
     model = make_model()
-    engine = Local().start(model, True, 1024)
+    engine = Local().start(ModelWeights(model), True, 1024)
     engine.notes.clear()
-    engine._forward._fused._layers[0].scale = scale  # type: ignore[union-attr]
-    asyncio.run(engine.load_weights(model, 1))
+    engine._forward.fused._layers[0].scale = scale  # type: ignore[union-attr]
+    asyncio.run(engine.load_weights(ModelWeights(model, 1)))
     played = play_many(engine, Sampling(max_new_tokens=6))
     assert not engine._forward.fused
     assert "fused decoding differs" in engine.notes[0]
@@ -731,11 +739,11 @@ def test_tokens_on_which_a_model_was_never_trained_do_not_condemn_it() -> None:
     model = make_model()
     with torch.no_grad():
         model.get_input_embeddings().weight[1:9].mul_(1e6)
-    engine = Local().start(model, True, 1024)
+    engine = Local().start(ModelWeights(model), True, 1024)
     for version in range(1, 4):
         with torch.no_grad():
             model.get_input_embeddings().weight[9:].mul_(1.01)
-        asyncio.run(engine.load_weights(model, version))
+        asyncio.run(engine.load_weights(ModelWeights(model, version)))
         asyncio.run(ask(engine, Key(0, "a", "t", 0), prompt_of(1), 3))
     assert engine._forward.fused
     assert len(engine.notes) == 1
@@ -751,7 +759,7 @@ def test_a_cache_that_is_wrong_is_found_at_the_start(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(BatchPlanner, "plan", shifted)
     with pytest.raises(ConfigError, match=r"differ from the model's own forward pass by .* nats"):
-        Local().start(make_model(), True, 1024)
+        Local().start(ModelWeights(make_model()), True, 1024)
 
 
 def test_models_that_the_fused_path_does_not_know_sample_through_their_own_forward(
@@ -759,11 +767,11 @@ def test_models_that_the_fused_path_does_not_know_sample_through_their_own_forwa
 ) -> None:
     model = make_model(DType.float64)
     sampling = Sampling(max_new_tokens=12, stop_ids=[STOP])
-    fused = Local().start(model, True, 1024)
+    fused = Local().start(ModelWeights(model), True, 1024)
     monkeypatch.setattr("mtgrpo.engines.local.decoder._like_llama", lambda model: False)
-    own = Local().start(model, True, 1024)
-    assert fused._forward._fused
-    assert not own._forward._fused
+    own = Local().start(ModelWeights(model), True, 1024)
+    assert fused._forward.fused
+    assert not own._forward.fused
     played = play_many(own, sampling)
     assert max(differences(model, played, 1.0)) <= 1e-9
     assert [[c.tokens for c in p.completions] for p in played] == [
@@ -775,21 +783,21 @@ def test_models_that_the_fused_path_does_not_know_sample_through_their_own_forwa
 
 
 def test_weights_of_another_model_are_refused() -> None:
-    engine = Local().start(make_model(), True, 1024)
+    engine = Local().start(ModelWeights(make_model()), True, 1024)
     with pytest.raises(EngineError, match="samples from the model it was started with"):
-        asyncio.run(engine.load_weights(make_model(seed=1), 1))
+        asyncio.run(engine.load_weights(ModelWeights(make_model(seed=1), 1)))
     assert engine.version == 0
 
 
 def test_loading_weights_resets_the_cache_and_is_measured() -> None:
     model = make_model()
-    engine = Local().start(model, True, 1024)
+    engine = Local().start(ModelWeights(model), True, 1024)
 
     async def run() -> tuple[int, int]:
         async with engine.conversation(Key(0, "a", "t", 0)) as sample:
             await sample(prompt_of(1), Sampling(max_new_tokens=4))
             before = engine._kv_cache.own.free
-            await engine.load_weights(model, 3)
+            await engine.load_weights(ModelWeights(model, 3))
             return before, engine._kv_cache.own.free
 
     before, after = asyncio.run(run())
@@ -804,7 +812,7 @@ def test_nothing_is_sampled_until_it_goes_on(method: str) -> None:
     model, sampling = make_model(DType.float64), Sampling(max_new_tokens=30)
 
     async def run(stop: bool) -> tuple[list[Completion], list[int]]:
-        engine, lengths = Local().start(model, True, 1024), []
+        engine, lengths = Local().start(ModelWeights(model), True, 1024), []
         async with engine.conversation(Key(0, "a", "t", 0)) as sample:
             asked = asyncio.create_task(sample(prompt_of(1), sampling))
             while not any(request.logprobs for request in engine._scheduler.requests):
@@ -830,7 +838,7 @@ def test_a_night_changes_no_digit() -> None:
     model, sampling = make_model(), Sampling(max_new_tokens=8, stop_ids=[STOP])
     found: list[list[Played]] = []
     for nights in (0, 2):
-        engine = Local().start(model, True, 1024)
+        engine = Local().start(ModelWeights(model), True, 1024)
         play_many(engine, sampling)
         for _ in range(nights):
             asyncio.run(engine.sleep())
@@ -840,7 +848,7 @@ def test_a_night_changes_no_digit() -> None:
 
 
 def test_a_closed_engine_answers_nobody() -> None:
-    engine = Local().start(make_model(), False, 1024)
+    engine = Local().start(ModelWeights(make_model()), False, 1024)
 
     async def run() -> None:
         async with engine.conversation(Key(0, "a", "t", 0)) as sample:
@@ -872,7 +880,7 @@ def test_a_turn_that_takes_too_long_is_given_up_and_the_conversation_can_go_on()
     prompt = prompt_of(1)
 
     async def run() -> tuple[Completion, int]:
-        engine = Local().start(model, False, 1024)
+        engine = Local().start(ModelWeights(model), False, 1024)
         async with engine.conversation(Key(0, "a", "t", 0)) as sample:
             with pytest.raises(TimeoutError, match=r"sampling\.timeout_s=0\.05"):
                 await sample(prompt, Sampling(max_new_tokens=900, timeout_s=0.05))
@@ -897,7 +905,7 @@ def test_requests_with_settings_of_their_own_decode_together() -> None:
             return await sample(prompt, settings[number])
 
     async def run(numbers: list[int]) -> list[Completion]:
-        engine = Local().start(model, True, 1024)
+        engine = Local().start(ModelWeights(model), True, 1024)
         return await asyncio.gather(*(one(engine, number) for number in numbers))
 
     together = asyncio.run(run([0, 1, 2, 3]))
@@ -913,7 +921,7 @@ def test_attention_mass_is_that_of_the_models_own_attention() -> None:
     model = make_model()
     tokens = [20 + i * 7 % 900 for i in range(50)]
     spans = [(0, 10), (10, 33), (33, 50), (12, 12)]
-    found = asyncio.run(Local().start(model, True, 1024).attend(tokens, spans))
+    found = asyncio.run(Local().start(ModelWeights(model), True, 1024).attend(tokens, spans))
     model.set_attn_implementation("eager")
     with torch.no_grad():
         layers = model(torch.tensor([tokens]), output_attentions=True).attentions
@@ -924,4 +932,4 @@ def test_attention_mass_is_that_of_the_models_own_attention() -> None:
 
 def test_attention_to_what_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"span \[3, 9\) does not lie in the 5 tokens"):
-        asyncio.run(Local().start(make_model(), True, 1024).attend([1, 2, 3, 4, 5], [(3, 9)]))
+        asyncio.run(Local().start(ModelWeights(make_model()), True, 1024).attend([1, 2, 3, 4, 5], [(3, 9)]))

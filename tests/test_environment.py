@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from mtgrpo import extension
 from mtgrpo.environments import Environment, Reply
 from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.environments.tool_use import OnOutage, OutageError, ToolUse
 from mtgrpo.errors import ConfigError
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext, extension
 from mtgrpo.types import Message, Task, ToolCall
 
 TASK = Task("task/1", (Message("system", "Use tools."), Message("user", "What is 2 + 2?")), answer="4")

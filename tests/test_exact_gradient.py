@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtgrpo.advantages import AdvantageEstimator, Level
+from mtgrpo.advantages import AdvantageEstimator
 from mtgrpo.advantages.gae import GAE
 from mtgrpo.advantages.return_to_go import ReturnToGo
-from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.advantages.rewards import Level, Rewards
 from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.algorithms import Algorithm, Tokens
 from mtgrpo.algorithms.cispo import CISPO

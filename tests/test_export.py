@@ -9,10 +9,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from mtgrpo import checkpoint, cli, export
+from mtgrpo import cli
+from mtgrpo.commands import export
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.settings import LoRA, ModelSettings
+from mtgrpo.weights import checkpoint
 from saving import save_model
 
 IDS = torch.tensor([[5, 9, 200, 31, 77]])
@@ -31,8 +33,8 @@ def saved(folder: Path, rank: int = 0, value_head: bool = False) -> tuple[Path, 
         for name, weight in model.named_parameters():
             if weight.requires_grad and "value" not in name:
                 weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    copied = checkpoint.snapshot(20, model, {"a": torch.ones(2)}, STATE)
-    path = checkpoint.write(folder, copied, model, checkpoint.tokenizer_files(load_tokenizer("tiny")))
+    copied = checkpoint.ModelSnapshot(model, {"a": torch.ones(2)})
+    path = checkpoint.write(folder, 20, copied, STATE, checkpoint.tokenizer_files(load_tokenizer("tiny")))
     return path, logits(model)
 
 
@@ -88,7 +90,7 @@ def test_the_card_has_what_a_run_measured_after_its_last_checkpoint(tmp_path: Pa
 )
 def test_the_state_of_no_run_is_refused(state: dict[str, object], tmp_path: Path) -> None:
     model = load_model(ModelSettings("tiny"), 0)
-    path = checkpoint.write(tmp_path, checkpoint.snapshot(20, model, {}, state), model, {})
+    path = checkpoint.write(tmp_path, 20, checkpoint.ModelSnapshot(model, {}), state, {})
     with pytest.raises(ConfigError, match=r"its state\.json is not that of a run"):
         export.main([str(path), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

@@ -13,14 +13,14 @@ from mtgrpo.config.compose import preset
 from mtgrpo.config.recipe import recipes
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.evaluation.findings import EvaluationGroups, Findings, control, table
+from mtgrpo.evaluation.statistics import wilson
 from mtgrpo.record.tables import open_rows
 from mtgrpo.record.trajectories import fine_tuning, record
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.stages.collect import run_collection
 from mtgrpo.stages.evaluate import run_evaluation
-from mtgrpo.stages.findings import Findings, Played, control, table
 from mtgrpo.stages.run import check
-from mtgrpo.statistics import wilson
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations
 from mtgrpo.types import CallRecord, Finish, Group, Message, Status, Task, ToolCall, ToolSpec, Trajectory, Turn
@@ -53,7 +53,7 @@ def test_an_evaluation_finds_the_numbers_of_its_formulas() -> None:
     ]
     groups[2].trajectories.append(trajectory(groups[2].task, "#### 1", status=Status.FAILED))
     greedy = [group(0, "#### 1", ["#### 1"]), group(1, "#### 1", ["#### 2"])]  # of the third task it failed
-    found = Findings.of(Played(groups, greedy), Numeric())
+    found = Findings.of(EvaluationGroups(groups, greedy), Numeric())
     assert (found.tasks, found.samples) == (3, 4)
     assert found.shares["success"].mean == pytest.approx(4 / 12)
     assert found.shares["pass@2"].mean == pytest.approx((5 / 6 + 1 / 2 + 1 / 2) / 3)  # 1 - C(n - c, 2) / C(4, 2)
@@ -78,9 +78,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that can be named: the built-in one, untrained."""
     folder = tmp_path_factory.mktemp("base")
     run_evaluation(preset("calculator", *SMALL), folder / "first")
-    from mtgrpo.checkpoint import tokenizer_files  # noqa: PLC0415
     from mtgrpo.model.load import load_model, load_tokenizer, save_weights, saved_weights  # noqa: PLC0415
     from mtgrpo.model.settings import ModelSettings  # noqa: PLC0415
+    from mtgrpo.weights.checkpoint import tokenizer_files  # noqa: PLC0415
 
     model = load_model(ModelSettings("tiny"), seed=0).cpu()
     (folder / "model").mkdir()
@@ -124,10 +124,10 @@ def test_several_sets_and_a_control_without_tools_are_measured_in_one_evaluation
 def test_tools_are_compared_with_none_task_by_task() -> None:
     with_tools = [group(n, "1", ["1", "1"]) for n in range(8)]
     without = [group(n, "1", ["0", "0"]) for n in range(8)]
-    found = control({"": Played(with_tools, []), "no_tools": Played(without, [])}, 1.0)
+    found = control({"": EvaluationGroups(with_tools, []), "no_tools": EvaluationGroups(without, [])}, 1.0)
     assert found is not None and found.difference.mean == 1.0 and found.p_value == 2 / 2**8
     assert str(found).startswith("+100.0 points (") and str(found).endswith(", p = 0.0078")
-    assert control({"": Played(with_tools, [])}, 1.0) is None
+    assert control({"": EvaluationGroups(with_tools, [])}, 1.0) is None
 
 
 @pytest.mark.parametrize(
@@ -211,6 +211,10 @@ def test_an_evaluation_that_was_ended_goes_on_with_what_it_has(base: Path, tmp_p
         record = tmp_path / "run" / "journal.json"
         record.write_text(json.dumps({**json.loads(record.read_text()), "eval.tasks": "9"}))
         run_evaluation(preset("calculator", *words), tmp_path / "run")
+    for strange in ("[]", "9", "{", '{"seed": []}'):
+        record.write_text(strange)
+        with pytest.raises(ConfigError, match=r"journal\.json does not say with which settings"):
+            run_evaluation(preset("calculator", *words), tmp_path / "run")
 
 
 def test_tasks_of_one_id_are_told_apart(base: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from mtgrpo.batch.forest import Batch, Forest, build_batch, build_forest
 from mtgrpo.errors import RunError
+from mtgrpo.policy.guard import check_provenance
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 TOKENS = st.lists(st.integers(0, 2), max_size=7)  # few different tokens: much is shared
@@ -167,6 +169,22 @@ def test_entries_are_the_sampled_tokens_after_their_whole_context(trajectories: 
         trajectory.context(i) + one.output for trajectory in trajectories for i, one in enumerate(trajectory.turns)
     ]
     assert trie(batch.forest.paths()) == trie(whole)
+
+
+@given(trajectories())
+def test_what_was_sampled_is_found_in_the_batch(trajectories: list[Trajectory]) -> None:
+    """Also after turns that sampled nothing, by turns that add nothing to their context."""
+    check_provenance(build_batch(trajectories), trajectories)
+
+
+def test_an_auxiliary_turn_without_tokens_is_trained_with_the_rest() -> None:
+    empty = replace(turn([], [], 0), auxiliary=True)
+    trajectory = Trajectory(TASK, turns=[turn([1, 2], [3, 4], -1), empty, turn([], [5], 1), turn([], [6], 2)])
+    batch = build_batch([trajectory])
+    check_provenance(batch, [trajectory])
+    swapped = replace(batch, node=batch.node.flip(0))
+    with pytest.raises(RunError, match="is not that of a sampled token"):
+        check_provenance(swapped, [trajectory])
 
 
 def test_chains_that_take_turns_keep_a_row_each_and_a_branch_begins_another() -> None:

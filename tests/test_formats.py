@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -21,8 +22,23 @@ json_values = st.recursive(
 json_calls = st.lists(
     st.builds(ToolCall, names, st.dictionaries(st.text(max_size=6), json_values, max_size=3)), max_size=3
 )
-line = st.text(alphabet=st.characters(blacklist_characters="<>", blacklist_categories=["Cs"]), max_size=8)
-text_calls = st.lists(st.builds(ToolCall, names, st.dictionaries(names, line, max_size=3)), min_size=1, max_size=3)
+tag_like = [
+    "<tool_call>",
+    "</tool_call>",
+    "<function=f>",
+    "</function>",
+    "<parameter=a>",
+    "</parameter>",
+    "\n",
+    "  ",
+    "x",
+]
+text_values = st.text(alphabet=st.characters(blacklist_categories=["Cs"]), max_size=8) | st.lists(
+    st.sampled_from(tag_like), max_size=6
+).map("".join).filter(lambda text: not re.search(r"</parameter>\s*<(parameter=|/function|/?tool_call)", text))
+text_calls = st.lists(
+    st.builds(ToolCall, names, st.dictionaries(names, text_values, max_size=3)), min_size=1, max_size=3
+)
 
 
 @pytest.mark.parametrize("form", [Hermes(), LlamaJson()], ids=lambda form: form.name)
@@ -45,6 +61,35 @@ def test_xml_values_have_the_types_of_the_schema() -> None:
     assert XmlTags().parse(XmlTags().write([wrong]), schemas).calls == (wrong,), "left to the tool to refuse"
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "boolean"}, "True", True),  # as the templates of Qwen 3.5 and Nemotron 3 write them
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": "string"}, "True", "True"),
+        ({"type": ["string", "null"]}, "5", "5"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, '"5"', '"5"'),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
+        ({"anyOf": [{"type": "string"}, {"type": "number"}]}, "5", 5),
+        ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/Nowhere/x"}, "1", "1"),
+        ({"$ref": "#/$defs/Loop"}, "1", "1"),
+        (True, "5", "5"),
+        ({}, "5", "5"),
+        ({"type": "object"}, "  no JSON ", "  no JSON "),
+    ],
+)
+def test_an_xml_value_is_what_its_schema_allows(schema: Any, text: str, value: Any) -> None:
+    parameters = {
+        "properties": {"a": schema},
+        "$defs": {"Point": {"type": "object"}, "Loop": {"$ref": "#/$defs/Loop"}},
+    }
+    written = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = XmlTags().parse(written, {"f": parameters}).calls
+    assert repr(call.arguments["a"]) == repr(value)
+
+
 def test_tags_inside_strings_do_not_end_a_call() -> None:
     call = ToolCall("say", {"text": '</tool_call> <tool_call> "quoted" \n'})
     assert Hermes().parse("Now: " + Hermes().write([call, call]), {}) == Parsed("Now: ", (call, call))
@@ -56,11 +101,25 @@ def test_text_around_calls_is_content() -> None:
     assert Hermes().parse(text, {}) == Parsed("before\n between  after", (one, two))
 
 
-def test_llama_json_only_reads_whole_messages_that_begin_a_call() -> None:
+def test_llama_json_reads_calls_after_lines_of_text() -> None:
+    one, two = ToolCall("f", {"a": "x;\n{"}), ToolCall("g", {})
+    for between in ("", "<|python_tag|>"):
+        text = f"Now both:\n{between}{LlamaJson().write([one, two])}"
+        assert LlamaJson().parse(text, {}) == Parsed("Now both:\n", (one, two))
+    assert "not valid JSON" in LlamaJson().parse('Now:\n{"name": "f", "parameters": {', {}).error
+
+
+def test_llama_json_reads_a_call_where_a_line_begins_with_one() -> None:
     call = ToolCall("f", {"a": 1})
     for text in ('{"name": "f", "parameters": {"a": 1}}', ' <|python_tag|>{"name": "f", "arguments": {"a": 1}} \n'):
         assert LlamaJson().parse(text, {}) == Parsed("", (call,))
-    for text in ('{"answer": 42}', "The answer is {42}.", 'I say {"name": "f", "parameters": {}}', ""):
+    for text in (
+        '{"answer": 42}',
+        "The answer is {42}.",
+        'I say {"name": "f", "parameters": {}}',
+        "",
+        'I:\n{"name": 1}',
+    ):
         assert LlamaJson().parse(text, {}) == Parsed(text)
 
 
@@ -91,6 +150,13 @@ def test_llama_json_only_reads_whole_messages_that_begin_a_call() -> None:
         ("xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter> is not closed"),
         ("xml", "<tool_call><function=f>", "</function> is missing"),
         ("xml", "<tool_call><function=f></function>", "</tool_call> is missing"),
+        ("xml", "<tool_call><function=f><parameter=a>1</parameter></tool_call>", "</function> is missing"),
+        (
+            "xml",
+            "<tool_call><function=f><parameter=a>1</parameter> and</function></tool_call>",
+            "</function> is missing",
+        ),
+        ("xml", 2 * "<tool_call><function=f><parameter=a>1</parameter></function>", "</tool_call> is missing"),
     ],
 )
 def test_errors_are_said(name: str, text: str, error: str) -> None:
@@ -133,6 +199,10 @@ def test_any_text_can_be_parsed(form: ToolFormat, text: str) -> None:
         ("<think>a</think>answer", True, ("a", "answer", "")),
         ("a</think>answer <think>", True, ("a", "answer <think>", "")),
         ("first <think>a</think>answer", False, ("a", "first answer", "")),
+        ('<tool_call>{"a": "<think>"}', False, ("", '<tool_call>{"a": "<think>"}', "")),
+        ('{"name": "f", "parameters": "</think>"}', False, ("", '{"name": "f", "parameters": "</think>"}', "")),
+        ("a</think><tool_call><think>", True, ("a", "<tool_call><think>", "")),
+        ("<think><tool_call></think>answer", False, ("<tool_call>", "answer", "")),
         ("<think>a", False, ("a", "", "<think> is not closed")),
         ("a", True, ("a", "", "<think> is not closed")),
     ],

@@ -10,12 +10,12 @@ import pytest
 from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.environments.function_calls import FunctionCalls as Offered
 from mtgrpo.errors import ConfigError
+from mtgrpo.integrations.bfcl import BFCL
 from mtgrpo.model.tiny import load_tokenizer
 from mtgrpo.rewards import Score
 from mtgrpo.rewards.evidence import Evidence
 from mtgrpo.rewards.function_calls import FunctionCalls
 from mtgrpo.tasks import Split
-from mtgrpo.tasks.bfcl import BFCL
 from mtgrpo.types import Finish, Message, Task, ToolCall, Trajectory, Turn
 
 PROPERTIES = {

@@ -14,11 +14,11 @@ import pytest
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.guess_number import GuessNumber
-from mtgrpo.environments.gymnasium import Gymnasium
-from mtgrpo.environments.skyrl_gym import SkyRLGym
-from mtgrpo.environments.textarena import TextArena
 from mtgrpo.environments.user_simulator import UserSimulator
 from mtgrpo.errors import ConfigError
+from mtgrpo.integrations.gymnasium import Gymnasium
+from mtgrpo.integrations.skyrl_gym import SkyRLGym
+from mtgrpo.integrations.textarena import TextArena
 from mtgrpo.tasks import Columns, Split, task_from_row
 from mtgrpo.tasks.game import Game
 from mtgrpo.tasks.guess_number import GuessNumber as Numbers

@@ -12,17 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtgrpo.advantages import AdvantageEstimator, Level
+from mtgrpo.advantages import AdvantageEstimator
 from mtgrpo.advantages.gae import GAE
 from mtgrpo.advantages.gigpo import GiGPO
 from mtgrpo.advantages.return_to_go import ReturnToGo
-from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.advantages.rewards import Level, Rewards
 from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.algorithms import Algorithm, Tokens
 from mtgrpo.algorithms.average import Average, Membership, token_weights
-from mtgrpo.algorithms.baseline import whitened
 from mtgrpo.algorithms.cispo import CISPO
-from mtgrpo.algorithms.correction import Correction, Reject, Weight, interpolated
+from mtgrpo.algorithms.correction import Correction, Reject, Weight, interpolate
 from mtgrpo.algorithms.dapo import DAPO
 from mtgrpo.algorithms.dppo import DPPO
 from mtgrpo.algorithms.dr_grpo import DrGRPO
@@ -31,7 +30,7 @@ from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.gspo import GSPO
 from mtgrpo.algorithms.kl import KL, Estimator, estimate
 from mtgrpo.algorithms.ppo import PPO
-from mtgrpo.algorithms.reinforce_pp import ReinforcePP
+from mtgrpo.algorithms.reinforce_pp import ReinforcePP, whiten
 from mtgrpo.algorithms.rloo import RLOO
 from mtgrpo.algorithms.sapo import SAPO
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
@@ -221,7 +220,7 @@ def reinforce_pp(golden: Golden, inputs: Values, outputs: Values) -> tuple[Found
     credit = ReturnToGo(level=Level.token, gamma=golden.settings["gamma"])
     sampled, paid, _ = per_step(credit, inputs)
     returns = credit.assign(paid, ReinforcePP()).advantage
-    found = {"returns": returns, "advantage": whitened(returns)}
+    found = {"returns": returns, "advantage": whiten(returns)}
     wanted = {name: double(values)[sampled] for name, values in outputs.items()}
     return {name: found[name] for name in wanted}, wanted
 
@@ -355,7 +354,7 @@ def adaptive(golden: Golden, inputs: Values, outputs: Values) -> tuple[Found, Fo
     found: list[float] = []
     for measured, steps in zip(inputs["kl"], inputs["steps"], strict=True):
         kl = KL(coef, target=golden.settings["target"], adaptation=steps / golden.settings["horizon"])
-        coef = kl.adapted(coef, measured)
+        coef = kl.adapt(coef, measured)
         found.append(coef)
     return {"coef": double(found)}, {"coef": double(outputs["coef"])}
 
@@ -397,7 +396,7 @@ def weighted(golden: Golden, inputs: Values, outputs: Values) -> tuple[Found, Fo
 
 
 def a3po(golden: Golden, inputs: Values, outputs: Values) -> tuple[Found, Found]:
-    found = interpolated(
+    found = interpolate(
         double(inputs["behaviour_logp"]),
         double(inputs["logp"]),
         torch.tensor(inputs["version"]),

@@ -22,6 +22,7 @@ from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import Kind, OptimizerSettings
 from mtgrpo.policy.step import Metrics, Policy
 from mtgrpo.types import Finish, Message, Sampling, Task, Trajectory, Turn
+from mtgrpo.weights.source import ModelWeights
 from test_policy import PLAYED
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +59,7 @@ def test_training_in_16_bits(dtype: DType, offload: bool) -> None:
 def test_the_engine_samples_what_the_model_says(dtype: DType) -> None:
     """Also after it slept, and with top-p; its start compares the whole pass with the model's own."""
     model = load_model(ModelSettings("tiny", dtype), 0)
-    engine = Local(0.001).start(model, False, 256)
+    engine = Local(0.001).start(ModelWeights(model), False, 256)
     prompt = list(range(100, 170))
 
     async def ask(number: int, top_p: float) -> list[float]:

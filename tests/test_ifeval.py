@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import nltk
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.extension import load_file
-from mtgrpo.rewards.ifeval import CHECKS, IFEval, Level, count_sentences, followed, recognised_language
+from mtgrpo.integrations.ifeval import reward as module
+from mtgrpo.integrations.ifeval.reward import CHECKS, IFEval, Level, followed, recognised_language
+from mtgrpo.parts.extension import load_file
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 GOLDEN: Any = load_file(Path(__file__).parent / "goldens" / "lm_eval" / "ifeval.py")
+
+SENTENCES = "length_constraints:number_sentences"
 
 # One instruction of each kind, a text that follows it and one that does not quite.
 KINDS = [
@@ -58,8 +63,8 @@ KINDS = [
     (
         "change_case:capital_word_frequency",
         {"capital_frequency": 3, "capital_relation": "at least"},
-        "NO, I said: DON'T!",
-        "NO, said Ann: DON'T",
+        "NO, I said: STOP!",
+        "NO, said Ann: STOP",
     ),
     ("change_case:english_capital", {}, "THIS IS THE END OF THE STORY.", "THIS IS THE END OF THE STORy."),
     ("change_case:english_lowercase", {}, "this is the end of the story.", "das ist das ende der geschichte."),
@@ -98,21 +103,42 @@ def test_a_prompt_is_followed_whole_or_in_part() -> None:
         assert IFEval(level=Level.instruction).reward(said(task, text)) == share
 
 
-def test_the_verdicts_are_those_of_lm_eval(data_folder: Path) -> None:
+def test_the_verdicts_are_those_of_lm_eval(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them but one of a sentence, which NLTK's model tells apart otherwise than our rule, as the note says."""
+    monkeypatch.setattr(module, "_punkt", lambda: None)
     verdicts: dict[str, list[str]] = json.loads(GOLDEN.FILE.read_text())["verdicts"]
     outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    compared = 0
+    other: Counter[str] = Counter()
     for row in GOLDEN.read(data_folder):
         task = Task(str(row["key"]), (Message("user", row["prompt"]),), metadata=row)
         kept = [followed(task, text) for text in GOLDEN.answers(row)]
         for nth, at in enumerate(GOLDEN.covered(row)):
-            ours = "".join("01"[one[at]] for one in kept)
-            assert ours == verdicts[task.id][nth], (task.id, row["instruction_id_list"][at])
-            outcomes[row["instruction_id_list"][at]].update(ours)
-            compared += 1
-    assert compared == 755
-    assert set(outcomes) == set(CHECKS) - GOLDEN.UNSEEN
+            ours, kind = "".join("01"[one[at]] for one in kept), row["instruction_id_list"][at]
+            other[kind] += sum(one != theirs for one, theirs in zip(ours, verdicts[task.id][nth], strict=True))
+            outcomes[kind].update(ours)
+    assert +other == {SENTENCES: 1}
+    assert outcomes[SENTENCES].total() == 416 and "1 of 416 answers" in IFEval().note(False)
+    assert sum(seen.total() for seen in outcomes.values()) == 8 * 832
+    assert set(outcomes) == set(CHECKS)
     assert all(len(seen) == 2 for seen in outcomes.values())
+
+
+def test_sentences_are_told_apart_by_the_model_of_nltk_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    module._punkt.cache_clear()
+    text, at_least_two = "It takes approx. Two days.", asked((SENTENCES, {"num_sentences": 2, "relation": "at least"}))
+    assert followed(at_least_two, text) == [True]
+    assert "python -m nltk.downloader punkt_tab" in IFEval().note(False)
+    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
+    folder.mkdir(parents=True)
+    for name in ("collocations.tab", "sent_starters.txt", "ortho_context.tab"):
+        (folder / name).write_text("")
+    (folder / "abbrev_types.txt").write_text("approx\n")
+    module._punkt.cache_clear()
+    assert followed(at_least_two, text) == [False] and not IFEval().note(False)
+    module._punkt.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -124,22 +150,38 @@ def test_the_verdicts_are_those_of_lm_eval(data_folder: Path) -> None:
         ("Dr. Ann E. Smith met Mr. Lee at 3.30 p.m. in the U.S. embassy. They left.", 2),
         ("It cost 3.5 dollars... and more. Yes.", 3),
         ('"Stop!" he said. (Really.) So.', 4),
-        ("A title\n\nA text.", 2),
+        ("A title\n\nA text.", 1),
         ("Wait?! What?!", 2),
-        ("\u4f60\u597d\u3002\u518d\u89c1\u3002", 2),
-        ("\u092f\u0939 \u0905\u091a\u094d\u091b\u093e \u0939\u0948\u0964 \u0939\u093e\u0901\u0964", 2),
-        ("...\n\n---", 0),
+        ("\u4f60\u597d\u3002\u518d\u89c1\u3002", 1),
+        ("So it is.\n\n---", 2),
+        ('So it is. "', 1),
     ],
 )
-def test_sentences_are_counted(text: str, count: int) -> None:
-    assert count_sentences(text) == count
+def test_sentences_are_counted_by_a_rule_without_the_model(
+    text: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_punkt", lambda: None)
+    for number, relation in ((count, "at least"), (count + 1, "less than")):
+        assert followed(asked((SENTENCES, {"num_sentences": number, "relation": relation})), text) == [True]
+
+
+@pytest.mark.parametrize(
+    "text, bullets",
+    [("*\nnot a point", 1), ("*\n* a", 1), ("\n\n  * a\n\t- b", 2), ("* a\n** b\n*", 1), ("-\n-", 2), ("a * b\n--", 1)],
+)
+def test_points_of_a_list_are_those_of_the_reference(text: str, bullets: int) -> None:
+    """Its patterns: ^\\s*\\*[^\\*].*$ and ^\\s*-.*$, which let a bare star take the next line."""
+    patterns = (r"^\s*\*[^\*].*$", r"^\s*-.*$")
+    assert sum(len(re.findall(pattern, text, re.MULTILINE)) for pattern in patterns) == bullets
+    assert followed(asked(("detectable_format:number_bullet_lists", {"num_bullets": bullets})), text) == [True]
 
 
 @pytest.mark.parametrize(
     "text, capitals",
     [
         ("I AM Ann", 2),
-        ("WELL-KNOWN U.S. NASA's", 2),
+        ("WELL-KNOWN U.S. NASA's", 3),
+        ("DON'T GONNA I'M", 6),
         ("A1 B-2 3", 2),
         ("", 0),
         ("\u00c9COLE \u0645\u0631\u062d\u0628\u0627", 1),

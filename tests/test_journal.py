@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import gzip
 import random
 import shutil
 import subprocess
+import tracemalloc
 from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
@@ -32,12 +34,12 @@ from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.tasks import IndexedStream
 from mtgrpo.types import (
+    CallOutcome,
     CallRecord,
     Completion,
     Finish,
     Group,
     Message,
-    Outcome,
     Status,
     Task,
     ToolCall,
@@ -60,7 +62,10 @@ def group_of(task: Task) -> Group:
     third = Turn([1, 2, 3, STOP, 7, 8, 9], [6], [-2.0], [6], Finish.STOP, Message("assistant", "new segment"))
     turns = [first, second, third]
     whole = Trajectory(task, 1, turns, Status.TRUNCATED, "max_turns", 0.25, {"format": 1.0}, [0.0, 0.25, 0.5])
-    whole.calls = (CallRecord("add", Outcome.outage, 2, 0.5, "the tool add failed"), CallRecord("", Outcome.refused))
+    whole.calls = (
+        CallRecord("add", CallOutcome.outage, 2, 0.5, "the tool add failed"),
+        CallRecord("", CallOutcome.refused),
+    )
     whole.sample_s, whole.attempts = 1.5, 2
     return Group(task, [whole, Trajectory(task, 2, status=Status.FAILED, reason="TimeoutError")], 0.75)
 
@@ -176,6 +181,52 @@ def test_damaged_journals_are_never_loaded_silently(together: int, tmp_path: Pat
         found = resumed(folder)
         assert len(read) == len(events) or any("are cut or damaged" in note for note in found.notes) or not number % 3
         assert not part(folder).exists() or list(journal.read(part(folder))) == read
+
+
+@pytest.mark.parametrize("text", [b" " * 2**26, b"[" * 2**26, b'{"skipped": 1}\n' * 2**22])
+def test_what_unpacks_to_more_than_a_run_writes_is_refused_within_little_memory(text: bytes, tmp_path: Path) -> None:
+    part(tmp_path).write_bytes(gzip.compress(text, 1))
+    assert part(tmp_path).stat().st_size < 2**21
+    tracemalloc.start()
+    try:
+        for read in (lambda: list(journal.read(part(tmp_path))), lambda: resumed(tmp_path)):
+            with pytest.raises(ConfigError, match=r"step_000000.jsonl.gz unpacks to more than a run writes"):
+                read()
+        assert tracemalloc.get_traced_memory()[1] < 4 * journal._MOST
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_too_long_to_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_MOST", 1000)
+    own = Journal(tmp_path)
+    append(own, 0, *({"skipped": number} for number in range(500)), together=500)
+    assert [event["skipped"] for event in journal.read(part(tmp_path))] == list(range(500))
+    append(own, 0, {"skipped": 7, "why": "x" * 1000})
+    assert "an event has 1,0" in own.notes[0] and len(list(journal.read(part(tmp_path)))) == 500
+
+
+NUMBERS: dict[str, Any] = {"admitted": 10**18, "version": 0, "scope": "train/1", "task": "t"}
+STRANGE = [
+    NUMBERS | {"admitted": "3"},
+    NUMBERS | {"scope": 3},
+    NUMBERS | {"task": ["t"]},
+    {"skipped": {}},
+    {"batch": 0, "groups": 3},
+    {"batch": 0, "groups": [[1]]},
+    {"batch": [0], "groups": [1]},
+    {"finished": "x", "group": {}},
+    {"turn": "0", "scope": "s", "task": "t", "sample": 0},
+    {"turn": 0, "scope": ["s"], "task": "t", "sample": 0, "extends": True, "completion": {}},
+    {"turn": 0},
+]
+
+
+@pytest.mark.parametrize("event", [NUMBERS, *STRANGE], ids=lambda event: str(event)[:40])
+def test_events_of_any_shape_are_left_out_or_lead_nowhere(event: dict[str, Any], tmp_path: Path) -> None:
+    append(Journal(tmp_path), 0, event)
+    found = resumed(tmp_path)
+    assert len(found.notes) == 1 and found.admitted(event.get("finished", 0)) is None
 
 
 def test_what_follows_damage_is_removed(tmp_path: Path) -> None:

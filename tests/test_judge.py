@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
 from mtgrpo.rewards import Score, scores
 from mtgrpo.rewards.composed import Composed
 from mtgrpo.rewards.judge import Judge
@@ -118,9 +118,21 @@ async def test_what_is_no_score_is_asked_again_and_never_kept(reply: str | int, 
             assert totals(await scores(running, saying("two"))) == [0.3] and len(server.asked) == 2
     with Server(reply) as server:
         async with judge(server, tmp_path / "other", retries=2) as running:
-            [failed] = await scores(running, saying("two"))
-            assert isinstance(failed, Exception) and len(server.asked) == 3
+            [unscored] = await scores(running, saying("two"))
+            # The policy can ask a judge for no score, but it cannot make a server fail.
+            assert isinstance(unscored, Exception) is isinstance(reply, int) and len(server.asked) == 3
+            assert isinstance(unscored, Exception) or unscored.total == 0
         assert list((tmp_path / "other").iterdir()) == []
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_a_message_too_long_for_the_judge_is_worth_nothing_where_others_are_judged(
+    status: int, tmp_path: Path
+) -> None:
+    with Server("Score: 3", status) as server:
+        async with judge(server, tmp_path) as running:
+            assert totals(await scores(running, saying("two"))) == [0.3]
+            assert totals(await scores(running, saying("two" * 9999))) == [0.0] and len(server.asked) == 2
 
 
 async def test_a_server_that_is_not_there_fails_the_trajectories(tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_grpo_learns(warm: Path, tmp_path: Path) -> None:
-    summary = mtgrpo("train", "seed=77", f"model.name={warm}", "sft.steps=0", folder=tmp_path / "run")
+    summary = mtgrpo(
+        "train", "recipe=calculator", "seed=77", f"model.name={warm}", "sft.steps=0", folder=tmp_path / "run"
+    )
     before, after = summary["eval/success/before"], summary["eval/success/after"]
     assert 0.10 <= before <= 0.45
     assert after >= 0.85
@@ -42,12 +44,26 @@ def test_grpo_learns(warm: Path, tmp_path: Path) -> None:
 
 
 def test_shuffled_advantages_do_not_learn(warm: Path, tmp_path: Path) -> None:
-    words = ("seed=77", f"model.name={warm}", "sft.steps=0", "debug.advantages=shuffled", "trainer.steps=30")
+    words = (
+        "recipe=calculator",
+        "seed=77",
+        f"model.name={warm}",
+        "sft.steps=0",
+        "debug.advantages=shuffled",
+        "trainer.steps=30",
+    )
     summary = mtgrpo("train", *words, folder=tmp_path / "run")
     assert summary["eval/success/after"] - summary["eval/success/before"] <= 0.10
 
 
 def test_flipped_advantages_unlearn(warm: Path, tmp_path: Path) -> None:
-    words = ("seed=77", f"model.name={warm}", "sft.steps=0", "debug.advantages=flipped", "trainer.steps=15")
+    words = (
+        "recipe=calculator",
+        "seed=77",
+        f"model.name={warm}",
+        "sft.steps=0",
+        "debug.advantages=flipped",
+        "trainer.steps=15",
+    )
     summary = mtgrpo("train", *words, folder=tmp_path / "run")
     assert summary["eval/success/after"] < summary["eval/success/before"]

@@ -22,6 +22,7 @@ from mtgrpo.model import liger
 from mtgrpo.model.checkpointing import checkpoint_layers
 from mtgrpo.model.liger import ROPE, fuse, use_liger
 from mtgrpo.model.settings import DType
+from mtgrpo.weights.source import ModelWeights
 from test_attention import conversation, forest_logp, gradient, make_model
 
 pytestmark = pytest.mark.gpu
@@ -110,7 +111,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_left_off(kernel: str, monkeypatch: p
 def test_the_engine_samples_from_a_fused_model_and_a_copy_is_one() -> None:
     model = built("qwen3")
     fuse(model)
-    engine = Local(0.001).start(model, False, 256)  # compares its own pass with that of the model
+    engine = Local(0.001).start(ModelWeights(model), False, 256)  # compares its own pass with that of the model
     assert "fused decoding" in engine.notes[0]
     twin = copy.deepcopy(model)
     with torch.no_grad():

@@ -18,17 +18,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich import console as rich_console
 
 from mtgrpo.config.compose import preset
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, open_sinks
 from mtgrpo.log import console as console_module
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
 from mtgrpo.record import trajectories
 from mtgrpo.record.curve import Curve, save_curve
 from mtgrpo.record.summary import write_summary
+from mtgrpo.runtime.strict_json import strict_json
 from mtgrpo.stages.trainer import train
-from mtgrpo.strict_json import strict_json
 from mtgrpo.types import Finish, Group, Message, Status, Task, ToolCall, Trajectory, Turn
 
 TRAINING = {
@@ -138,11 +139,11 @@ def test_metrics_are_on_disk_after_every_line_at_full_precision(tmp_path: Path) 
 
 
 def test_notes_are_kept_and_a_second_run_appends(tmp_path: Path) -> None:
-    for text in ("saved \ud800", "[bold]é[/bold]"):
+    for text in ("saved \ud800\x1b[2J\r", "[bold]é[/bold]"):
         with opened(["jsonl"], tmp_path) as sinks:
             sinks.note(text)
             sinks.log({}, 1)
-    assert (tmp_path / "notes.txt").read_text("utf-8") == "saved \\ud800\n[bold]é[/bold]\n"
+    assert (tmp_path / "notes.txt").read_text("utf-8") == "saved \\ud800\\x1b[2J\\r\n[bold]é[/bold]\n"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
@@ -314,6 +315,14 @@ def test_the_time_left(first: int, clock: list[float], tmp_path: Path, capsys: p
             clock[0] += 90.0
             sinks.log(TRAINING, step)
     assert capsys.readouterr().out.splitlines()[-1].endswith("ETA 1:15:00")  # 50 steps of 90 s
+
+
+def test_names_of_stages_and_sets_are_data() -> None:
+    bar, shown = console_module.Console(), io.StringIO()
+    bar.stage("warm\x1b[2J", 3)
+    bar.log({"eval/far\u202e/success": 0.5}, 1)
+    rich_console.Console(file=shown, width=200).print(bar._panel())
+    assert "warm\\x1b[2J" in shown.getvalue() and "far\\u202e 50.0%" in shown.getvalue()
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

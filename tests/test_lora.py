@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from peft import IA3Config, LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
@@ -37,7 +38,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mtgrpo import checkpoint
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import Forward, causal_attention
@@ -50,6 +50,8 @@ from mtgrpo.model.value import values
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings
 from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.types import Completion, Sampling
+from mtgrpo.weights import checkpoint
+from mtgrpo.weights.source import ModelWeights
 from saving import save_model
 
 FAMILIES: dict[str, tuple[type[Any], type[Any]]] = {
@@ -165,6 +167,27 @@ def test_quantization_needs_a_package_and_adapters(bases: dict[str, Path], monke
     monkeypatch.setattr("mtgrpo.model.load.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(ConfigError, match=r"model\.quantization=nf4: such layers are not trained; set"):
         load_model(four_bits, 0)
+
+
+def test_the_gradient_through_four_bit_layers_is_that_of_the_weights_they_stand_for(tmp_path: Path) -> None:
+    """Also after passes without gradient, in which bitsandbytes would lay the weights out anew."""
+    save_model(load_model(ModelSettings("tiny"), 0), TOKENIZER, tmp_path)
+    four_bits = load_model(ModelSettings(str(tmp_path), lora=LoRA(4), quantization=Quantization.nf4), 0)
+    plain = load(tmp_path, rank=4)
+    with torch.no_grad():
+        for name, layer in four_bits.named_modules():
+            if state := getattr(getattr(layer, "weight", None), "quant_state", None):
+                plain.get_submodule(name).weight.copy_(dequantize_4bit(layer.weight.data, state))
+        four_bits(input_ids=IDS)
+        generator = torch.Generator().manual_seed(1)
+        for own, other in zip(trained(four_bits).values(), trained(plain).values(), strict=True):
+            own.copy_(0.1 * torch.randn(own.shape, generator=generator))
+            other.copy_(own)
+    for model in (four_bits, plain):
+        model(input_ids=IDS).logits.log_softmax(-1)[..., 7].sum().backward()
+    for name, weight in trained(plain).items():
+        found = trained(four_bits)[name].grad
+        assert found is not None and (found - weight.grad).norm() <= 1e-4 * weight.grad.norm(), name
 
 
 # --- new adapters ---
@@ -300,7 +323,7 @@ def test_the_engine_samples_from_the_adapted_model(
     async def run() -> list[list[tuple[list[int], Completion]]]:
         return await asyncio.gather(*(converse(sample_index) for sample_index in range(3)))
 
-    engine = Local().start(model, True, 512)
+    engine = Local().start(ModelWeights(model), True, 512)
     for context, completion in itertools.chain(*asyncio.run(run())):
         tokens = torch.tensor(completion.tokens)
         with torch.no_grad():
@@ -344,7 +367,7 @@ def test_decoding_runs_no_adapter_and_gives_what_they_give_after_every_update(
         assert before is None or difference(expected, before) > tolerance / 2
         before = expected
         update(model)
-        forward.update()
+        forward.fused.copy_weights()
 
 
 @pytest.mark.parametrize("more", [{"use_dora": True}, {"lora_bias": True}])
@@ -483,7 +506,7 @@ def test_a_saved_adapter_is_loaded_again_and_trained_on(
 
 def test_a_checkpoint_of_adapters_is_a_model_folder(bases: dict[str, Path], tmp_path: Path) -> None:
     model = adapt(bases["qwen3"])
-    path = checkpoint.write(tmp_path, checkpoint.snapshot(1, model, {}, {}), model, {})
+    path = checkpoint.write(tmp_path, 1, checkpoint.ModelSnapshot(model, {}), {}, {})
     assert "adapter_model.safetensors" in checkpoint.read(path).files
     assert torch.equal(logits(load(path)), logits(model))
     (path / "adapter_model.safetensors").unlink()

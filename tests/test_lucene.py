@@ -13,9 +13,10 @@ import pytest
 
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
-from mtgrpo.part import RunContext
-from mtgrpo.tools.lucene import LuceneIndex
-from mtgrpo.tools.passages import Passage, PassageIndex
+from mtgrpo.integrations.lucene import Lucene
+from mtgrpo.parts import RunContext
+from mtgrpo.tools.bm25s import BM25S
+from mtgrpo.tools.passages import Passage
 from mtgrpo.types import Message, Task, ToolCall
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -47,12 +48,12 @@ def corpus(tmp_path: Path) -> Path:
     return path
 
 
-def found(index: LuceneIndex, query: str, k: int = 5) -> list[str]:
+def found(index: Lucene, query: str, k: int = 5) -> list[str]:
     return [passage.id for passage in index.search(query, k)]
 
 
 def test_it_finds_and_reads(corpus: Path) -> None:
-    index = LuceneIndex.open(corpus)
+    index = Lucene.open(corpus)
     assert len(index) == 3 and index.folder.name.endswith("-lucene")
     assert found(index, "the capital of Italy") == ["a", "b"]
     assert found(index, "RIVERS?") == ["c", "b"]
@@ -63,11 +64,11 @@ def test_it_finds_and_reads(corpus: Path) -> None:
         assert index.read(row["id"]) == Passage(row["id"], row["title"], row["text"])
     assert index.read("f") is None and index.read("\ud800") is None
     built = index.folder.stat().st_mtime_ns
-    assert LuceneIndex.open(corpus).folder.stat().st_mtime_ns == built
+    assert Lucene.open(corpus).folder.stat().st_mtime_ns == built
 
 
 def test_an_index_that_is_there_needs_no_corpus(corpus: Path, tmp_path: Path) -> None:
-    folder = LuceneIndex.open(corpus).folder
+    folder = Lucene.open(corpus).folder
     tools = {"search": {"backend": "lucene", "index": str(folder)}}
 
     async def asked() -> list[str]:
@@ -85,17 +86,17 @@ def test_an_index_that_is_there_needs_no_corpus(corpus: Path, tmp_path: Path) ->
 def test_what_is_no_index_of_it_is_refused(corpus: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps(ROWS[0]))
-    folder = LuceneIndex.open(corpus, tmp_path / "index").folder
+    folder = Lucene.open(corpus, tmp_path / "index").folder
     with pytest.raises(ConfigError, match=r"is that of another corpus: of passages\.jsonl with 3 passages"):
-        LuceneIndex.open(other, folder)
+        Lucene.open(other, folder)
     with pytest.raises(ConfigError, match="is not an index of passages of this kind"):
-        PassageIndex.open(corpus, folder)
+        BM25S.open(corpus, folder)
     with pytest.raises(ConfigError, match=r"missing is no Lucene index that can be read"):
-        LuceneIndex(tmp_path / "missing")
+        Lucene(tmp_path / "missing")
 
 
 def test_recall_on_real_questions(data_folder: Path) -> None:
-    index = LuceneIndex.open(data_folder / "search_qa" / "passages.jsonl")
+    index = Lucene.open(data_folder / "search_qa" / "passages.jsonl")
     assert len(index) == 12_583
     recalls: defaultdict[str, list[float]] = defaultdict(list)
     for line in (data_folder / "search_qa" / "questions.jsonl").read_text().splitlines():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
 from mtgrpo.rewards import math_verify as module
 from mtgrpo.rewards import opened, scores
 from mtgrpo.rewards.math_verify import MathVerify

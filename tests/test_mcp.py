@@ -18,7 +18,8 @@ import pytest
 
 from mtgrpo.environments.tool_use import OnOutage, OutageError, ToolUse
 from mtgrpo.errors import ConfigError
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
+from mtgrpo.runtime.processes import LOG_BYTES
 from mtgrpo.types import Message, ToolCall
 from test_conversation import TASK
 
@@ -97,6 +98,20 @@ async def test_stateless_servers_are_shared_and_start_once(tmp_path: Path) -> No
         assert len(processes(tmp_path)) == 1
 
 
+async def test_what_a_server_has_started_ends_with_it(tmp_path: Path) -> None:
+    program = tmp_path / "leaves.py"
+    program.write_text(
+        "import runpy, subprocess, sys\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(600)', sys.argv[1]]\n"
+        "subprocess.Popen(sleep, start_new_session=True, stdin=-3, stdout=-3, stderr=-3)\n"
+        f"runpy.run_path({str(STUBBORN)!r}, run_name='__main__')"
+    )
+    settings = {**server(tmp_path), "command": ["python", str(program), str(tmp_path)]}
+    async with talking(tmp_path, {"a": settings}) as one:
+        assert await said(one, "echo", text="x") == "x"
+        assert len(processes(tmp_path)) == 2
+
+
 async def test_a_server_that_dies_is_started_anew_and_the_call_made_again(tmp_path: Path) -> None:
     async with talking(tmp_path, {"a": server(tmp_path)}, on_outage=OnOutage.observe, call_retries=2) as playing:
         assert await said(playing, "count") == "1"
@@ -141,7 +156,7 @@ async def test_a_stateful_server_belongs_to_one_conversation(tmp_path: Path) -> 
         async with environment.conversation(TASK) as (one, _), environment.conversation(TASK) as (two, _):
             assert [await said(one, "count") for _ in range(3)] == ["1", "2", "3"]
             assert await said(two, "count") == "1"
-            assert len(processes(tmp_path)) == 3  # and a warm one
+            await until(lambda: len(processes(tmp_path)) == 3)  # and a warm one
             with pytest.raises(OutageError):
                 await said(two, "die")
             with pytest.raises(OutageError, match="the MCP server a is gone"):
@@ -211,6 +226,33 @@ async def test_what_cannot_work_is_refused_before_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="two MCP tools are named 'echo'"):
         async with opened(tmp_path, {"a": server(tmp_path), "b": server(tmp_path)}):
             pass
+
+
+@pytest.mark.parametrize(
+    ("manner", "why"),
+    [
+        ("endless", "its list of tools has more than 100 pages"),
+        ("circle", "its list of tools has no end: it goes on at '1' again"),
+        ("again", "its list of tools has no end: it goes on at '0' again"),
+        ("many", "its tools are more than 1,000"),
+        ("large", "or 1,048,576 characters"),
+    ],
+)
+async def test_a_list_of_tools_without_an_end_is_refused(manner: str, why: str, tmp_path: Path) -> None:
+    strange = {"command": ["python", str(STUBBORN), str(tmp_path), manner]}
+    async with asyncio.timeout(30):
+        with pytest.raises(ConfigError, match=f"the MCP server a does not start: .*{why}"):
+            async with opened(tmp_path, {"a": strange}):
+                pass
+
+
+async def test_the_end_of_what_a_server_says_on_its_standard_error_is_kept(tmp_path: Path) -> None:
+    noisy = {"command": ["python", str(STUBBORN), str(tmp_path), "noisy"], "prefix": ""}  # 38 MB
+    async with talking(tmp_path, {"a": noisy}) as playing:
+        assert await said(playing, "echo", text="hi") == "hi"
+    kept = (tmp_path / "mcp_a.log").read_bytes()
+    assert LOG_BYTES <= len(kept) <= 2 * LOG_BYTES + 2**16
+    assert kept.endswith(b"x" * 180 + b"\n") and b"line 199999 " in kept
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ import pytest
 
 from mtgrpo.engines import Key
 from mtgrpo.environments.tool_use import OnOutage, ToolUse
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
 from mtgrpo.stages.metrics import describe
 from mtgrpo.tools import market
-from mtgrpo.types import Outcome, Status, Task
+from mtgrpo.types import CallOutcome, Status, Task
 from scripted import ScriptedEngine
 from test_conversation import TASK, make_runner
 from test_conversation import said as spoken
@@ -165,8 +165,8 @@ async def test_training_goes_on_whatever_becomes_of_its_servers(tmp_path: Path, 
     assert {trajectory.status for trajectory in trajectories} == {Status.COMPLETED}
     outcomes = Counter(call.outcome for trajectory in trajectories for call in trajectory.calls)
     assert sum(outcomes.values()) == 4 * len(trajectories)
-    assert outcomes[Outcome.answered] > 0.7 * sum(outcomes.values())
-    assert outcomes[Outcome.unknown] and outcomes[Outcome.outage]
+    assert outcomes[CallOutcome.answered] > 0.7 * sum(outcomes.values())
+    assert outcomes[CallOutcome.unknown] and outcomes[CallOutcome.outage]
     found = describe(groups, 1.0, 4)
-    assert found["tool_retries"] > 0 and found["tool_outages"] == outcomes[Outcome.outage] / len(trajectories)
+    assert found["tool_retries"] > 0 and found["tool_outages"] == outcomes[CallOutcome.outage] / len(trajectories)
     assert [process for mark in marks for process in processes(mark)] == []

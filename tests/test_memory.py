@@ -315,7 +315,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     room = {torch.device("cuda", 1): (free, total)}
     monkeypatch.setattr(torch.cuda, "mem_get_info", room.__getitem__)
-    monkeypatch.setattr("mtgrpo.stages.run.load_model", lambda *_: pytest.fail("loaded before it was planned"))
+    monkeypatch.setattr("mtgrpo.policy.trainer.load_model", lambda *_: pytest.fail("loaded before it was planned"))
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_what_a_gpu_has_no_room_for_is_refused_before_the_model_is_loaded(
 def test_a_cache_that_holds_no_conversation_is_refused_before_the_model_is_loaded_on_a_cpu_too(
     run: Callable[[Experiment, Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtgrpo.stages.run.load_model", lambda *_: pytest.fail("loaded before it was refused"))
+    monkeypatch.setattr("mtgrpo.policy.trainer.load_model", lambda *_: pytest.fail("loaded before it was refused"))
     words = ("environment.max_context_length=500", "engine.memory_fraction=0.0000001")
     with pytest.raises(ConfigError, match=r"^engine\.memory_fraction=1e-07 of .* one may grow to 500; set") as refused:
         run(preset("calculator", *words), tmp_path)
@@ -370,6 +370,6 @@ def test_no_memory_for_the_model_says_what_would_help(tmp_path: Path, monkeypatc
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved ...")
 
-    monkeypatch.setattr("mtgrpo.stages.run.load_model", full)
+    monkeypatch.setattr("mtgrpo.policy.trainer.load_model", full)
     with pytest.raises(ConfigError, match=r"not enough \(loading\).* Unless it is set, set .*model\.lora\.rank=16"):
         run_training(preset("calculator"), tmp_path)

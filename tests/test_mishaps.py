@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from heavy_rewards import Elsewhere, Hangs, Leaves, LeavesItsProcess, Niceness, Poisoned
-from mtgrpo import environments, workers
+from mtgrpo import environments
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
 from mtgrpo.rewards import Reward, Score, opened, scores
 from mtgrpo.rewards.composed import Composed
 from mtgrpo.rewards.ground_truth import GroundTruth
+from mtgrpo.runtime import workers
 from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.stages.metrics import _components
 from mtgrpo.tools.schema import ArgumentCheck, ToolError
@@ -241,7 +242,7 @@ async def test_scoring_that_hangs_fails(tmp_path: Path) -> None:
 GIVEN_UP = """
 import asyncio, os, time
 from pathlib import Path
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
 from mtgrpo.rewards import Reward, opened, scores
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 

@@ -21,7 +21,7 @@ from mtgrpo.config.compose import preset
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import EngineError
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
 from mtgrpo.rewards import Score, opened, scores
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.run import open_parts

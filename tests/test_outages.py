@@ -15,18 +15,19 @@ from typing import Any
 
 import pytest
 
-from mtgrpo import extension
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
 from mtgrpo.environments import Opening, Reply
 from mtgrpo.environments.tool_use import OnOutage, ToolUse
 from mtgrpo.errors import ConfigError
+from mtgrpo.parts import extension
 from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.stages.metrics import describe_tools
 from mtgrpo.tools import CallTimeoutError, ToolError
 from mtgrpo.tools.calls import CallLimits, Gate
 from mtgrpo.tools.faults import Faults
-from mtgrpo.types import CallRecord, Message, Outcome, Status, Task, ToolCall, Trajectory
+from mtgrpo.types import CallOutcome, CallRecord, Message, Status, Task, ToolCall, Trajectory
+from mtgrpo.weights.source import ModelWeights
 from scripted import ScriptedEngine
 from test_async import in_jumping_time
 from test_conversation import TASK, make_runner, model, said
@@ -180,7 +181,9 @@ def test_failures_and_waiting_change_no_digit(tools: Any) -> None:
 
     def digits(rate: float) -> tuple[list[Any], int]:
         environment = Busy(tools={f"{tools.path}:Unsteady": {"rate": rate}}, call_retries=20)
-        runner = make_runner(Local().start(model(), True, 1024), environment, max_concurrent=5, max_new_tokens=6)
+        runner = make_runner(
+            Local().start(ModelWeights(model()), True, 1024), environment, max_concurrent=5, max_new_tokens=6
+        )
         runner.sampling.stop_ids = list(range(1024))  # half of all tokens end the turn
 
         async def run() -> list[Trajectory]:
@@ -218,9 +221,9 @@ def test_faults_on_purpose_change_nothing_that_is_trained(tools: Any) -> None:
     played = conversations(tools, faults=faults)
     assert {(t.task.id, t.sample_index): t.tool_calls for t in played} == never
     records = [record for t in played for record in t.calls]
-    assert {record.outcome for record in records} <= {Outcome.answered, Outcome.timed_out}
+    assert {record.outcome for record in records} <= {CallOutcome.answered, CallOutcome.timed_out}
     assert 0.1 < sum(record.retries for record in records) / len(records) < 0.25
-    assert sum(record.outcome is Outcome.timed_out for record in records) < 0.01 * len(records)
+    assert sum(record.outcome is CallOutcome.timed_out for record in records) < 0.01 * len(records)
 
 
 def test_which_attempts_fail_is_a_function_of_the_seed(tools: Any) -> None:
@@ -370,10 +373,10 @@ def test_every_tool_is_described_by_itself() -> None:
         return Trajectory(TASK, reward=reward, calls=calls)
 
     searches = [CallRecord("search", seconds=second / 10) for second in range(20)]
-    failed = CallRecord("search", Outcome.timed_out, seconds=30)
+    failed = CallRecord("search", CallOutcome.timed_out, seconds=30)
     played = [
         trajectory(1, *searches),
-        trajectory(0, failed, CallRecord("abacus", Outcome.unknown), CallRecord("", Outcome.refused)),
+        trajectory(0, failed, CallRecord("abacus", CallOutcome.unknown), CallRecord("", CallOutcome.refused)),
         trajectory(1, CallRecord("read")),
         trajectory(0),
     ]

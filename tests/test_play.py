@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from conftest import Run
+from mtgrpo.commands.play import _Person
 from mtgrpo.environments.tool_use import ToolUse
-from mtgrpo.stages.play import _Person
 from mtgrpo.types import Message, Task, ToolCall
 
 TASK = Task("play/0", (Message("user", "What is 2 + 3?"),))

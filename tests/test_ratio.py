@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtgrpo.advantages.trajectory import WholeTrajectory
-from mtgrpo.algorithms import Algorithm, Tokens, ratio
+from mtgrpo.algorithms import Algorithm, Tokens, grpo
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.cispo import CISPO
 from mtgrpo.algorithms.correction import Correction, OldPolicy, Reject, Weight, diagnostics
@@ -68,17 +68,17 @@ def test_far_log_ratios_have_finite_losses_and_the_gradient_of_the_formula(
 def test_log_ratios_up_to_twenty_are_not_touched(algorithm: Algorithm, log_ratio: float, advantage: float) -> None:
     found = slope(algorithm, tokens(algorithm, log_ratio, advantage, -1.0, torch.float64))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(ratio, "LARGEST", math.inf)
+        monkeypatch.setattr(grpo, "MAX_LOG_RATIO", math.inf)
         assert slope(algorithm, tokens(algorithm, log_ratio, advantage, -1.0, torch.float64)) == found
 
 
 @given(st.floats(-1000, 1000))
 def test_the_ratio_is_clamped_on_both_sides_and_has_no_gradient_there(log_ratio: float) -> None:
     given = torch.tensor([log_ratio], dtype=torch.float64).requires_grad_()
-    found = ratio.ratio_of(given)
+    found = grpo.ratio_of(given)
     (gradient,) = torch.autograd.grad(found.sum(), given)
     assert found.item() == pytest.approx(math.exp(max(-20, min(20, log_ratio))), rel=1e-12)
-    assert ratio.is_clamped(given).item() == (abs(log_ratio) > 20)
+    assert grpo.is_clamped(given).item() == (abs(log_ratio) > 20)
     assert gradient.item() == (0 if abs(log_ratio) > 20 else found.item())
 
 

@@ -14,7 +14,9 @@ import pytest
 from conftest import Run
 from mtgrpo import cli
 from mtgrpo.config.options import options, schema
-from mtgrpo.extension import load_file
+from mtgrpo.log import Sink
+from mtgrpo.parts import extension
+from mtgrpo.parts.extension import load_file
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 OPTIONS = Path(__file__).parents[1] / "docs" / "options.txt"
@@ -91,9 +93,7 @@ def test_every_option_has_a_row(group: str, page: str) -> None:
     text = OPTIONS.with_name(page).read_text()
     (rows,) = re.findall(rf"^\| `{group}=` \|.*\n\| --- .*\n((?:\|.*\n)+)", text, flags=re.M)
     named = {name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    folder = OPTIONS.parents[1] / "src" / "mtgrpo" / group
-    known = {path.stem for path in folder.glob("[!_]*.py")} if group == "log" else set(options(group))
-    assert named == known
+    assert named == set(extension.options("mtgrpo.log", Sink) if group == "log" else options(group))
 
 
 @pytest.mark.parametrize("group", ["algorithm", "advantage"])

@@ -15,9 +15,10 @@ import pytest
 
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import ConfigError
-from mtgrpo.rewards.reasoning_gym import ReasoningGym as Graded
+from mtgrpo.integrations.reasoning_gym.reward import EXPRESSIONS, LISTS, is_expression
+from mtgrpo.integrations.reasoning_gym.reward import ReasoningGym as Graded
+from mtgrpo.integrations.reasoning_gym.task import ReasoningGymTasks
 from mtgrpo.tasks import Split
-from mtgrpo.tasks.reasoning_gym import RUNS_ANSWERS, ReasoningGym
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 # Small and large, with and without files of their own, settings that depend on the number of questions, numpy's state.
@@ -31,7 +32,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def tasks(name: str, count: int = 20, split: Split = Split.train, seed: int = 0, **config: Any) -> list[Task]:
-    return list(itertools.islice(ReasoningGym(dataset=name, config=config).stream(split, seed), count))
+    return list(itertools.islice(ReasoningGymTasks(dataset=name, config=config).stream(split, seed), count))
 
 
 def graded(task: Task, said: str, **settings: bool) -> float:
@@ -43,7 +44,7 @@ def graded(task: Task, said: str, **settings: bool) -> float:
 def test_tasks_are_a_function_of_seed_split_and_number(name: str) -> None:
     assert tasks(name) == tasks(name)
     assert tasks(name, seed=1) != tasks(name)
-    source = ReasoningGym(dataset=name)
+    source = ReasoningGymTasks(dataset=name)
     stream = source.stream(Split.train, 3)
     list(itertools.islice(stream, 12))
     resumed = source.stream(Split.train, 3)
@@ -71,7 +72,7 @@ def test_the_splits_are_disjoint_where_there_are_few_questions() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_library_accepts_its_own_answers_and_no_others(name: str) -> None:
     for task in tasks(name, 5):
-        (message,) = ReasoningGym(dataset=name).demonstration(task, 0) or ()
+        (message,) = ReasoningGymTasks(dataset=name).demonstration(task, 0) or ()
         assert graded(task, f"I think.\n{message.content}") == pytest.approx(1)
         assert graded(task, f"I think <answer>{task.answer}</answer>.") == pytest.approx(1)
         assert graded(task, "#### nonsense") < 1
@@ -95,7 +96,7 @@ def test_every_data_set_makes_tasks_and_grades_them_without_a_network(
     names = sorted(set(DATASETS) - {"composite"})
     assert len(names) >= 105
     for name in names:
-        source = ReasoningGym(dataset=name, run_answers=True)
+        source = ReasoningGymTasks(dataset=name)
         (task,) = itertools.islice(source.stream(Split.train, 0), 1)
         assert task.messages[-1].content and 0 <= graded(task, "#### nonsense") < 1, name
         if task.answer:
@@ -115,15 +116,50 @@ def test_a_grading_that_takes_any_text_is_not_asked(library: Any) -> None:
         assert [graded(task, f"#### {said}") for said in (task.answer.lower(), other, "nonsense")] == [1, 0, 0]
 
 
-def test_the_data_sets_that_run_answers_are_known(library: Any) -> None:
-    """Whichever data set hands the answer to Python's eval, itself or through sympy, is refused unless asked for."""
+RUNS_CODE = "__import__('pathlib').Path('ran').write_text('x')"
+
+
+def test_the_data_sets_that_run_answers_are_known_and_run_none(library: Any) -> None:
+    """Whichever data set hands the answer to Python's eval, itself or through sympy, gets what is no code."""
     from reasoning_gym.factory import DATASETS  # noqa: PLC0415
 
     running = re.compile(r"\b(eval|exec|sympify|parse_expr)\((user_)?answer")
     found = {name for name, (cls, _) in DATASETS.items() if running.search(inspect.getsource(cls.score_answer))}
-    assert found == RUNS_ANSWERS
-    with pytest.raises(ConfigError, match=r"countdown is graded by running .* task\.run_answers=true"):
-        ReasoningGym(dataset="countdown").stream(Split.train, 0)
+    assert found == LISTS | EXPRESSIONS
+    for name in sorted(found):
+        (task,) = tasks(name, 1)
+        for said in (RUNS_CODE, f"[{RUNS_CODE}]", f"24 + 0 * {RUNS_CODE}", f"x if {RUNS_CODE} else x"):
+            assert graded(task, f"#### {said}") < 0.1, (name, said)
+        if task.answer:
+            assert graded(task, f"#### {task.answer}") == pytest.approx(1), name
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["(1 + 2) * -3 / 4.5", "x**3/3 + C", "sin(2*x)*exp(-x) + pi", "x**(1/2)", "4*x**2*y - 7"]
+)
+def test_expressions_are_known(text: str) -> None:
+    assert is_expression(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "9**9**9", "2**1000", "((9**99)**99)**99", "x.y", "f(x)", "eval(x)", "x[0]", "lambda: 1", "'x'", "x; y"),
+        *(
+            "\uff45val(x)",
+            "sin(x, evaluate=x)",
+            "x\nimport os",
+            "(" * 500,
+            "1+" * 500 + "1",
+            "1 # x",
+            "10**x**y",
+            "x == 1",
+        ),
+    ],
+)
+def test_what_is_no_arithmetic_is_no_expression(text: str) -> None:
+    assert not is_expression(text)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +175,7 @@ def test_the_data_sets_that_run_answers_are_known(library: Any) -> None:
 )
 def test_what_cannot_be_made_is_refused(name: str, config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        ReasoningGym(dataset=name, config=config).stream(Split.train, 0)
+        ReasoningGymTasks(dataset=name, config=config).stream(Split.train, 0)
 
 
 def test_too_few_questions_are_refused() -> None:
@@ -156,7 +192,7 @@ def test_tasks_of_others_are_refused() -> None:
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"pip install 'mtgrpo\[reasoning-gym\]'"):
-        ReasoningGym(dataset="leg_counting").stream(Split.train, 0)
+        ReasoningGymTasks(dataset="leg_counting").stream(Split.train, 0)
 
 
 def test_a_config_can_be_given_on_the_command_line() -> None:

@@ -19,13 +19,13 @@ import pytest
 import yaml
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.evaluation.statistics import clopper_pearson, compare, mean_over_tasks, wilson
 from mtgrpo.record import reading
 from mtgrpo.record.reading import find_runs, read_metrics, read_runs
 from mtgrpo.record.summary import write_versions
 from mtgrpo.report import content, main
 from mtgrpo.report.charts import chart
-from mtgrpo.statistics import clopper_pearson, compare, mean_over_tasks, wilson
-from mtgrpo.text import sparkline
+from mtgrpo.runtime.text import sparkline
 from mtgrpo.types import LEARNING
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b[31m\u202e&amp;```\n# head [x](js:1)"
@@ -278,7 +278,7 @@ def test_examples_of_success_and_failure(tmp_path: Path) -> None:
 
 def test_the_page_needs_nothing_and_shows_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", summary=SUMMARY, trajectories={"step_000005": [trajectory("task/1", 1.0)]})
-    write_versions(run)
+    write_versions(run, 2)
     assert main([str(run)]) == 0
     assert capsys.readouterr().out == f"the report is in {run / 'report.html'}\n"
     page = Page((run / "report.html").read_text())

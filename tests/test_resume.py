@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from mtgrpo import checkpoint, journal
+from fast_part import fast_part
+from mtgrpo import journal
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.errors import ConfigError, EngineError
@@ -25,7 +26,7 @@ from mtgrpo.log import Tracker
 from mtgrpo.log.jsonl import Jsonl
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.settings import ModelSettings
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.record.curve import Curve
@@ -39,9 +40,11 @@ from mtgrpo.stages.saving import Saver
 from mtgrpo.stages.sft import run_sft
 from mtgrpo.stages.trainer import train
 from mtgrpo.types import Group, Task, Trajectory
+from mtgrpo.weights import checkpoint
 from saving import save_model
 
 SMALL = [
+    "recipe=calculator",  # also where model.name= names a checkpoint
     *("trainer.steps=5", "sft.steps=4", "sft.batch_size=2", "rollout.prompts_per_step=2", "rollout.group_size=2"),
     *("sampling.max_new_tokens=12", "eval.tasks=2", "eval.samples=2", "eval.every_steps=2", "log=[jsonl]"),
     *("checkpoint.every_steps=2", "optimizer.lr=1e-3", "optimizer.schedule=linear", f"reward={__file__}:Tokens"),
@@ -155,7 +158,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "updated": (LocalEngine, "_take_over_weights"),
     "logging": (Jsonl, "log"),
     "saving": (checkpoint, "save_file"),
-    "put": (checkpoint, "_put"),
+    "put": (checkpoint, "put_whole"),
     "renaming": (os, "replace"),
     "measuring": (evaluation, "describe"),
 }
@@ -213,15 +216,18 @@ def base(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        "model.lora.rank=4 sft.steps=0",
-        "algorithm=ppo advantage=gae model.value_head=true sft.steps=0",
-        "kl.coef=0.1 kl.target=0.001 reference.ema=0.3",
-        "kl.coef=0.1 reference.update_every=2 optimizer.kind=muon",
-        "trainer.minibatch_trajectories=2 trainer.updates_per_batch=2 kl.coef=0.1",
-        "filter.zero_variance=true filter.refill=true",
-        "eval.every_steps=0 checkpoint.every_steps=1 rollout.prompts_per_step=3",
-    ],
+    fast_part(
+        [
+            "model.lora.rank=4 sft.steps=0",
+            "kl.coef=0.1 kl.target=0.001 reference.ema=0.3",
+            "kl.coef=0.1 reference.update_every=2 optimizer.kind=muon",
+            "algorithm=ppo advantage=gae model.value_head=true sft.steps=0",
+            "filter.zero_variance=true filter.refill=true",
+            "eval.every_steps=0 checkpoint.every_steps=1 rollout.prompts_per_step=3",
+            "trainer.minibatch_trajectories=2 trainer.updates_per_batch=2 kl.coef=0.1",
+        ],
+        3,
+    ),
 )
 @pytest.mark.parametrize("at", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_way_to_learn_goes_on_to_the_last_digit(words: str, at: int, tmp_path: Path) -> None:
@@ -450,7 +456,7 @@ def _raise(error: type[BaseException]) -> None:
 
 def test_what_is_saved_elsewhere_is_not_said_to_be_here(tmp_path: Path, unbroken: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-        patched(trainer, "make_updater", 1, lambda: _raise(MemoryError), patch)
+        patched(trainer, "make_stream", 1, lambda: _raise(MemoryError), patch)
         ran(tmp_path, f"resume={unbroken / 'checkpoints' / 'step_000004'}")
     assert "To go on" not in (tmp_path / "notes.txt").read_text()
 
@@ -470,7 +476,7 @@ def test_the_warm_start_alone_goes_on(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     def spoil(saver: Saver) -> Any:
         if saver._mark is not None and saver._mark.step == 3:
-            next(iter(saver._run.model.parameters())).data.view(-1)[0] = math.nan
+            next(iter(saver._run.trainer.rank.model.parameters())).data.view(-1)[0] = math.nan
         return real(saver)
 
     real = Saver.save_last

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtgrpo.engines.local.sampling import sample, stream_key, truncate, uniforms
+from mtgrpo.engines import stream_key
+from mtgrpo.engines.local.sampling import sample, truncate, uniforms
 from mtgrpo.types import Sampling
 
 

@@ -13,10 +13,11 @@ from threading import Thread
 import pytest
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
+from mtgrpo.rewards import Score
 from mtgrpo.rewards.unit_tests import UnitTests
-from mtgrpo.tools.python import Python
-from mtgrpo.tools.sandbox import Kind, Result, Sandbox
+from mtgrpo.tools.python import PythonTool
+from mtgrpo.tools.sandbox import Result, Sandbox
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 
@@ -55,7 +56,7 @@ class RunCode(BaseHTTPRequestHandler):
 def sandbox() -> Iterator[Sandbox]:
     with ThreadingHTTPServer(("127.0.0.1", 0), RunCode) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        yield Sandbox(kind=Kind.fusion, url=f"http://127.0.0.1:{server.server_port}", timeout_s=5)
+        yield Sandbox(kind="fusion", url=f"http://127.0.0.1:{server.server_port}", timeout_s=5)
         server.shutdown()
 
 
@@ -64,7 +65,7 @@ async def run(sandbox: Sandbox, *code: str) -> list[Result]:
     try:
         return [await session.run(part) for part in code]
     finally:
-        await session.close()
+        await session.aclose()
 
 
 async def test_variables_stay_and_what_was_printed_before_is_not_printed_again(sandbox: Sandbox) -> None:
@@ -77,9 +78,9 @@ async def test_variables_stay_and_what_was_printed_before_is_not_printed_again(s
 
 
 async def test_it_ends_what_takes_too_long_and_cuts_what_is_long(sandbox: Sandbox) -> None:
-    quick = Sandbox(kind=Kind.fusion, url=sandbox.url, timeout_s=1, output_chars=100)
+    quick = Sandbox(kind="fusion", url=sandbox.url, timeout_s=1, output_chars=100)
     long, late = await run(quick, "print('a' * 1000)", "while True: pass")
-    assert 100 < len(long.output) < 200 and "characters left out" in long.output
+    assert 100 < len(long.output) < 200 and "bytes left out" in long.output
     assert late.stopped == "it took longer than 1 s"
 
 
@@ -87,12 +88,12 @@ async def test_a_server_that_fails_is_no_mistake_of_the_code(sandbox: Sandbox) -
     with pytest.raises(RuntimeError, match="failed: no pod is left"):
         await run(sandbox, "'no pod is left'")
     with pytest.raises(ConfigError, match=r"sandbox\.url=http://127\.0\.0\.1:9 does not work"):
-        await Sandbox(kind=Kind.fusion, url="http://127.0.0.1:9").opened()
+        await Sandbox(kind="fusion", url="http://127.0.0.1:9").opened()
 
 
 async def test_a_tool_and_a_reward_use_it(sandbox: Sandbox, tmp_path: Path) -> None:
     context = RunContext(tmp_path, print, {})
-    async with Python(sandbox=sandbox).open(context) as tool:
+    async with PythonTool(sandbox=sandbox).open(context) as tool:
         await tool.start(Task("1", ()))
         assert await tool("6 * 7") == "42\n"
         await tool.stop()
@@ -101,12 +102,12 @@ async def test_a_tool_and_a_reward_use_it(sandbox: Sandbox, tmp_path: Path) -> N
     answers = [Message("assistant", f"```python\n{code}\n```") for code in codes]
     played = [Trajectory(task, turns=[Turn([], [], [], [], Finish.STOP, answer)]) for answer in answers]
     async with UnitTests(sandbox=sandbox).open(context) as reward:
-        assert await reward.rewards(played) == [1, 0, 0, 0]
+        assert await reward.rewards(played) == [Score(n, {"objects": 0}) for n in (1, 0, 0, 0)]
 
 
 def test_settings_that_say_different_things_are_refused() -> None:
-    for wrong in ({"kind": Kind.fusion}, {"url": "http://x"}):
+    for wrong in ({"kind": "fusion"}, {"url": "http://x"}):
         with pytest.raises(ConfigError, match="belong together"):
             Sandbox(**wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="`file_mb="):
-        Sandbox(kind=Kind.fusion, url="http://x", file_mb=8)
+        Sandbox(kind="fusion", url="http://x", file_mb=8)

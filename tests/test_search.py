@@ -19,9 +19,10 @@ import pytest
 
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
-from mtgrpo.part import RunContext
-from mtgrpo.tools import load, passages
-from mtgrpo.tools.passages import Passage, PassageIndex
+from mtgrpo.parts import RunContext
+from mtgrpo.tools import bm25s, load, passages
+from mtgrpo.tools.bm25s import BM25S
+from mtgrpo.tools.passages import Passage
 from mtgrpo.tools.search import Search
 from mtgrpo.types import Message, Task, ToolCall
 
@@ -53,7 +54,7 @@ def corpus(tmp_path: Path) -> Path:
     return write(tmp_path / "passages.jsonl", ROWS)
 
 
-def found(index: PassageIndex, query: str, k: int = 5) -> list[str]:
+def found(index: BM25S, query: str, k: int = 5) -> list[str]:
     return [passage.id for passage in index.search(query, k)]
 
 
@@ -61,7 +62,7 @@ def found(index: PassageIndex, query: str, k: int = 5) -> list[str]:
 
 
 def test_the_best_passages_come_first(corpus: Path) -> None:
-    index = PassageIndex.open(corpus)
+    index = BM25S.open(corpus)
     assert len(index) == 5
     assert found(index, "the capital of Italy") == ["a", "b"]
     assert found(index, "capital cities") == ["a", "b"]  # the shorter passage first
@@ -92,14 +93,14 @@ def test_scores_are_those_of_bm25(corpus: Path) -> None:
 
     query = ["capital", "zebra", "old"]
     expected = sorted((key for key in texts if score(key, query) > 0), key=lambda key: -score(key, query))
-    assert found(PassageIndex.open(corpus), " ".join(query)) == expected
+    assert found(BM25S.open(corpus), " ".join(query)) == expected
 
 
 STOP = {"is", "the", "of", "it", "and", "on", "to"}
 
 
 def test_passages_are_read_by_their_ids(corpus: Path) -> None:
-    index = PassageIndex.open(corpus)
+    index = BM25S.open(corpus)
     for row in ROWS:
         assert index.read(row["id"]) == Passage(row["id"], row["title"], row["text"])
     assert index.read("f") is None
@@ -107,8 +108,8 @@ def test_passages_are_read_by_their_ids(corpus: Path) -> None:
 
 
 def test_two_ids_of_one_hash_are_told_apart(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtgrpo.tools.passages._hash", lambda _: np.uint64(7))
-    index = PassageIndex.open(corpus)
+    monkeypatch.setattr("mtgrpo.tools.bm25s._hash", lambda _: np.uint64(7))
+    index = BM25S.open(corpus)
     assert [index.read(row["id"]) for row in ROWS] == [Passage(row["id"], row["title"], row["text"]) for row in ROWS]
     assert index.read("f") is None
 
@@ -120,33 +121,33 @@ def test_blank_lines_and_unicode_do_not_shift_passages(tmp_path: Path) -> None:
         "  ",
         json.dumps({"id": "\u00e9", "text": "M\u00fcnchen \u4f60\u597d"}, ensure_ascii=False),
     ]
-    index = PassageIndex.open(write(tmp_path / "c.jsonl", rows))
+    index = BM25S.open(write(tmp_path / "c.jsonl", rows))
     assert index.read("a") == Passage("a", "Rome", ROWS[0]["text"])
     assert found(index, "m\u00fcnchen") == ["\u00e9"]
 
 
 def test_an_index_is_built_once_and_mapped(corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    PassageIndex.open(corpus)
+    BM25S.open(corpus)
     monkeypatch.setattr(passages, "_build", lambda *_: pytest.fail("built again"))
-    index = PassageIndex.open(corpus)
+    index = BM25S.open(corpus)
     assert isinstance(index._bm25.scores["data"], np.memmap)
     assert len(list(cache.iterdir())) == 1
     elsewhere = corpus.with_name("copy.jsonl")
     elsewhere.write_bytes(corpus.read_bytes())
-    assert found(PassageIndex.open(elsewhere), "Italy") == ["a"]  # the same corpus
+    assert found(BM25S.open(elsewhere), "Italy") == ["a"]  # the same corpus
 
 
 def test_a_corpus_that_changed_has_another_index(corpus: Path, cache: Path) -> None:
-    PassageIndex.open(corpus)
+    BM25S.open(corpus)
     write(corpus, [*ROWS, {"id": "f", "text": "Italy, Italy"}])
-    assert found(PassageIndex.open(corpus), "Italy") == ["f", "a"]
+    assert found(BM25S.open(corpus), "Italy") == ["f", "a"]
     assert len(list(cache.iterdir())) == 2
 
 
 def test_processes_that_build_at_the_same_time_share_one(corpus: Path, cache: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from mtgrpo.tools.passages import PassageIndex\n"
-        "print([p.id for p in PassageIndex.open(Path(sys.argv[1])).search('Italy', 3)])"
+        "import sys; from pathlib import Path; from mtgrpo.tools.bm25s import BM25S\n"
+        "print([p.id for p in BM25S.open(Path(sys.argv[1])).search('Italy', 3)])"
     )
     command = [sys.executable, "-c", code, str(corpus)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -155,16 +156,16 @@ def test_processes_that_build_at_the_same_time_share_one(corpus: Path, cache: Pa
 
 
 def test_whoever_builds_second_leaves_the_first_ones_index(corpus: Path, cache: Path, tmp_path: Path) -> None:
-    PassageIndex.open(corpus)
+    BM25S.open(corpus)
     (folder,) = cache.iterdir()
     written = (folder / "about.json").stat().st_mtime_ns
-    passages._build(corpus, "x", folder, 1, passages._write)
+    passages._build(corpus, "x", folder, 1, bm25s._write)
     assert (folder / "about.json").stat().st_mtime_ns == written
     assert list(cache.iterdir()) == [folder]
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "keepsake").touch()
     with pytest.raises(OSError):
-        passages._build(corpus, "x", tmp_path / "theirs", 1, passages._write)
+        passages._build(corpus, "x", tmp_path / "theirs", 1, bm25s._write)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "passages.jsonl", "theirs"]
 
 
@@ -173,7 +174,7 @@ def test_whoever_builds_second_leaves_the_first_ones_index(corpus: Path, cache: 
 
 def refusal(corpus: Path, folder: Path | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        PassageIndex.open(corpus, folder)
+        BM25S.open(corpus, folder)
     return str(caught.value)
 
 
@@ -197,11 +198,11 @@ def test_bad_rows_are_refused_with_file_and_line(row: Any, message: str, corpus:
 
 def test_an_index_of_another_corpus_is_refused(corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "index"
-    PassageIndex.open(corpus, folder)
+    BM25S.open(corpus, folder)
     other = write(tmp_path / "other.jsonl", ROWS[:2])
     said = refusal(other, folder)
     assert f"{folder} is that of another corpus: of passages.jsonl with 5 passages" in said and str(other) in said
-    assert found(PassageIndex.open(corpus, folder), "Italy") == ["a"]
+    assert found(BM25S.open(corpus, folder), "Italy") == ["a"]
 
 
 @pytest.mark.parametrize("about", [None, "", "[]", '{"layout": 0, "corpus": {"sha256": "x"}}'])
@@ -315,7 +316,7 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], messag
 
 @pytest.mark.real
 def test_recall_on_real_questions(data_folder: Path) -> None:
-    index = PassageIndex.open(data_folder / "search_qa" / "passages.jsonl")
+    index = BM25S.open(data_folder / "search_qa" / "passages.jsonl")
     assert len(index) == 12_583
     recalls: defaultdict[str, list[float]] = defaultdict(list)
     for line in (data_folder / "search_qa" / "questions.jsonl").read_text().splitlines():

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from mtgrpo.config.compose import preset
 from mtgrpo.engines.auto import Auto
 from mtgrpo.engines.local import Local
-from mtgrpo.engines.local.engine import probe
-from mtgrpo.engines.server import Kind, Server, Sync
+from mtgrpo.engines.server import Server, Sync
 from mtgrpo.engines.server import engine as server_engine
 from mtgrpo.engines.server.vllm import VLLM, environment
 from mtgrpo.errors import ConfigError, EngineError
@@ -30,7 +29,9 @@ from mtgrpo.memory import Phase, estimate
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.rounding import plain_logprobs
 from mtgrpo.model.settings import DType, LoRA
-from mtgrpo.sync import HOT, Adapter, Files, Nothing, Proof, ProofError
+from mtgrpo.model.traits import ordinary_tokens
+from mtgrpo.weights.push import HOT, Adapter, Files, Nothing, Proof, ProofError
+from mtgrpo.weights.source import ModelWeights
 from saving import save_model
 from test_memory import named, row
 
@@ -63,11 +64,11 @@ def adapted(folder: Path) -> PreTrainedModel:
 
 def test_a_proof_accepts_the_same_weights_and_names_both_numbers_for_others() -> None:
     model = load_model(ModelSettings("tiny"), 0)
-    tokens = probe(model, 64).tolist()
-    proof = Proof.of(model, 7, tokens)
+    tokens = ordinary_tokens(model.config, 64).tolist()
+    proof = Proof.of(ModelWeights(model, 7), tokens)
     assert proof.check(listed(model, tokens), "server 0") < 1e-5
     stale = listed(model, tokens)
-    proof = Proof.of(changed(model, 1e-3), 8, tokens)  # about one optimiser step
+    proof = Proof.of(ModelWeights(changed(model, 1e-3), 8), tokens)  # about one optimiser step
     with pytest.raises(ProofError, match="server 0 does not hold the trainer's weights: after update 8") as failed:
         proof.check(stale, "server 0")
     found = re.search(r"by (\S+) nats, and (\S+) are accepted", str(failed.value))
@@ -76,7 +77,7 @@ def test_a_proof_accepts_the_same_weights_and_names_both_numbers_for_others() ->
 
 def test_a_proof_fails_where_nothing_is_known() -> None:
     model = load_model(ModelSettings("tiny"), 0)
-    proof = Proof.of(model, 0, [5, 6, 7])
+    proof = Proof.of(ModelWeights(model, 0), [5, 6, 7])
     right = listed(model, [5, 6, 7])
     cold = plain_logprobs(model, torch.tensor([5, 6, 7]))[-1, 343].item()  # not at the temperature that is sampled with
     for found in ([], right[1:], [*right[:-1], {343: math.nan}], [*right[:-1], {343: cold}]):
@@ -86,7 +87,9 @@ def test_a_proof_fails_where_nothing_is_known() -> None:
 
 def test_the_tolerance_follows_the_dtype() -> None:
     kinds = (DType.float32, DType.bfloat16, DType.float16)
-    exact, *rounded = (Proof.of(load_model(ModelSettings("tiny", kind), 0), 0, [5, 6, 7]).bound for kind in kinds)
+    exact, *rounded = (
+        Proof.of(ModelWeights(load_model(ModelSettings("tiny", kind), 0), 0), [5, 6, 7]).bound for kind in kinds
+    )
     assert exact == 1e-4 and min(rounded) >= 1e-2
 
 
@@ -97,7 +100,7 @@ def test_files_are_a_model_whose_head_is_its_own(tmp_path: Path) -> None:
     model = load_model(ModelSettings("tiny", value_head=True), 0)
     push = Files(tmp_path, torch.float32)
     for version in (1, 2):
-        written = push.write(changed(model), version)
+        written = push.write(ModelWeights(changed(model), version))
     config = json.loads((tmp_path / "served/config.json").read_text())
     assert config["tie_word_embeddings"] is False and written > sum(w.nbytes for w in model.parameters())
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "served")
@@ -108,16 +111,16 @@ def test_files_are_a_model_whose_head_is_its_own(tmp_path: Path) -> None:
 
 def test_files_are_written_in_the_dtype_of_the_servers(tmp_path: Path) -> None:
     model = load_model(ModelSettings("tiny", DType.bfloat16), 0)
-    Files(tmp_path, torch.bfloat16).write(model, 1)
+    Files(tmp_path, torch.bfloat16).write(ModelWeights(model, 1))
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype="bfloat16")
     assert torch.equal(served.model.norm.weight, model.base_model.norm.weight.bfloat16())
 
 
 def test_an_adapter_alone_is_pushed_under_the_name_of_its_version(tmp_path: Path) -> None:
     model = adapted(tmp_path)
-    push = Adapter(tmp_path, model)
+    push = Adapter(tmp_path, ModelWeights(model))
     assert (push.served, push.rank) == (str(tmp_path / "base"), 4)
-    sizes = [push.write(model, version) for version in (1, 2)]
+    sizes = [push.write(ModelWeights(model, version)) for version in (1, 2)]
     assert sizes[0] < sum(w.nbytes for w in model.parameters()) / 4
     assert [path.name for path in sorted(tmp_path.glob("policy-*"))] == ["policy-2"]
     warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an older name
@@ -128,8 +131,8 @@ def test_an_adapter_alone_is_pushed_under_the_name_of_its_version(tmp_path: Path
 
 def test_each_way_refuses_what_it_cannot_push(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.sync=adapter: the model has no adapter"):
-        Adapter(tmp_path, load_model(ModelSettings("tiny"), 0))
-    assert Nothing().write(load_model(ModelSettings("tiny"), 0), 1) == 0
+        Adapter(tmp_path, ModelWeights(load_model(ModelSettings("tiny"), 0)))
+    assert Nothing().write(ModelWeights(load_model(ModelSettings("tiny"), 0), 1)) == 0
 
 
 # --- settings ---
@@ -139,7 +142,7 @@ def test_each_way_refuses_what_it_cannot_push(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"url": ["http://localhost:1"], "replicas": 2}, "`replicas=2` has no effect: servers at `url`"),
-        ({"kind": Kind.sglang}, "`kind=sglang`: such servers are not started here"),
+        ({"kind": "sglang"}, "`kind=sglang`: such servers are not started here"),
         ({"devices": [0, 1, 2], "replicas": 2}, r"`devices=\[0, 1, 2\]` must name `replicas` \* `tensor_parallel` = 2"),
         ({"memory_fraction": 1.0}, "`memory_fraction` must be > 0 and < 1, got 1.0"),
     ],
@@ -160,7 +163,7 @@ def test_tokens_that_were_kept_must_be_among_those_that_a_server_names(word: str
 def test_no_interpreter_is_one_clear_line(tmp_path: Path) -> None:
     model = load_model(ModelSettings("tiny"), 0)
     with pytest.raises(ConfigError, match=r"engine\.python=\S+nowhere: there is no such interpreter.*engine\.url"):
-        Server(python=str(tmp_path / "nowhere")).start(model, True, 64)
+        Server(python=str(tmp_path / "nowhere")).start(ModelWeights(model), True, 64)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="servers of a GPU leave the cores to others")
@@ -172,6 +175,8 @@ def test_a_server_on_a_cpu_takes_all_cores_and_intels_openmp(tmp_path: Path, mon
     assert {int(core) for core in cores.split(",")} == os.sched_getaffinity(0)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     assert environment(settings, 0)["LD_PRELOAD"] == str(openmp)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert environment(settings, 0)["OMP_WAIT_POLICY"] == "passive"
     monkeypatch.setenv("LD_PRELOAD", "mine.so")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
     found = environment(settings, 0)
@@ -186,9 +191,9 @@ def test_no_server_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
 
         async def start() -> None:
-            engine = Server(url=[url]).start(model, True, 64, tmp_path)
+            engine = Server(url=[url]).start(ModelWeights(model), True, 64, tmp_path)
             try:
-                await engine.load_weights(model, 0)
+                await engine.load_weights(ModelWeights(model, 0))
             finally:
                 await engine.close()
 
@@ -202,7 +207,7 @@ def test_a_closed_engine_answers_with_an_error(tmp_path: Path) -> None:
 
     async def ask() -> None:
         (left := tmp_path / "mtgrpo-exchange" / "served").mkdir(parents=True)
-        engine = Server(url=["http://127.0.0.1:1"], sync=Sync.none).start(model, True, 64, tmp_path)
+        engine = Server(url=["http://127.0.0.1:1"], sync=Sync.none).start(ModelWeights(model), True, 64, tmp_path)
         assert left.parent.exists() and not left.exists()  # of a run that was killed
         await engine.close()
         async with engine.conversation(server_engine.Key(0, "t", "0", 0)) as sample:

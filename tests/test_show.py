@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from mtgrpo.commands.show import main
 from mtgrpo.errors import ConfigError
-from mtgrpo.show import main
 
 
 def conversation(task: str, reward: float, said: str) -> dict[str, Any]:

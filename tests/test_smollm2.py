@@ -30,6 +30,7 @@ from mtgrpo.model.rounding import distance, plain_logprobs, reference
 from mtgrpo.model.scorer import Scorer, flops_of
 from mtgrpo.stages.run import open_run
 from mtgrpo.types import Completion, Finish, Message, Sampling, Task, Trajectory, Turn
+from mtgrpo.weights.source import ModelWeights
 from saving import save_model
 
 real = pytest.mark.real
@@ -84,7 +85,7 @@ def model(fetched: Path) -> PreTrainedModel:
 def conversations(model: PreTrainedModel, new_tokens: int) -> list[Trajectory]:
     """Two turns about each question, two siblings each, sampled at temperature 1."""
     chat = open_chat(load_tokenizer("smollm2"), ChatSettings())
-    engine = Local().start(model, True, 512)
+    engine = Local().start(ModelWeights(model), True, 512)
     sampling = Sampling(max_new_tokens=new_tokens, stop_ids=list(chat.stop_ids))
 
     async def converse(number: int) -> Trajectory:
@@ -146,14 +147,14 @@ def test_the_engine_is_the_model_in_bfloat16(fetched: Path) -> None:
 def test_updates_leave_fused_decoding_in_place(fetched: Path) -> None:
     """The first ids of the vocabulary are special tokens behind which rounding is a thousand times as large."""
     model = load_model(ModelSettings(name="smollm2"), seed=0)
-    engine = Local().start(model, True, 256)
+    engine = Local().start(ModelWeights(model), True, 256)
     context = load_tokenizer("smollm2").encode("The capital of France is")
 
     async def ask(version: int) -> None:
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(torch.randn(weight.shape, generator=generator), alpha=2e-5)
-        await engine.load_weights(model, version)
+        await engine.load_weights(ModelWeights(model, version))
         async with engine.conversation(Key(0, "test", "t", version)) as sample:
             await sample(context, Sampling(max_new_tokens=4))
 
@@ -236,8 +237,8 @@ def test_every_trained_token_was_sampled_over_200_conversations_with_a_tool(
     sampled: Counter[int] = Counter()  # every token that the engine gave, with all that stood before it
     ask = LocalEngine._ask
 
-    async def watched(self: LocalEngine, conversation: Any, tokens: Sequence[int], sampling: Sampling) -> Completion:
-        completion = await ask(self, conversation, tokens, sampling)
+    async def watched(self: LocalEngine, conversation: Any, tokens: Sequence[int], *rest: Any) -> Completion:
+        completion = await ask(self, conversation, tokens, *rest)
         path = 0
         for number, token in enumerate([*tokens, *completion.tokens]):
             path = hash((path, token))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtgrpo.statistics import (
+from mtgrpo.evaluation.statistics import (
     INTERVALS,
     Estimate,
     Interval,

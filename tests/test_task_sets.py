@@ -19,17 +19,18 @@ from mtgrpo import cli
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
-from mtgrpo.extension import names
+from mtgrpo.integrations.humaneval import HumanEval
+from mtgrpo.integrations.ifeval.reward import followed
+from mtgrpo.integrations.ifeval.task import IFEvalTasks
+from mtgrpo.integrations.triviaqa import TriviaQA
+from mtgrpo.parts.extension import options
+from mtgrpo.rewards import Reward
 from mtgrpo.rewards.em import EM, Convention
-from mtgrpo.rewards.ifeval import followed
 from mtgrpo.tasks import Split, TaskSource
 from mtgrpo.tasks.gsm8k import Gsm8k
-from mtgrpo.tasks.humaneval import HumanEval
-from mtgrpo.tasks.ifeval import IFEval
 from mtgrpo.tasks.math import Math, boxed
 from mtgrpo.tasks.mbpp import MBPP
 from mtgrpo.tasks.search_qa import SearchQA
-from mtgrpo.tasks.triviaqa import TriviaQA
 from mtgrpo.tools.search import Search
 from mtgrpo.tools.unit_tests import last_code_block
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
@@ -69,7 +70,7 @@ def said(task: Task, text: str) -> Trajectory:
     return Trajectory(task, turns=[Turn([], [], [], [], Finish.STOP, Message("assistant", text))])
 
 
-@pytest.mark.parametrize("make", [IFEval, HumanEval, MBPP])
+@pytest.mark.parametrize("make", [IFEvalTasks, HumanEval, MBPP])
 def test_a_missing_file_is_named(make: Callable[..., TaskSource], tmp_path: Path) -> None:
     message = refusal(functools.partial(tasks, make(path=str(tmp_path / "no.jsonl")), Split.eval))
     assert "there is no such file" in message and ".jsonl" in message
@@ -80,7 +81,7 @@ def test_a_folder_without_its_files_is_said_to_be_one(tmp_path: Path) -> None:
     assert message.endswith("give the folder of train.jsonl")
 
 
-@pytest.mark.parametrize("make", [IFEval, HumanEval, MBPP, TriviaQA, functools.partial(Math, path="nobody/math")])
+@pytest.mark.parametrize("make", [IFEvalTasks, HumanEval, MBPP, TriviaQA, functools.partial(Math, path="nobody/math")])
 def test_without_files_and_network_the_cure_is_said(make: Callable[..., TaskSource]) -> None:
     pytest.importorskip("datasets")
     message = refusal(functools.partial(tasks, make(), Split.eval))
@@ -95,7 +96,7 @@ def test_the_100_smallest_hashes_are_held_out(tmp_path: Path) -> None:
     rows = [
         {"key": key, "prompt": f"{key}?", "instruction_id_list": ["startend:quotation"], "kwargs": [{}]} for key in keys
     ]
-    source = IFEval(path=str(write(tmp_path / "if.jsonl", rows)), system_prompt="Be exact.")
+    source = IFEvalTasks(path=str(write(tmp_path / "if.jsonl", rows)), system_prompt="Be exact.")
     held_out, trained = ({task.id for task in tasks(source, split)} for split in (Split.eval, Split.train))
     by_hash = sorted(keys, key=lambda key: hashlib.sha256(str(key).encode()).hexdigest())
     assert held_out == {f"ifeval/{key}" for key in by_hash[:100]}
@@ -103,7 +104,7 @@ def test_the_100_smallest_hashes_are_held_out(tmp_path: Path) -> None:
     task = tasks(source, Split.train)[0]
     assert [message.content for message in task.messages] == ["Be exact.", f"{task.id.removeprefix('ifeval/')}?"]
     assert followed(task, '"yes"') == [True]
-    few = IFEval(path=str(write(tmp_path / "two.jsonl", rows[:2])))
+    few = IFEvalTasks(path=str(write(tmp_path / "two.jsonl", rows[:2])))
     assert "it has only 2" in refusal(functools.partial(tasks, few, Split.train))
 
 
@@ -113,12 +114,12 @@ def test_the_100_smallest_hashes_are_held_out(tmp_path: Path) -> None:
 def test_bad_instructions_are_named_with_their_line(change: dict[str, Any], tmp_path: Path) -> None:
     row = {"key": 1, "prompt": "?", "instruction_id_list": ["a:b"], "kwargs": [{}]}
     file = write(tmp_path / "if.jsonl", [row | change])
-    assert refusal(functools.partial(tasks, IFEval(path=str(file)), Split.eval)).startswith(f"{file}, line 1: ")
+    assert refusal(functools.partial(tasks, IFEvalTasks(path=str(file)), Split.eval)).startswith(f"{file}, line 1: ")
 
 
 def test_the_real_prompts_of_ifeval(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
-    trained, held_out = tasks(IFEval(), Split.train), tasks(IFEval(), Split.eval)
+    trained, held_out = tasks(IFEvalTasks(), Split.train), tasks(IFEvalTasks(), Split.eval)
     assert (len(trained), len(held_out)) == (441, 100)
     assert sum(len(followed(task, "x")) for task in [*trained, *held_out]) == 834
 
@@ -448,11 +449,11 @@ PAGE = (Path(__file__).parents[1] / "docs" / "tasks_and_rewards.md").read_text()
 
 
 def test_the_page_names_what_there_is() -> None:
-    for group in ("task", "reward"):
+    for group, base in (("task", TaskSource), ("reward", Reward)):
         table = PAGE.partition(f"| `{group}=` |")[2].partition("\n\n")[0]
         listed = re.findall(r"^\| `(\w+)` \|", table, flags=re.M)
         assert len(listed) >= 6
-        assert set(listed) <= set(names(f"mtgrpo.{group}s")), group
+        assert set(listed) <= set(options(f"mtgrpo.{group}s", base)), group
 
 
 def test_the_commands_of_the_page_are_accepted(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import ConfigError
-from mtgrpo.extension import names, options
+from mtgrpo.parts.extension import names, options
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.tasks import Columns, IndexedStream, Split, TaskSource, held_out, permuted, published
 from mtgrpo.tasks.gsm8k import Gsm8k, solve_with_calculator
 from mtgrpo.tasks.hub import Hub
 from mtgrpo.tasks.jsonl import BadRows, Jsonl
 from mtgrpo.tasks.ledger import PROMPT, Ledger
-from mtgrpo.tasks.mixed import Mixed
+from mtgrpo.tasks.mixed import Mixed, MixedStream
 from mtgrpo.tasks.parquet import Parquet
 from mtgrpo.tasks.published import HubRows
 from mtgrpo.tasks.word_problems import WordProblems
@@ -150,7 +150,7 @@ def test_a_state_of_other_data_is_refused() -> None:
 def test_every_file_in_the_folder_is_one_option() -> None:
     found = options("mtgrpo.tasks", TaskSource)
     assert {"gsm8k", "word_problems", "jsonl", "parquet", "hub"} <= set(found)
-    assert set(names("mtgrpo.tasks")) - set(found) == {"published", "stream", "verifiers_program"}  # no sources
+    assert set(names("mtgrpo.tasks")) - set(found) == {"published", "stream"}  # no sources
 
 
 def test_jsonl_maps_columns_and_keeps_the_rest_as_metadata(tmp_path: Path) -> None:
@@ -548,6 +548,73 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert "pip install 'mtgrpo[data]'" in error_of(lambda source=source: source.stream(Split.train, 0))
 
 
+# Tables, whose objects have the keys of all others
+
+SCHEMAS = [{"type": "object", "properties": {key: {"type": "string"}}, "required": [key]} for key in ("table", "sql")]
+TOOLS = [{"name": name, "description": "", "parameters": one} for name, one in zip("ab", SCHEMAS, strict=True)]
+TOOLS[1]["parameters"] |= {"default": {"deep": {"er": 1}}}
+CALLED = [
+    {"function": {"name": "describe", "arguments": {"table": "a", "within": {"x": [{"y": 1}, {"z": 2}]}}}},
+    {"function": {"name": "query", "arguments": {"sql": ""}}},
+]
+TOLD = [
+    {"role": "user", "content": "first"},
+    {"role": "assistant", "content": "", "tool_calls": CALLED},
+    {"role": "user", "content": "then"},
+]
+ACCEPTED = [{"describe": {"table": ["a", ""]}}, {"query": {"sql": ["b"]}}]
+TABLED = [{"prompt": TOLD, "tools": TOOLS, "calls": ACCEPTED, "extra": {"hint": hint}} for hint in ("x", None)]
+
+
+@pytest.fixture(params=["parquet", "hub"])
+def tabled(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """A function: rows -> the source that reads them from a table."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def source(rows: list[dict[str, Any]]) -> Any:
+        (folder := tmp_path / "made").mkdir()
+        write_parquet(folder / "train.parquet", rows)
+        return Hub(path=str(folder)) if request.param == "hub" else Parquet(path=str(folder), eval_fraction=0)
+
+    return source
+
+
+def test_a_table_gives_calls_and_tools_no_keys_that_nobody_wrote(tabled: Callable[[Any], Any]) -> None:
+    stream = tabled(TABLED).stream(Split.train, 0, repeat=False)
+    noted = "\n".join(stream.notes)
+    for column in ("prompt", "tools", "calls"):
+        assert f"column {column!r}: " in noted
+    assert "column 'extra'" not in noted and "write arguments as JSON text" in noted
+    for task, row in zip(stream, TABLED, strict=True):
+        made = [{"function": {"name": c.name, "arguments": c.arguments}} for c in task.messages[1].tool_calls]
+        assert made == CALLED
+        assert (task.metadata["tools"], task.metadata["calls"]) == (TOOLS, ACCEPTED)
+        assert task.metadata["extra"] == row["extra"], "a null in another object is what its reader expects"
+
+
+def test_lines_of_json_on_the_hub_give_calls_no_keys_either(hub_folder: Path) -> None:
+    (hub_folder / "alone").mkdir()
+    write_jsonl(hub_folder / "alone" / "train.jsonl", TABLED)
+    task = next(Hub(path=str(hub_folder / "alone")).stream(Split.train, 0, repeat=False))
+    assert [{"function": {"name": c.name, "arguments": c.arguments}} for c in task.messages[1].tool_calls] == CALLED
+    assert (task.metadata["tools"], task.metadata["calls"]) == (TOOLS, ACCEPTED)
+
+
+def test_the_nulls_that_a_table_leaves_out_are_counted(tabled: Callable[[Any], Any]) -> None:
+    prompts = [[TOLD[0], {**TOLD[1], "tool_calls": [{"name": "f", "arguments": {key: 1}}]}, TOLD[2]] for key in "abb"]
+    stream = tabled([{"prompt": prompt} for prompt in prompts]).stream(Split.train, 0, repeat=False)
+    [note] = stream.notes
+    assert note.startswith("column 'prompt': 3 nulls in arguments or schemas are left out")
+
+
+def test_a_null_in_arguments_that_are_json_text_stays(tabled: Callable[[Any], Any]) -> None:
+    said = [{"name": "f", "arguments": json.dumps({"sql": None, "k": 1})}]
+    stream = tabled([{"prompt": [TOLD[0], {**TOLD[1], "tool_calls": said}, TOLD[2]]}]).stream(Split.train, 0, False)
+    assert next(stream).messages[1].tool_calls[0].arguments == {"sql": None, "k": 1}
+    assert stream.notes == []
+
+
 # The hub
 
 
@@ -846,3 +913,27 @@ def test_mixtures_that_cannot_be_are_refused(of: list[Any], said: str) -> None:
         Mixed(of=of).stream(Split.train, 0)
     with pytest.raises(ConfigError, match=r"`system_prompt=x` has no effect"):
         Mixed(system_prompt="x")
+
+
+@given(sizes=st.lists(st.integers(1, 6), min_size=2, max_size=4), seed=st.integers(0, 9), data=st.data())
+def test_a_mixture_goes_on_in_its_order_from_wherever_it_was_saved(
+    sizes: list[int], seed: int, data: st.DataObject
+) -> None:
+    """Also where some of its sources have ended."""
+    weights = data.draw(st.lists(st.sampled_from([0.5, 1, 3]), min_size=len(sizes), max_size=len(sizes)))
+
+    def mixed() -> MixedStream:
+        parts = [
+            IndexedStream(size, lambda row, n=n: Task(f"{n}/{row}", ()), seed, repeat=False)
+            for n, size in enumerate(sizes)
+        ]
+        return MixedStream(parts, weights, seed)
+
+    ids = [task.id for task in mixed()]
+    assert len(set(ids)) == len(ids) == sum(sizes)
+    for position in range(len(ids) + 1):
+        stream = mixed()
+        take(stream, position)
+        resumed = mixed()
+        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        assert [task.id for task in resumed] == ids[position:]

@@ -16,7 +16,7 @@ import pytest
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sink, chosen, open_sinks
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
 
 SETTINGS = {"seed": "7", "algorithm.clip_high": "0.28", "model.name": "tiny"}
 LEARNING = "reinforcement learning"

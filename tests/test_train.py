@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from mtgrpo import checkpoint
 from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.batch.forest import Batch
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.options import options
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.traits import Traits
-from mtgrpo.policy.step import at_once
+from mtgrpo.evaluation.statistics import mean_over_tasks
+from mtgrpo.model.traits import Limit, Traits
+from mtgrpo.policy.trainer import Stage
 from mtgrpo.policy.updater import PolicyUpdater
+from mtgrpo.profile import Profiler
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import read_runs
 from mtgrpo.rollout.stream import RolloutBatch, Stream
@@ -30,15 +31,16 @@ from mtgrpo.stages.evaluate import AllFailedError, run_evaluation
 from mtgrpo.stages.run import Run, check, open_run
 from mtgrpo.stages.sft import demonstrations, run_sft, within
 from mtgrpo.stages.trainer import run_training, train
-from mtgrpo.stages.update import learn, make_updater
-from mtgrpo.statistics import mean_over_tasks
+from mtgrpo.stages.update import learn
 from mtgrpo.tasks import Split
 from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
+from mtgrpo.weights import checkpoint
 
 CONSTANT = "optimizer.schedule=constant"  # a schedule that falls needs a number of steps
 # Half of all tokens end a turn: a fresh model would otherwise hardly ever come to an end.
 ENDING = f"sampling.stop_ids={list(range(1024))}".replace(" ", "")
 SMALL = [
+    "recipe=calculator",  # also where model.name= names a checkpoint
     *("trainer.steps=2", "sft.steps=2", "sft.batch_size=4", "rollout.prompts_per_step=2", "rollout.group_size=2"),
     *("sampling.max_new_tokens=12", "eval.tasks=2", "eval.samples=2", "eval.every_steps=0", "log=[jsonl]"),
 ]
@@ -500,8 +502,8 @@ async def test_the_forest_trains_as_padded_rows_do(own: Path, tmp_path: Path) ->
     for attention in ("forest", "sdpa"):
         async with open_run(experiment(*words, f"model.attention={attention}"), tmp_path / attention) as run:
             recorded = recorded or await five_batches(run)
-            updater = make_updater(run)
-            found[attention] = [at_once(learn(run, updater, groups, step)) for step, groups in enumerate(recorded, 1)]
+            run.trainer.begin(Stage.reinforcement)
+            found[attention] = [await learn(run, Profiler(), groups, step) for step, groups in enumerate(recorded, 1)]
     for forest, padded in zip(found["forest"], found["sdpa"], strict=True):
         assert forest["policy/computed_tokens"] < 0.7 * padded["policy/computed_tokens"]
         for name in ("policy/loss", "policy/grad_norm", "policy/kl", "policy/entropy"):
@@ -544,8 +546,7 @@ def test_demonstrations_that_no_micro_batch_holds_are_left_out() -> None:
 def test_demonstrations_that_the_model_does_not_compute_exactly_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "mtgrpo.stages.sft.traits", lambda model: Traits("", (), 20, "beyond 20 it does something else")
-    )
+    limit = Limit(20, "beyond 20 it does something else")
+    monkeypatch.setattr("mtgrpo.weights.source.traits", lambda model: Traits("", (), True, limit, limit))
     with pytest.raises(ConfigError, match="longer than the 20 tokens that the model computes exactly"):
         run_sft(experiment(), tmp_path)

@@ -18,6 +18,7 @@ from mtgrpo.model.attention import Attention, choose_attention, describe_attenti
 from mtgrpo.model.load import DType, ModelSettings, compute_in, load_model
 from mtgrpo.model.traits import traits
 from mtgrpo.stages.run import longest_context
+from mtgrpo.weights.source import ModelWeights
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,6 +29,7 @@ LONGROPE = {
     "long_factor": [1.5, 2.0, 4.0, 8.0], "original_max_position_embeddings": 40,
 }  # fmt: skip
 PHI = {"sliding_window": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 40}
+GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40, "num_key_value_heads": 2}
 MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "first_k_dense_replace": 2}
 
 
@@ -45,30 +47,31 @@ def make_model(kind: str, **settings: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "longest", "reason"),
+    ("kind", "settings", "trained", "sampled", "reason"),
     [
-        ("llama", {}, 512, "names 512 positions"),
-        ("mistral", {"num_key_value_heads": 2, "sliding_window": 40}, 40, "see no more than 40 tokens"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}, 3, "no more than 3 "),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}, 512, "positions"),
-        ("phimoe", {"sliding_window": 40}, 40, "see no more than 40 tokens"),  # in its masks alone
-        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}, 40, "than 40 tokens"),
-        ("phi3", PHI, 40, "changes the positions of all tokens"),
+        ("llama", {}, 512, 512, "names 512 positions"),
+        ("mistral", {"num_key_value_heads": 2, "sliding_window": 40}, 512, 40, "see no more than 40 tokens"),
+        ("gemma3_text", GEMMA, 512, 40, "see no more than 40 tokens"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}, 512, 3, "no more than 3 "),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}, 512, 512, "positions"),
+        ("phimoe", {"sliding_window": 40}, 40, 40, "see no more than 40 tokens"),  # in its masks alone
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}, 40, 40, "40 tokens"),
+        ("phi3", PHI, 40, 40, "changes the positions of all tokens"),
     ],
 )
 def test_the_longest_context_that_is_computed_as_if_it_were_alone(
-    kind: str, settings: dict[str, Any], longest: int, reason: str
+    kind: str, settings: dict[str, Any], trained: int, sampled: int, reason: str
 ) -> None:
+    """By engine=local, which has no sliding windows, and by the trainer, whose limit is that of servers."""
     model = make_model(kind, **settings)
-    found = traits(model)
-    assert found.longest == longest
-    assert reason in found.limited_by
-    asked = f"environment.max_context_length={longest + 1}"
-    with pytest.raises(ConfigError, match=rf"{reason}.*; set environment\.max_context_length to at most {longest}"):
-        longest_context(preset("calculator", asked, "batch.token_budget=600"), model)
-    assert longest_context(preset("calculator", "batch.token_budget=600"), model) == longest
-    asked = min(longest, 9)
-    assert longest_context(preset("calculator", f"environment.max_context_length={asked}"), model) == asked
+    for engine, longest in (("local", sampled), ("server", trained)):
+        words = ("calculator", f"engine={engine}", "batch.token_budget=600")
+        why = reason if longest == sampled else "names 512 positions"
+        with pytest.raises(ConfigError, match=rf"{why}.*; set environment\.max_context_length to at most {longest}"):
+            longest_context(preset(*words, f"environment.max_context_length={longest + 1}"), ModelWeights(model))
+        assert longest_context(preset(*words), ModelWeights(model)) == longest
+        asked = min(longest, 9)
+        assert longest_context(preset(*words, f"environment.max_context_length={asked}"), ModelWeights(model)) == asked
 
 
 @torch.no_grad()
@@ -92,15 +95,15 @@ def test_positions_that_depend_on_the_whole_pass_do_so_from_the_next_token_on() 
 )
 def test_the_engine_takes_no_longer_contexts_either(kind: str, settings: dict[str, Any]) -> None:
     model = make_model(kind, **settings)
-    Local().start(model, True, 40)
+    Local().start(ModelWeights(model), True, 40)
     with pytest.raises(ConfigError, match=r"contexts of 41 tokens .* to at most 40"):
-        Local().start(model, True, 41)
+        Local().start(ModelWeights(model), True, 41)
 
 
 def test_dynamic_positions_end_with_the_configuration() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     with pytest.raises(ConfigError, match="names 512 positions"):
-        Local().start(make_model("llama", rope_parameters=rope), True, 513)
+        Local().start(ModelWeights(make_model("llama", rope_parameters=rope)), True, 513)
 
 
 # --- what is cached ---
@@ -131,9 +134,9 @@ def test_queries_that_are_scaled_from_some_position_on_are_the_models_own() -> N
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 2**14}
     settings = {"max_position_embeddings": 2**16, "sliding_window": None, "rope_parameters": rope}
     scaled = make_model("ministral3", **settings | {"rope_parameters": {**rope, "llama_4_scaling_beta": 0.1}})
-    assert not Local().start(scaled, True, 64)._forward.fused
+    assert not Local().start(ModelWeights(scaled), True, 64)._forward.fused
     unscaled = make_model("ministral3", **settings | {"rope_parameters": {**rope, "llama_4_scaling_beta": 0.0}})
-    assert Local().start(unscaled, True, 64)._forward.fused
+    assert Local().start(ModelWeights(unscaled), True, 64)._forward.fused
 
 
 # --- what cannot be replaced, or not be run ---
@@ -156,7 +159,7 @@ def test_what_cannot_be_replaced_takes_rows_and_cannot_be_sampled(
     assert not uses_forest(model)
     assert reason in describe_attention(model)
     with pytest.raises(ConfigError, match=rf"engine=local cannot sample .*{reason}.*; choose another model"):
-        Local().start(model, True, 64)
+        Local().start(ModelWeights(model), True, 64)
     with pytest.raises(ConfigError, match=rf"{reason}.*set model\.attention=auto"):
         choose_attention(model, Attention.forest)
 
@@ -167,7 +170,7 @@ def test_layers_of_different_shapes_can_be_trained_but_not_sampled() -> None:
     choose_attention(model, Attention.auto)
     assert uses_forest(model)
     with pytest.raises(ConfigError, match="keys of different shapes; choose another model"):
-        Local().start(model, True, 64)
+        Local().start(ModelWeights(model), True, 64)
 
 
 @pytest.mark.parametrize(

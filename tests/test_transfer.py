@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -21,20 +22,22 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from mtgrpo.config.helptext import help_text
 from mtgrpo.engines.auto import Auto
 from mtgrpo.engines.local.engine import LocalEngine
-from mtgrpo.engines.server import Kind, Server, Sync
-from mtgrpo.engines.server import transfer as module
+from mtgrpo.engines.server import Server, Sync
 from mtgrpo.engines.server.engine import ServerEngine
-from mtgrpo.engines.server.replica import HEALTH, LostError
+from mtgrpo.engines.server.replica import HEALTH
 from mtgrpo.engines.server.start import started
-from mtgrpo.engines.server.transfer import IPC, NCCL, Transfer, buckets
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.settings import DType, LoRA
-from mtgrpo.sync import Files
-from mtgrpo.sync import Server as Receiver
 from mtgrpo.types import Sampling
+from mtgrpo.weights import transfer as module
+from mtgrpo.weights.push import Files, LostError
+from mtgrpo.weights.push import Server as Receiver
+from mtgrpo.weights.source import ModelWeights
+from mtgrpo.weights.transfer import IPC, NCCL, Transfer, buckets
 from saving import save_model
 from test_engine import make_model
 from test_vllm import CLOSE, LONGEST, SMALL, apart, nudge, python, turn, until
@@ -50,8 +53,8 @@ class Recorder(Receiver):
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
 
-    async def ask(self, method: str, path: str, timeout_s: float | None = 600.0, **more: Any) -> Any:
-        self.asked.append((path, more.get("json")))
+    async def ask(self, method: str, path: str, body: Any = None, *_: Any, **params: Any) -> Any:
+        self.asked.append((path, body))
         return {"world_size": 2}
 
     async def reload(self, folder: Path) -> None:
@@ -73,7 +76,7 @@ class Mapped(IPC):
         path, sizes = self._folder.with_name("bucket"), [self._sizes[name] for name in info["names"]]
         filled.numpy().tofile(path)
         info |= {"tensor_sizes": sizes, "ipc_handles": {"cpu": [str(path), len(filled)]}}
-        await server.ask("POST", "/update_weights", json={"update_info": info})
+        await server.ask("POST", "/update_weights", {"update_info": info})
 
 
 @pytest.fixture
@@ -84,23 +87,28 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- which way ---
 
 
-@pytest.mark.parametrize(
-    ("gpu", "adapted", "settings", "way", "why"),
-    [
-        (False, False, Server(), Sync.files, "there is no GPU"),
-        (False, False, Server(devices=[1]), Sync.files, "there is no GPU"),
-        (True, False, Server(), Sync.ipc, "the servers are on the trainer's GPU"),
-        (True, False, Server(devices=[1, 2], replicas=2), Sync.nccl, "the servers have GPUs of their own"),
-        (True, False, Server(tensor_parallel=2), Sync.files, "a server takes several GPUs, the trainer's among them"),
-        (True, False, Server(url=["http://s"]), Sync.files, "the servers were started by somebody else"),
-        (True, True, Server(), Sync.adapter, "an adapter is trained"),
-    ],
-)
-def test_the_way_is_chosen_by_where_the_servers_are(
-    gpu: bool, adapted: bool, settings: Server, way: Sync, why: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("settings", [Server(), Server(devices=[1]), Server(url=["http://s"])])
+def test_a_way_that_was_run_is_chosen_also_where_there_is_a_gpu(
+    gpu: bool, settings: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    assert settings.way(adapted) == (way, f"engine.sync=auto: {way.value}, for {why}")
+    assert settings.way(adapted=False) == (Sync.files, "engine.sync=auto: files, for all weights are trained")
+    assert settings.way(adapted=True) == (Sync.adapter, "engine.sync=auto: adapter, for an adapter is trained")
+
+
+@pytest.mark.parametrize(
+    ("option", "named", "words"),
+    [
+        ("engine=server", "engine.sync", "ipc and nccl are experimental"),
+        ("engine=server", "engine.kind", "sglang is experimental"),
+        ("reward=unit_tests", "reward.sandbox.kind", "SandboxFusion at `url`, is experimental"),
+    ],
+)
+def test_help_names_what_was_never_run(option: str, named: str, words: str) -> None:
+    entries = re.split(r"\n {2}(?=\S)", help_text([option]))
+    (entry,) = (entry for entry in entries if entry.startswith(f"{named} "))
+    assert words in " ".join(entry.split())
 
 
 def test_the_way_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
@@ -117,7 +125,7 @@ def test_the_way_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
         ({"sync": Sync.ipc, "devices": [1]}, "`sync=ipc` needs servers that are started on the trainer's GPU"),
         ({"sync": Sync.ipc, "tensor_parallel": 2}, "`sync=ipc` needs servers .* leave .* `tensor_parallel` out"),
         ({"sync": Sync.nccl}, r"`sync=nccl` needs servers on other GPUs .* `devices=\[1\]`"),
-        ({"sync": Sync.nccl, "kind": Kind.sglang, "url": ["http://s"]}, "`sync=nccl` is vLLM's: set `sync=files`"),
+        ({"sync": Sync.nccl, "kind": "sglang", "url": ["http://s"]}, "`sync=nccl` is vLLM's: set `sync=files`"),
     ],
 )
 def test_a_way_that_cannot_lead_there_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -145,7 +153,7 @@ def test_a_way_that_this_machine_or_model_has_not_is_refused_before_a_model_is_l
 
 def test_auto_can_be_started_without_having_chosen() -> None:
     model = load_model(ModelSettings("tiny"), 0)
-    assert isinstance(Auto().start(model, True, 64), LocalEngine)
+    assert isinstance(Auto().start(ModelWeights(model), True, 64), LocalEngine)
 
 
 # --- buckets ---
@@ -157,17 +165,17 @@ def test_buckets_hold_every_weight_of_the_files_once_and_byte_for_byte(
 ) -> None:
     model, dtype = load_model(ModelSettings("tiny", kind, value_head=True), 0), getattr(torch, kind.value)
     push, files = Mapped(tmp_path / "a", dtype), Files(tmp_path / "b", dtype)
-    pushed = push.write(model, 1)
-    files.write(model, 1)
+    pushed = push.write(ModelWeights(model, 1))
+    files.write(ModelWeights(model, 1))
     expected = load_file(tmp_path / "b/served/model.safetensors")
     assert pushed == sum(weight.nbytes for weight in expected.values()), "the tied head is one of its own, both ways"
     server, largest = Recorder(), max(weight.nbytes for weight in expected.values())
     read = dict[str, torch.Tensor]()
 
-    async def ask(method: str, path: str, timeout_s: float | None = 600.0, **more: Any) -> None:
+    async def ask(method: str, path: str, body: Any = None) -> None:
         """Reads a bucket while it is there, as a server does."""
         if path == "/update_weights":
-            info = more["json"]["update_info"]
+            info = body["update_info"]
             server.asked.append((path, info))
             space = torch.from_numpy(numpy.fromfile(info["ipc_handles"]["cpu"][0], dtype=numpy.uint8))
             assert space.nbytes == sum(info["tensor_sizes"]) <= max(SMALL_BUCKET, largest)
@@ -193,19 +201,19 @@ def test_a_weight_larger_than_a_bucket_has_one_of_its_own() -> None:
 
 
 def test_what_was_trained_since_is_not_current(tmp_path: Path) -> None:
-    model = load_model(ModelSettings("tiny"), 0)
+    model, changes = load_model(ModelSettings("tiny"), 0), [0]
     push = Mapped(tmp_path, torch.float32)
-    push.write(model, 1)
+    push.write(ModelWeights(model, 1, lambda: changes[0]))
     assert push.current
-    nudge(model)
+    changes[0] += 1
     assert not push.current
-    push.write(model, 2)
+    push.write(ModelWeights(model, 2, lambda: changes[0]))
     assert push.current
 
 
 def test_a_push_is_one_update_from_start_to_finish(tmp_path: Path, small_buckets: None) -> None:
     server, push = Recorder(), Mapped(tmp_path, torch.bfloat16)
-    push.write(load_model(ModelSettings("tiny"), 0), 1)
+    push.write(ModelWeights(load_model(ModelSettings("tiny"), 0), 1))
 
     asyncio.run(meet_and_load(push, server))
     first, start, *sent, finish = [path for path, _ in server.asked]
@@ -233,15 +241,15 @@ def test_a_server_and_the_trainer_do_their_parts_of_nccl_at_once(
 ) -> None:
     without_gpu(monkeypatch)
     joined, push = threading.Event(), NCCL(tmp_path, torch.bfloat16)
-    push.write(load_model(ModelSettings("tiny"), 0), 1)
+    push.write(ModelWeights(load_model(ModelSettings("tiny"), 0), 1))
 
     class Refusing(Recorder):
         refused = ""
 
-        async def ask(self, method: str, path: str, timeout_s: float | None = 600.0, **more: Any) -> Any:
+        async def ask(self, method: str, path: str, body: Any = None, *_: Any, **params: Any) -> Any:
             if path == self.refused:
                 raise LostError(f"no {path}")
-            return await super().ask(method, path, timeout_s, **more)
+            return await super().ask(method, path, body)
 
     server = Refusing()
     monkeypatch.setattr(module.nccl, "broadcast", lambda *filled, **more: joined.wait(60))
@@ -296,7 +304,7 @@ def test_vllm_accepts_what_it_is_told(python: str, tmp_path: Path, monkeypatch: 
 
     async def tell() -> None:
         for push in ways:
-            push.write(load_model(ModelSettings("tiny"), 0), 1)
+            push.write(ModelWeights(load_model(ModelSettings("tiny"), 0), 1))
             await meet_and_load(push, server)
 
     asyncio.run(tell())
@@ -328,7 +336,7 @@ def test_a_server_that_begins_without_weights_takes_them_in_buckets_and_proves_i
 async def pushed(settings: Server, folder: Path) -> None:
     model = make_model()
     push = Mapped(folder, torch.float32)
-    replicas = started(settings, push, model, LONGEST, folder, folder)
+    replicas = started(settings, push, ModelWeights(model), LONGEST, folder, folder)
     engine = ServerEngine(replicas, push, LONGEST, 900, False, folder)
     try:
         await samples_after_each_push(engine, model)
@@ -338,7 +346,7 @@ async def pushed(settings: Server, folder: Path) -> None:
         await engine._each(lambda lost: lost.ask("GET", HEALTH))
         await until(lambda: not replica.lost.done())
         assert not (replica.alive or push.current), "it is back, without weights, and those of the push are trained on"
-        await engine.load_weights(model, 3)
+        await engine.load_weights(ModelWeights(model, 3))
         assert apart(model, [20, 30], await turn(engine, "b", [20, 30], Sampling()), Sampling()) < CLOSE
         assert engine.notes[-1] == "engine: server 0 is back"
     finally:
@@ -346,16 +354,17 @@ async def pushed(settings: Server, folder: Path) -> None:
 
 
 async def samples_after_each_push(engine: ServerEngine, model: PreTrainedModel, exact: bool = True) -> None:
-    sampling, context = Sampling(max_new_tokens=24), [20, 30, 40]
+    sampling, context, changes = Sampling(max_new_tokens=24), [20, 30, 40], [0]
     for version in range(3):
         await engine.sleep()
-        await engine.load_weights(model, version)
+        await engine.load_weights(ModelWeights(model, version, lambda: changes[0]))
         await engine.wake()
         found = await turn(engine, "a", context, sampling)
         assert found.versions == [version] * 24
         assert engine.metrics["proof_nats"] < engine.metrics["proof_bound_nats"]
         assert apart(model, context, found, sampling) < (CLOSE if exact else 0.1)
         nudge(model, 1e-2)
+        changes[0] += 1
 
 
 # --- on a GPU ---
@@ -396,7 +405,7 @@ def test_weights_reach_a_server_from_gpu_memory(
     model = load_model(ModelSettings("tiny", kind), 0)
     settings = Server(python=python, arguments=SMALL, devices=[1] if way is Sync.nccl else [])
     assert settings.way(False)[0] is way
-    engine = settings.start(model, True, LONGEST, tmp_path)
+    engine = settings.start(ModelWeights(model), True, LONGEST, tmp_path)
 
     async def run() -> None:
         try:

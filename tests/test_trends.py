@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from mtgrpo import resources
 from mtgrpo.errors import RunError
+from mtgrpo.runtime import resources
 from mtgrpo.stages import trends
 from mtgrpo.stages.trends import PATIENCE, WITHOUT_VARIANCE, Trends, in_vain
 
@@ -32,6 +33,32 @@ def test_what_stays_bad_is_said_once(bad: dict[str, float], setting: str) -> Non
     said = [watched.warnings({**FINE, **change}) for change in [{}, *[bad] * (2 * PATIENCE), {}, *[bad] * PATIENCE]]
     assert [len(texts) for texts in said] == [0] * PATIENCE + [1] + [0] * (PATIENCE + 1) + [0] * (PATIENCE - 1) + [1]
     assert setting in said[PATIENCE][0]
+
+
+def test_a_sudden_collapse_is_said_at_once() -> None:
+    """Of success and entropy together: each alone falls in sound runs."""
+    fallen = {"reward/success": 0.1, "policy/entropy": 0.05}
+    for gone in ({}, {"policy/entropy": math.nan}):  # a step without an update has no entropy
+        watched = Trends()
+        said = [watched.warnings({**FINE, **change}) for change in ({}, {}, gone, fallen)]
+        assert said[:-1] == [[], [], []]
+        assert "the policy has collapsed: within 2 steps its success fell from 0.4 to 0.1" in said[-1][0]
+    for change in ({"reward/success": 0.1}, {"policy/entropy": 0.05}):
+        watched = Trends()
+        assert not any(watched.warnings({**FINE, **one}) for one in ({}, {}, change))
+    slow = Trends()
+    falls = [{"reward/success": 0.4 * 0.8**n, "policy/entropy": 0.4**n} for n in range(PATIENCE)]
+    assert not any("collapsed" in text for one in falls for text in slow.warnings({**FINE, **one}))
+
+
+@pytest.mark.parametrize(("proven", "said"), [(True, [0, 0, 0, 1, 0, 0]), (False, [0] * 6)])
+def test_servers_that_answer_with_other_weights_are_said(proven: bool, said: list[int]) -> None:
+    watched = Trends()
+    apart = (0.02, 0.03, math.nan, 0.5, 0.02, 0.04)  # in 16 bits; a step without an update has none
+    engine = {"engine/proof_nats": 0.01} if proven else {}
+    texts = [watched.warnings({**FINE, **engine, "policy/mismatch/worst_trajectory": nats}) for nats in apart]
+    assert [len(found) for found in texts] == said
+    assert not proven or "by 0.5 nats, in the steps before by at most 0.03" in texts[3][0]
 
 
 def test_a_run_in_which_nothing_differed_says_so_at_its_end() -> None:

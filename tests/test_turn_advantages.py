@@ -92,7 +92,7 @@ class Problem:
             per_token=torch.zeros(len(turns), dtype=torch.float64),
             turn=turns,
         )
-        advantage = estimator.assign(estimator.weighted(rewards), algorithm).advantage
+        advantage = estimator.assign(estimator.weigh(rewards), algorithm).advantage
         states, actions = (torch.cat([table[i] for i in sampled]) for table in (self.states, self.actions))
         score = torch.nn.functional.one_hot(actions, ACTIONS) - logits.softmax(-1)[states]
         share = advantage * weight[rewards.group[trajectory]] / siblings

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtgrpo.advantages import AdvantageEstimator, Level
+from mtgrpo.advantages import AdvantageEstimator
 from mtgrpo.advantages.gae import GAE
 from mtgrpo.advantages.gigpo import GiGPO
 from mtgrpo.advantages.return_to_go import ReturnToGo
-from mtgrpo.advantages.rewards import rewards_of
+from mtgrpo.advantages.rewards import Level, rewards_of
 from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.advantages.turn import ByTurn
 from mtgrpo.algorithms import Algorithm, Tokens
@@ -43,12 +43,14 @@ from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.attention import Attention, choose_attention
-from mtgrpo.model.scorer import flops_of, layout_of
+from mtgrpo.model.scorer import Scores, flops_of, layout_of
 from mtgrpo.model.value import add_value_head
+from mtgrpo.policy import updater
 from mtgrpo.policy.reference import ReferencePolicy, ReferenceSettings
 from mtgrpo.policy.step import CooperativeTask, Metrics
-from mtgrpo.policy.updater import PolicyUpdater, UpdateConfig, Updates
+from mtgrpo.policy.updater import Objective, PolicyUpdater, UpdateConfig, Updates
 from mtgrpo.types import Group, Message, Sampling, Trajectory
+from mtgrpo.weights.source import ModelWeights
 from test_policy import (
     LONGEST,
     MODEL,
@@ -381,11 +383,11 @@ def test_a_penalty_in_the_reward_is_taken_off_before_advantages() -> None:
 
 def test_the_coefficient_follows_the_target() -> None:
     kl = KL(0.5, target=0.1, adaptation=1.0)
-    assert kl.adapted(0.5, 0.1) == pytest.approx(0.5)
-    assert kl.adapted(0.5, 0.11) == pytest.approx(0.55)
-    assert kl.adapted(0.5, 9.0) == pytest.approx(0.6)
-    assert kl.adapted(0.5, 0.0) == pytest.approx(0.4)
-    assert KL(0.5).adapted(0.5, 9.0) == 0.5
+    assert kl.adapt(0.5, 0.1) == pytest.approx(0.5)
+    assert kl.adapt(0.5, 0.11) == pytest.approx(0.55)
+    assert kl.adapt(0.5, 9.0) == pytest.approx(0.6)
+    assert kl.adapt(0.5, 0.0) == pytest.approx(0.4)
+    assert KL(0.5).adapt(0.5, 9.0) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -435,6 +437,39 @@ def test_only_tokens_of_high_entropy_are_trained() -> None:
     assert losses(learning)[0] == pytest.approx(-(advantage * kept).mean().item(), abs=1e-10)
 
 
+class Rounded(Watched):
+    """Rounding gives every pass over a part of a batch other last bits, more than there are of its own."""
+
+    def scoring(
+        self, batch: Batch, entries: Tensor, reference: ReferencePolicy | None = None
+    ) -> CooperativeTask[Scores]:
+        found = yield from super().scoring(batch, entries, reference)
+        self.passes = getattr(self, "passes", 0) + 1
+        return found._replace(entropy=found.entropy * (1 + 1e-6 * self.passes))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_tokens_of_one_context_are_chosen_together_whatever_the_mini_batches(size: int) -> None:
+    """Four siblings that said the same."""
+    siblings = [replace(TRAJECTORIES[0], reward=float(number), sample_index=number) for number in range(4)]
+    policy, seen = Rounded(copy.deepcopy(MODEL)), []
+
+    class Seen(Objective):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            seen.append(self._prepared.kept)
+
+    batch = build_batch(siblings)
+    learning = UpdateConfig(GRPO(top_entropy=0.3), WholeTrajectory(), updates=Updates(size, 1))
+    rewards = rewards_of([Group(siblings[0].task, siblings)], learning.algorithm, batch.trajectory, batch.turn)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(updater, "Objective", Seen)
+        PolicyUpdater(policy, learning).train(batch, rewards, version=3, seed=0)
+    entropy = policy.scores(batch, torch.arange(len(batch))).entropy
+    (kept,) = seen
+    assert kept.tolist() == (entropy >= torch.quantile(entropy, 0.7) * (1 - 1e-9)).tolist()
+
+
 # --- refusals ---
 
 
@@ -469,7 +504,7 @@ class Decoding(Watched):
     sampled = 0
 
     def updating(self, *arguments: Any) -> CooperativeTask[Metrics]:
-        engine = Local().start(self.model, False, 64)
+        engine = Local().start(ModelWeights(self.model), False, 64)
 
         async def decode() -> None:
             async with engine.conversation(Key(0, "train/1", str(Decoding.sampled), 0)) as sample:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from conftest import Run
-from mtgrpo.agents.verifiers import Verifiers
 from mtgrpo.errors import ConfigError
-from mtgrpo.part import RunContext
+from mtgrpo.integrations.verifiers.agent import Verifiers
+from mtgrpo.integrations.verifiers.task import VerifiersTasks
+from mtgrpo.parts import RunContext
 from mtgrpo.tasks import Split
-from mtgrpo.tasks.verifiers import Verifiers as VerifiersTasks
 from mtgrpo.types import Status, Task, Trajectory
 from scripted import ScriptedEngine
 from test_agents import group_of
@@ -114,7 +114,7 @@ def played(folder: Path, environment: str, task: Task, *scripts: list[str], **ch
 
 def processes_in(folder: Path) -> list[str]:
     found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in found.splitlines() if "verifiers_program.py" in line or str(folder) in line]
+    return [line for line in found.splitlines() if "verifiers/program.py" in line or str(folder) in line]
 
 
 # --- without verifiers

@@ -29,8 +29,10 @@ from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.rounding import plain_logprobs
 from mtgrpo.model.settings import LoRA
-from mtgrpo.sync import Nothing, ProofError
 from mtgrpo.types import Completion, Finish, Sampling
+from mtgrpo.weights.push import Nothing, ProofError
+from mtgrpo.weights.push import Server as WeightServer
+from mtgrpo.weights.source import ModelWeights, WeightSource
 from saving import save_model
 from test_engine import make_model
 
@@ -83,8 +85,8 @@ async def generated(engine: ServerEngine) -> float:
     """The tokens that the servers have generated, by their own count."""
     texts: list[str] = []
     for replica in engine._replicas:
-        assert replica._session is not None
-        async with replica._session.get("http://server/metrics") as answer:
+        assert replica._client._session is not None
+        async with replica._client._session.get("http://server/metrics") as answer:
             texts.append(await answer.text())
     lines = [line for text in texts for line in text.splitlines()]
     counts = [line for line in lines if line.startswith("vllm:generation_tokens_total")]
@@ -98,10 +100,13 @@ async def until(true: Callable[[], bool], seconds: float = 900) -> None:
 
 
 def server_of(replica: Replica) -> int:
-    """The process id of the program under the guard, which is its group's too."""
-    assert replica.process and replica.process._guard
-    guard = replica.process._guard.pid
-    return int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
+    """The process id of the program under the reaper, which is its group's too."""
+    assert replica.process and replica.process._program
+    return child_of(child_of(replica.process._program.pid))
+
+
+def child_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/task/{process}/children").read_text().split()[0])
 
 
 def members(group: int) -> list[str]:
@@ -116,13 +121,15 @@ def test_servers_sample_take_weights_prove_it_die_and_come_back(python: str, tmp
 
 async def everything(python: str, folder: Path) -> None:
     model = make_model()
-    engine = Server(python=python, replicas=2, arguments=SMALL).start(model, True, LONGEST, folder)
+    engine = Server(python=python, replicas=2, arguments=SMALL).start(ModelWeights(model), True, LONGEST, folder)
     try:
-        await engine.load_weights(model, 0)
+        await engine.load_weights(ModelWeights(model, 0))
         groups = [server_of(replica) for replica in engine._replicas]
         await samples_as_the_trainer_would(engine, model)
         await takes_weights_while_it_samples(engine, model)
         await loses_a_server(engine, model)
+        groups += [server_of(replica) for replica in engine._replicas]
+        await loses_a_server_in_mid_push(engine, model)
         groups += [server_of(replica) for replica in engine._replicas]
         await notices_what_was_not_pushed(engine, model)
     finally:
@@ -165,7 +172,7 @@ async def takes_weights_while_it_samples(engine: ServerEngine, model: PreTrained
     while await generated(engine) == begun:
         await asyncio.sleep(0.01)
     before = nudge(model)
-    await engine.load_weights(model, 1)
+    await engine.load_weights(ModelWeights(model, 1))
     assert 0 < engine.metrics["proof_nats"] < CLOSE and engine.metrics["push_bytes"] > 1e6
     answers = [found for several in await asyncio.gather(*asked) for found in several]
     for found in answers:  # how many were under way, and had tokens to keep, is chance
@@ -192,26 +199,56 @@ async def loses_a_server(engine: ServerEngine, model: PreTrainedModel) -> None:
     assert {len(found.tokens) for found in await asyncio.gather(*asked)} == {400}
 
 
+async def loses_a_server_in_mid_push(engine: ServerEngine, model: PreTrainedModel) -> None:
+    push, load, sampling = engine._push, engine._push.load, Sampling(max_new_tokens=400)
+
+    async def load_and_kill(server: WeightServer) -> None:
+        loading = asyncio.ensure_future(load(server))
+        if server is engine._replicas[0]:
+            await asyncio.sleep(0.02)  # it reads the files
+            assert not loading.done()
+            os.killpg(server_of(engine._replicas[0]), signal.SIGKILL)
+        await loading
+
+    push.load = load_and_kill  # type: ignore[method-assign]
+    nudge(model)
+    await engine.load_weights(ModelWeights(model, 2))
+    push.load = load  # type: ignore[method-assign]
+    assert engine.metrics["servers"] == 1 and "lost a server" in engine.notes[-1]
+
+    async def samples() -> None:
+        asked = [asyncio.ensure_future(turn(engine, str(i), [23, 30, 40, 50], sampling)) for i in range(8)]
+        if all(replica.alive for replica in engine._replicas):
+            await until(lambda: all(replica.load for replica in engine._replicas))
+        for found in await asyncio.gather(*asked):
+            assert found.versions == [2] * 400 and apart(model, [23, 30, 40, 50], found, sampling) < CLOSE
+
+    await samples()
+    await until(lambda: engine._replicas[0].alive)
+    assert engine.notes[-1] == "engine: server 0 is back"
+    await samples()
+
+
 async def notices_what_was_not_pushed(engine: ServerEngine, model: PreTrainedModel) -> None:
     push, engine._push = engine._push, Nothing()
     nudge(model)
-    with pytest.raises(ProofError, match=r"server \d does not hold the trainer's weights: after update 2"):
-        await engine.load_weights(model, 2)
+    with pytest.raises(ProofError, match=r"server \d does not hold the trainer's weights: after update 3"):
+        await engine.load_weights(ModelWeights(model, 3))
     engine._push = push
-    await engine.load_weights(model, 3)
+    await engine.load_weights(ModelWeights(model, 4))
     await engine.resume()
     await engine.pause()
     write = push.write
 
-    def half(source: PreTrainedModel, version: int) -> int:
-        written = write(source, version)
+    def half(source: WeightSource) -> int:
+        written = write(source)
         file = Path(push.served) / "model.safetensors"
         os.truncate(file, file.stat().st_size // 2)
         return written
 
     push.write = half  # type: ignore[method-assign]
     with pytest.raises(EngineError, match=r"server \d .*collective_rpc"):
-        await engine.load_weights(model, 4)
+        await engine.load_weights(ModelWeights(model, 5))
 
 
 def test_a_run_trains_beside_a_server_and_whatever_ends_it_leaves_none(python: str, tmp_path: Path) -> None:
@@ -259,9 +296,8 @@ def server_of_run(run: int) -> tuple[int, Path]:
     """The process group of the server of process `run`, and the folder in which they exchange weights."""
     for child in Path(f"/proc/{run}/task/{run}/children").read_text().split():
         words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        if words[2].endswith("guard.py"):
-            group = int(Path(f"/proc/{child}/task/{child}/children").read_text().split()[0])
-            return group, Path(words[4])
+        if words[2].endswith("reaper.py"):
+            return child_of(child_of(int(child))), Path(json.loads(words[3])["folder"])
     raise AssertionError("the run has no server")
 
 
@@ -289,16 +325,16 @@ async def use(url: str, base: Path, folder: Path, process: subprocess.Popen[byte
     await refuses_others(url, folder)
     for rank in (4, 0):
         model = load_model(ModelSettings(str(base), lora=LoRA(rank)), 0)
-        engine = Server(url=[url]).start(model, True, 512, folder)
+        engine = Server(url=[url]).start(ModelWeights(model), True, 512, folder)
         for version in range(3):
-            await engine.load_weights(model, version)
+            await engine.load_weights(ModelWeights(model, version))
             found = await turn(engine, "0", [20, 30, 40], Sampling(max_new_tokens=20))
             assert found.versions == [version] * 20 and apart(model, [20, 30, 40], found, Sampling()) < CLOSE
             nudge(model, 1e-2)
         assert engine.metrics["push_bytes"] < 2e5 if rank else engine.metrics["push_bytes"] > 1e6
         engine._push = Nothing()
         with pytest.raises(ProofError, match=f"the server at {url} does not hold .* after update 3"):
-            await engine.load_weights(model, 3)
+            await engine.load_weights(ModelWeights(model, 3))
         await engine.close()
 
 
@@ -309,9 +345,9 @@ async def refuses_others(url: str, folder: Path) -> None:
         ("tiny", 1024, "serves contexts of 512 tokens, .* start it with --max-model-len 1024"),
     ):
         model = load_model(ModelSettings(name), 0)
-        other = Server(url=[url]).start(model, True, longest, folder)
+        other = Server(url=[url]).start(ModelWeights(model), True, longest, folder)
         with pytest.raises(ConfigError, match=message):
-            await other.load_weights(model, 0)
+            await other.load_weights(ModelWeights(model, 0))
         (replica,) = other._replicas
         larger = {**load_model(ModelSettings("tiny"), 0).config.to_dict(), "vocab_size": 4096}
         with pytest.raises(ConfigError, match=r"its vocab_size is 2048, and that of the model .* is trained 4096"):

@@ -21,11 +21,13 @@ from mtgrpo.model.load import DType, Head
 from mtgrpo.model.logprobs import RoundedHead
 from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.scorer import Scorer, Scores, flops_of
+from mtgrpo.model.traits import traits
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import OptimizerSettings
 from mtgrpo.policy.step import Policy
 from mtgrpo.stages.run import longest_context
 from mtgrpo.types import Trajectory
+from mtgrpo.weights.source import ModelWeights
 from test_attention import conversation, make_model, trajectories
 from test_packing import COST, trajectory
 from test_policy import Descent
@@ -66,7 +68,7 @@ def assert_as_uncut(
 
 
 @pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "deepseek"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma3-window", "deepseek"])
 @pytest.mark.parametrize("budget", [48, 20, 3])
 def test_a_budget_of_any_size(family: str, budget: int, twice: bool) -> None:
     """The longest context here has 43 tokens: below that chains are computed again."""
@@ -206,11 +208,15 @@ def test_a_micro_batch_by_itself_computes_what_it_is_not_given() -> None:
 
 
 def test_trees_of_a_model_that_attends_several_times_in_a_layer_become_padded_rows() -> None:
-    model, batch = make_model("qwen3"), build_batch(conversation())
-    model.config.num_hidden_layers = 1
-    assert longest_context(preset("calculator", "batch.token_budget=20"), model) == 20
+    """Its configuration names as many layers as there are calls of its attention: 6, of 1 layer in two stacks."""
+    assert_as_uncut(conversation(), 50, family="looped")
+    model, batch = make_model("looped"), build_batch(conversation())
+    assert len(traits(model).caches) == model.config.num_hidden_layers == 6
+    assert longest_context(preset("calculator", "batch.token_budget=20"), ModelWeights(model)) == 20
     with pytest.raises(ConfigError, match=r"max_context_length=50: padded rows.*batch\.token_budget=20"):
-        longest_context(preset("calculator", "batch.token_budget=20", "environment.max_context_length=50"), model)
+        longest_context(
+            preset("calculator", "batch.token_budget=20", "environment.max_context_length=50"), ModelWeights(model)
+        )
     policy = Policy(model, Descent(model, 0.0), 50, 0.8)  # type: ignore[arg-type]
     packing = policy.pack(batch, torch.arange(len(batch)))
     assert all(micro.forest is None for micro in packing.micro_batches)

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
-from mtgrpo import watch
+from mtgrpo.commands import watch
+from mtgrpo.commands.watch import main, read_progress
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import read_end
+from mtgrpo.runtime.files import read_last_lines
 from mtgrpo.types import LEARNING
-from mtgrpo.watch import main, read_progress
 
 NOW = 1_700_000_000.0
 
@@ -141,18 +141,21 @@ def test_live_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_end_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    assert read_end(path, 100) == []
+    assert read_last_lines(path, 100) == []
     path.write_bytes(b"first\nsecond\nthird\npart")
-    assert read_end(path, 100) == [b"first", b"second", b"third"]
-    assert read_end(path, 16) == [b"third"]
-    assert read_end(path, 3) == []
+    assert read_last_lines(path, 100) == [b"first", b"second", b"third"]
+    assert read_last_lines(path, 16) == [b"third"]
+    assert read_last_lines(path, 3) == []
 
 
 def test_a_million_rows(tmp_path: Path) -> None:
     row = json.dumps(learned(1))
     with (tmp_path / "metrics.jsonl").open("w") as file:
         file.writelines(row.replace('"step": 1', f'"step": {step}') + "\n" for step in range(1, 1_000_001))
-    code = "import sys; from mtgrpo.watch import main; main(sys.argv[1:]); print(open('/proc/self/status').read())"
+    code = (
+        "import sys; from mtgrpo.commands.watch import main; main(sys.argv[1:]); "
+        "print(open('/proc/self/status').read())"
+    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", code, str(tmp_path), "--once"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)

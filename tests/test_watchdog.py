@@ -79,15 +79,6 @@ async def test_turns_and_micro_batches_count(tmp_path: Path) -> None:
         await sample([1, 2], Sampling())
     assert len(moved) == 1
 
-    def work() -> object:
-        yield
-        yield
-        return 7
-
-    running = watchdog.training(work())  # type: ignore[arg-type]
-    assert [next(running), next(running), next(running, "done")] == [None, None, "done"]
-    assert len(moved) == 3
-
 
 async def test_a_run_that_moves_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []

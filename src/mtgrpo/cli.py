@@ -7,20 +7,22 @@ the configuration has passed every check that needs no model.
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mtgrpo import __version__
 from mtgrpo.errors import ConfigError, RunError
-from mtgrpo.extension import explained, of_own_code
-from mtgrpo.hub import stay_offline
+from mtgrpo.parts.extension import explained, meant, of_own_code
+from mtgrpo.runtime.hub import stay_offline
+from mtgrpo.runtime.resources import fit_openmp, read_cpu_times
+from mtgrpo.runtime.text import complain, printable
 
 # What reads a configuration takes a while to import. `mtgrpo --help` and a mistyped command do without.
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from mtgrpo.config.compose import Composed, ExperimentLoader
     from mtgrpo.config.experiment import Experiment
 
+_BEGAN = read_cpu_times()  # what the cores do from here on, until torch is imported, says how many of them are free
 EXPERIMENTS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
@@ -74,7 +77,7 @@ mtgrpo COMMAND [KEY=VALUE ...]
   mtgrpo train reward=path/to/file.py:MyReward task=jsonl task.path=my.jsonl
   mtgrpo train agent=python agent.function=my_agent.py:solve task=jsonl task.path=my.jsonl
   mtgrpo train hydra.run.dir=FOLDER resume=true         goes on with what is there, if anything is
-  mtgrpo eval checkpoint=PATH trust_code=true           runs the code files that its record names
+  mtgrpo eval checkpoint=PATH trust_code=true           reaches what a received record names
   mtgrpo eval checkpoint=PATH --fail-under 0.8          exit code 1 where held-out success is lower
 
 A run is kept in outputs/DATE/TIME, several in multirun/DATE/TIME; hydra.run.dir=PATH and
@@ -84,22 +87,15 @@ Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wron
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and leave the process with its exit code."""
-    # Threads that spin while they wait for one another take the cores from whatever else runs: a training step took 25
-    # times as long beside two other processes. OpenMP reads this when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         run_command(sys.argv[1:] if argv is None else argv)
-        code = 0
-    except ConfigError as error:
-        print(f"mtgrpo: {error}", file=sys.stderr)
-        code = 2
-    except RunError as error:
-        print(f"mtgrpo: {error}", file=sys.stderr)
-        code = 1
+    except (ConfigError, RunError) as error:
+        complain(str(error))
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
-        print("mtgrpo: interrupted", file=sys.stderr)
-        code = 130
-    sys.exit(code)
+        complain("interrupted")
+        sys.exit(130)
+    sys.exit(0)
 
 
 def run_command(arguments: Sequence[str]) -> None:
@@ -112,22 +108,32 @@ def run_command(arguments: Sequence[str]) -> None:
     elif command in ("-sc", "--shell-completion"):
         _complete(words)
     elif command in READERS:
-        if code := importlib.import_module(f"mtgrpo.{command}").main(words):
-            sys.exit(code)
+        with _reading():
+            place = "report" if command == "report" else f"commands.{command}"
+            if code := importlib.import_module(f"mtgrpo.{place}").main(words):
+                sys.exit(code)
     elif command in EXPERIMENTS:
         _experiment(command, words)
     elif command.startswith("-"):
         raise ConfigError(f"the command comes first: mtgrpo COMMAND {command}; the commands are {', '.join(COMMANDS)}")
     else:
-        close = difflib.get_close_matches(command, COMMANDS, 1)
-        meant = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
-        raise ConfigError(f"there is no command {command!r}; {meant}")
+        hint = meant(command, COMMANDS).rstrip() or f"the commands are {', '.join(COMMANDS)}"
+        raise ConfigError(f"there is no command {command!r}; {hint}")
+
+
+@contextmanager
+def _reading() -> Generator[None]:
+    """What cannot be read is the user's mistake."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename or 'the input'}: {error.strerror or error}") from error
 
 
 def show(text: str) -> None:
     """Print; whoever reads may have seen enough, as `| head` does."""
     try:
-        print(text, flush=True)
+        print(printable(text), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -171,9 +177,8 @@ def _flags(words: Sequence[str]) -> argparse.Namespace:
     if rest:
         known = [flag for action in parser._actions for flag in action.option_strings]  # pyright: ignore[reportPrivateUsage]
         given = rest[0].partition("=")[0]
-        close = difflib.get_close_matches(given, known, 1) if given.startswith("--") else []
-        meant = f"did you mean {close[0]}?" if close else "options are key=value, without --; flags: mtgrpo --help"
-        raise ConfigError(f"there is no {rest[0]}; {meant}")
+        hint = meant(given, known).rstrip() if given.startswith("--") else ""
+        raise ConfigError(f"there is no {rest[0]}; {hint or 'options are key=value, without --; flags: mtgrpo --help'}")
     if args.experimental_rerun:
         raise ConfigError("--experimental-rerun: it would unpickle, which nothing here does; repeat the command")
     return args
@@ -215,13 +220,15 @@ def _dispatch(args: argparse.Namespace, command: str, hydra: Hydra) -> None:
     if spared := args.dry_run and not args.online:
         stay_offline()
     named = args.config_name or any("hydra.mode" in word for word in words)  # whether the mode may be set there
+    with fit_openmp(_BEGAN):
+        several = args.multirun or (named and hydra.get_mode("base", words) is RunMode.MULTIRUN)
     if args.hydra_help:
         hydra.hydra_help("base", get_args_parser(), args)
     elif args.info:
         hydra.show_info(args.info, "base", words)
     elif args.cfg:
         hydra.show_cfg("base", words, args.cfg, args.package, args.resolve)
-    elif args.multirun or (named and hydra.get_mode("base", words) is RunMode.MULTIRUN):
+    elif several:
         _run_several(command, hydra, words, args.dry_run, spared)
     else:
         _run_one(command, hydra, words, args.dry_run, spared)
@@ -232,9 +239,12 @@ def _run_one(command: str, hydra: Hydra, words: list[str], dry: bool, spared: bo
 
     if _gives(words, "hydra.sweep.dir"):
         raise ConfigError("hydra.sweep.dir is for several runs; add --multirun, or give hydra.run.dir=PATH")
-    config = hydra.compose_config("base", words, RunMode.RUN)
-    composed = checked(command, config, spared)
+    with fit_openmp(_BEGAN):  # a file of the user's may import torch
+        config = hydra.compose_config("base", words, RunMode.RUN)
+        composed = checked(command, config, cast("ExperimentLoader", hydra.config_loader), spared)
     if dry:
+        from mtgrpo.stages.budget import described  # noqa: PLC0415
+
         show(described(command, composed))
         return
     from mtgrpo.config.run_record import claimed  # noqa: PLC0415
@@ -263,6 +273,7 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool, spared
     from hydra.types import RunMode  # noqa: PLC0415
 
     from mtgrpo.config.compose import parse  # noqa: PLC0415
+    from mtgrpo.stages.budget import described  # noqa: PLC0415
 
     if _gives(words, "hydra.run.dir"):
         raise ConfigError("hydra.run.dir is for a single run; with --multirun give hydra.sweep.dir=PATH")
@@ -278,23 +289,23 @@ def _run_several(command: str, hydra: Hydra, words: list[str], dry: bool, spared
         except HydraException as error:
             raise ConfigError(f"--multirun takes lists such as seed=1,2,3 and ranges: {error}") from error
         for number, job in enumerate(jobs):
-            composed = checked(command, loader.load_sweep_config(config, job), spared)
+            composed = checked(command, loader.load_sweep_config(config, job), loader, spared)
             if dry:
                 show(f"# run {number}: {' '.join(job)}\n{described(command, composed)}")
     if dry:
         return
     from mtgrpo.config.run_record import claimed  # noqa: PLC0415
 
-    place, chosen = _resolved(config, "hydra.sweep.dir"), _gives(words, "hydra.sweep.dir")
-    with claimed(place, chosen, command not in MEASURES and str(config.resume).lower() == "true") as place:
+    place, resumed = _resolved(config, "hydra.sweep.dir"), str(config.resume).lower() == "true"
+    with claimed(place, _gives(words, "hydra.sweep.dir"), command not in MEASURES and resumed) as place:
         words = [*words, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={_quoted(place)}"]
         hydra.multirun("base", functools.partial(run_job, command), words)
 
 
-def checked(command: str, config: DictConfig, spared: bool) -> Composed:
+def checked(command: str, config: DictConfig, loader: ExperimentLoader, spared: bool) -> Composed:
     """The experiment of a run that could begin: all is checked that needs no model. Raises ConfigError.
 
-    spared: hubs are not asked, and what only they have is not checked.
+    loader: has composed it, and may have notes. spared: hubs are not asked, and what only they have is not checked.
     """
     from mtgrpo.config.compose import composed_from  # noqa: PLC0415
 
@@ -306,24 +317,23 @@ def checked(command: str, config: DictConfig, spared: bool) -> Composed:
         experiment.check_training()
     from mtgrpo.stages.run import check  # noqa: PLC0415  it imports what reads a tokenizer
 
-    try:
-        if command in MEASURES:  # a checkpoint brings its own tokenizer
-            if experiment.model.name.startswith("tiny"):  # from scratch
-                raise ConfigError(
-                    f"{command} needs checkpoint=RUN/checkpoints/step_000070, or model.name=NAME of a trained model"
-                )
-            notes = check(replace(experiment, resume=""), spared)
-        else:
+    if command in MEASURES:  # a checkpoint brings its own tokenizer
+        if experiment.model.name.startswith("tiny"):  # from scratch
+            raise ConfigError(
+                f"{command} needs checkpoint=RUN/checkpoints/step_000070, or model.name=NAME of a trained model"
+            )
+        experiment = replace(experiment, resume="")
+    with _reading():
+        try:
             notes = check(experiment, spared)
-            experiment.check_warm_start()
-    except OSError as error:
-        raise ConfigError(f"cannot read {error.filename or 'the input'}: {error.strerror or error}") from error
-    except Exception as error:
-        if not of_own_code(error):
-            raise
-        raise ConfigError(explained(error)) from error
-    for note in notes:
-        print(f"mtgrpo: {note}", file=sys.stderr)
+            if command not in MEASURES:
+                experiment.check_warm_start()
+        except Exception as error:
+            if isinstance(error, OSError) or not of_own_code(error):
+                raise
+            raise ConfigError(explained(error)) from error
+    for note in (*loader.notes, *notes):
+        complain(note)
     return composed
 
 
@@ -340,16 +350,6 @@ def run_job(command: str, config: DictConfig) -> float | None:
     folder = Path(hydra.runtime.output_dir)
     run_stages(command, experiment, folder)
     return held_out_reward(folder)
-
-
-def described(command: str, composed: Composed) -> str:
-    """The options that were chosen, the whole configuration, and in a last comment what a run would take."""
-    from mtgrpo.stages.budget import planned  # noqa: PLC0415
-    from mtgrpo.stages.trial import untried  # noqa: PLC0415
-
-    choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
-    plan, own = planned(command, composed.experiment), untried(composed.experiment)
-    return f"# {choices}\n{composed.values.rstrip()}\n# no fault found, and nothing was run{own}; a run would be {plan}"
 
 
 def _gives(words: Sequence[str], key: str) -> bool:

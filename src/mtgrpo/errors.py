@@ -21,6 +21,13 @@ class Arguments(argparse.ArgumentParser):
         raise ConfigError(f"{message}; {self.prog} --help lists what there is")
 
 
+class PolicyError(Exception):
+    """What the policy wrote cannot be dealt with: the model's doing, not the world's, so never a failed conversation.
+
+    Raised by a tool it is an observation (`ToolError`); raised by a reward the trajectory is worth 0.
+    """
+
+
 class UnreachableError(ConfigError):
     """What is asked for lies on a hub, which does not answer or is not asked, and not on this machine."""
 

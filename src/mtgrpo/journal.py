@@ -26,7 +26,7 @@ import json
 import os
 import zlib
 from array import array
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
 from io import FileIO
@@ -34,19 +34,18 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.messages import message_from_fields
 from mtgrpo.types import (
+    CallOutcome,
     CallRecord,
     Completion,
     Finish,
     Group,
-    Message,
     OpenConversation,
-    Outcome,
     Sample,
     Sampling,
     Status,
     Task,
-    ToolCall,
     Trajectory,
     Turn,
 )
@@ -56,11 +55,22 @@ TOGETHER_S = 0.1  # in which events are gathered: to write them one by one takes
 _GZIP = 31  # what zlib calls its format with a header and a checksum
 _SMALL = (28, 5)  # the same with a window of 4 KiB: for a few events the usual one takes longer to make than to use
 _CHUNK = 1 << 16  # bytes that are looked at together for the end of what was written together
+_MOST = 1 << 25  # characters that are written together: seven times a turn of 131,072 tokens. None are read beyond it
+_EVENTS: dict[str, dict[str, type]] = {  # by the name that tells what has happened: what a run goes on by
+    "admitted": {"admitted": int, "version": int, "scope": str, "task": str},
+    "skipped": {"skipped": int},
+    "group": {"finished": int, "group": dict},
+    "batch": {"batch": int, "groups": list},
+    "turn": {"turn": int, "scope": str, "task": str, "sample": int, "extends": bool, "completion": dict},
+}
 
 
 def read(path: Path) -> Iterator[Event]:
-    """The events of a part, in their order; those from the first on that is cut or damaged are left out."""
-    return (event for _, events in _written_together(path.read_bytes()) for event in events)
+    """The events of a part, in their order; those from the first on that is cut or damaged are left out.
+
+    Raises ConfigError where what was written together unpacks to more than a run writes.
+    """
+    return (event for _, events in _written_together(path) for event in events)
 
 
 class Journal:
@@ -110,11 +120,11 @@ class Journal:
         if self._file is None or not events:
             return
         try:
-            packer = zlib.compressobj(1, zlib.DEFLATED, *_SMALL)
-            text = "".join(f"{_encode(event)}\n" for event in events)
-            data = packer.compress(text.encode()) + packer.flush()
-            if self._file.write(data) != len(data):
-                raise OSError("the disk is full")
+            for text in _portions(f"{_encode(event)}\n" for event in events):
+                packer = zlib.compressobj(1, zlib.DEFLATED, *_SMALL)
+                data = packer.compress(text.encode()) + packer.flush()
+                if self._file.write(data) != len(data):
+                    raise OSError("the disk is full")
         except (OSError, RecursionError, TypeError, ValueError) as error:
             self.notes.append(
                 f"nothing more is written into {self._folder}: {type(error).__name__}: {error}; a run that is killed "
@@ -157,9 +167,10 @@ class Journal:
         numbers = {key: groups.get((key[0].rpartition("/")[0], key[1])) for key in self._turns}
         self._turns = {key: turns for key, turns in self._turns.items() if numbers[key] is not None}
         trained = {number for picked in self._batches.values() for numbers in picked for number in numbers}
-        drawn = set(range(first, max(wanted, default=first)))
+        last = max(wanted, default=first)
+        drawn = sum(first <= number < last for number in passed | wanted | self._skipped)
         missing = len(trained - self._finished.keys())
-        if missing or drawn - passed - wanted - self._skipped:
+        if missing or drawn < last - first:
             why = f": {missing} groups that were trained are not in it; resume_mode=exact keeps none" if missing else ""
             self.notes.append(f"{self._folder} does not lead on from step {version}{why}. Conversations start again")
             self.clear()
@@ -241,20 +252,24 @@ class Journal:
 
     def _take(self, path: Path) -> bool:
         """Take up the events of a part, and cut off what is not whole; whether all of it was."""
-        data, end = path.read_bytes(), 0
-        for after, events in _written_together(data):
+        size, end = path.stat().st_size, 0
+        for after, events in _written_together(path):
             try:
                 for event in events:
                     self._note(event)
             except (KeyError, TypeError):  # whole, but nothing that was written here
                 break
             end = after
-        if end < len(data):
-            self.notes.append(f"{path}: {len(data) - end} of {len(data)} bytes are cut or damaged, and left out")
+        if end < size:
+            self.notes.append(f"{path}: {size - end} of {size} bytes are cut or damaged, and left out")
             os.truncate(path, end)
-        return end == len(data)
+        return end == size
 
     def _note(self, event: Event) -> None:
+        kind = next((name for name in _EVENTS if name in event), "turn")
+        for name, types in _EVENTS[kind].items():
+            if not isinstance(event[name], types):
+                raise TypeError(f"{name} of an event is {event[name]!r:.100}")
         if "admitted" in event:
             self._admitted[event["admitted"]] = {name: event[name] for name in ("version", "scope", "task")}
         elif "skipped" in event:
@@ -262,7 +277,7 @@ class Journal:
         elif "group" in event:
             self._finished[event["finished"]] = _packed(event)
         elif "batch" in event:
-            self._batches.setdefault(event["batch"], []).append(event["groups"])
+            self._batches.setdefault(event["batch"], []).append([int(number) for number in event["groups"]])
         else:
             key = (event["scope"], event["task"], event["sample"])
             self._turns[key] = [*self._turns.get(key, [])[: event["turn"]], _packed(event)]
@@ -277,8 +292,8 @@ class Journal:
             whole = (context if event["extends"] else []) + event["context"]
             sampled = _completion(event["completion"])
             context = whole + sampled.tokens
-            said["message"] = _message(said["message"])
-            said["observations"] = tuple(map(_message, said["observations"]))
+            said["message"] = message_from_fields(said["message"])
+            said["observations"] = tuple(map(message_from_fields, said["observations"]))
             turns.append(
                 Turn(
                     new_context=event["context"] if said["parent"] >= 0 else whole,
@@ -291,29 +306,49 @@ class Journal:
                 )
             )
         for call in record["calls"]:
-            call["outcome"] = Outcome(call["outcome"])
+            call["outcome"] = CallOutcome(call["outcome"])
         calls = tuple(CallRecord(**call) for call in record["calls"])
         record |= {"turns": turns, "calls": calls, "status": Status(record["status"])}
-        record["opening"] = tuple(map(_message, record["opening"]))
+        record["opening"] = tuple(map(message_from_fields, record["opening"]))
         return Trajectory(task, **record)
 
 
-def _written_together(data: bytes) -> Iterator[tuple[int, list[Event]]]:
-    """Where each whole piece of `data` ends, and its events, up to the first piece that is cut or damaged."""
+def _written_together(path: Path) -> Iterator[tuple[int, list[Event]]]:
+    """Where each whole piece of a part ends, and its events, up to the first that is cut or damaged. See `read`."""
     start = 0
-    while start < len(data):
-        piece, text, end = zlib.decompressobj(_GZIP), bytearray(), start
-        try:
-            while not piece.eof and end < len(data):
-                text += piece.decompress(data[end : end + _CHUNK])
-                end = min(end + _CHUNK, len(data))
-            events: list[Event] = [json.loads(line) for line in text.splitlines()]
-        except (zlib.error, ValueError, RecursionError):
-            return
-        if not (piece.eof and all(isinstance(event, dict) for event in events)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            return
-        start = end - len(piece.unused_data)
-        yield start, events
+    with path.open("rb") as file:
+        while True:
+            file.seek(start)
+            piece, text = zlib.decompressobj(_GZIP), bytearray()
+            try:
+                while not piece.eof and (chunk := file.read(_CHUNK)):
+                    text += piece.decompress(chunk, _MOST + 1 - len(text))
+                    if len(text) > _MOST:
+                        raise ConfigError(f"{path} unpacks to more than a run writes; remove it to go on without it")
+                events: list[Event] = [json.loads(line) for line in text.splitlines()]
+            except ConfigError:
+                raise
+            except (zlib.error, ValueError, RecursionError):
+                return
+            if not (piece.eof and all(isinstance(event, dict) for event in events)):  # pyright: ignore[reportUnnecessaryIsInstance]
+                return
+            start = file.tell() - len(piece.unused_data)
+            yield start, events
+
+
+def _portions(lines: Iterable[str]) -> Iterator[str]:
+    """Lines joined to texts of at most `_MOST` characters. Raises ValueError for a longer line."""
+    held: list[str] = []
+    size = 0
+    for line in lines:
+        if len(line) > _MOST:
+            raise ValueError(f"an event has {len(line):,} characters, at most {_MOST:,} are written")
+        if size + len(line) > _MOST:
+            yield "".join(held)
+            held, size = [], 0
+        held.append(line)
+        size += len(line)
+    yield "".join(held)
 
 
 def _packed(event: Event) -> bytes:
@@ -355,8 +390,3 @@ def _sampled(completion: Completion) -> Event:
 def _completion(record: Event) -> Completion:
     record |= {"finish": Finish(record["finish"]), "kept": [array("i", tokens) for tokens in record.get("kept", ())]}
     return Completion(**record)
-
-
-def _message(record: Event) -> Message:
-    record["tool_calls"] = tuple(ToolCall(**call) for call in record["tool_calls"])
-    return Message(**record)

@@ -59,17 +59,22 @@ class Profiler:
             return nullcontext()
         return _traced(folder / "traces" / f"step_{step:06d}.json")
 
-    def step(self, conversations: Mapping[str, float], sync_s: float) -> dict[str, float]:
+    def take(self) -> dict[str, float]:
+        """The seconds of the phases since it was asked last."""
+        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return seconds
+
+    def step(self, conversations: Mapping[str, float], trained: Mapping[str, float], sync_s: float) -> dict[str, float]:
         """The measurements of a step: what is known of its conversations, and seconds of the phases of its update.
 
-        sync_s: seconds that the engine has spent on taking over weights since the run began.
+        trained: seconds of phases, as the trainer took them. sync_s: seconds that the engine has spent on taking over
+        weights since the run began.
         """
         if not self._settings.enabled:
             return {}
-        phases = {f"{phase}_s": seconds for phase, seconds in self._seconds.items()}
+        phases = {f"{phase}_s": seconds + trained[phase] for phase, seconds in self.take().items()}
         found = {**conversations, **phases, "sync_s": sync_s - self._sync_s}
         self._sync_s = sync_s
-        self._seconds = dict.fromkeys(PHASES, 0.0)
         self._steps.append(found)
         return {f"profile/{name}": value for name, value in found.items()}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.hub import refuse_offline, rights, try_hub
+from mtgrpo.runtime.hub import refuse_offline, rights, try_hub
 
 Encoded = Mapping[str, Sequence[int]]  # what a tokenizer makes of one text
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, Protocol
 
 from mtgrpo.errors import require
 
 SUMMARY = "summary"  # in a demonstration, the name of an assistant's message that answers a condenser
+UNLIMITED = 2**40  # tokens or requests, where nothing limits them
 LEARNING, EVALUATION = "reinforcement learning", "evaluation"  # stages of a run, as its record names them
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -34,7 +35,7 @@ class Status(Enum):
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"  # a limit on turns or tokens was reached
-    FAILED = "failed"  # through engine, environment or rollout.timeout_s: never trained, never part of a baseline
+    FAILED = "failed"  # by the world, never by what the policy writes (PolicyError): not trained, in no baseline
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Message:
     error: str = ""  # role assistant: why its tool calls could not be read; "" = they could
 
 
-class Outcome(Enum):
+class CallOutcome(Enum):
     """What one tool call of the model led to."""
 
     answered = "answered"
@@ -77,7 +78,7 @@ class Outcome(Enum):
     unseen = "unseen"  # an agent made it: what came of it is not known here
 
 
-MISTAKES = (Outcome.refused, Outcome.unknown, Outcome.timed_out)
+MISTAKES = (CallOutcome.refused, CallOutcome.unknown, CallOutcome.timed_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class CallRecord:
     """What became of one tool call."""
 
     name: str  # of the tool, as the model wrote it; "" where it cannot be read
-    outcome: Outcome = Outcome.answered
+    outcome: CallOutcome = CallOutcome.answered
     retries: int = 0  # how often it was made again
     seconds: float = 0.0  # until its answer, further attempts included
     why: str = ""  # of an outage
@@ -110,7 +111,7 @@ class Counts:
     @property
     def tool_timeouts(self) -> int:
         """How many of these mistakes were calls that took too long."""
-        return sum(call.outcome is Outcome.timed_out for call in self.calls)
+        return sum(call.outcome is CallOutcome.timed_out for call in self.calls)
 
     @property
     def tool_retries(self) -> int:
@@ -120,7 +121,7 @@ class Counts:
     @property
     def outages(self) -> list[str]:
         """Why calls were answered with the news that their tool is out of order."""
-        return [call.why for call in self.calls if call.outcome is Outcome.outage]
+        return [call.why for call in self.calls if call.outcome is CallOutcome.outage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,30 @@ class Sampling:
     def __post_init__(self) -> None:
         require(self, temperature=">= 0 and <= 100 (0 = greedy)", top_p="> 0 and <= 1", top_k=">= 0 (0 = off)")
         require(self, min_p=">= 0 and < 1", max_new_tokens=">= 1", timeout_s=">= 0 (0 = none)")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one conversation may use, beside `environment.max_turns`."""
+
+    context_tokens: int  # context and output of one turn together
+    sampled_tokens: int = UNLIMITED  # the policy's, over the whole trajectory
+    tool_tokens: int = UNLIMITED  # the environment's, over the whole trajectory
+    requests: int = UNLIMITED  # that an agent may make
+
+    def of_turn(self, sampling: Sampling, context: int, sampled: int, **others: int) -> tuple[str, int]:
+        """The limit that is nearest to the next turn, and how many tokens it leaves; below 1 there is no turn.
+
+        context: the tokens of its context. sampled: those that the trajectory has used. others: limits by name.
+        """
+        rooms = {
+            "max_new_tokens": sampling.max_new_tokens,
+            "max_context_length": self.context_tokens - context,
+            "max_trajectory_tokens": self.sampled_tokens - sampled,
+            **others,
+        }
+        limit = "max_context_length" if rooms["max_context_length"] < 1 else min(rooms, key=lambda name: rooms[name])
+        return limit, rooms[limit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +221,16 @@ class Turn:
     observations: tuple[Message, ...] = ()  # the environment's answer
     kept: list[array[int]] = field(default_factory=list["array[int]"])  # as in the completion
     auxiliary: bool = False  # beside the conversation: it answers a condenser, or an agent's helper
-    paid: float = 0.0  # what the environment paid for it
+    paid: float = 0.0  # the reward that the environment gave for it
 
     @staticmethod
     def of(sampled: Completion, message: Message, new_context: list[int], parent: int, auxiliary: bool = False) -> Turn:
         """The turn that an engine has sampled, and that says `message`."""
-        what = sampled.tokens, sampled.logprobs, sampled.versions, sampled.finish
-        return Turn(new_context, *what, message, parent, kept=sampled.kept, auxiliary=auxiliary)
+        tokens = sampled.tokens, sampled.logprobs, sampled.versions, sampled.finish
+        return Turn(new_context, *tokens, message, parent, kept=sampled.kept, auxiliary=auxiliary)
+
+
+_OF_TOKENS = ("new_context", "output", "logprobs", "versions")  # of a turn, lists
 
 
 @dataclass(slots=True)
@@ -217,7 +245,7 @@ class Trajectory(Counts):
     reward: float = 0.0  # of the whole trajectory
     components: dict[str, float] = field(default_factory=dict[str, float])  # what the reward is made of, by name
     turn_rewards: list[float] = field(default_factory=list[float])  # of each turn; [] = no turn has one
-    paid: float = 0.0  # the part of `reward` that `turn_rewards` hold too, and that training must not count twice
+    paid: float = 0.0  # the share of `reward` that is in `turn_rewards` as well; training subtracts it from `reward`
     attempts: int = 1  # how often it was run: above 1 after failures
     calls: Sequence[CallRecord] = ()  # of tools
     queued_s: float = 0.0  # waiting for one of the `rollout.max_concurrent` slots
@@ -232,7 +260,15 @@ class Trajectory(Counts):
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what else its agent gave
     counts: dict[str, float] = field(default_factory=dict[str, float])  # of its agent's requests, by name
     opening: Sequence[Message] = ()  # what it began with, where that is not the task's messages alone
-    untrained: list[Turn] = field(default_factory=list[Turn])  # sampled, and received by nobody or not to be trained
+    untrained: list[Turn] = field(default_factory=list[Turn])  # turns that nobody received, or an agent leaves out
+
+    def copy(self) -> Trajectory:
+        """One that can be changed without this one: for code of others. What task and agent's data hold is shared."""
+        turns = [replace(turn, **{name: getattr(turn, name)[:] for name in _OF_TOKENS}) for turn in self.turns]
+        for turn in turns:
+            turn.kept = [tokens[:] for tokens in turn.kept]
+        tables = {name: dict(getattr(self, name)) for name in ("components", "data", "counts")}
+        return replace(self, turns=turns, turn_rewards=self.turn_rewards[:], untrained=self.untrained[:], **tables)
 
     @property
     def final(self) -> str:
@@ -244,7 +280,7 @@ class Trajectory(Counts):
         """What was said between policy and environment; a condenser's questions were not."""
         spoken = [turn for turn in self.turns if not turn.auxiliary]
         opening = self.opening or self.task.messages
-        return [*opening, *(said for turn in spoken for said in (turn.message, *turn.observations))]
+        return [*opening, *(message for turn in spoken for message in (turn.message, *turn.observations))]
 
     @property
     def sampled_tokens(self) -> int:

@@ -36,6 +36,11 @@ PROGRAMS: dict[str, tuple[str, str]] = {
         "",
     ),
     "stop the first process": ("import os, signal\nos.kill(1, signal.SIGSTOP)\nwhile True: pass", "longer"),
+    "interrupt the first process": (
+        "import os, signal\nfor number in range(1, 65):\n"
+        "    if number not in (9, 19): os.kill(1, number)\nwhile True: pass",
+        "longer",
+    ),
     "kill the parent": ("import os\nos.kill(os.getppid(), 9)\nwhile True: pass", "longer"),
     "kill the group": ("import os\nos.killpg(0, 9)", "code -9"),
     "kill the process group of the host": (
@@ -89,6 +94,26 @@ PROGRAMS: dict[str, tuple[str, str]] = {
         "",
     ),
     "System V queue": ("import ctypes\nif ctypes.CDLL(None).msgget(0, 0o1666) >= 0: print('escaped')", ""),
+    "System V semaphores": (
+        "import ctypes\nif ctypes.CDLL(None).semget(0, 32000, 0o1666) >= 0: print('escaped')",
+        "",
+    ),
+    "memory of sockets": (
+        "import os, socket, time\nfor _ in range(3): os.fork()\nkept = []\ntry:\n    while True:\n"
+        "        kept += socket.socketpair()\n        kept[-1].setblocking(False)\n        try:\n"
+        "            while True: kept[-1].send(bytes(65536))\n        except BlockingIOError: pass\n"
+        "except OSError: pass\nif len(kept) > 50: time.sleep(9)",
+        "it ",
+    ),
+    "larger buffers of sockets": (
+        "import socket\none, _ = socket.socketpair()\none.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**30)\n"
+        "print('escaped')",
+        "",
+    ),
+    "empty files without end": (
+        "import os\nos.chdir('/tmp')\nfor n in range(10**9): os.close(os.open(str(n), os.O_CREAT))",
+        "",
+    ),
     "locked memory": (
         "import ctypes, mmap\nm = mmap.mmap(-1, 2**27)\nif ctypes.CDLL(None).mlockall(3) == 0: print('escaped')",
         "",
@@ -133,6 +158,13 @@ PROGRAMS: dict[str, tuple[str, str]] = {
     ),
     "abstract socket of the host": (
         "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect('\\0hostile-test')\nprint('escaped')",
+        "",
+    ),
+    "socket of the hypervisor": ("import socket\nsocket.socket(40, socket.SOCK_STREAM)\nprint('escaped')", ""),
+    "sockets of a network": (
+        "import socket\nfor family in range(46):\n    for kind in range(1, 11):\n"
+        "        try: socket.socket(family, kind)\n"
+        "        except OSError: continue\n        if family != socket.AF_UNIX: print('escaped', family)",
         "",
     ),
     "raw packets": ("import socket\nsocket.socket(socket.AF_PACKET, socket.SOCK_RAW)\nprint('escaped')", ""),
@@ -192,6 +224,10 @@ PROGRAMS: dict[str, tuple[str, str]] = {
     ),
     "own namespaces": (
         "import ctypes\nif ctypes.CDLL(None).unshare(0x10000000) == 0: print('escaped')",
+        "",
+    ),
+    "own namespaces by clone": (
+        "import ctypes\nif ctypes.CDLL(None).syscall(56, 0x10000011, 0, 0, 0, 0) >= 0: print('escaped')",
         "",
     ),
     "own namespaces by a program": (

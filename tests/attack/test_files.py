@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from mtgrpo import cli, workers
+from mtgrpo import cli
 from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
+from mtgrpo.runtime import isolation
 from saving import save_model
 from test_run_record import recorded, taken_up
 
@@ -64,8 +65,20 @@ def test_what_a_record_refers_to_within_itself_is_taken_up(tmp_path: Path) -> No
         "- a list",
         "",
         "a: ${b",
+        "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{f'*a{n - 1},' * 9}]" for n in range(1, 20))]),
+        "a: &a {b: 1}\n<<: *a",
+        "a: !!python/object/apply:pathlib.Path [a]",
+        "seed: " + "1" * 40,
+        "seed: " + "1" * 10_000,
+        "seed: 0x" + "f" * 90,
+        "seed: " + "1:" * 20_000 + "1",
+        "sampling: {stop_ids: [1" + "0" * 40 + "]}",
+        "seed: 1e999",
+        "a: 1\na: 2",
+        "? {a: 1}\n: 2",
+        "a: " + "x" * 300_000,
     ],
-    ids=range(10),
+    ids=range(22),
 )
 def test_a_hostile_record_is_refused_in_one_line(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -73,10 +86,10 @@ def test_a_hostile_record_is_refused_in_one_line(content: str, tmp_path: Path, m
     for name in ("config.yaml", "hydra.yaml"):
         kept = (run / ".hydra" / name).read_text()
         (run / ".hydra" / name).write_text(content)
-        try:
-            taken_up(run)
-        except ConfigError as refused:
-            assert len(str(refused)) < 2000
+        for words in ([], ["trust_code=true"]):
+            with pytest.raises(ConfigError) as refused:
+                taken_up(run, *words)
+            assert len(str(refused.value)) < 2000
         (run / ".hydra" / name).write_text(kept)
     assert not (tmp_path / "ran").exists()
 
@@ -120,13 +133,14 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
         for name in node.names
     }
     found = {(name, file) for name, file in imported if name in ("pickle", "marshal", "shelve", "dill", "cloudpickle")}
-    assert found <= {("pickle", "transfer.py")}  # it writes one, for its own server; see `loads`
-    for name in ("exec", "loads"):
+    # Both write one alone: for its own server (see `loads`), and to see whether a trajectory can go to another process.
+    assert found <= {("pickle", "transfer.py"), ("pickle", "__init__.py")}
+    for name in ("exec", "loads", "Unpickler"):
         found = [call for path, call in calls(name) if path.name != "sandbox_init.py"]  # it runs in the sandbox
         assert all(ast.unparse(call.func) in ("json.loads", "yaml.safe_load") for call in found), name
     assert not [call for _, call in calls("eval") if isinstance(call.func, ast.Name)]
     for _, call in calls("load"):
-        assert ast.unparse(call.func) != "torch.load"
+        assert ast.unparse(call.func) not in ("torch.load", "pickle.load")
         assert ast.unparse(call.func) != "yaml.load" or "SafeLoader" in ast.unparse(call)
 
 
@@ -217,13 +231,73 @@ TEMPLATES = {
 def test_a_hostile_template_is_refused_in_one_line(
     source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "LIMIT_S", 2)
+    monkeypatch.setattr(isolation, "LIMIT_S", 2)
     path = tmp_path / "evil.jinja"
     path.write_text(FINE + source)
     with pytest.raises(ConfigError, match="the chat template") as refused:
         open_chat(tiny.load_tokenizer(), ChatSettings(template=str(path)))
     assert re.search(said.replace("10 s", "2 s"), str(refused.value), re.IGNORECASE), refused.value
     assert len(str(refused.value)) < 1000
+
+
+ROLE = "<|im_start|>{{ m.role }}\n"
+UNFAITHFUL = {
+    "no message": ("{{ bos_token }}", r"hides or changes message 1 \(user\)"),
+    "no message of the assistant": (
+        "{% for m in messages if m.role != 'assistant' %}" + ROLE + "{{ m.content }}<|im_end|>\n{% endfor %}",
+        r"hides or changes message 2 \(assistant\) of a conversation of the roles user, assistant, user",
+    ),
+    "no system message": (FINE.replace("in messages", "in messages if m.role != 'system'"), r"message 1 \(system\)"),
+    "the last ten alone": (FINE.replace("messages", "messages[-10:]"), r"message 1 \(user\) .* assistant, \.\.\."),
+    "other words": (FINE.replace("m.content", "m.content | upper"), r"message 1 \(user\)"),
+    "the beginning alone": (FINE.replace("m.content", "m.content[:5000]"), r"message 1 \(user\)"),
+    "words in lines of 80": (FINE.replace("m.content", "m.content | wordwrap"), r"message 1 \(user\)"),
+    "spaces made one": (FINE.replace("m.content", "m.content.split() | join(' ')"), r"message 1 \(user\)"),
+    "HTML": (FINE.replace("m.content", "m.content | escape"), r"message 1 \(user\)"),
+    "the time": (FINE + "{{ strftime_now('%H:%M') }}", r"writes each time anew what stands at the end"),
+    "the time before the second message": (
+        FINE.replace("<|im_start|>", "{{ strftime_now('%S') if loop.index == 2 }}<|im_start|>"),
+        r"writes each time anew what stands at message 2 \(assistant\)",
+    ),
+    "dice": (FINE + "{{ range(1000) | random }}", "writes each time anew"),
+    "dice that nobody sees": ("{% if range(1000) | random > 1000 %}x{% endif %}" + FINE, "writes each time anew"),
+    "words without meaning": (FINE + "{{ lipsum() }}", "writes each time anew"),
+    "an address": (FINE + "{{ cycler('a') }}", "writes each time anew"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "said"), UNFAITHFUL.values(), ids=list(UNFAITHFUL))
+def test_a_template_that_is_unfaithful_is_refused_in_one_line(source: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "unfaithful.jinja"
+    path.write_text(source)
+    cure = r"; choose another one with chat\.template=chatml or chat\.template=PATH$"
+    with pytest.raises(ConfigError, match=f"the chat template cannot be used: it .*{said}.*{cure}") as refused:
+        open_chat(tiny.load_tokenizer(), ChatSettings(template=str(path)))
+    assert "\n" not in str(refused.value)
+
+
+def test_tools_are_shown_in_the_prompt_where_a_template_hides_what_is_said_with_them(tmp_path: Path) -> None:
+    path = tmp_path / "hiding.jinja"
+    path.write_text("{{ tools }}" + FINE.replace("m.content", "m.content if m.role != 'tool' else 'done'"))
+    chat = open_chat(tiny.load_tokenizer(), ChatSettings(template=str(path)))
+    assert "in the prompt" in chat.notes[0]
+
+
+FAITHFUL = {
+    "contents are stripped": FINE.replace("m.content", "m.content | trim"),
+    "the date": "{{ strftime_now('%d %b %Y') }}" + FINE,
+    "replies as JSON": FINE.replace("m.content", "(m.content | tojson if m.role == 'tool' else m.content)"),
+    "roles alternate": FINE + "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}",
+    "a state within one rendering": "{% set n = namespace(n=0) %}"
+    + FINE.replace("{{ m.role }}", "{% set n.n = n.n + 1 %}{{ n.n }}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", FAITHFUL.values(), ids=list(FAITHFUL))
+def test_a_template_that_is_faithful_is_used(source: str, tmp_path: Path) -> None:
+    path = tmp_path / "faithful.jinja"
+    path.write_text(source)
+    assert open_chat(tiny.load_tokenizer(), ChatSettings(template=str(path))).stop_ids
 
 
 def test_a_good_template_leaves_no_process(tmp_path: Path) -> None:
@@ -235,11 +309,11 @@ def test_a_good_template_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_what_other_people_sent_has_no_say_in_the_limits() -> None:
-    assert workers.fails_within_limits(lambda: None) == ""
-    assert workers.fails_within_limits(lambda: bytearray(2**31)) == "took more memory than 1 GiB"
-    assert workers.fails_within_limits(lambda: os._exit(7)) == "ended with 7"
+    assert isolation.try_within_limits(lambda: None) == ""
+    assert isolation.try_within_limits(lambda: bytearray(2**31)) == "took more memory than 1 GiB"
+    assert isolation.try_within_limits(lambda: os._exit(7)) == "ended with 7"
 
     def raising() -> Any:
         raise ValueError
 
-    assert workers.fails_within_limits(raising) == ""  # whoever asks meets it
+    assert isolation.try_within_limits(raising) == ""  # whoever asks meets it

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from test_mistakes import RAISED, hangs, swallows
 
-from mtgrpo import extension, tools
 from mtgrpo.environments import Reply
 from mtgrpo.environments.tool_use import OnOutage, ToolUse
+from mtgrpo.parts import extension
+from mtgrpo.runtime import isolation
 from mtgrpo.types import Message, ToolCall
 from test_async import in_jumping_time
 from test_conversation import TASK
@@ -116,17 +117,17 @@ def test_a_call_is_back_within_its_limit_and_a_second(work: Callable[[], Any], o
 
 
 async def test_threads_that_hang_are_counted_and_bounded(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "MOST_ABANDONED", tools.abandoned() + 3)
-    before = tools.abandoned()
+    monkeypatch.setattr(isolation, "MAX_ABANDONED_THREADS", isolation.count_abandoned_threads() + 3)
+    before = isolation.count_abandoned_threads()
     environment = ToolUse(tools=[f"{own.path}:stuck"], call_timeout_s=0.05, call_retries=0, on_outage=OnOutage.observe)
     await environment.start(TASK)
     call = Message("assistant", tool_calls=(ToolCall("stuck", {}),))
     said = [(await environment.step(call)).messages[0].content for _ in range(5)]
     assert said == ["error: no answer within 0.05 s"] * 3 + ["error: the tool stuck is out of order"] * 2
-    assert tools.abandoned() == before + 3
+    assert isolation.count_abandoned_threads() == before + 3
     own.release.set()
     for thread in threading.enumerate():
         if thread.daemon and thread is not threading.current_thread():
             thread.join(1)
-    assert tools.abandoned() == before
+    assert isolation.count_abandoned_threads() == before
     assert (await environment.step(call)).messages[0].content == "late"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import math
 import sys
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from mtgrpo import environments, together
+from mtgrpo import environments
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.rewards import Reward, Score
+from mtgrpo.runtime import isolation
 from mtgrpo.types import Message, Status, Task, Trajectory
 from scripted import ScriptedEngine
 from test_async import in_jumping_time
@@ -240,14 +242,49 @@ def test_what_swallows_its_cancellation_is_ended_within_its_grace() -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         with pytest.raises(TimeoutError, match="late"):
-            await together.by_itself(stubborn, 5.0, TimeoutError("late"))
+            await isolation.run_isolated(stubborn, 5.0, TimeoutError("late"))
         took = loop.time() - began
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1  # nothing is left running
         return took
 
-    assert in_jumping_time(run()) == pytest.approx(5.0 + together.GRACE_S)
+    assert in_jumping_time(run()) == pytest.approx(5.0 + isolation.GRACE_S)
     assert ended == ["closed"]
+
+
+@pytest.mark.parametrize("given_up", ["late", "cancelled", "cancelled twice"])
+def test_what_is_raised_by_what_was_given_up_is_nobody_s_error(given_up: str) -> None:
+    """asyncio would log each as an exception that was never retrieved."""
+    logged: list[dict[str, Any]] = []
+
+    async def broken() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            if given_up == "cancelled twice":
+                await asyncio.sleep(0.1)
+            raise OSError("closed meanwhile")
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: logged.append(context))
+        if given_up == "late":
+            with pytest.raises(TimeoutError, match="late"):
+                await isolation.run_isolated(broken, 5.0, TimeoutError("late"))
+        else:
+            outer = asyncio.create_task(isolation.run_isolated(broken))
+            await asyncio.sleep(1)
+            outer.cancel()
+            await asyncio.sleep(0)
+            if given_up == "cancelled twice":
+                outer.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await outer
+            await asyncio.sleep(1)
+        gc.collect()
+        await asyncio.sleep(0)
+
+    in_jumping_time(run())
+    assert logged == []
 
 
 def test_an_interrupted_group_does_not_wait_for_what_swallows_its_cancellation() -> None:

@@ -1,6 +1,6 @@
 from dataclasses import dataclass
 
-from mtgrpo.advantages import AdvantageEstimator, Assigned, last_of
+from mtgrpo.advantages import AdvantageEstimator, Assigned
 
 
 @dataclass
@@ -12,5 +12,5 @@ class LastTurn(AdvantageEstimator):
     def assign(self, rewards, algorithm, values=None):
         totals = rewards.totals()
         advantage = algorithm.baseline(totals, rewards.group).advantage(totals)[rewards.trajectory]
-        last = last_of(rewards.trajectory)
+        last = rewards.last_turn
         return Assigned((advantage * (last + self.share * ~last))[rewards.turn])

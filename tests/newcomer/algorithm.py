@@ -10,7 +10,7 @@ class Reinforce(Algorithm):
     centre: float = 0.25  # taken from every return
 
     def baseline(self, returns, group):
-        return Baseline(returns * 0 + self.centre, returns * 0 + 1)
+        return Baseline(returns * 0 + self.centre)
 
     def loss(self, tokens):
         return PerToken(-tokens.logp * tokens.advantage, tokens.logp > 0)

@@ -7,20 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, ClassVar
 
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import Algorithm, Baseline, PerToken, Tensor, Tokens
 from mtgrpo.errors import ConfigError
-from mtgrpo.extension import misgiven
-
-
-class Level(Enum):
-    """The time step of a return."""
-
-    turn = "turn"
-    token = "token"
+from mtgrpo.parts.extension import misgiven
 
 
 @dataclass(frozen=True)
@@ -45,8 +37,9 @@ class AdvantageEstimator(ABC):
     compares_turns: ClassVar[bool] = False  # whether turns are compared with those of siblings
     uses_critic: ClassVar[bool] = False
 
-    def check(self, algorithm: Algorithm) -> None:
-        """Raise ConfigError where this estimator cannot be used with `algorithm`."""
+    def check(self, experiment: Any) -> None:
+        """Raise ConfigError where it cannot be used with the algorithm and the reward of `experiment`."""
+        algorithm: Algorithm = experiment.algorithm
         name = type(algorithm).__name__
         if algorithm.has_critic and not self.uses_critic:
             raise ConfigError(f"algorithm {name} has a critic, which only advantage=gae uses: set advantage=gae")
@@ -60,12 +53,17 @@ class AdvantageEstimator(ABC):
                 f"{type(self).__name__} compares the turns of siblings, and algorithm {name} has no baseline of the "
                 "group: set advantage=trajectory or advantage=return_to_go, or another algorithm"
             )
+        if not self.outcome_weight and not experiment.rewards_turns:
+            raise ConfigError(
+                f"advantage.outcome_weight=0, and reward {type(experiment.reward).__name__} gives none for turns: "
+                "nothing is rewarded"
+            )
 
     def note(self, algorithm: Algorithm) -> str:
         """A note that is printed before training; "" = none."""
         return ""
 
-    def weighted(self, rewards: Rewards) -> Rewards:
+    def weigh(self, rewards: Rewards) -> Rewards:
         """`rewards` times `outcome_weight` and `turn_weight`."""
         return replace(
             rewards, outcome=rewards.outcome * self.outcome_weight, per_turn=rewards.per_turn * self.turn_weight
@@ -84,7 +82,7 @@ def advantages(
 ) -> Assigned:
     """The advantage of every sampled token of a rollout batch in the loss: 0 where its trajectory is not trained.
 
-    rewards: weighted by `estimator`. values [tokens] fp64: as in `AdvantageEstimator.assign`.
+    rewards: as `estimator.weigh` gives them. values [tokens] fp64: as in `AdvantageEstimator.assign`.
     """
     assigned: Any = estimator.assign(rewards, algorithm, values)
     if not isinstance(assigned, Assigned) or assigned.advantage.shape != rewards.turn.shape:
@@ -110,34 +108,9 @@ def try_out(estimator: AdvantageEstimator, algorithm: Algorithm) -> None:
     rewards = Rewards(
         pair.double(), one_group, torch.ones(2, dtype=torch.bool), zeros[:2], pair, one_group, one_group, zeros, turn
     )
-    found = advantages(estimator, algorithm, rewards, zeros if algorithm.has_critic else None).advantage.float()
+    advantage = advantages(estimator, algorithm, rewards, zeros if algorithm.has_critic else None).advantage.float()
     logp = torch.full((4,), -1.0, requires_grad=True)
-    sequence = algorithm.sequence_term(logp - logp.detach(), found) if algorithm.needs_sequence_ratio else None
-    loss: Any = algorithm.loss(Tokens(logp, logp.detach(), found, sequence))
+    sequence = algorithm.sequence_term(logp - logp.detach(), advantage) if algorithm.needs_sequence_ratio else None
+    loss: Any = algorithm.loss(Tokens(logp, logp.detach(), advantage, sequence))
     if not isinstance(loss, PerToken) or loss.loss.shape != (4,):
         raise misgiven(algorithm.loss, loss, "give a PerToken with a loss for each token, not averaged")
-
-
-def discounted(amounts: Tensor, sequence: Tensor, discount: float) -> Tensor:
-    """The discounted return at each of `amounts` [n]: the sum from there to the end of its sequence; [n] fp64.
-
-    sequence [n] int64, ascending: equal for amounts of the same sequence.
-    """
-    import torch  # noqa: PLC0415  settings alone import no library
-
-    if len(amounts) == 0:
-        return amounts.clone()
-    _, row, counts = sequence.unique_consecutive(return_inverse=True, return_counts=True)
-    column = torch.arange(len(amounts)) - (counts.cumsum(0) - counts)[row]
-    table = amounts.new_zeros(len(counts), int(counts.max()) + 1)
-    table[row, column] = amounts
-    for place in range(table.shape[1] - 2, -1, -1):
-        table[:, place] += discount * table[:, place + 1]
-    return table[row, column]
-
-
-def last_of(sequence: Tensor) -> Tensor:
-    """Where each sequence ends: [n] bool for `sequence` [n] int64, ascending."""
-    import torch  # noqa: PLC0415  settings alone import no library
-
-    return torch.cat([sequence[1:] != sequence[:-1], torch.ones(min(1, len(sequence)), dtype=torch.bool)])

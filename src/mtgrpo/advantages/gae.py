@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from mtgrpo.advantages import AdvantageEstimator, Assigned, Level, discounted, last_of
-from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.advantages import AdvantageEstimator, Assigned
+from mtgrpo.advantages.rewards import Level, Rewards, discounted_sums, is_first, is_last
 from mtgrpo.algorithms import Algorithm, Tensor
 from mtgrpo.errors import ConfigError, require
 
@@ -39,9 +40,10 @@ class GAE(AdvantageEstimator):
         gamma, lam = (0.99, 0.95) if self.level is Level.turn else (1.0, 1.0)
         return gamma if self.gamma is None else self.gamma, lam if self.lam is None else self.lam
 
-    def check(self, algorithm: Algorithm) -> None:
+    def check(self, experiment: Any) -> None:
         """level=token needs a critic: without one it would discount nothing but the distance to the end."""
-        super().check(algorithm)
+        super().check(experiment)
+        algorithm = experiment.algorithm
         if self.level is Level.token and not algorithm.has_critic:
             raise ConfigError(
                 f"advantage.level=token needs a critic, and algorithm {type(algorithm).__name__} has none: set "
@@ -62,30 +64,25 @@ class GAE(AdvantageEstimator):
         """Over turns or tokens; `values` where the algorithm has a critic."""
         if values is None:
             return Assigned(self._without_critic(rewards, algorithm)[rewards.turn])
-        if self.level is Level.token:
-            sequence = rewards.trajectory[rewards.turn]
-            per_step = rewards.per_token + rewards.per_turn[rewards.turn] * last_of(rewards.turn)
-            advantage = self._estimate(per_step, rewards.outcome, sequence, values)
-            return Assigned(advantage, advantage + values)
-        first = last_of(rewards.turn.flip(0)).flip(0)
-        of_turn = rewards.per_turn.new_zeros(len(rewards.per_turn))
-        of_turn[rewards.turn[first]] = values[first]
-        advantage = self._estimate(rewards.turn_sums(), rewards.outcome, rewards.trajectory, of_turn)
-        target = (advantage + of_turn)[rewards.turn].masked_fill(~first, math.nan)
-        return Assigned(advantage[rewards.turn], target)
-
-    def _estimate(self, per_step: Tensor, outcome: Tensor, sequence: Tensor, values: Tensor) -> Tensor:
         gamma, lam = self.discounts
-        end = last_of(sequence)
-        following = values.roll(-1).masked_fill(end, 0.0)
-        delta = per_step + outcome[sequence] * end + gamma * following - values
-        return discounted(delta, sequence, gamma * lam)
+        trajectory, per_step = rewards.steps(self.level)
+        turn, first = rewards.turn, is_first(rewards.turn)
+        state = values
+        if self.level is Level.turn:
+            state = rewards.per_turn.new_zeros(len(rewards.per_turn))
+            state[turn[first]] = values[first]
+        following = state.roll(-1).masked_fill(is_last(trajectory), 0.0)
+        advantage = discounted_sums(per_step + gamma * following - state, trajectory, gamma * lam)
+        target = advantage + state
+        if self.level is Level.token:
+            return Assigned(advantage, target)
+        return Assigned(advantage[turn], target[turn].masked_fill(~first, math.nan))
 
     def _without_critic(self, rewards: Rewards, algorithm: Algorithm) -> Tensor:
-        totals = rewards.totals()
-        baseline = algorithm.baseline(totals, rewards.group)
-        sequence = rewards.trajectory
-        final = (rewards.outcome - baseline.centre)[sequence] * last_of(sequence)
+        """The advantage of each turn [turns]."""
         gamma, lam = self.discounts
-        advantage = discounted(rewards.turn_sums() + final, sequence, gamma * lam)
-        return advantage / algorithm.baseline(advantage, rewards.group[sequence]).scale
+        trajectory = rewards.trajectory
+        centre = algorithm.baseline(rewards.totals(), rewards.group).centre
+        final = (rewards.outcome - centre)[trajectory] * rewards.last_turn
+        advantage = discounted_sums(rewards.turn_sums() + final, trajectory, gamma * lam)
+        return advantage / algorithm.baseline(advantage, rewards.group[trajectory]).scale

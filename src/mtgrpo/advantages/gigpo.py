@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtgrpo.advantages import AdvantageEstimator, Assigned, discounted, last_of
-from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.advantages import AdvantageEstimator, Assigned
+from mtgrpo.advantages.rewards import Level, Rewards, discounted_sums
 from mtgrpo.algorithms import Algorithm, Tensor
 from mtgrpo.errors import require
 
@@ -33,7 +33,7 @@ class GiGPO(AdvantageEstimator):
         """The two comparisons, added."""
         totals = rewards.totals()
         of_trajectory = algorithm.baseline(totals, rewards.group).advantage(totals)
-        per_step = rewards.turn_sums() + rewards.outcome[rewards.trajectory] * last_of(rewards.trajectory)
-        returns = discounted(per_step, rewards.trajectory, self.gamma)
+        trajectory, per_step = rewards.steps(Level.turn)
+        returns = discounted_sums(per_step, trajectory, self.gamma)
         of_turn = algorithm.baseline(returns, rewards.anchor).advantage(returns)
-        return Assigned((of_trajectory[rewards.trajectory] + self.turn_coef * of_turn)[rewards.turn])
+        return Assigned((of_trajectory[trajectory] + self.turn_coef * of_turn)[rewards.turn])

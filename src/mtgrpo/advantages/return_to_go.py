@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtgrpo.advantages import AdvantageEstimator, Assigned, Level, discounted, last_of
-from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.advantages import AdvantageEstimator, Assigned
+from mtgrpo.advantages.rewards import Level, Rewards, discounted_sums, is_first
 from mtgrpo.algorithms import Algorithm, Tensor
 from mtgrpo.errors import require
 
@@ -30,16 +30,11 @@ class ReturnToGo(AdvantageEstimator):
 
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
         """Returns from each step on, less the baseline of the trajectory."""
-        if self.level is Level.turn:
-            sequence, per_step = rewards.trajectory, rewards.turn_sums()
-        else:
-            sequence = rewards.trajectory[rewards.turn]
-            per_step = rewards.per_token + rewards.per_turn[rewards.turn] * last_of(rewards.turn)
-        per_step = per_step + rewards.outcome[sequence] * last_of(sequence)
-        returns = discounted(per_step, sequence, self.gamma)
-        first = last_of(sequence.flip(0)).flip(0)
+        trajectory, per_step = rewards.steps(self.level)
+        returns = discounted_sums(per_step, trajectory, self.gamma)
+        first = is_first(trajectory)
         whole = rewards.outcome.clone()  # also of trajectories without a step
-        whole[sequence[first]] = returns[first]
-        centre = algorithm.baseline(whole, rewards.group).centre[sequence]
-        advantage = (returns - centre) / algorithm.baseline(returns, rewards.group[sequence]).scale
+        whole[trajectory[first]] = returns[first]
+        centre = algorithm.baseline(whole, rewards.group).centre[trajectory]
+        advantage = (returns - centre) / algorithm.baseline(returns, rewards.group[trajectory]).scale
         return Assigned(advantage[rewards.turn] if self.level is Level.turn else advantage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from mtgrpo.algorithms import Algorithm, Tensor, Truncated
 from mtgrpo.types import Group, Status, Trajectory
@@ -11,15 +12,22 @@ from mtgrpo.types import Group, Status, Trajectory
 AUXILIARY = 2**20  # more turns than any conversation has
 
 
+class Level(Enum):
+    """The time step of a return."""
+
+    turn = "turn"
+    token = "token"
+
+
 def comparable(groups: Sequence[Group], algorithm: Algorithm) -> list[Group]:
     """The groups without their failed trajectories; those too small to compare are left out."""
-    kept: list[Group] = []
+    large_enough: list[Group] = []
     for group in groups:
         valid = [t for t in group.trajectories if t.status is not Status.FAILED]
         least = min(2, len(group.trajectories)) if algorithm.compares_siblings else 1
         if len(valid) >= max(1, least):
-            kept.append(Group(group.task, valid))
-    return kept
+            large_enough.append(Group(group.task, valid))
+    return large_enough
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,11 @@ class Rewards:
         """A value of each trajectory [trajectories] -> of each sampled token [tokens]."""
         return per_trajectory[self.trajectory[self.turn]]
 
+    @property
+    def last_turn(self) -> Tensor:
+        """Which turns are the last of their trajectory; [turns] bool."""
+        return is_last(self.trajectory)
+
     def turn_sums(self) -> Tensor:
         """The reward of each turn, its tokens included, without the outcome; [turns]."""
         return self.per_turn.index_add(0, self.turn, self.per_token)
@@ -47,6 +60,45 @@ class Rewards:
     def totals(self) -> Tensor:
         """The sum of all rewards of each trajectory; [trajectories]."""
         return self.outcome.index_add(0, self.trajectory, self.turn_sums())
+
+    def steps(self, level: Level) -> tuple[Tensor, Tensor]:
+        """The trajectory [steps] and the reward [steps] of each turn or token; the outcome is part of the last one."""
+        if level is Level.turn:
+            trajectory, rewards = self.trajectory, self.turn_sums()
+        else:
+            trajectory = self.trajectory[self.turn]
+            rewards = self.per_token + self.per_turn[self.turn] * is_last(self.turn)
+        return trajectory, rewards + self.outcome[trajectory] * is_last(trajectory)
+
+
+def is_first(sequence: Tensor) -> Tensor:
+    """Where each sequence begins: [n] bool for `sequence` [n] int64, ascending."""
+    return is_last(sequence.flip(0)).flip(0)
+
+
+def is_last(sequence: Tensor) -> Tensor:
+    """Where each sequence ends: [n] bool for `sequence` [n] int64, ascending."""
+    import torch  # noqa: PLC0415  settings alone import no library
+
+    return torch.cat([sequence[1:] != sequence[:-1], torch.ones(min(1, len(sequence)), dtype=torch.bool)])
+
+
+def discounted_sums(amounts: Tensor, sequence: Tensor, discount: float) -> Tensor:
+    """The discounted sum of `amounts` [n] from each to the end of its sequence; [n] fp64.
+
+    sequence [n] int64, ascending: equal for amounts of the same sequence.
+    """
+    import torch  # noqa: PLC0415  settings alone import no library
+
+    if len(amounts) == 0:
+        return amounts.clone()
+    _, row, counts = sequence.unique_consecutive(return_inverse=True, return_counts=True)
+    column = torch.arange(len(amounts)) - (counts.cumsum(0) - counts)[row]
+    table = amounts.new_zeros(len(counts), int(counts.max()) + 1)
+    table[row, column] = amounts
+    for place in range(table.shape[1] - 2, -1, -1):
+        table[:, place] += discount * table[:, place + 1]
+    return table[row, column]
 
 
 def rewards_of(groups: Sequence[Group], algorithm: Algorithm, trajectory: Tensor, turn: Tensor) -> Rewards:

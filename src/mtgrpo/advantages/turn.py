@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from mtgrpo.advantages import AdvantageEstimator, Assigned, discounted, last_of
-from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.advantages import AdvantageEstimator, Assigned
+from mtgrpo.advantages.rewards import Rewards, discounted_sums
 from mtgrpo.algorithms import Algorithm, Tensor
-from mtgrpo.errors import require
+from mtgrpo.errors import ConfigError, require
 
 
 @dataclass
@@ -39,6 +40,15 @@ class ByTurn(AdvantageEstimator):
     def __post_init__(self) -> None:
         require(self, turn_coef=">= 0")
 
+    def check(self, experiment: Any) -> None:
+        """See `AdvantageEstimator.check`; where turns have no rewards there is nothing to compare."""
+        super().check(experiment)
+        if not experiment.rewards_turns:
+            raise ConfigError(
+                f"advantage=turn compares the rewards of turns, and reward {type(experiment.reward).__name__} gives "
+                "none: set reward=calculation or one of your own with judges_turns = True, or advantage=trajectory"
+            )
+
     def note(self, algorithm: Algorithm) -> str:
         """The bias of the paper's form where conversations differ in length."""
         if self.unbiased:
@@ -59,7 +69,7 @@ class ByTurn(AdvantageEstimator):
         import torch  # noqa: PLC0415  settings alone import no library
 
         trajectory = rewards.trajectory
-        returns = outcome[trajectory] + self.turn_coef * discounted(rewards.per_turn, trajectory, 1.0)
+        returns = outcome[trajectory] + self.turn_coef * discounted_sums(rewards.per_turn, trajectory, 1.0)
         counts = trajectory.bincount(minlength=len(outcome))
         number = torch.arange(len(returns)) - (counts.cumsum(0) - counts)[trajectory]
         most = max(counts.tolist(), default=0)
@@ -77,5 +87,5 @@ class ByTurn(AdvantageEstimator):
         pairs = torch.stack([rewards.group[rewards.trajectory], rewards.position], dim=1)
         _, place = torch.unique(pairs, dim=0, return_inverse=True)
         of_turn = algorithm.baseline(rewards.per_turn, place).advantage(rewards.per_turn)
-        of_turn = of_turn.masked_fill(last_of(rewards.trajectory), 0.0)
+        of_turn = of_turn.masked_fill(rewards.last_turn, 0.0)
         return of_outcome[rewards.trajectory] + self.turn_coef * of_turn

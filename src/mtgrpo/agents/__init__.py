@@ -5,21 +5,20 @@ One file = one way to start an agent. What an agent sends is recorded by `endpoi
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import os
-import signal
 from abc import ABC, abstractmethod
+from asyncio.subprocess import STDOUT
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
-from mtgrpo import extension
 from mtgrpo.endpoint import Address as Address
-from mtgrpo.errors import ConfigError, refuse_without_package, require
-from mtgrpo.part import Part, RunContext
+from mtgrpo.errors import ConfigError, require
+from mtgrpo.parts import Part, Reach, RunContext, Where, extension
+from mtgrpo.runtime import processes
 from mtgrpo.types import Task, Trajectory
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE")  # variables; none
 class Outcome:
     """What an agent leaves. A number stands for an Outcome of that reward, a text for one of that output."""
 
-    reward: float | None = None  # of the whole conversation; None = what it posted to /v1/rewards, or `reward`
+    reward: float | None = None  # of the whole conversation; None = what it posted (`agent.posts_rewards`), or `reward`
     turn_rewards: Mapping[str, float] = field(default_factory=dict[str, float])  # by the id of a reply
     components: Mapping[str, float] = field(default_factory=dict[str, float])  # what `reward` is made of, by name
     output: str = ""  # its answer, which `reward` grades; "" = the text of its last reply
@@ -65,14 +64,14 @@ class Agent(Part, ABC):
 
     max_requests: int = 64  # turns sampled in one attempt; then the conversation is truncated
     timeout_s: float = 1800.0  # of one attempt without its scoring; then it has failed; 0 = none
-    train: str = "all"  # turns: all; main = no helpers with other tools; or path/to/file.py:f, trajectory -> bools
+    # turns: all; main = no helpers with other tools; or path/to/file.py:f, trajectory -> bools
+    train: Annotated[str, Where(Reach.code, r"(?!(all|main)\Z)")] = "all"
     pin_system: bool = False  # the first system prompt stands for later ones, where an agent rewrites it on its way
+    posts_rewards: bool = False  # its program may post them, with MTGRPO_REWARDS_KEY; needs reward=environment
     strict: bool = False  # fields that have no effect, such as temperature, are refused; false: counted
 
     def __post_init__(self) -> None:
         require(self, max_requests=">= 1", timeout_s=">= 0 (0 = none)")
-        if self.active:
-            refuse_without_package("uvicorn", f"agent={type(self).__name__.lower()}", "agents")
         self.trains()
 
     def trains(self) -> Callable[[Trajectory], Sequence[bool]]:
@@ -120,30 +119,19 @@ async def run_process(
     """Run `argv` in `folder` to its end and return the last `keep` characters that it wrote to stdout and stderr.
 
     It gets the address in its variables and `environment`, and of the variables here only `INHERITED`. Raises
-    RuntimeError for an exit code that is not 0. Its process group is killed, also when this is cancelled.
+    RuntimeError for an exit code that is not 0. All that it has started ends with it, also when this is cancelled.
     """
     home = {"HOME": str(folder), "TMPDIR": str(folder)}
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     written = folder / ".output"
+    variables = {**inherited, **home, **address.environ(), **environment}
     with written.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            cwd=folder,
-            env={**inherited, **home, **address.environ(), **environment},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
+        program = await processes.start(argv, variables, folder, stdout=output, stderr=STDOUT)
     try:
-        code = await process.wait()
+        code = await program.wait()
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what it has left behind
-        await process.wait()
-    with written.open("rb") as output:
-        output.seek(max(0, written.stat().st_size - 4 * keep))
-        said = output.read().decode(errors="replace")[-keep:] if keep else ""
+        await program.end()
+    said = processes.read_end(written, keep)
     if code:
         raise RuntimeError(f"{argv[0]} ended with exit code {code}: {said[-500:].strip()}")
     return said

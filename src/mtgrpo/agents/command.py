@@ -15,7 +15,7 @@ from typing import Self
 
 from mtgrpo.agents import Address, Agent, Outcome, outcome_of, run_process
 from mtgrpo.errors import ConfigError, require
-from mtgrpo.part import RunContext
+from mtgrpo.parts import File, Folder, Program, RunContext
 from mtgrpo.types import Task
 
 
@@ -25,14 +25,15 @@ class Command(Agent):
 
     It finds the policy by the variables OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. In
     `argv`, `files` and `environment`, {prompt} stands for the task's messages of the user, and so do {task}, {url},
-    {openai_url}, {key} and {model} for its id and the parts of the address.
+    {openai_url}, {key}, {model} and {rewards_key} for its id and the parts of the address.
     """
 
-    argv: list[str] = field(default_factory=list[str])  # [mini,-t,"{prompt}"]
-    directory: str = ""  # its content is copied into the folder of each conversation
-    files: dict[str, str] = field(default_factory=dict[str, str])  # written there: path -> text
-    environment: dict[str, str] = field(default_factory=dict[str, str])  # variables; of ours only PATH and the locale
-    reward_file: str = ""  # that it leaves there: a number, a JSON text, or {reply id: reward}
+    argv: list[Program] = field(default_factory=list[str])  # [mini,-t,"{prompt}"]
+    directory: Folder = ""  # its content is copied into the folder of each conversation
+    files: dict[str, File] = field(default_factory=dict[str, str])  # written there: path -> text
+    # variables; of ours only PATH and the locale
+    environment: dict[str, Program] = field(default_factory=dict[str, str])
+    reward_file: File = ""  # that it leaves there: a number, a JSON text, or {reply id: reward}
     keep_output: int = 2000  # the last characters of what it prints are kept as `output`; 0 = none
 
     def __post_init__(self) -> None:
@@ -58,7 +59,7 @@ class Command(Agent):
     async def run(self, task: Task, address: Address) -> Outcome:
         prompt = "\n\n".join(message.content for message in task.messages if message.role == "user")
         given = {"prompt": prompt, "task": task.id, "url": address.url, "openai_url": address.openai_url}
-        given |= {"key": address.key, "model": address.model}
+        given |= {"key": address.key, "model": address.model, "rewards_key": address.rewards_key}
 
         def filled(text: str) -> str:
             pieces = text.split("{")  # what stands for itself may hold braces too

@@ -17,7 +17,7 @@ class NoAgent(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        settings = ("max_requests", "timeout_s", "train", "pin_system", "strict")
+        settings = ("max_requests", "timeout_s", "train", "pin_system", "posts_rewards", "strict")
         refuse_without_effect(self, settings, "choose an agent, such as agent=python")
 
     async def run(self, task: Task, address: Address) -> Outcome:

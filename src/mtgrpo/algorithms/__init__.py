@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from mtgrpo.algorithms.average import Average
 from mtgrpo.errors import ConfigError, require
@@ -58,10 +58,10 @@ class PerToken:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A baseline: advantage = (return - centre) / scale; tensors [n]."""
+    """A baseline: advantage = (return - centre) / scale; `centre` [n], `scale` [n] or one number for all."""
 
     centre: Tensor
-    scale: Tensor
+    scale: Tensor | float = 1.0
 
     def advantage(self, returns: Tensor) -> Tensor:
         """The advantages of `returns` [n]."""
@@ -109,11 +109,22 @@ class Algorithm(ABC):
         """Whether the loss of a token depends on its whole trajectory."""
         return type(self).sequence_term is not Algorithm.sequence_term
 
-    def check(self, group_size: int) -> None:
-        """Raise ConfigError when this algorithm cannot compare groups of that size."""
+    @property
+    def scales_by_std(self) -> bool:
+        """Whether advantages are divided by the standard deviation of the group's returns."""
+        return False
+
+    def check(self, experiment: Any) -> None:
+        """Raise ConfigError where it cannot be used with the other settings of `experiment`."""
+        group_size, value_head = experiment.rollout.group_size, experiment.model.value_head
+        name = type(self).__name__
+        if self.has_critic and not value_head:
+            raise ConfigError(f"algorithm {name} learns values and needs a head for them: set model.value_head=true")
+        if value_head and not self.has_critic:
+            raise ConfigError(f"model.value_head=true, but algorithm {name} has no use for it: leave it out")
         if group_size < 2 and self.compares_siblings:
             raise ConfigError(
-                f"algorithm {type(self).__name__} compares the siblings of a group: "
+                f"algorithm {name} compares the siblings of a group: "
                 f"rollout.group_size must be at least 2, got {group_size}"
             )
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.algorithms import PerToken, Tokens
-from mtgrpo.algorithms.baseline import GroupRelative
-from mtgrpo.algorithms.ratio import ratio_of
+from mtgrpo.algorithms.grpo import GroupRelative, ratio_of
 from mtgrpo.errors import require
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mtgrpo.algorithms import Tensor
-from mtgrpo.algorithms.ratio import ratio_of
+from mtgrpo.algorithms.grpo import ratio_of
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
 
 
@@ -80,7 +80,7 @@ class Correction:
         """Whether any token is weighted or masked."""
         return self.weight is not Weight.none or self.reject is not Reject.none or self.veto > 0
 
-    def resolved(self, stale: bool, uses_behaviour_policy: bool) -> OldPolicy:
+    def resolve(self, stale: bool, uses_behaviour_policy: bool) -> OldPolicy:
         """The old policy, where the batch may be `stale`."""
         if uses_behaviour_policy:
             return OldPolicy.engine
@@ -109,7 +109,7 @@ class Correction:
         return weight
 
 
-def interpolated(behaviour_logp: Tensor, logp: Tensor, sampled_at: Tensor, version: int) -> Tensor:
+def interpolate(behaviour_logp: Tensor, logp: Tensor, sampled_at: Tensor, version: int) -> Tensor:
     """A stand-in for the log-probabilities of the policy before the last update (A-3PO, arXiv:2512.06547), [tokens].
 
     behaviour_logp + a (logp - behaviour_logp), a = (version - 1 - sampled_at) / (version - sampled_at), and 0 for

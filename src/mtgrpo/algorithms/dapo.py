@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from mtgrpo.algorithms.baseline import GroupRelative
-from mtgrpo.algorithms.surrogate import ClippedSurrogate
+from mtgrpo.algorithms.grpo import ClippedSurrogate, GroupRelative
 from mtgrpo.errors import ConfigError
 from mtgrpo.types import Trajectory
 
@@ -30,6 +30,16 @@ class DAPO(ClippedSurrogate, GroupRelative):
             raise ConfigError(
                 "`overlong_buffer` must be between 0 and `overlong_tokens`, "
                 f"got {self.overlong_buffer} and {self.overlong_tokens}"
+            )
+
+    def check(self, experiment: Any) -> None:
+        """See `Algorithm.check`; a penalty that is never reached is refused too."""
+        super().check(experiment)
+        longest = experiment.rollout.max_trajectory_tokens
+        if self.overlong_tokens > longest:
+            raise ConfigError(
+                f"algorithm.overlong_tokens={self.overlong_tokens} is never reached: "
+                f"rollout.max_trajectory_tokens={longest}"
             )
 
     def shaped_reward(self, trajectory: Trajectory) -> float:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.algorithms.average import Average
-from mtgrpo.algorithms.baseline import GroupRelative
-from mtgrpo.algorithms.surrogate import ClippedSurrogate
+from mtgrpo.algorithms.grpo import ClippedSurrogate, GroupRelative
 
 
 @dataclass

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from mtgrpo.algorithms import PerToken, Tensor, Tokens
 from mtgrpo.algorithms.average import Average
-from mtgrpo.algorithms.baseline import GroupRelative
-from mtgrpo.algorithms.ratio import ratio_of
+from mtgrpo.algorithms.grpo import GroupRelative, ratio_of
 from mtgrpo.errors import require
 
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from mtgrpo.algorithms import PerToken, Tensor, Tokens
 from mtgrpo.algorithms.average import Average
-from mtgrpo.algorithms.baseline import GroupRelative
-from mtgrpo.algorithms.ratio import ratio_of
-from mtgrpo.algorithms.surrogate import ClippedSurrogate
+from mtgrpo.algorithms.grpo import ClippedSurrogate, GroupRelative, ratio_of
 
 
 @dataclass
@@ -33,4 +31,4 @@ class GSPO(ClippedSurrogate, GroupRelative):
     def loss(self, tokens: Tokens) -> PerToken:
         """The clipped surrogate with the trajectory's ratio."""
         assert tokens.sequence is not None, "it has a sequence_term"
-        return self.surrogate(ratio_of(tokens.sequence + (tokens.logp - tokens.logp.detach())), tokens)
+        return self.surrogate(ratio_of(tokens.sequence + (tokens.logp - tokens.logp.detach())), tokens.advantage)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mtgrpo.algorithms import Tensor
-from mtgrpo.algorithms.ratio import LARGEST, is_clamped, ratio_of
+from mtgrpo.algorithms.grpo import MAX_LOG_RATIO, is_clamped, ratio_of
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
 
-STEPS_AT_MOST = 0.2  # by how much of its value the coefficient changes at once, times kl.adaptation (arXiv:1909.08593)
+MAX_RELATIVE_ERROR = 0.2  # of the measured KL that one step reacts to (arXiv:1909.08593)
 
 
 class Estimator(Enum):
@@ -74,11 +74,11 @@ class KL:
         clamped = is_clamped((ref_logp - logp).clamp(min=0)) & (self.estimator is Estimator.k3)
         return clamped | is_clamped(logp - behaviour_logp) if self.unbiased else clamped
 
-    def adapted(self, coef: float, measured: float) -> float:
+    def adapt(self, coef: float, measured: float) -> float:
         """The coefficient after a step in which the KL was `measured`, in nats per token (arXiv:1909.08593)."""
         if not self.target:
             return coef
-        error = min(STEPS_AT_MOST, max(-STEPS_AT_MOST, measured / self.target - 1))
+        error = min(MAX_RELATIVE_ERROR, max(-MAX_RELATIVE_ERROR, measured / self.target - 1))
         return coef * (1 + error * self.adaptation)
 
 
@@ -92,5 +92,5 @@ def estimate(estimator: Estimator, logp: Tensor, ref_logp: Tensor) -> Tensor:
         return d
     if estimator is Estimator.k2:
         return d.square() / 2
-    d = d.clamp(min=-LARGEST)  # where exp(-d) is clamped, d alone would pull away from the reference
+    d = d.clamp(min=-MAX_LOG_RATIO)  # where exp(-d) is clamped, d alone would pull away from the reference
     return ratio_of(-d) - 1 + d

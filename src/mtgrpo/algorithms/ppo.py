@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtgrpo.algorithms import Algorithm, Baseline, Tensor
-from mtgrpo.algorithms.baseline import whitened
-from mtgrpo.algorithms.surrogate import ClippedSurrogate
+from mtgrpo.algorithms import Baseline, Tensor
+from mtgrpo.algorithms.grpo import ClippedSurrogate
+from mtgrpo.algorithms.reinforce_pp import whiten
 from mtgrpo.errors import require
 
 
 @dataclass
-class PPO(ClippedSurrogate, Algorithm):
+class PPO(ClippedSurrogate):
     """PPO (arXiv:1707.06347); its advantages are generalised advantage estimates: advantage=gae, model.value_head=true.
 
     L_t = -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A)
@@ -37,11 +37,11 @@ class PPO(ClippedSurrogate, Algorithm):
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
         """None: the critic is the baseline."""
-        return Baseline(returns.new_zeros(len(returns)), returns.new_ones(len(returns)))
+        return Baseline(returns.new_zeros(len(returns)))
 
     def normalise(self, advantage: Tensor) -> Tensor:
         """Whitened over the trained tokens where `whiten` is set."""
-        return whitened(advantage) if self.whiten else advantage
+        return whiten(advantage) if self.whiten else advantage
 
     def value_loss(self, value: Tensor, old_value: Tensor, target: Tensor) -> Tensor:
         """Half the squared error, at least that of the clipped value."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtgrpo.algorithms import Algorithm, Baseline, Tensor
-from mtgrpo.algorithms.baseline import group_mean, whitened
-from mtgrpo.algorithms.surrogate import ClippedSurrogate
+from mtgrpo.algorithms import Baseline, Tensor
+from mtgrpo.algorithms.grpo import ClippedSurrogate, group_mean
 
 
 @dataclass
-class ReinforcePP(ClippedSurrogate, Algorithm):
+class ReinforcePP(ClippedSurrogate):
     """REINFORCE++ (arXiv:2501.03262).
 
     A_t = (R_t - mean(R)) / std(R)          over all trained tokens of the batch; R_t is the return from token t on
@@ -30,9 +29,15 @@ class ReinforcePP(ClippedSurrogate, Algorithm):
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
         """Nothing, or the mean of the group."""
-        centre = group_mean(returns, group) if self.group_baseline else returns.new_zeros(len(returns))
-        return Baseline(centre, returns.new_ones(len(returns)))
+        return Baseline(group_mean(returns, group) if self.group_baseline else returns.new_zeros(len(returns)))
 
     def normalise(self, advantage: Tensor) -> Tensor:
         """Whitened over the trained tokens."""
-        return whitened(advantage)
+        return whiten(advantage)
+
+
+def whiten(values: Tensor, epsilon: float = 1e-8) -> Tensor:
+    """`values` [n] shifted and scaled to mean 0 and (unbiased) variance 1; all 0 where there are fewer than two."""
+    if len(values) < 2:
+        return values.new_zeros(len(values))
+    return (values - values.mean()) * (values.var() + epsilon).rsqrt()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtgrpo.algorithms import Algorithm, Baseline, Tensor
-from mtgrpo.algorithms.baseline import leave_one_out
-from mtgrpo.algorithms.surrogate import ClippedSurrogate
+from mtgrpo.algorithms import Baseline, Tensor
+from mtgrpo.algorithms.grpo import ClippedSurrogate, group_mean
 
 
 @dataclass
-class RLOO(ClippedSurrogate, Algorithm):
+class RLOO(ClippedSurrogate):
     """RLOO (arXiv:2402.14740): each trajectory is compared with the mean of the others. Unbiased.
 
     A_i = r_i - mean over j != i of r_j = n / (n - 1) (r_i - mean(r))
@@ -20,5 +19,7 @@ class RLOO(ClippedSurrogate, Algorithm):
     """
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
-        """The mean of the others."""
-        return Baseline(leave_one_out(returns, group), returns.new_ones(len(returns)))
+        """The mean of the others; in a group of one the return itself."""
+        _, index, counts = group.unique(return_inverse=True, return_counts=True)
+        mean, n = group_mean(returns, group), counts[index]
+        return Baseline((returns - (returns - mean) * n / (n - 1).clamp(min=1)).where(n > 1, returns))

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from mtgrpo.algorithms import PerToken, Tokens
 from mtgrpo.algorithms.average import Average
-from mtgrpo.algorithms.baseline import GroupRelative
-from mtgrpo.algorithms.ratio import ratio_of
+from mtgrpo.algorithms.grpo import GroupRelative, ratio_of
 from mtgrpo.errors import require
 
 

@@ -243,15 +243,12 @@ def _problem(turn: Turn, number: int, context_length: int) -> str:
     """Why a turn cannot be trained on and what to do; "" when it can."""
     if not -1 <= turn.parent < number:
         return f"parent={turn.parent} is no turn before it; give its whole context with parent=-1"
-    if len(turn.versions) != len(turn.output):
-        return (
-            f"{len(turn.output)} output tokens but {len(turn.versions)} versions; the engine must report one for each"
-        )
-    if len(turn.logprobs) != len(turn.output):
-        return (
-            f"{len(turn.output)} output tokens but {len(turn.logprobs)} log-probabilities; the engine must report "
-            "one for each sampled token"
-        )
+    for name, values in (("versions", turn.versions), ("log-probabilities", turn.logprobs)):
+        if len(values) != len(turn.output):
+            return (
+                f"{len(turn.output)} output tokens but {len(values)} {name}; the engine must report one for each "
+                "sampled token"
+            )
     if turn.output and context_length == 0:
         return (
             f"output position 0, token {turn.output[0]}, was sampled from an empty context, so nothing predicts it; "

@@ -21,7 +21,8 @@ from torch import Tensor
 from mtgrpo.batch.forest import Batch, Forest, Kept
 from mtgrpo.errors import ConfigError
 
-REPEATED = 1 / 32  # of the budget: a trunk up to this is computed in each micro-batch with a part of its tree
+MAX_TRUNK_SHARE = 1 / 32  # of the budget; a shorter trunk is computed in each micro-batch with a part of its tree
+NONE = torch.empty(0, dtype=torch.long)
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class MicroBatch:
     ids: Tensor  # [rows, width] int64; layout forest: one row, the nodes; padded: 0 beyond the end of a row
     position: Tensor  # [rows, width] int64
     forest: Forest | None  # the nodes; None = padded rows, causal
-    parent: Tensor  # [targets] int64, row * width + column of the hidden state that predicts each target
-    token: Tensor  # [targets] int64, the token that is predicted
-    entries: Tensor  # [n] int64, the entries of the batch that are read here
-    target: Tensor  # [n] int64, the target of each entry; entries of the same node that kept the same set share one
-    cost: float
+    parent: Tensor = NONE  # [targets] int64, row * width + column of the hidden state that predicts each target
+    token: Tensor = NONE  # [targets] int64, the token that is predicted
+    entries: Tensor = NONE  # [n] int64, the entries of the batch that are read here
+    target: Tensor = NONE  # [n] int64, the target of each entry; those of one node that kept the same set share one
+    cost: float = 0.0
     kept: Kept | None = None  # [targets], what top-k, top-p or min-p kept; None = all
     given: int = 0  # the first nodes, a path: earlier micro-batches have computed their keys and values
     opens: bool = False  # the other nodes are a chain below that path, which later micro-batches are given too
@@ -64,10 +65,9 @@ class MicroBatch:
 
     def unread(self, cost: Cost) -> MicroBatch:
         """The same nodes with nothing to be read from them."""
-        none = torch.empty(0, dtype=torch.long)
-        kept = None if self.kept is None else replace(self.kept, number=none)
+        kept = None if self.kept is None else replace(self.kept, number=NONE)
         rest = self.cost - cost.read * len(self.parent.unique())
-        return replace(self, parent=none, token=none, entries=none, target=none, kept=kept, cost=rest)
+        return replace(self, parent=NONE, token=NONE, entries=NONE, target=NONE, kept=kept, cost=rest)
 
 
 def visits(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
@@ -122,39 +122,39 @@ def pack(
     return [Packing(of_rank, len(needed.forest), computed) for of_rank in by_rank]
 
 
-def _share_out(found: list[MicroBatch], cost: Cost, ranks: int) -> list[list[MicroBatch]]:
+def _share_out(micro_batches: list[MicroBatch], cost: Cost, ranks: int) -> list[list[MicroBatch]]:
     """The micro-batches of each rank, of similar cost and equally many.
 
     A walk that several ranks share is cut between two micro-batches, and the open chains are computed by both.
     """
     units: list[list[MicroBatch]] = []
-    total = sum(micro.cost for micro in found)
-    for walk in _walks(found):
+    total = sum(micro.cost for micro in micro_batches)
+    for walk in _walks(micro_batches):
         before = [0.0, *accumulate(micro.cost for micro in walk)]
         share = max(total / ranks, 1e-9)
         for number in range(ranks):
             part = [i for i in range(len(walk)) if min(int(before[i] / share), ranks - 1) == number]
             if part:
-                units.append([*(chain.unread(cost) for chain in _open_before(walk, part[0])), *(walk[i] for i in part)])
+                units.append([*(chain.unread(cost) for chain in open_before(walk, part[0])), *(walk[i] for i in part)])
     costs, sizes = [sum(micro.cost for micro in unit) for unit in units], [len(unit) for unit in units]
     capacity = -(-sum(sizes) // ranks)
     while (by_rank := _spread(costs, sizes, ranks, capacity)) is None:
         capacity += 1
     shared = [[micro for i in members for micro in units[i]] for members in by_rank]
     longest = max(map(len, shared))
-    nothing = _empty(found[0])
+    nothing = _empty(micro_batches[0])
     return [[*of_rank, *[nothing] * (longest - len(of_rank))] for of_rank in shared]
 
 
-def _walks(found: list[MicroBatch]) -> Iterator[list[MicroBatch]]:
+def _walks(micro_batches: list[MicroBatch]) -> Iterator[list[MicroBatch]]:
     """Runs of micro-batches that belong together: the first is given nothing, the others are."""
-    starts = [i for i, micro in enumerate(found) if not micro.given]
-    for start, stop in zip(starts, [*starts[1:], len(found)], strict=True):
-        yield found[start:stop]
+    starts = [i for i, micro in enumerate(micro_batches) if not micro.given]
+    for start, stop in zip(starts, [*starts[1:], len(micro_batches)], strict=True):
+        yield micro_batches[start:stop]
 
 
-def _open_before(walk: list[MicroBatch], place: int) -> list[MicroBatch]:
-    """The chains of `walk` that the micro-batch at `place` is given."""
+def open_before(walk: list[MicroBatch], place: int) -> list[MicroBatch]:
+    """The chains that the micro-batch at `place` is given."""
     opened: list[MicroBatch] = []
     for micro, entered in visits(walk[: place + 1]):
         if micro is walk[place]:
@@ -168,9 +168,8 @@ def _open_before(walk: list[MicroBatch], place: int) -> list[MicroBatch]:
 
 def _empty(like: MicroBatch) -> MicroBatch:
     """One with nothing to compute, laid out like another."""
-    none = torch.empty(0, dtype=torch.long)
-    forest = None if like.forest is None else like.forest.subset(none)
-    return replace(_inputs(none[None], none[None], forest), kept=like.unread(Cost(0, 0, 0)).kept)
+    forest = None if like.forest is None else like.forest.subset(NONE)
+    return MicroBatch(NONE[None], NONE[None], forest, kept=like.unread(Cost(0, 0, 0)).kept)
 
 
 @dataclass(frozen=True)
@@ -252,20 +251,20 @@ def _as_forests(needed: _Needed, token_budget: int, cost: Cost, ranks: int) -> _
     home, index = torch.empty(2, len(forest), dtype=torch.long)
     inputs: list[MicroBatch] = []
 
-    def add(path: Tensor, own: Tensor, opens: bool = False, held: bool = True) -> None:
-        home[own], index[own] = len(inputs), len(path) + torch.arange(len(own))
-        local = forest.subset(torch.cat([path, own]))
-        inputs.append(_inputs(local.token[None], local.depth[None], local, len(path), opens, held))
+    def add(path: Tensor, nodes: Tensor, opens: bool = False, held: bool = True) -> None:
+        home[nodes], index[nodes] = len(inputs), len(path) + torch.arange(len(nodes))
+        local = forest.subset(torch.cat([path, nodes]))
+        ids, position = local.token[None], local.depth[None]
+        inputs.append(MicroBatch(ids, position, local, given=len(path), opens=opens, held=held))
 
-    none = torch.empty(0, dtype=torch.long)
     for members in groups:
-        add(none, torch.cat([none, *(torch.arange(*small[i]) for i in sorted(members))]))
+        add(NONE, torch.cat([NONE, *(torch.arange(*small[i]) for i in sorted(members))]))
     for root, stop in (tree for tree in trees if tree[1] - tree[0] > token_budget):
         trunk, branches = _branches(forest, root, stop)
         room = token_budget - len(trunk)
-        if len(trunk) <= REPEATED * token_budget and all(end - start <= room for start, end in branches):
+        if len(trunk) <= MAX_TRUNK_SHARE * token_budget and all(end - start <= room for start, end in branches):
             for members in _group(branches, needed.costs(cost), room, ranks):
-                add(none, torch.cat([trunk, *(torch.arange(*branches[i]) for i in sorted(members))]))
+                add(NONE, torch.cat([trunk, *(torch.arange(*branches[i]) for i in sorted(members))]))
             continue
         for part in _parts(forest, root, stop, token_budget):
             path = root + (forest.subtree_end[root : part.start] > part.start).nonzero()[:, 0]
@@ -295,54 +294,49 @@ def _group(trees: list[tuple[int, int]], costs: Tensor, token_budget: int, ranks
 
 @dataclass(frozen=True)
 class _Part:
-    """Some nodes of a tree beyond the budget, computed below the path to the first of them."""
+    """The nodes [start, stop) of a tree beyond the budget: a micro-batch, given the path to the first of them."""
 
     start: int
     stop: int
-    opens: bool = False  # a chain, which later parts continue; else nothing is below it
-    held: bool = True
+    opens: bool = False  # a chain, below which the walk goes on; else whole subtrees, with nothing below them
+    held: bool = True  # of a chain: its activations wait for what is below it; else it is computed once more then
 
 
-def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> list[_Part]:
-    """A tree, depth-first: what fits beside the chains that are open, or one more chain.
+def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> Iterator[_Part]:
+    """Cut the tree [root, stop) into parts, depth first.
 
-    Where a whole path fits the budget its chains are held; else they are computed again, one by one. What is held has
-    a copy of the keys and values of the path to it, so those below one another copy no more than the longest path.
+    The walk stands at the node `start`, below chains that are still open. Their activations are held within the budget,
+    what they leave of it is the room here. The subtrees that follow are one part, as many as there is room for. Where
+    there is no room for the first of them, the nodes from `start` to its first branching, or as many as there is room
+    for, are a chain, and the walk goes on below it.
+
+    A chain is held where there is room for the longest path below it, so that the walk never gets stuck. Keys and
+    values of the path to a held chain are copied for it; the copies of chains below one another may amount to the
+    longest path of the tree, and a chain beyond that is not held.
     """
     continues = (forest.depth[1:] == forest.depth[:-1] + 1) & (forest.subtree_end[1:] == forest.subtree_end[:-1])
-    branches: list[int] = [*((~continues).nonzero()[:, 0] + 1).tolist(), len(forest)]  # where chains end
+    branchings: list[int] = [*((~continues).nonzero()[:, 0] + 1).tolist(), len(forest)]  # one past each unbranched run
     ends: list[int] = forest.subtree_end.tolist()
     longest = int(forest.depth[root:stop].max()) + 1
-    chains = [(stop, 0, 0)]  # those that are open: where what is below ends, tokens held, tokens of the path copied
-    parts: list[_Part] = []
+    chains = [(stop, 0, 0)]  # that are open: the end of what is below, tokens held, tokens of the path copied
     start = root
     while start < stop:
         while chains[-1][0] <= start:
             chains.pop()
         room = token_budget - sum(held for _, held, _ in chains)
-        closed = start
-        while closed < chains[-1][0] and ends[closed] - start <= room:
-            closed = ends[closed]
-        if closed > start:
-            parts.append(_Part(start, closed))
-            start = closed
-            continue
-        path = int(forest.depth[start])
-        copied = path + sum(copied for *_, copied in chains)
-        held = int(forest.depth[start : ends[start]].max()) - path < room and copied <= longest
-        chain = min(branches[bisect_right(branches, start)], start + room)
-        chains.append((ends[start], chain - start, path) if held else (ends[start], 0, 0))
-        parts.append(_Part(start, chain, opens=True, held=held))
-        start = chain
-    return parts
-
-
-def _inputs(
-    ids: Tensor, position: Tensor, forest: Forest | None, given: int = 0, opens: bool = False, held: bool = True
-) -> MicroBatch:
-    """A micro-batch in which nothing is read yet."""
-    none = torch.empty(0, dtype=torch.long)
-    return MicroBatch(ids, position, forest, none, none, none, none, 0.0, None, given, opens, held)
+        end = start
+        while end < chains[-1][0] and ends[end] - start <= room:
+            end = ends[end]
+        if end > start:
+            yield _Part(start, end)
+        else:
+            path = int(forest.depth[start])
+            copied = path + sum(copied for *_, copied in chains)
+            held = int(forest.depth[start : ends[start]].max()) - path < room and copied <= longest
+            end = min(branchings[bisect_right(branchings, start)], start + room)
+            chains.append((ends[start], end - start, path) if held else (ends[start], 0, 0))
+            yield _Part(start, end, opens=True, held=held)
+        start = end
 
 
 def _as_padded_rows(needed: _Needed, token_budget: int, ranks: int) -> _LaidOut:
@@ -374,7 +368,7 @@ def _as_padded_rows(needed: _Needed, token_budget: int, ranks: int) -> _LaidOut:
             ids[row, : len(path)] = forest.token[path]
             home[path] = number
             index[path] = row * width + torch.arange(len(path))
-        inputs.append(_inputs(ids, torch.arange(width).expand(len(group), width), None))
+        inputs.append(MicroBatch(ids, torch.arange(width).expand(len(group), width), None))
     return _LaidOut(inputs[::-1], home, index)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from mtgrpo.parts import Reach, Where
 from mtgrpo.types import Message, ToolSpec
 
 
@@ -35,7 +36,8 @@ class Tools(Enum):
 class ChatSettings:
     """How messages become tokens."""
 
-    template: str = "auto"  # auto = the tokenizer's own; "chatml", for base models too; or the path of a .jinja file
+    # auto = the tokenizer's own; "chatml", for base models too; or the path of a .jinja file
+    template: Annotated[str, Where(Reach.file, r"(?!(auto|chatml)\Z)")] = "auto"
     tools: Tools = Tools.auto  # by the template, or in the prompt; auto = the prompt where the template has no place
     thinking: Thinking = Thinking.keep  # keep: the policy sees its earlier reasoning; strip: as the template has it
 
@@ -81,8 +83,9 @@ class Chat(ABC):
 def open_chat(tokenizer: Any, settings: ChatSettings) -> Chat:
     """The chat of `tokenizer` (a transformers fast tokenizer).
 
-    With `chat.template=auto` the library `renderers` renders the models that it knows by name; for all others the
-    tokenizer's own template is used. Raises ConfigError when there is no usable template.
+    A model is read the same whatever it is named: the library `renderers`, which knows some by their names on the hub,
+    serves with `chat.template=auto` those alone whose template is missing or writes tool calls in a format that is not
+    in `formats.py`. Raises ConfigError when there is no usable template.
     """
     from mtgrpo.chat.template import TemplateChat, template_source  # noqa: PLC0415  settings alone import no library
     from mtgrpo.model.load import end_tokens  # noqa: PLC0415
@@ -90,11 +93,16 @@ def open_chat(tokenizer: Any, settings: ChatSettings) -> Chat:
     name = str(tokenizer.name_or_path)
     added = set(tokenizer.get_added_vocab().values())
     ends = [token for token in end_tokens(name) if token in added] if name else []
-    on_hub = "/" in name and not Path(name).exists()
-    if on_hub and settings.template == "auto" and settings.tools is not Tools.prompt:
-        from mtgrpo.chat.renderer import RendererChat, known_config  # noqa: PLC0415
+    by_name = (
+        settings.template == "auto" and settings.tools is not Tools.prompt and "/" in name and not Path(name).exists()
+    )
+    chat = None
+    if tokenizer.chat_template or not by_name:
+        chat = TemplateChat(tokenizer, template_source(tokenizer, settings.template), settings, ends)
+    if by_name and not (chat and chat.knows_tools):
+        from mtgrpo.chat.renderer import RendererChat, find_config  # noqa: PLC0415
 
-        config = known_config(name)
-        if config is not None and (chat := RendererChat(tokenizer, config, settings.thinking, ends)).knows_tools:
-            return chat
-    return TemplateChat(tokenizer, template_source(tokenizer, settings.template), settings, ends)
+        config = find_config(name)
+        if config is not None and (named := RendererChat(tokenizer, config, settings.thinking, ends)).knows_tools:
+            return named
+    return chat or TemplateChat(tokenizer, template_source(tokenizer, settings.template), settings, ends)

@@ -22,9 +22,23 @@ MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<|pyt
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 _SEPARATORS = re.compile(r"[\s;]*")
-_CALL_START = re.compile(r'\{\s*"name"')
+_WRITTEN_FULLY = r'^\{\s*"name"\s*:\s*"[^"\n]*",\s*"(?:parameters|arguments)"'  # after text, which may be an answer
+_JSON_CALL = re.compile(rf'<\|python_tag\|>|\A\s*\{{\s*"name"|{_WRITTEN_FULLY}', re.MULTILINE)
+_CALL = re.compile(f"<tool_call>|{_JSON_CALL.pattern}", re.MULTILINE)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?")
+_AFTER_VALUE = r"\s*(?:<parameter=[^>\n]*>|(?:</function>\s*)?(?:</?tool_call>|\Z))"  # a value may hold tags itself
+_VALUE_END = re.compile(rf"\n?</parameter>(?={_AFTER_VALUE})")
+_FIRST_END = re.compile(r"\n?</parameter>")
+_PYTHON = {"True": True, "False": False, "None": None}  # as templates write what is no string, list or object
+_KINDS: dict[type, frozenset[str]] = {
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    list: frozenset({"array"}),
+    dict: frozenset({"object"}),
+    type(None): frozenset({"null"}),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +135,22 @@ class XmlTags(Tagged):
         if not name:
             raise Malformed("the tool call has no name")
         arguments: dict[str, Any] = {}
-        properties: Mapping[str, Any] = schemas.get(name, {}).get("properties", {})
+        schema = schemas.get(name, {})
+        properties: Mapping[str, Any] = schema.get("properties", {})
         while parameter := _PARAMETER.match(text, end):
-            key = parameter.group(1).strip()
-            close = text.find("</parameter>", parameter.end())
-            if close < 0:
+            key = parameter.group(1)
+            key = key if key in properties else key.strip()
+            close = _VALUE_END.search(text, parameter.end()) or _FIRST_END.search(text, parameter.end())
+            if close is None:
                 raise Malformed("<parameter> is not closed")
-            arguments[key] = _typed(text[parameter.end() : close].removesuffix("\n"), properties.get(key, {}))
-            end = close + len("</parameter>")
+            types = _types(properties.get(key), schema)
+            arguments[key] = _typed(text[parameter.end() : close.start()], types)
+            end = close.end()
         return ToolCall(name, arguments), _expect("</function>", text, end)
 
 
 class LlamaJson(ToolFormat):
-    """`{"name": ..., "parameters": {...}}` as the whole message, after an optional `<|python_tag|>`: Llama 3."""
+    """`{"name": ..., "parameters": {...}}` at the end of a message, after an optional `<|python_tag|>`: Llama 3."""
 
     name = "llama3_json"
 
@@ -141,18 +158,17 @@ class LlamaJson(ToolFormat):
         return "; ".join(_write_json(call, "parameters") for call in calls)
 
     def _read(self, text: str, schemas: Schemas) -> Parsed:
-        body = text.strip()
-        tagged = body.startswith("<|python_tag|>")
-        body = body.removeprefix("<|python_tag|>").lstrip()
-        if not tagged and not _CALL_START.match(body):
+        found = _JSON_CALL.search(text)
+        if found is None:
             return Parsed(text)
+        content, body = text[: found.start()], text[found.start() :].removeprefix("<|python_tag|>").strip()
         calls: list[ToolCall] = []
         end = 0
         while not calls or end < len(body):
             call, end = _read_json(body, end, ("parameters", "arguments"))
             calls.append(call)
             end = _after(_SEPARATORS, body, end)
-        return Parsed("", tuple(calls))
+        return Parsed(content if content.strip() else "", tuple(calls))
 
 
 FORMATS: tuple[ToolFormat, ...] = (Hermes(), XmlTags(), LlamaJson())
@@ -161,8 +177,10 @@ FORMATS: tuple[ToolFormat, ...] = (Hermes(), XmlTags(), LlamaJson())
 def split_thinking(text: str, inside: bool) -> tuple[str, str, str]:
     """(reasoning, the rest, error) of generated text; `inside`: the prompt had already opened `<think>`."""
     before, opened, thoughts = text.partition("<think>")
-    if not opened or (inside and "</think>" in before):
-        if not inside and "</think>" not in text:
+    call = _CALL.search(text)  # the tags in its arguments are text
+    start = call.start() if call else len(text)
+    if not opened or len(before) > start or (inside and "</think>" in before):
+        if not inside and "</think>" not in text[:start]:
             return "", text, ""
         before, thoughts = "", text
     thoughts, closed, rest = thoughts.partition("</think>")
@@ -210,11 +228,28 @@ def _after(pattern: re.Pattern[str], text: str, start: int) -> int:
     return match.end() if match else start
 
 
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """The value that `text` means under its JSON schema: a string unless the schema says otherwise."""
-    if schema.get("type", "string") == "string":
-        return text
+def _typed(text: str, types: frozenset[str]) -> Any:
+    """The value of one of `types` that `text` means; the text itself where it may be, or where it means none."""
     try:
-        return json.loads(text)
+        value: Any = _PYTHON[text] if text in _PYTHON else json.loads(text)
     except (ValueError, RecursionError):
         return text
+    return text if "string" in types and types.isdisjoint(_KINDS.get(type(value), ())) else value
+
+
+def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """The types that a JSON schema allows, strings where it says nothing; `root` holds what its `$ref` names."""
+    if not isinstance(schema, Mapping):
+        return frozenset({"string"})
+    schema = cast("Mapping[str, Any]", schema)
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        target: Any = root
+        for key in reference.split("/")[1:]:
+            target = cast("Mapping[str, Any]", target).get(key) if isinstance(target, Mapping) else None
+        return _types(target, {})
+    said: Any = schema.get("type", ())
+    types = {said} if isinstance(said, str) else set(said)
+    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        types |= _types(branch, root)
+    return frozenset(types or {"string"})

@@ -11,14 +11,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from mtgrpo.chat.formats import ToolFormat
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer
 from mtgrpo.errors import ConfigError
+from mtgrpo.messages import message_to_dict
 from mtgrpo.types import Message, ToolCall, ToolSpec
 
 ANCHOR = "anchorx7q"
@@ -31,6 +33,7 @@ class Template:
         self._tokenizer = tokenizer
         self.source = source
         self._safe = safe
+        self.calls_in_content: ToolFormat | None = None  # for calls that the template refuses or drops the content of
         self.shows_reasoning = True
         for key in ("reasoning_content", "reasoning", "thinking", ""):  # "" = written into the content
             self._reasoning_key = key
@@ -40,7 +43,7 @@ class Template:
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False) -> str:
         """The conversation as text, with the generation prompt if `prompt`. Raises jinja2's TemplateError."""
-        written, offered = [self._as_dict(message) for message in messages], map(self._safe.escaped_tool, tools)
+        written, offered = [self._as_dict(message) for message in messages], map(self._safe.escape_tool, tools)
         try:
             return self._tokenizer.apply_chat_template(
                 written, list(offered) or None, chat_template=self.source, add_generation_prompt=prompt, tokenize=False
@@ -70,29 +73,22 @@ class Template:
                 "choose another one with chat.template=chatml or chat.template=PATH"
             ) from problem
 
-    def _as_dict(self, message: Message) -> dict[str, Any]:
-        if message.role != "assistant":
-            named = {"name": self._safe.escape(message.name)} if message.name else {}
-            return {"role": message.role, "content": self._safe.escape(message.content), **named}
-        content = self._safe.escape(message.content, sampled=True)
-        entry: dict[str, Any] = {"role": "assistant"}
-        if message.reasoning:
-            reasoning = self._safe.escape(message.reasoning, sampled=True)
-            if self._reasoning_key:
-                entry[self._reasoning_key] = reasoning
-            else:
-                content = f"<think>\n{reasoning}\n</think>\n\n{content}"
-        entry["content"] = content
-        if message.tool_calls:
-            entry["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.escaped_calls(message.tool_calls)
-            ]
-        return entry
+    def escape(self, message: Message) -> Message:
+        """A message as the template gets it."""
+        return self._safe.escape_message(message)
 
-    def escaped_calls(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
-        """`calls` with every string escaped."""
-        return [ToolCall(self._safe.escape(call.name), self._safe.escape_all(call.arguments)) for call in calls]
+    def _as_dict(self, message: Message) -> dict[str, Any]:
+        message = self._safe.escape_message(message)
+        if message.role == "assistant":
+            content, calls = message.content, message.tool_calls
+            if message.reasoning and not self._reasoning_key:
+                content = f"<think>\n{message.reasoning}\n</think>\n\n{content}"
+            if self.calls_in_content and calls and (content or len(calls) > 1):
+                content, calls = "\n".join(filter(None, (content, self.calls_in_content.write(calls)))), ()
+            message = replace(message, content=content, tool_calls=calls, name="")
+        entry = message_to_dict(message)
+        reasoning = entry.pop("reasoning_content", "")
+        return {**entry, self._reasoning_key: reasoning} if reasoning and self._reasoning_key else entry
 
 
 USER = Message("user", "hello")
@@ -100,29 +96,29 @@ PROBE_TOOL = ToolSpec("probe", "A probe.", {"type": "object", "properties": {"a"
 PROBE_CALL = ToolCall("probe", {"a": ANCHOR})
 
 
-def calling(count: int) -> Message:
+def call_message(count: int) -> Message:
     """An assistant's message with `count` calls."""
     return Message("assistant", tool_calls=(PROBE_CALL,) * count)
 
 
-def lacks_for_tools(template: Template) -> str:
+def missing_for_tools(template: Template) -> str:
     """What a template lacks to be used with tools; "" = nothing."""
     if "A probe." not in (template.try_render([USER], [PROBE_TOOL], prompt=True) or ""):
         return "place for tools"
-    reply = template.try_render([USER, calling(1), Message("tool", "replyx7q", name="probe")]) or ""
+    reply = template.try_render([USER, call_message(1), Message("tool", "replyx7q", name="probe")]) or ""
     if "replyx7q" not in reply:
         return "place for the replies of tools"
     return "" if ANCHOR in reply else "place for tool calls"
 
 
-def packaged(name: str) -> str:
+def read_packaged(name: str) -> str:
     """The source of a template that comes with the package."""
     return resources.files("mtgrpo.chat").joinpath(name).read_text("utf-8")
 
 
-def with_tools_in_prompt(template: Template) -> str:
+def put_tools_in_prompt(template: Template) -> str:
     """The source of `template`, changed to describe tools in the prompt whatever it did with them."""
-    prelude = packaged("tools_in_prompt.jinja")
+    prelude = read_packaged("tools_in_prompt.jinja")
     if prelude in template.source:
         return template.source
     shown = template.try_render([Message("system", "rulesx7q"), USER], prompt=True) or ""

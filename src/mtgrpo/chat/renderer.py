@@ -14,10 +14,11 @@ from mtgrpo.chat.formats import Malformed, split_thinking
 from mtgrpo.chat.pieces import PROBE_TOOL, USER
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length
 from mtgrpo.errors import ConfigError
+from mtgrpo.messages import message_to_dict
 from mtgrpo.types import Message, ToolCall, ToolSpec
 
 
-def known_config(model: str) -> renderers.BaseRendererConfig | None:
+def find_config(model: str) -> renderers.BaseRendererConfig | None:
     """The library's settings for the model of this name on the hub, None when it does not know the name."""
     renderer = renderers.base.MODEL_RENDERER_MAP.get(model)
     return None if renderer is None else renderers.config_from_name(renderer)
@@ -49,7 +50,7 @@ class RendererChat(Chat):
         self.notes = [f"chat: renderer {self._renderer.config.name}, thinking {thinking.value}"]
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        self._tools.update((tool.name, self._safe.escaped_tool(tool)) for tool in tools)
+        self._tools.update((tool.name, self._safe.escape_tool(tool)) for tool in tools)
         try:
             return self._render(messages, tools)
         except ValueError as problem:
@@ -65,7 +66,7 @@ class RendererChat(Chat):
         if ended is not None and ended != output[-1]:
             output = output[:-1]  # the library closes the turn
         added = self._messages(new)
-        specs = [self._safe.escaped_tool(tool) for tool in tools] or None
+        specs = [self._safe.escape_tool(tool) for tool in tools] or None
         renderer = self._renderer
         if self._stripping is not None and any(message.reasoning for message in history):
             renderer = self._stripping
@@ -123,30 +124,21 @@ class RendererChat(Chat):
         return None if rest.strip() else tokens[shared:]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        specs = [self._safe.escaped_tool(tool) for tool in tools] or None
+        specs = [self._safe.escape_tool(tool) for tool in tools] or None
         return self._renderer.render_ids(self._messages(messages), tools=specs, add_generation_prompt=True)
 
     def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         entries: list[dict[str, Any]] = []
         replies = 0  # since the last assistant's turn: Kimi's format names a call by its number
         for message in messages:
-            entry: dict[str, Any] = {"role": message.role}
-            entry["content"] = self._safe.escape(message.content, sampled=message.role == "assistant")
-            if message.name:
-                entry["name"] = self._safe.escape(message.name)
+            entry = message_to_dict(self._safe.escape_message(message))
             if message.role == "tool":
                 entry["tool_call_id"] = f"functions.{entry.get('name', '')}:{replies}"
-            if message.reasoning:
-                entry["reasoning_content"] = self._safe.escape(message.reasoning, sampled=True)
-            if message.tool_calls:
-                entry["tool_calls"] = [self._call(call, number) for number, call in enumerate(message.tool_calls)]
+            for number, call in enumerate(entry.get("tool_calls", ())):
+                call["id"] = f"functions.{call['function']['name']}:{number}"
             replies = replies + 1 if message.role == "tool" else 0
             entries.append(entry)
         return entries
-
-    def _call(self, call: ToolCall, number: int) -> dict[str, Any]:
-        function = self._safe.escape_all({"name": call.name, "arguments": call.arguments})
-        return {"type": "function", "id": f"functions.{function['name']}:{number}", "function": function}
 
 
 class _RendererTokenizer:

@@ -16,7 +16,8 @@ from typing import Any, cast
 from tokenizers import Tokenizer
 
 from mtgrpo.chat.formats import MARKUP
-from mtgrpo.types import ToolSpec
+from mtgrpo.messages import tool_to_dict
+from mtgrpo.types import Message, ToolCall, ToolSpec
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters
 _MARKER = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
@@ -70,10 +71,17 @@ class SafeTokenizer:
             return [self.escape_all(item) for item in cast(Sequence[Any], value)]
         return value
 
-    def escaped_tool(self, tool: ToolSpec) -> dict[str, Any]:
+    def escape_tool(self, tool: ToolSpec) -> dict[str, Any]:
         """A tool as chat templates take it."""
-        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        return {"type": "function", "function": self.escape_all(function)}
+        row = tool_to_dict(tool)
+        return {**row, "function": self.escape_all(row["function"])}
+
+    def escape_message(self, message: Message) -> Message:
+        """A message whose texts are escaped; those of an assistant may have been sampled."""
+        sampled = message.role == "assistant"
+        calls = (ToolCall(self.escape(call.name), self.escape_all(call.arguments)) for call in message.tool_calls)
+        texts = self.escape(message.content, sampled=sampled), self.escape(message.reasoning, sampled=True)
+        return Message(message.role, *texts, tuple(calls), self.escape(message.name))
 
     def encode(self, text: str) -> list[int]:
         """The tokens of an escaped text that begins a context."""
@@ -156,10 +164,15 @@ class SafeTokenizer:
         return self._encode_plain(text[:half]) + self._encode_plain(text[half:])
 
 
+_PIECE = 256  # items that are compared at once
+
+
 def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many leading items two sequences have in common."""
-    differing = (index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
-    return next(differing, min(len(one), len(other)))
+    start, most = 0, min(len(one), len(other))
+    while start < most and one[start : start + _PIECE] == other[start : start + _PIECE]:
+        start += _PIECE
+    return next((index for index in range(start, most) if one[index] != other[index]), most)
 
 
 _Trie = dict[str, "_Trie"]

@@ -17,21 +17,22 @@ from mtgrpo.chat.pieces import (
     USER,
     Template,
     TemplatePieces,
-    calling,
-    lacks_for_tools,
+    call_message,
     learn,
-    packaged,
-    with_tools_in_prompt,
+    missing_for_tools,
+    put_tools_in_prompt,
+    read_packaged,
 )
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length
+from mtgrpo.chat.trial import find_fault
 from mtgrpo.errors import ConfigError
+from mtgrpo.runtime.isolation import try_within_limits
 from mtgrpo.types import Message, ToolSpec
-from mtgrpo.workers import fails_within_limits
 
 
 def chatml() -> str:
     """The source of the project's own chat template: ChatML with Hermes tool calls."""
-    return packaged("chatml.jinja")
+    return read_packaged("chatml.jinja")
 
 
 def template_source(tokenizer: Any, template: str) -> str:
@@ -75,17 +76,14 @@ class TemplateChat(Chat):
 
     def __init__(self, tokenizer: Any, source: str, settings: ChatSettings, ends: Sequence[int] = ()) -> None:
         self._safe = SafeTokenizer(tokenizer)
-        if why := fails_within_limits(lambda: lacks_for_tools(Template(tokenizer, source, self._safe))):
-            raise ConfigError(
-                f"the chat template cannot be used: to render it {why}; choose another one with "
-                "chat.template=chatml or chat.template=PATH"
-            )
+        if why := try_within_limits(lambda: _try_out(Template(tokenizer, source, self._safe))):
+            raise _unusable(f"to render it {why}")
         self._template = Template(tokenizer, source, self._safe)
-        lacking = lacks_for_tools(self._template)
+        lacking = missing_for_tools(self._template)
         in_prompt = bool(lacking) if settings.tools is Tools.auto else settings.tools is Tools.prompt
         self._lacking = lacking if in_prompt else ""
         if in_prompt:
-            self._template = Template(tokenizer, with_tools_in_prompt(self._template), self._safe)
+            self._template = Template(tokenizer, put_tools_in_prompt(self._template), self._safe)
         self.template = self._template.source
         self._thinking = settings.thinking
         self._schemas: dict[str, Mapping[str, Any]] = {}
@@ -106,7 +104,12 @@ class TemplateChat(Chat):
         stops: list[int | None] = [self._safe.added.get(self._end), tokenizer.eos_token_id, *ends]
         self.stop_ids = tuple(dict.fromkeys(token for token in stops if token is not None))
         self._format, self._no_tools = self._find_format()
-        self._one_call = self._template.try_render([USER, calling(2)]) is None
+        self.knows_tools = not (self._lacking or self._no_tools)  # its own, and its calls are read
+        spoken = self._template.try_render([USER, dataclasses.replace(call_message(2), content="contentx7q")])
+        if "contentx7q" not in (spoken or ""):
+            self._template.calls_in_content = self._format
+        if why := find_fault(self._template, tools=not self._no_tools):
+            raise _unusable(why)
         self._separator = self._find_separator()
         form = self._no_tools or f"tool calls {self._format.name}{' in the prompt' if in_prompt else ''}"
         turns = "" if self._turn_end else "; the template has none, so every turn starts a new segment"
@@ -154,8 +157,6 @@ class TemplateChat(Chat):
         if error:
             return Message("assistant", rest, reasoning, error=error)
         parsed = self._format.parse(rest, self._schemas)
-        if self._one_call and len(parsed.calls) > 1:
-            return Message("assistant", rest, reasoning, error="only one tool call per message is possible")
         content = parsed.content.removesuffix(self._separator) if parsed.calls else parsed.content
         return Message("assistant", content, reasoning, parsed.calls, error=parsed.error)
 
@@ -178,11 +179,11 @@ class TemplateChat(Chat):
 
     def _find_format(self) -> tuple[ToolFormat, str]:
         """(the format in which the template writes tool calls, why tools cannot be used with it or "")."""
-        lacking = lacks_for_tools(self._template)
+        lacking = missing_for_tools(self._template)
         if lacking:
             return Hermes(), f"no {lacking}"
         prompt = self._template.try_render([USER], [PROBE_TOOL], prompt=True) or ""
-        output = self._template.try_render([USER, calling(1)], [PROBE_TOOL]) or ""
+        output = self._template.try_render([USER, call_message(1)], [PROBE_TOOL]) or ""
         output = output[shared_length(output, _OPEN_THINKING.sub("", prompt)) :]
         output = output[: output.rfind(self._turn_end)] if self._turn_end else output
         for form in FORMATS:
@@ -212,7 +213,7 @@ class TemplateChat(Chat):
         None unless it writes the rest of the conversation as before, in a short and in a longer conversation.
         """
         specs = [PROBE_TOOL] if tools else []
-        answer = calling(1) if calls else Message("assistant", ANCHOR)
+        answer = call_message(1) if calls else Message("assistant", ANCHOR)
         extensions: set[str] = set()
         for stub in _STUBS if self._turn_end else ():
             before = self._template.try_render(stub, specs, prompt=True)
@@ -246,13 +247,13 @@ class TemplateChat(Chat):
         return output + end if end else self._plain_output(message)
 
     def _plain_output(self, message: Message) -> str:
-        output = self._safe.escape(message.content, sampled=True)
+        message = self._safe.escape_message(message)
+        output = message.content
         if message.reasoning or self._inside_thinking:
             opening = "" if self._inside_thinking else "<think>\n"
-            output = f"{opening}{self._safe.escape(message.reasoning, sampled=True)}\n</think>\n\n{output}"
+            output = f"{opening}{message.reasoning}\n</think>\n\n{output}"
         if message.tool_calls:
-            calls = self._format.write(self._template.escaped_calls(message.tool_calls))
-            output += "\n" + calls if message.content else calls
+            output += ("\n" if message.content else "") + self._format.write(message.tool_calls)
         return output + self._end
 
     def _strips(self, history: Sequence[Message], new: Sequence[Message]) -> bool:
@@ -279,6 +280,16 @@ class TemplateChat(Chat):
             text = self._template.try_render(probes, prompt=True) or ""
             self._visible[shape] = frozenset(int(number) for number in re.findall(r"thought(\d+)q7x", text))
         return self._visible[shape]
+
+
+def _try_out(template: Template) -> None:
+    find_fault(template, tools=not missing_for_tools(template))
+
+
+def _unusable(why: str) -> ConfigError:
+    return ConfigError(
+        f"the chat template cannot be used: {why}; choose another one with chat.template=chatml or chat.template=PATH"
+    )
 
 
 def _texts(messages: Sequence[Message]) -> list[str]:

@@ -7,13 +7,13 @@ in; a condenser only decides what the next context holds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from mtgrpo.errors import require
-from mtgrpo.part import Part
+from mtgrpo.parts import Part
 from mtgrpo.types import Message
 
 Step = tuple[Message, ...]  # a message of the model, and the replies to it
@@ -40,16 +40,13 @@ class Conversation:
 
 
 @dataclass
-class Condenser(Part, ABC):
+class Condenser(Part, ABC, max_condensed_tokens=">= 0"):
     """Base of all condensers."""
 
     when: When = When.over_budget
     max_condensed_tokens: int = 0  # a context's budget; 0 = environment.max_context_length less a turn
 
     attends: ClassVar[bool] = False  # whether it needs attention, which only engine=local can measure
-
-    def __post_init__(self) -> None:
-        require(self, max_condensed_tokens=">= 0")
 
     @property
     def active(self) -> bool:
@@ -98,14 +95,11 @@ def how_many_fit(
 ) -> int:
     """How many of the newest `steps` after `opening` have at most `budget` tokens together with it."""
 
-    def fits(number: int) -> bool:
-        return count(messages_of(opening, steps[len(steps) - number :])) <= budget
+    def tokens(number: int) -> int:
+        return count(messages_of(opening, steps[len(steps) - number :]))
 
-    low, high = 0, 1  # that many fit; from the end, since only a little of a long conversation may
-    while high <= len(steps) and fits(high):
-        low, high = high, 2 * high
-    high = min(high, len(steps) + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    high = 1  # from the end, since only a little of a long conversation may fit
+    while high <= len(steps) and tokens(high) <= budget:
+        high *= 2
+    low = high // 2
+    return low + bisect_right(range(low + 1, min(high, len(steps) + 1)), budget, key=tokens)

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mtgrpo.condensers import Condenser, Conversation, best_and_newest
-from mtgrpo.errors import require
 from mtgrpo.types import Message
 
 
 @dataclass
-class Attention(Condenser):
+class Attention(Condenser, keep_last_n_steps=">= 0", attended_steps=">= 0"):
     """Keeps the last `keep_last_n_steps` steps and brings back the `attended_steps` others with the most attention.
 
     The attention is that of the end of a context of all steps to each of them, as a mean over layers and heads;
@@ -24,12 +23,7 @@ class Attention(Condenser):
 
     attends: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, keep_last_n_steps=">= 0", attended_steps=">= 0")
-
     async def condense(self, conversation: Conversation) -> list[Message]:
-        """The last steps and the attended ones before them."""
         start = max(0, len(conversation.steps) - self.keep_last_n_steps)
         shares = await conversation.attention(conversation.steps)
         ranked = sorted(range(start), key=lambda i: (-shares[i], -i))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, newest
-from mtgrpo.errors import require
 from mtgrpo.types import Message
 
 
 @dataclass
-class DropOldest(Condenser):
+class DropOldest(Condenser, fill="> 0 and <= 1"):
     """Keeps the opening and the newest steps, until they fill the share `fill` of the budget.
 
     The rest is room to grow into: a context that is full again at once would be rendered again at every turn.
@@ -18,10 +17,5 @@ class DropOldest(Condenser):
 
     fill: float = 0.6  # share of the budget
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, fill="> 0 and <= 1")
-
     async def condense(self, conversation: Conversation) -> list[Message]:
-        """Whole steps are dropped, the oldest first."""
         return newest(conversation, conversation.steps, share=self.fill)

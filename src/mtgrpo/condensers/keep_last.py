@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, When, newest
-from mtgrpo.errors import require
 from mtgrpo.types import Message
 
 
 @dataclass
-class KeepLast(Condenser):
+class KeepLast(Condenser, keep_last_n_steps=">= 0"):
     """Keeps the opening and the last `keep_last_n_steps` steps, fewer where the budget is smaller.
 
     A step is a message of the model and the replies to it.
@@ -19,11 +18,6 @@ class KeepLast(Condenser):
     when: When = When.every_turn
     keep_last_n_steps: int = 2
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, keep_last_n_steps=">= 0")
-
     async def condense(self, conversation: Conversation) -> list[Message]:
-        """The opening and the last steps."""
         start = max(0, len(conversation.steps) - self.keep_last_n_steps)
         return newest(conversation, conversation.steps[start:])

@@ -14,9 +14,7 @@ class Whole(Condenser):
 
     @property
     def active(self) -> bool:
-        """It leaves nothing out."""
         return False
 
     async def condense(self, conversation: Conversation) -> list[Message]:
-        """Everything, whatever the budget."""
         return messages_of(conversation.opening, conversation.steps)

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, best_and_newest
-from mtgrpo.errors import require
 from mtgrpo.types import Message
 
 K1, B = 1.5, 0.75  # of BM25, as is usual
 
 
 @dataclass
-class Recall(Condenser):
+class Recall(Condenser, keep_last_n_steps=">= 0", recalled_steps=">= 0"):
     """Keeps the last `keep_last_n_steps` steps and brings back the best `recalled_steps` of the others.
 
     How much an older step has to do with the task and the last step is its BM25 score (Robertson and Zaragoza 2009).
@@ -26,12 +25,7 @@ class Recall(Condenser):
     keep_last_n_steps: int = 2
     recalled_steps: int = 2
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, keep_last_n_steps=">= 0", recalled_steps=">= 0")
-
     async def condense(self, conversation: Conversation) -> list[Message]:
-        """The last steps and the recalled ones before them."""
         steps = conversation.steps
         start = max(0, len(steps) - self.keep_last_n_steps)
         query = [*conversation.opening, *(steps[-1] if steps else ())]
@@ -48,12 +42,12 @@ def bm25(documents: Sequence[Sequence[str]], query: Sequence[str]) -> list[int]:
     words = sorted(set(query) & set(having))  # in one order: sums of floats depend on it
 
     def score(count: Counter[str]) -> float:
-        found = 0.0
+        total = 0.0
         for word in words:
             rarity = math.log(1 + (len(counts) - having[word] + 0.5) / (having[word] + 0.5))
             damped = K1 * (1 - B + B * count.total() / length)
-            found += rarity * count[word] * (K1 + 1) / (count[word] + damped)
-        return found
+            total += rarity * count[word] * (K1 + 1) / (count[word] + damped)
+        return total
 
     return sorted(range(len(documents)), key=lambda i: (-score(counts[i]), -i))
 

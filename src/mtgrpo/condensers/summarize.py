@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.condensers import Condenser, Conversation, newest
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import ConfigError
+from mtgrpo.parts import Text
 from mtgrpo.types import Message
 
 
 @dataclass
-class Summarize(Condenser):
+class Summarize(Condenser, keep_last_n_steps=">= 0"):
     """The policy itself writes a summary; it is sampled, trained and credited as a turn of the trajectory.
 
     The next context is the opening, the summary as a message of the model, `go_on` as the reply to it, and the last
@@ -18,18 +19,16 @@ class Summarize(Condenser):
     of the budget.
     """
 
-    instruction: str = "Summarize what matters for the task so far."
-    go_on: str = "Go on."
+    instruction: Text = "Summarize what matters for the task so far."
+    go_on: Text = "Go on."
     keep_last_n_steps: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.instruction:
             raise ConfigError("condenser summarize: instruction is empty; say what is to be written down")
-        require(self, keep_last_n_steps=">= 0")
 
     async def condense(self, conversation: Conversation) -> list[Message]:
-        """The opening, the summary, the last steps."""
         summary = await conversation.ask(Message("user", self.instruction))
         head = [Message("assistant", summary.content), Message("user", self.go_on)]
         start = max(0, len(conversation.steps) - self.keep_last_n_steps)

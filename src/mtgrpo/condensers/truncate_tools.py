@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mtgrpo.condensers import Condenser, Conversation, Step, newest
-from mtgrpo.errors import require
 from mtgrpo.types import Message
 
 CUT = " [...]"
 
 
 @dataclass
-class TruncateTools(Condenser):
+class TruncateTools(Condenser, max_reply_chars=">= 0", keep_last_n_steps=">= 0"):
     """Cuts the replies of tools to `max_reply_chars` characters, but for those of the last `keep_last_n_steps` steps.
 
     Where that is not enough, the oldest steps are dropped.
@@ -21,12 +20,7 @@ class TruncateTools(Condenser):
     max_reply_chars: int = 200
     keep_last_n_steps: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, max_reply_chars=">= 0", keep_last_n_steps=">= 0")
-
     async def condense(self, conversation: Conversation) -> list[Message]:
-        """Shorter replies, all steps."""
         steps = list(conversation.steps)
         old = max(0, len(steps) - self.keep_last_n_steps)
         return newest(conversation, [*map(self._shortened, steps[:old]), *steps[old:]])

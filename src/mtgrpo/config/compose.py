@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,18 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from mtgrpo.config.experiment import SINKS, Experiment
 from mtgrpo.config.options import Setting, chosen_class, entries, groups, options, schema, spell, store_name, unknown
-from mtgrpo.config.recipe import RECIPES, Recipe, absolute, base, read_option, read_primary, read_recipe, refuse_absurd
+from mtgrpo.config.recipe import (
+    RECIPES,
+    Recipe,
+    absolute,
+    base,
+    merge,
+    nest,
+    read_option,
+    read_primary,
+    read_recipe,
+    refuse_absurd,
+)
 from mtgrpo.config.run_record import checkpoint_folder, read_run
 from mtgrpo.errors import ConfigError
 
@@ -201,7 +212,7 @@ class ExperimentLoader(ConfigLoaderImpl):
         inherited = {group: read_option(group, named[group], self._folders) for group in groups()}
         choices = {group: option.choices[group] if option else named[group] for group, option in inherited.items()}
         known = schema(choices)
-        values, sources = _merged(chosen, named, known)
+        values, sources = merge(chosen, named, known)
         values.setdefault("log", list(SINKS))
         settings = [o for o in own if o.key_or_group not in choices]
         inside = tuple(f"{group}.{name}." for group in choices for name in entries(group, choices[group]))
@@ -209,7 +220,7 @@ class ExperimentLoader(ConfigLoaderImpl):
         settings.sort(key=lambda o: o.key_or_group.startswith(inside))  # a list first, then settings of what is in it
         lines = [line for o in settings if (line := _line(o, known, values, inside))]
         _gather(values, choices)
-        ConfigStore.instance().store("chosen", OmegaConf.create(_nested(values)), "recipe", "_global_")
+        ConfigStore.instance().store("chosen", OmegaConf.create(nest(values)), "recipe", "_global_")
         parts = [f"{group}={store_name(group, chosen_class(group, option))}" for group, option in choices.items()]
         of_hydra = [f"{key}={layer.choices[key]}" for layer in layers for key in layer.choices if "/" in key]
         of_hydra += [str(o.input_line) for o in given if o.is_hydra_override()]
@@ -232,6 +243,7 @@ class ExperimentLoader(ConfigLoaderImpl):
 
     def _recipes(self, start: Recipe, given: Sequence[Override]) -> tuple[Any, list[Recipe]]:
         """What was chosen as the recipe, and all that it comes to."""
+        self.notes: list[str] = []  # for the user, of the last configuration
         layers = [self._primary] if self._primary else []
         asked = [o for o in given if o.key_or_group == "recipe"]
         checkpoint = [str(o.value()) for o in given if o.key_or_group == "checkpoint" and self._evaluates]
@@ -239,10 +251,17 @@ class ExperimentLoader(ConfigLoaderImpl):
         if run is not None:
             if asked:
                 raise ConfigError("checkpoint= brings the configuration of its run: leave recipe= out")
-            trust = [o.value() for o in given if o.key_or_group == "trust_code"]
-            used = read_run(run, trusted=trust[-1:] == [True])
+            typed = {(key := o.key_or_group): absolute(o.value()) if key in groups() else o.value() for o in given}
+            typed |= {"model.name": None} if checkpoint else {}  # whose place the checkpoint takes
+            used = read_run(run, typed.get("trust_code") is True, typed)
             return used.choices.get("recipe"), [used, *layers]
-        recipe = (self._primary or start).choices.get("recipe", start.choices["recipe"])
+        primary = self._primary or start
+        typed = {o.key_or_group: o.value() for o in given}
+        recipe = start.usual(primary, typed)
+        usual = (start.choices["recipe"], primary.choices.get("recipe"))
+        if not asked and "model.name" in typed and recipe not in usual:
+            why = "no recipe= is given, and the usual one is for the model from scratch"
+            self.notes = [f"recipe={recipe} is taken for model.name={typed['model.name']}: {why}"]
         for override in asked:
             added = absolute(override.value()) if not override.is_delete() else []
             recipe = [*_listed(recipe), *_listed(added)] if override.is_add() else added
@@ -264,24 +283,6 @@ def _first(override: Override) -> Override:
     if first is None:
         raise ConfigError(f"{override.input_line} stands for no value at all")
     return parse([f"{override.get_key_element()}={first}"])[0]
-
-
-def _merged(
-    layers: Sequence[tuple[Recipe, Mapping[str, Any]]], choices: Mapping[str, Any], known: Mapping[str, Setting]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of all recipes by key, and where each is from; each recipe comes with the options chosen up to it.
-
-    A recipe's values of a group belong to the option chosen there: another option keeps its own defaults.
-    """
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for recipe, chosen in layers:
-        fitting = {name: value for name, value in recipe.values.items() if chosen.get(name) == choices.get(name)}
-        for key, value in _flat(fitting, known):
-            if key not in known and not key.startswith("hydra."):
-                raise ConfigError(f"{recipe.source}: {unknown(key, known)}")
-            values[key], sources[key] = value, recipe.source
-    return values, sources
 
 
 def _line(override: Override, known: Mapping[str, Setting], values: dict[str, Any], inside: tuple[str, ...]) -> str:
@@ -319,7 +320,7 @@ def _with_entry(held: Any, path: Sequence[str], value: Any) -> dict[str, Any]:
     if len(path) < 2:
         return {**found, path[0]: value}
     name = next((option for option in found if Path(option).name.rpartition(":")[2] == path[0]), path[0])
-    return {**found, name: _nested({".".join(path[1:]): value}, found.get(name) or {})}
+    return {**found, name: nest({".".join(path[1:]): value}, found.get(name) or {})}
 
 
 def _gather(values: dict[str, Any], choices: Mapping[str, Any]) -> None:
@@ -375,25 +376,3 @@ def _option(override: Override) -> Any:
 
 def _listed(option: Any) -> list[Any]:
     return cast("list[Any]", option) if isinstance(option, list) else [option]
-
-
-def _flat(values: Mapping[str, Any], known: Mapping[str, Setting], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested values by the keys of the settings that they are for."""
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and key not in known and key != "hydra.sweeper.params":  # it has dotted names
-            yield from _flat(cast("dict[str, Any]", value), known, f"{key}.")
-        else:
-            yield key, value
-
-
-def _nested(values: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Values by key -> nested, on top of those of `base`."""
-    found = copy.deepcopy(dict(base or {}))
-    for key, value in values.items():
-        *path, name = key.split(".")
-        place = found
-        for part in path:
-            place = place.setdefault(part, {})
-        place[name] = value
-    return found

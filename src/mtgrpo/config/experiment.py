@@ -5,26 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mtgrpo.advantages import AdvantageEstimator
-from mtgrpo.advantages.turn import ByTurn
 from mtgrpo.agents import Agent
 from mtgrpo.algorithms import Algorithm
-from mtgrpo.algorithms.baseline import GroupRelative
 from mtgrpo.algorithms.correction import Correction, OldPolicy
-from mtgrpo.algorithms.dapo import DAPO
 from mtgrpo.algorithms.kl import KL, Place
 from mtgrpo.batch.settings import BatchSettings
 from mtgrpo.chat import ChatSettings
 from mtgrpo.condensers import Condenser
 from mtgrpo.engines import Engine
-from mtgrpo.engines.server import Server
 from mtgrpo.environments import Environment
-from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, require
-from mtgrpo.model.settings import Head, ModelSettings
-from mtgrpo.policy.settings import OptimizerSettings, ReferenceSettings, Schedule, Updates
+from mtgrpo.model.settings import ModelSettings
+from mtgrpo.parts import File, Parts, Reach, Text
+from mtgrpo.policy.settings import Control, OptimizerSettings, ReferenceSettings, Schedule, Updates
 from mtgrpo.profile import Profile
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.curriculum import Curriculum
@@ -65,7 +61,7 @@ class WarmStart:
 
     steps: int = 0
     batch_size: int = 32  # demonstrations per step
-    demonstrations: str = ""  # a file or folder of JSON Lines of messages; by default the task's own demonstrations
+    demonstrations: File = ""  # a file or folder of JSON Lines of messages; by default the task's own demonstrations
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
 
     def __post_init__(self) -> None:
@@ -90,7 +86,7 @@ class Evaluation:
     fail_under: float = 0.0  # `mtgrpo eval` ends with exit code 1 where held-out success is lower; 0 = never
     no_tools: bool = False  # a control: the same tasks without tools too, `eval/no_tools/success`
     # further task sets, `eval/NAME/success`: [gsm8k], or {easy: {task: jsonl, val_files: [easy.jsonl]}}
-    sets: Any = None
+    sets: Annotated[Any, Parts("task")] = None
 
     def __post_init__(self) -> None:
         require(
@@ -117,7 +113,7 @@ class Collection:
     samples: int = 1  # per task
     held_out: bool = False  # of the held-out tasks in place of those of training
     form: Form = Form.trajectories  # messages: alone, as most libraries fine-tune on them; `sft.demonstrations` too
-    file: str = "collected.jsonl"  # in the run's folder; NAME.parquet: a table
+    file: Text = "collected.jsonl"  # in the run's folder; NAME.parquet: a table
     successes: bool = False  # only these
 
     def __post_init__(self) -> None:
@@ -143,19 +139,11 @@ class CheckpointSettings:
         )
 
 
-class Advantages(Enum):
-    """What the update is given: the advantages, or a control that must not learn."""
-
-    normal = "normal"
-    shuffled = "shuffled"  # permuted over the whole batch
-    flipped = "flipped"  # with the opposite sign
-
-
 @dataclass
 class Debug:
     """Controls and probes."""
 
-    advantages: Advantages = Advantages.normal  # shuffled and flipped are controls that must not learn
+    advantages: Control = Control.normal  # shuffled and flipped are controls that must not learn
 
 
 _PARTS: dict[str, type] = {
@@ -177,7 +165,7 @@ class Experiment:
     engine: Engine
     agent: Agent
     seed: int = 0  # of everything random: the same seed on the same machine gives the same run
-    resume: str = ""  # true: go on in hydra.run.dir=FOLDER; or PATH of a checkpoint to go on from in a new folder
+    resume: File = ""  # true: go on in hydra.run.dir=FOLDER; or PATH of a checkpoint to go on from in a new folder
     # exact: steps after the checkpoint are run again from their start; continue: what the journal holds of them is
     # taken back, and conversations go on at their last turn; null: exact if rollout.max_staleness is 0
     resume_mode: ResumeMode | None = None
@@ -202,7 +190,7 @@ class Experiment:
     collect: Collection = field(default_factory=Collection)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     # console, jsonl, wandb, tensorboard, mlflow, trackio or path/to/file.py:Name; settings as log.wandb.project=mine
-    log: Any = None
+    log: Annotated[Any, Reach.network] = None
     debug: Debug = field(default_factory=Debug)
     profile: Profile = field(default_factory=Profile)
 
@@ -215,16 +203,15 @@ class Experiment:
         if self.resume.lower() in (LATEST, "false"):
             self.resume = LATEST if self.resume.lower() == LATEST else ""
         require(self, watchdog_s=">= 0 (0 = off)")
-        self.algorithm.check(self.rollout.group_size)
-        self.advantage.check(self.algorithm)
-        self._check_critic()
+        self.advantage.check(self)
+        self.algorithm.check(self)
         self._check_rewards()
         self._check_policies()
         self._check_agent()
         self._check_evaluation()
-        self._check_server()
         self._check_deterministic()
-        self.engine.check(self.sampling)
+        for part in (self.task, self.environment, self.condenser, self.reward, self.engine, self.agent):
+            part.check(self)
         if self.condenser.attends and not self.engine.attends:
             raise ConfigError(
                 f"condenser {self.condenser.name} goes by the model's attention, which engine "
@@ -250,44 +237,24 @@ class Experiment:
     @property
     def notes(self) -> list[str]:
         """What the user should know before training begins."""
-        divides = isinstance(self.algorithm, GroupRelative) and self.algorithm.divide_by_std
-        return [text for text in (self.advantage.note(self.algorithm), self.reward.note(divides)) if text]
+        reward = self.reward.note(self.algorithm.scales_by_std)
+        return [text for text in (self.advantage.note(self.algorithm), reward) if text]
 
-    def _check_critic(self) -> None:
-        name = type(self.algorithm).__name__
-        if self.algorithm.has_critic and not self.model.value_head:
-            raise ConfigError(f"algorithm {name} learns values and needs a head for them: set model.value_head=true")
-        if self.model.value_head and not self.algorithm.has_critic:
-            raise ConfigError(f"model.value_head=true, but algorithm {name} has no use for it: leave it out")
+    @property
+    def rewards_turns(self) -> bool:
+        """Whether single turns are rewarded."""
+        return self.reward.judges_turns or self.environment.pays_turns or self.agent.active
 
     def _check_rewards(self) -> None:
-        turns = self.reward.judges_turns or self.environment.pays_turns or self.agent.active
-        name = type(self.reward).__name__
-        if isinstance(self.advantage, ByTurn) and not turns:
-            raise ConfigError(
-                f"advantage=turn compares the rewards of turns, and reward {name} gives none: set reward=calculation "
-                "or one of your own with judges_turns = True, or advantage=trajectory"
-            )
-        if not self.advantage.outcome_weight and not turns:
-            raise ConfigError(
-                f"advantage.outcome_weight=0, and reward {name} gives none for turns: nothing is rewarded"
-            )
         if self.filter.zero_variance and (not self.algorithm.compares_siblings or self.algorithm.always_has_gradient):
             raise ConfigError(
                 f"filter.zero_variance=true: with algorithm {type(self.algorithm).__name__} as it is set, groups of "
                 "equal rewards have a gradient too; leave it out"
             )
-        divides = isinstance(self.algorithm, GroupRelative) and self.algorithm.divide_by_std
-        if self.kl.coef and self.kl.place is Place.reward and divides:
+        if self.kl.coef and self.kl.place is Place.reward and self.algorithm.scales_by_std:
             raise ConfigError(
                 "kl.place=reward with algorithm.divide_by_std=true: where siblings are rewarded alike the penalty is "
                 "all that differs, and would be scaled up whatever kl.coef is; set algorithm.divide_by_std=false"
-            )
-        longest = self.rollout.max_trajectory_tokens
-        if isinstance(self.algorithm, DAPO) and self.algorithm.overlong_tokens > longest:
-            raise ConfigError(
-                f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is never reached: "
-                f"rollout.max_trajectory_tokens={longest}"
             )
 
     def _check_policies(self) -> None:
@@ -321,6 +288,11 @@ class Experiment:
                 "trainer.deterministic=true waits until every open conversation has asked for its next turn, and "
                 f"nobody knows whether agent {type(self.agent).__name__} will: leave it out"
             )
+        if self.agent.posts_rewards and not self.reward.takes_posted:
+            raise ConfigError(
+                "agent.posts_rewards=true: what the agent's program posts would take the place of reward "
+                f"{type(self.reward).__name__}; set reward=environment, which scores by what is posted, or leave it out"
+            )
         if self.resume_mode is ResumeMode["continue"]:
             raise ConfigError(
                 "resume_mode=continue goes on with conversations that had begun; an agent's begin again: leave it out"
@@ -332,22 +304,8 @@ class Experiment:
             )
 
     def _check_evaluation(self) -> None:
-        environment = self.environment
-        if self.eval.no_tools and (self.agent.active or not (isinstance(environment, ToolUse) and environment.tools)):
+        if self.eval.no_tools and (self.agent.active or self.environment.without_tools() is None):
             raise ConfigError("eval.no_tools=true: the environment has no tools that could be left out; leave it out")
-
-    def _check_server(self) -> None:
-        if not isinstance(self.engine, Server):
-            return
-        if self.trainer.deterministic:
-            raise ConfigError(
-                "trainer.deterministic=true with engine=server: what a server samples depends on what else it does; "
-                "leave it out, or set engine=local"
-            )
-        if self.model.head is not Head.fp32:
-            raise ConfigError(
-                f"model.head={self.model.head.value} is for engine=local; a server has its own head: leave it out"
-            )
 
     def _check_deterministic(self) -> None:
         hurried = ("timeout_s", "score_timeout_s", "extra_samples", "max_staleness")

@@ -14,13 +14,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mtgrpo import extension
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.options import Setting, chosen_class, groups, options, schema
 from mtgrpo.config.recipe import recipes
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sink
+from mtgrpo.parts import extension
 
 WIDTH = 100
 COLUMN = 46  # where what is said of an option begins

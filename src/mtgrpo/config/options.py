@@ -22,9 +22,9 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf.errors import OmegaConfBaseException
 
-from mtgrpo import extension
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError
+from mtgrpo.parts import extension
 
 COMPOSED = "composed"  # the option of a group that holds several others, in its setting `of`
 

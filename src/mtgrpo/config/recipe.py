@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
+from yaml.composer import ComposerError
 
-from mtgrpo.config.options import groups
+from mtgrpo.config.options import Setting, groups, unknown
 from mtgrpo.errors import ConfigError
-from mtgrpo.extension import meant
+from mtgrpo.model.settings import FROM_SCRATCH
+from mtgrpo.parts.extension import meant
 
 RECIPES = Path(__file__).parent / "recipes"
 ABSURD = 1e15  # no setting is as large
+MAX_BYTES = 2**18  # of a file
+MAX_DEPTH = 32
+MAX_DIGITS = 100
 SELF = "_self_"  # in a list of defaults: the place of the file's own values, last where it is not named
 
 
@@ -27,6 +34,15 @@ class Recipe:
     source: str  # for messages
     choices: dict[str, Any]  # group -> option, or a list of options
     values: dict[str, Any]  # nested
+
+    def usual(self, primary: Recipe, given: Mapping[str, Any]) -> Any:
+        """The recipe on top of `primary` where `given`, the command line, asks for none: by the model that is named."""
+        own = primary.values.get("model") or {}
+        name = given.get("model.name", own.get("name", FROM_SCRATCH[0]))
+        rank = given.get("model.lora.rank", (own.get("lora") or {}).get("rank"))
+        pretrained = "pretrained_lora" if rank else "pretrained"
+        usual = self.choices["recipe"] if name in FROM_SCRATCH else pretrained
+        return usual if primary is self else primary.choices.get("recipe", usual)
 
 
 def recipes(folders: Sequence[Path] = ()) -> dict[str, Path]:
@@ -93,16 +109,62 @@ def read_option(group: str, option: Any, folders: Sequence[Path]) -> Recipe | No
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ConfigError."""
+    """The mapping in a YAML file of plain data. Raises ConfigError."""
+    return checked(parse_yaml(read_bounded(path), path), path)
+
+
+def read_bounded(path: Path) -> bytes:
+    """What a file holds. Raises ConfigError where there is none, or more in it than in any configuration."""
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise ConfigError(f"there is no file {path}") from error
-    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_BYTES:,} bytes: it is no configuration")
+    return content
+
+
+def parse_yaml(content: bytes, path: Path) -> dict[str, Any]:
+    """The mapping in YAML, which is plain data of usable numbers; path: for messages. Raises ConfigError."""
+    try:
+        found = yaml.load(content, _PlainSafeLoader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split()):.500}") from error
-    if not isinstance(content, dict):
+    if not isinstance(found, dict):
         raise ConfigError(f"{path} must hold a mapping of options to values")
-    return cast("dict[str, Any]", content)
+    refuse_absurd(found)
+    return cast("dict[str, Any]", found)
+
+
+def checked(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The values, where OmegaConf can take them up. Raises ConfigError."""
+    try:
+        return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.create(values)))
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split()):.500}") from error
+
+
+class _PlainSafeLoader(get_yaml_loader()):  # pyright: ignore[reportUntypedBaseClass]
+    """Reads plain data: no tags, no aliases, nothing nested deeper than any configuration."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
+        """Called for every value."""
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
+            raise ComposerError(None, None, "aliases and tags are refused: write the value", event.start_mark)
+        if self.depth == MAX_DEPTH:
+            raise ComposerError(None, None, f"nested deeper than {MAX_DEPTH}", event.start_mark)
+        self.depth += 1
+        node: yaml.Node = super().compose_node(parent, index)
+        self.depth -= 1
+        if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
+            raise ComposerError(None, None, f"a number of {len(node.value)} digits", event.start_mark)
+        return node
 
 
 def absolute(option: Any) -> Any:
@@ -120,6 +182,9 @@ def _read(path: Path, source: str, primary: bool = False) -> tuple[Recipe, list[
     values = read_yaml(path)
     inherited: list[str] = []
     choices: dict[str, Any] = {}
+    for group in groups():
+        if isinstance(values.get(group), str | list):  # chosen as on the command line
+            choices[group] = absolute(values.pop(group))
     for entry in cast("list[Any]", values.pop("defaults", [])):
         if not isinstance(entry, dict):
             inherited.append(str(entry))
@@ -140,3 +205,43 @@ def refuse_absurd(value: Any, key: str = "") -> None:
             refuse_absurd(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, int | float) and not -ABSURD < value < ABSURD:
         raise ConfigError(f"{key}={value!s:.40} is no usable number; give a finite one below {ABSURD:g}")
+
+
+def merge(
+    layers: Sequence[tuple[Recipe, Mapping[str, Any]]], choices: Mapping[str, Any], known: Mapping[str, Setting]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of all recipes by key, and where each is from; each recipe comes with the options chosen up to it.
+
+    A recipe's values of a group belong to the option chosen there: another option keeps its own defaults.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for recipe, chosen in layers:
+        fitting = {name: value for name, value in recipe.values.items() if chosen.get(name) == choices.get(name)}
+        for key, value in _flat(fitting, known):
+            if key not in known and not key.startswith("hydra."):
+                raise ConfigError(f"{recipe.source}: {unknown(key, known)}")
+            values[key], sources[key] = value, recipe.source
+    return values, sources
+
+
+def _flat(values: Mapping[str, Any], known: Mapping[str, Setting], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested values by the keys of the settings that they are for."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key not in known and key != "hydra.sweeper.params":  # it has dotted names
+            yield from _flat(cast("dict[str, Any]", value), known, f"{key}.")
+        else:
+            yield key, value
+
+
+def nest(values: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Values by key -> nested, on top of those of `base`."""
+    found = copy.deepcopy(dict(base or {}))
+    for key, value in values.items():
+        *path, name = key.split(".")
+        place = found
+        for part in path:
+            place = place.setdefault(part, {})
+        place[name] = value
+    return found

@@ -7,99 +7,63 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import Any
 
 from mtgrpo.config.options import groups
-from mtgrpo.config.recipe import Recipe, read_yaml
-from mtgrpo.engines.server import PYTHON
+from mtgrpo.config.recipe import Recipe, checked, parse_yaml, read_bounded
+from mtgrpo.config.trust import RECORD, refused, resolved, signed
 from mtgrpo.errors import ConfigError
 
 LOCK = ".lock"  # in the folder of a run
-RUN_PROGRAMS = ("mcp", "verifiers")  # a tool, an agent and tasks that run what their settings name
-_RESOLVER = re.compile(r"\$\{[^}]*:")
 
 
-def read_run(folder: Path, trusted: bool = False) -> Recipe:
-    """What a run used, from the record that it keeps in its folder; what it gave Hydra is left out.
+def read_run(folder: Path, trusted: bool = False, given: Mapping[str, Any] | None = None) -> Recipe:
+    """What a run used, from the record in its folder; what it gave Hydra, its sinks and where it went on is left out.
 
-    trusted: the record may name Python files, commands and MCP servers, which will be run, and resolvers such as
-    ${oc.env:KEY}.
-    Raises ConfigError.
+    trusted: the record may reach whatever it names, as one may that this user's own run has signed. given: what the
+    reader typed, by key: it stands in place of the record's, which then counts for nothing. Raises ConfigError.
     """
+    contents = [_content(folder, name) for name in RECORD]
+    content, hydra = (parse_yaml(text, folder / ".hydra" / name) for text, name in zip(contents, RECORD, strict=True))
     try:
-        chosen = read_yaml(folder / ".hydra" / "hydra.yaml")["hydra"]["runtime"]["choices"]
+        chosen = hydra["hydra"]["runtime"]["choices"]
         choices = {key: chosen[key] for key in (*groups(), "recipe")}
     except (KeyError, TypeError) as error:
         what = error if isinstance(error, KeyError) else "'choices'"
         raise ConfigError(
             f"the record of run {folder} lacks {what}: another version of mtgrpo wrote it, and that one can read it"
         ) from error
-    content = read_yaml(folder / ".hydra" / "config.yaml")
-    # Its sinks may send to servers of somebody else.
-    values = {key: value for key, value in content.items() if str(key).partition(".")[0] not in ("hydra", "log")}
-    resolved = _resolved(values)
-    # What is still to be resolved may become the name of a file, so it counts as one.
-    texts = set(_texts([choices, resolved]))
-    named = sorted(text for text in texts if text in RUN_PROGRAMS or ".py:" in text or "${" in text)
-    if choices["agent"] == "command":
-        named.append(f"agent=command with {content.get('agent')!r:.200}")
-    named += _programs(values)
-    if named and not trusted:
-        raise ConfigError(
-            f"the record of run {folder} names code or values of this machine, which would be executed or read: "
-            f"{', '.join(named)}; "
-            "where you trust it, add trust_code=true"
-        )
-    return Recipe(f"run {folder}", choices, values if named else resolved)
+    for group, choice in choices.items():
+        names = choice if isinstance(choice, list) else [choice]
+        if not all(isinstance(name, str) and name.isprintable() for name in names):
+            raise ConfigError(f"the record of run {folder} chooses no {group} by its name, but {choice!r:.200}")
+    left_out = {"hydra", "log", "resume", "resume_mode"}
+    if not trusted and not signed(folder, contents):
+        typed = dict(given or {})
+        other = {group for group in groups() if group in typed and typed[group] != choices[group]}
+        choices = {key: choice for key, choice in choices.items() if key not in other}
+        content = resolved(_without(content, left_out | other), content)
+        if wanted := refused({key: choices[key] for key in groups() if key in choices}, content, typed):
+            raise ConfigError(
+                f"the record of run {folder}, which you did not make here, wants to reach what a record may not: "
+                f"{wanted}; type these settings yourself, or, where you trust it, add trust_code=true"
+            )
+    return Recipe(f"run {folder}", choices, checked(_without(content, left_out), folder))
 
 
-def _resolved(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without interpolations, or as they are where one needs what is not there, or this machine's secrets.
-
-    A resolver such as ${oc.env:KEY} would put what it finds into the record of the new run.
-    """
-    if any(_RESOLVER.search(text) for text in _texts(values)):
-        return values
-    try:
-        return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.create(values), resolve=True))
-    except OmegaConfBaseException:
-        return values
+def _without(values: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if str(key).partition(".")[0] not in sections}
 
 
-def _programs(value: Any, name: str = "") -> Iterator[str]:
-    """Settings that start a program, ask a server or open a sandbox, where they are not the defaults."""
-    if isinstance(value, dict):
-        held = cast("dict[str, Any]", value)
-        usual = {"engine": {"python": PYTHON}, "sandbox": {"kind": "bubblewrap", "python": "python3"}}.get(name, {})
-        risky = {"engine": ("python", "arguments", "url"), "sandbox": ("kind", "url", "python", "folders")}.get(
-            name, ()
-        )
-        yield from (f"{name}.{key}={held[key]}" for key in risky if held.get(key) and held[key] != usual.get(key))
-        for key, inner in held.items():
-            yield from _programs(inner, str(key).rpartition(".")[2])
-    elif isinstance(value, list):
-        for each in cast("list[Any]", value):
-            yield from _programs(each)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in nested values, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        held = cast("dict[Any, Any]", value)
-        for each in (*held, *held.values()):
-            yield from _texts(each)
-    elif isinstance(value, list):
-        for each in cast("list[Any]", value):
-            yield from _texts(each)
+def _content(folder: Path, name: str) -> bytes:
+    """A file of the record. Raises ConfigError where it is no file in the run's folder, or larger than a record is."""
+    path = folder / ".hydra" / name
+    if path.resolve() != folder.resolve() / ".hydra" / name or (path.exists() and not path.is_file()):
+        raise ConfigError(f"{path} is a link or no file: a record is read from the run's own folder")
+    return read_bounded(path)
 
 
 def checkpoint_folder(given: str, place: Path | None = None) -> Path:

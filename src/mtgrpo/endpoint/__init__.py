@@ -13,24 +13,31 @@ from typing import Any, Literal
 
 from mtgrpo.types import Message, ToolSpec
 
-Kind = Literal["invalid", "overflow", "key", "missing", "closed", "large", "broken"]
+Refusal = Literal["invalid", "overflow", "key", "missing", "closed", "large", "broken"]
+
+
+canonical_json = json.JSONEncoder(sort_keys=True).encode  # equal for values that are equal; has no line break
 
 
 class RefusedError(Exception):
     """A request is not answered: `kind` says which of the dialect's errors that is, the message what is wrong."""
 
-    def __init__(self, kind: Kind, text: str) -> None:
+    def __init__(self, kind: Refusal, text: str) -> None:
         super().__init__(text)
-        self.kind: Kind = kind
+        self.kind: Refusal = kind
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """What a foreign agent is given. Every request that carries the key belongs to its conversation."""
+    """What a foreign agent is given. Every request that carries the key belongs to its conversation.
+
+    `rewards_key` is for the agent's own program: what the policy can reach must not have it.
+    """
 
     url: str  # http://127.0.0.1:PORT, where Anthropic's SDK sends to; OpenAI's sends to `openai_url`
     key: str  # the API key
     model: str = "policy"  # a name to send; any other is accepted too
+    rewards_key: str = ""  # with which rewards are posted, where agent.posts_rewards=true; it samples nothing
 
     @property
     def openai_url(self) -> str:
@@ -38,8 +45,10 @@ class Address:
         return f"{self.url}/v1"
 
     def environ(self) -> dict[str, str]:
-        """The variables that the SDKs read, and MTGRPO_URL and MTGRPO_KEY."""
+        """The variables that the SDKs read, and MTGRPO_URL, MTGRPO_KEY and, where rewards are posted, their key."""
+        posts = {"MTGRPO_REWARDS_KEY": self.rewards_key} if self.rewards_key else {}
         return {
+            **posts,
             "OPENAI_BASE_URL": self.openai_url,
             "OPENAI_API_BASE": self.openai_url,
             "OPENAI_API_KEY": self.key,
@@ -52,7 +61,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Entry:
     """One message of a request."""
 
     message: Message
@@ -63,14 +72,14 @@ class Said:
         """Equal for messages that mean the same. Reasoning does not count: agents may or may not send it."""
         calls = [(call.name, call.arguments) for call in self.message.tool_calls]
         content = self.message.content.strip() if self.message.role == "assistant" else self.message.content
-        return json.dumps([self.message.role, content, self.message.name, calls], sort_keys=True)
+        return canonical_json([self.message.role, content, self.message.name, calls])
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TurnRequest:
     """What an agent asks for, whatever the dialect."""
 
-    messages: tuple[Said, ...]
+    messages: tuple[Entry, ...]
     tools: tuple[ToolSpec, ...]
     digest: str  # equal for requests with equal bodies
     max_tokens: int | None = None
@@ -80,7 +89,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class TurnReply:
     """What the policy answered."""
 
     id: str

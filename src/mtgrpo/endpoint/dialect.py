@@ -6,13 +6,15 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
-from mtgrpo.endpoint import Kind, RefusedError, Reply, Request, Said
+from mtgrpo.endpoint import Entry, Refusal, RefusedError, TurnReply, TurnRequest, canonical_json
+from mtgrpo.runtime.strict_json import strict_json
 from mtgrpo.types import Message, ToolCall, ToolSpec
 
 Body = Mapping[str, Any]
-STATUS: Mapping[Kind, int] = {
+MAX_DEPTH = 100  # levels of nesting in what is sent
+STATUS: Mapping[Refusal, int] = {
     "invalid": 400,
     "overflow": 400,
     "key": 401,
@@ -33,7 +35,7 @@ class Dialect(ABC):
     fields: ClassVar[frozenset[str]]  # further fields that are read, or that change nothing of what is sampled
 
     @abstractmethod
-    def messages(self, body: Body) -> list[Said]:
+    def messages(self, body: Body) -> list[Entry]:
         """The conversation. Raises RefusedError."""
 
     @abstractmethod
@@ -41,18 +43,18 @@ class Dialect(ABC):
         """The tools. Raises RefusedError."""
 
     @abstractmethod
-    def write(self, reply: Reply, body: Body) -> dict[str, Any]:
+    def write(self, reply: TurnReply, body: Body) -> dict[str, Any]:
         """The response to `body`."""
 
     @abstractmethod
-    def events(self, reply: Reply, body: Body) -> Iterator[bytes]:
+    def events(self, reply: TurnReply, body: Body) -> Iterator[bytes]:
         """The same as server-sent events; the last tells the client that it has all."""
 
     @abstractmethod
-    def error(self, kind: Kind, text: str) -> dict[str, Any]:
+    def error(self, kind: Refusal, text: str) -> dict[str, Any]:
         """An error; what a stream sends too where it has begun."""
 
-    def read(self, body: Body, retry: int) -> Request:
+    def read(self, body: Body, retry: int) -> TurnRequest:
         """The request in `body`. Raises RefusedError for what is broken or not supported."""
         known = {*self.fields, *self.limits, self.stop, "model", "stream", "tools", "tool_choice"}
         ignored = [name for name, value in body.items() if name not in known and value is not None]
@@ -60,25 +62,44 @@ class Dialect(ABC):
         choice = choice.get("type") if isinstance(choice, dict) else choice
         if choice not in ("auto", "none"):
             ignored.append("tool_choice")
-        if body.get("n") not in (None, 1):
+        if body.get("n") not in (None, 1) or body.get("n") is True:
             raise RefusedError("invalid", f"n={body['n']}: one request has one reply; send it again for another")
         stop = body.get(self.stop) or []
-        stops = listed([stop] if isinstance(stop, str) else stop, self.stop, str)
+        stops = list_of([stop] if isinstance(stop, str) else stop, self.stop, str)
         asked = [body[name] for name in self.limits if body.get(name) is not None]
-        if any(not isinstance(limit, int) or limit < 1 for limit in asked):
+        if any(not isinstance(limit, int) or isinstance(limit, bool) or limit < 1 for limit in asked):
             raise RefusedError("invalid", f"{' and '.join(self.limits)} must be a positive integer, got {asked[0]!r}")
         messages = self.messages(body)
         if not messages:
             raise RefusedError("invalid", "the request has no messages")
-        return Request(
+        return TurnRequest(
             messages=tuple(messages),
             tools=() if choice == "none" else tuple(self.tools(body)),
-            digest=hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest(),
+            digest=hashlib.sha256(canonical_json(body).encode()).hexdigest(),
             max_tokens=min(asked, default=None),
             stop=tuple(text for text in stops if text),
             ignored=tuple(ignored),
             retry=retry,
         )
+
+
+def parse_json(text: str | bytes, what: str) -> Any:
+    """The value that JSON stands for. Raises RefusedError for what is none: NaN and Infinity are no JSON."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no number")
+
+    try:
+        value: Any = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError("invalid", f"{what} is no JSON: {error!s:.200}") from None
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        held = [list(part.values()) if isinstance(part, dict) else part for part in level]
+        level = [inner for parts in held for inner in parts if isinstance(inner, dict | list)]
+        if not level:
+            return value
+    raise RefusedError("invalid", f"{what} is nested more than {MAX_DEPTH} levels deep")
 
 
 def mapping(value: Any, what: str) -> Body:
@@ -88,7 +109,7 @@ def mapping(value: Any, what: str) -> Body:
     return cast("dict[str, Any]", value)
 
 
-def listed(value: Any, what: str, kind: type = dict) -> list[Any]:
+def list_of(value: Any, what: str, kind: type = dict) -> list[Any]:
     """`value`, a list of `kind`. Raises RefusedError."""
     entries = cast("list[Any]", value) if isinstance(value, list) else [None]
     if any(not isinstance(entry, kind) for entry in entries):
@@ -97,7 +118,7 @@ def listed(value: Any, what: str, kind: type = dict) -> list[Any]:
     return entries
 
 
-def words(value: Any, what: str) -> str:
+def string(value: Any, what: str) -> str:
     """`value`, a string; null is the empty one. Raises RefusedError."""
     if value is not None and not isinstance(value, str):
         raise RefusedError("invalid", f"{what} must be a string, got {value!r:.100}")
@@ -109,37 +130,34 @@ def text_of(content: Any, what: str, kinds: Sequence[str] = ("text", "input_text
     if content is None or isinstance(content, str):
         return content or ""
     found: list[str] = []
-    for part in listed(content, what):
+    for part in list_of(content, what):
         if part.get("type") not in kinds:
             raise RefusedError("invalid", f"{what}: content of type {part.get('type')!r} is not supported, only text")
-        found.append(words(part.get("text", part.get("refusal")), what))
+        found.append(string(part.get("text", part.get("refusal")), what))
     return "\n".join(found)
 
 
 def call_of(name: Any, arguments: Any) -> ToolCall:
     """The tool call of this name; arguments: an object, or the text of one."""
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise RefusedError("invalid", f"the arguments of a tool call are no JSON: {arguments!r:.100}") from None
-    return ToolCall(words(name, "the name of a tool call"), mapping(arguments, "the arguments of a tool call"))
+        arguments = parse_json(arguments or "{}", f"the text {arguments!r:.100} of a tool call's arguments")
+    return ToolCall(string(name, "the name of a tool call"), mapping(arguments, "the arguments of a tool call"))
 
 
 def tool_of(tool: Body, parameters: str) -> ToolSpec:
     """A tool whose JSON schema stands in the field `parameters`."""
-    name = words(tool.get("name"), "the name of a tool")
+    name = string(tool.get("name"), "the name of a tool")
     if not name:
         raise RefusedError("invalid", f"a tool without a name is not supported: {dict(tool)!r:.100}")
     schema = tool.get(parameters) or {"type": "object", "properties": {}}
-    return ToolSpec(name, words(tool.get("description"), "the description of a tool"), mapping(schema, parameters))
+    return ToolSpec(name, string(tool.get("description"), "the description of a tool"), mapping(schema, parameters))
 
 
-class Conversation:
+class MessageReader:
     """Messages while they are read: who answers which tool call, and what belongs to one message of the model."""
 
     def __init__(self) -> None:
-        self.said: list[Said] = []
+        self.messages: list[Entry] = []
         self._names: dict[str, str] = {}  # of tools, by the id of the call
 
     def add(self, role: Any, content: str) -> None:
@@ -147,22 +165,22 @@ class Conversation:
         role = "system" if role == "developer" else role
         if role not in ("system", "user", "assistant"):
             raise RefusedError("invalid", f"a message has the role {role!r}; known: system, user, assistant, tool")
-        self.said.append(Said(Message(role, content)))
+        self.messages.append(Entry(Message(role, content)))
 
     def answer(self, call_id: Any, content: str, name: Any = None) -> None:
         """What a tool answered."""
-        known = self._names.get(words(call_id, "the id of a tool call"), "")
-        self.said.append(Said(Message("tool", content, name=known or words(name, "the name of a tool"))))
+        known = self._names.get(string(call_id, "the id of a tool call"), "")
+        self.messages.append(Entry(Message("tool", content, name=known or string(name, "the name of a tool"))))
 
     def assistant(self, content: str, reasoning: str = "", calls: Sequence[tuple[Any, ToolCall]] = ()) -> None:
         """A message of the model; calls: each with its id."""
-        ids = tuple(words(call_id, "the id of a tool call") for call_id, _ in calls)
+        ids = tuple(string(call_id, "the id of a tool call") for call_id, _ in calls)
         made = tuple(call for _, call in calls)
         self._names.update((call_id, call.name) for call_id, call in zip(ids, made, strict=True))
-        self.said.append(Said(Message("assistant", content, reasoning, made), ids))
+        self.messages.append(Entry(Message("assistant", content, reasoning, made), ids))
 
 
 def event(data: Any, name: str = "") -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
+    return head.encode() + b"data: " + (data.encode() if isinstance(data, str) else strict_json(data)) + b"\n\n"

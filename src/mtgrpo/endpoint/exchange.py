@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
-from mtgrpo.endpoint import Reply, Request, Said
+from mtgrpo.endpoint import Entry, TurnReply, TurnRequest, canonical_json
 from mtgrpo.types import Message
 
 
@@ -14,27 +15,35 @@ from mtgrpo.types import Message
 class Exchange:
     """A request and what became of it."""
 
-    request: Request
-    messages: tuple[Said, ...]  # those after the leading system messages
-    head: list[str]  # what the leading ones mean
-    rest: list[str]  # what the others mean
+    request: TurnRequest
+    messages: tuple[Entry, ...]  # those after the leading system messages
+    repeated: int  # the place among them of the last one of the model, if anything follows it; else -1
+    tools: bytes  # a digest of the tools
+    head: bytes  # of the leading system messages
+    before: bytes  # of the messages before the repeated one
+    whole: bytes  # of all after the leading ones
     number: int = 0  # in the order in which they came
-    work: asyncio.Task[Reply] | None = None
+    work: asyncio.Task[TurnReply] | None = None
     connections: set[object] = field(default_factory=set[object])  # that wait for the reply, or get it just now
     delivered: bool = False  # somebody has it
-    reply: Reply | None = None
+    reply: TurnReply | None = None
     limit: str = ""  # what cut the turn, or refused it
     turn: int = -1  # its number; -1 = none is recorded
     history: list[Message] = field(default_factory=list[Message])  # of the turn, its own message included
 
     @staticmethod
-    def of(request: Request) -> Exchange:
+    def of(request: TurnRequest) -> Exchange:
         """A request that has just come."""
         leading = 0
         while leading < len(request.messages) and request.messages[leading].message.role == "system":
             leading += 1
-        meanings = [said.meaning for said in request.messages]
-        return Exchange(request, request.messages[leading:], meanings[:leading], meanings[leading:])
+        messages, tools = request.messages[leading:], ((t.name, t.description, t.parameters) for t in request.tools)
+        places = range(len(messages) - 2, -1, -1) if messages and messages[-1].message.role != "assistant" else ()
+        repeated = next((place for place in places if messages[place].message.role == "assistant"), -1)
+        before = _chained(sent.meaning for sent in messages[: max(0, repeated)])
+        whole = _chained((sent.meaning for sent in messages[max(0, repeated) :]), before)
+        head = _chained(sent.meaning for sent in request.messages[:leading])
+        return Exchange(request, messages, repeated, _chained(map(canonical_json, tools)), head, before, whole)
 
     @property
     def lost(self) -> bool:
@@ -47,33 +56,48 @@ class Exchange:
         work = self.work
         return work is not None and work.done() and (work.cancelled() or work.exception() is not None)
 
-    def parent(self, recorded: Sequence[Exchange], any_system: bool = False) -> Exchange | None:
-        """The longest, then newest, of the recorded ones that this one continues.
+
+class TurnIndex:
+    """Exchanges whose turns are recorded, by all that a request repeats which continues one of them.
+
+    That is its tools, its messages and the reply: by the id of a tool call, or else by what it means. So what it takes
+    to find the one that is continued depends on the request alone, not on how many are recorded.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[Hashable, Exchange] = {}
+
+    def add(self, one: Exchange) -> None:
+        """One that has its reply; it lets go of its messages. What was cut is continued by none."""
+        reply = one.reply
+        if reply is not None and reply.finish == "stop":
+            reasoning = reply.message.reasoning.strip()
+            for answer in (
+                *reply.call_ids,
+                *((Entry(reply.message).meaning, given) for given in ("", reasoning)),
+            ):
+                for head in (one.head, None):
+                    self._newest[one.tools, head, one.whole, answer] = one
+        one.request, one.messages = replace(one.request, messages=()), ()
+
+    def continued(self, by: Exchange, any_system: bool = False) -> Exchange | None:
+        """The newest that `by` continues: it repeats its messages and reply, and says more, in no word of the model.
 
         any_system: also where the leading system messages differ.
         """
-        found = [one for one in recorded if self._continues(one) and (any_system or self.head == one.head)]
-        return max(reversed(found), key=lambda one: len(one.rest), default=None)
+        return max(self._found(by, None if any_system else by.head), key=lambda one: one.turn, default=None)
 
-    def _continues(self, other: Exchange) -> bool:
-        """Whether it repeats the messages and the reply of `other`, which ended by itself, and says more."""
-        count, reply = len(other.rest), other.reply
-        return (
-            reply is not None
-            and reply.finish == "stop"
-            and len(self.messages) > count + 1
-            and self.request.tools == other.request.tools
-            and self.rest[:count] == other.rest
-            and _repeats(self.messages[count], reply)
-            and all(said.message.role != "assistant" for said in self.messages[count + 1 :])
-        )
+    def _found(self, by: Exchange, head: bytes | None) -> Iterator[Exchange]:
+        if by.repeated < 0:
+            return
+        sent = by.messages[by.repeated]
+        for answer in (*sent.ids, (sent.meaning, sent.message.reasoning.strip())):
+            if (one := self._newest.get((by.tools, head, by.before, answer))) is not None:
+                yield one
 
 
-def _repeats(said: Said, reply: Reply) -> bool:
-    """Whether a message of the model is this reply: by the id of a tool call, or else by what it means."""
-    if said.message.role != "assistant":
-        return False
-    if set(said.ids) & set(reply.call_ids):
-        return True
-    reasoning = said.message.reasoning.strip()
-    return said.meaning == Said(reply.message).meaning and reasoning in ("", reply.message.reasoning.strip())
+def _chained(texts: Iterable[str], digest: bytes = b"") -> bytes:
+    """A digest of the texts, or of those that `digest` is of and these."""
+    for text in texts:
+        digest = hashlib.sha256(digest + text.encode()).digest()
+    return digest

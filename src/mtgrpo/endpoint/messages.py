@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from mtgrpo.endpoint import Kind, RefusedError, Reply, Said
-from mtgrpo.endpoint.dialect import Body, Conversation, Dialect, call_of, event, listed, text_of, tool_of
+from mtgrpo.endpoint import Entry, Refusal, RefusedError, TurnReply
+from mtgrpo.endpoint.dialect import Body, Dialect, MessageReader, call_of, event, list_of, text_of, tool_of
+from mtgrpo.runtime.strict_json import strict_json
 from mtgrpo.types import ToolCall, ToolSpec
 
-TYPES: dict[Kind, str] = {
+TYPES: dict[Refusal, str] = {
     "key": "authentication_error",
     "missing": "not_found_error",
     "large": "request_too_large",
@@ -25,13 +25,13 @@ class Messages(Dialect):
     limits, stop = ("max_tokens",), "stop_sequences"
     fields = frozenset(("messages", "system", "metadata", "cache_control"))
 
-    def messages(self, body: Body) -> list[Said]:
-        read = Conversation()
+    def messages(self, body: Body) -> list[Entry]:
+        read = MessageReader()
         if system := text_of(body.get("system"), "system"):
             read.add("system", system)
-        for entry in listed(body.get("messages"), "messages"):
+        for entry in list_of(body.get("messages"), "messages"):
             content = entry.get("content")
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else listed(content, "content")
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else list_of(content, "content")
             if entry.get("role") == "assistant":
                 _read_assistant(read, parts)
             else:
@@ -41,16 +41,16 @@ class Messages(Dialect):
                 rest = [part for part in parts if part.get("type") != "tool_result"]
                 if rest or not parts:
                     read.add(entry.get("role"), text_of(rest, "messages"))
-        return read.said
+        return read.messages
 
     def tools(self, body: Body) -> list[ToolSpec]:
-        tools = listed(body.get("tools") or [], "tools")
+        tools = list_of(body.get("tools") or [], "tools")
         for tool in tools:
             if tool.get("type") not in (None, "custom"):
                 raise RefusedError("invalid", f"tools of type {tool['type']!r} run at Anthropic; give one of your own")
         return [tool_of(tool, "input_schema") for tool in tools]
 
-    def write(self, reply: Reply, body: Body) -> dict[str, Any]:
+    def write(self, reply: TurnReply, body: Body) -> dict[str, Any]:
         return {
             "id": reply.id,
             "type": "message",
@@ -61,7 +61,7 @@ class Messages(Dialect):
             "usage": {"input_tokens": reply.context_tokens, "output_tokens": reply.output_tokens},
         }
 
-    def events(self, reply: Reply, body: Body) -> Iterator[bytes]:
+    def events(self, reply: TurnReply, body: Body) -> Iterator[bytes]:
         whole = self.write(reply, body)
         usage = {"input_tokens": reply.context_tokens, "output_tokens": 0}
         begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
@@ -75,12 +75,12 @@ class Messages(Dialect):
         yield _event("message_delta", delta=_ending(reply), usage=whole["usage"])
         yield _event("message_stop")
 
-    def error(self, kind: Kind, text: str) -> dict[str, Any]:
+    def error(self, kind: Refusal, text: str) -> dict[str, Any]:
         text = f"prompt is too long: {text}" if kind == "overflow" else text  # by which agents know it
         return {"type": "error", "error": {"type": TYPES.get(kind, "invalid_request_error"), "message": text}}
 
 
-def _read_assistant(read: Conversation, parts: list[Any]) -> None:
+def _read_assistant(read: MessageReader, parts: list[Any]) -> None:
     calls: list[tuple[Any, ToolCall]] = []
     texts: list[Any] = []
     reasoning = ""
@@ -94,13 +94,13 @@ def _read_assistant(read: Conversation, parts: list[Any]) -> None:
     read.assistant(text_of(texts, "messages"), reasoning, calls)
 
 
-def _blocks(reply: Reply) -> list[dict[str, Any]]:
-    said = reply.message
+def _blocks(reply: TurnReply) -> list[dict[str, Any]]:
+    message = reply.message
     blocks: list[dict[str, Any]] = []
-    if said.reasoning:
-        blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
-    if said.content or not reply.calls:
-        blocks.append({"type": "text", "text": said.content})
+    if message.reasoning:
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+    if message.content or not reply.calls:
+        blocks.append({"type": "text", "text": message.content})
     calls = [{"type": "tool_use", "id": i, "name": name, "input": dict(given)} for i, name, given in reply.calls]
     return blocks + calls
 
@@ -108,13 +108,14 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
 def _pieces(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """How a block begins, and what is added to it."""
     if block["type"] == "tool_use":
-        return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+        arguments = strict_json(block["input"]).decode()
+        return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
     if block["type"] == "text":
         return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
     return {**block, "thinking": ""}, [{"type": "thinking_delta", "thinking": block["thinking"]}]
 
 
-def _ending(reply: Reply) -> dict[str, Any]:
+def _ending(reply: TurnReply) -> dict[str, Any]:
     reasons = {
         "length": "max_tokens",
         "stop_string": "stop_sequence",

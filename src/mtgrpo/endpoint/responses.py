@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from mtgrpo.endpoint import Kind, RefusedError, Reply, Said
+from mtgrpo.endpoint import Entry, Refusal, RefusedError, TurnReply
 from mtgrpo.endpoint.chat_completions import openai_error
-from mtgrpo.endpoint.dialect import Body, Conversation, Dialect, call_of, event, listed, text_of, tool_of
+from mtgrpo.endpoint.dialect import Body, Dialect, MessageReader, call_of, event, list_of, text_of, tool_of
+from mtgrpo.runtime.strict_json import strict_json
 from mtgrpo.types import ToolCall, ToolSpec
 
 
@@ -21,16 +21,16 @@ class Responses(Dialect):
     limits = ("max_output_tokens",)
     fields = frozenset(("input", "instructions", "include", "store", "user", "metadata", "prompt_cache_key"))
 
-    def messages(self, body: Body) -> list[Said]:
+    def messages(self, body: Body) -> list[Entry]:
         if body.get("previous_response_id") or body.get("conversation"):
             raise RefusedError(
                 "invalid", "nothing is stored here: leave previous_response_id out, send the whole input"
             )
-        read = Conversation()
+        read = MessageReader()
         if instructions := text_of(body.get("instructions"), "instructions"):
             read.add("system", instructions)
         given = body.get("input")
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else listed(given, "input")
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else list_of(given, "input")
         for of_model, run in itertools.groupby(items, _of_model):  # several items are one message of the model
             if of_model:
                 _read_assistant(read, list(run))
@@ -43,16 +43,16 @@ class Responses(Dialect):
                     read.add(item.get("role"), text_of(item.get("content"), "input"))
                 else:
                     raise RefusedError("invalid", f"input of type {kind!r} is not supported")
-        return read.said
+        return read.messages
 
     def tools(self, body: Body) -> list[ToolSpec]:
-        tools = listed(body.get("tools") or [], "tools")
+        tools = list_of(body.get("tools") or [], "tools")
         for tool in tools:
             if tool.get("type") != "function":
                 raise RefusedError("invalid", f"tools of type {tool.get('type')!r} run at OpenAI; give a function")
         return [tool_of(tool, "parameters") for tool in tools]
 
-    def write(self, reply: Reply, body: Body) -> dict[str, Any]:
+    def write(self, reply: TurnReply, body: Body) -> dict[str, Any]:
         cut = reply.finish == "length"
         return {
             **_head(reply, body),
@@ -68,7 +68,7 @@ class Responses(Dialect):
             },
         }
 
-    def events(self, reply: Reply, body: Body) -> Iterator[bytes]:
+    def events(self, reply: TurnReply, body: Body) -> Iterator[bytes]:
         numbers = itertools.count()
 
         def say(kind: str, **data: Any) -> bytes:
@@ -96,7 +96,7 @@ class Responses(Dialect):
             yield say("response.output_item.done", output_index=index, item=item)
         yield say(f"response.{whole['status']}", response=whole)
 
-    def error(self, kind: Kind, text: str) -> dict[str, Any]:
+    def error(self, kind: Refusal, text: str) -> dict[str, Any]:
         return openai_error(kind, text)
 
 
@@ -104,7 +104,7 @@ def _of_model(item: Body) -> bool:
     return item.get("role") == "assistant" or item.get("type") in ("reasoning", "function_call")
 
 
-def _read_assistant(read: Conversation, items: list[Any]) -> None:
+def _read_assistant(read: MessageReader, items: list[Any]) -> None:
     calls: list[tuple[Any, ToolCall]] = []
     texts: list[str] = []
     reasoning: list[str] = []
@@ -118,22 +118,22 @@ def _read_assistant(read: Conversation, items: list[Any]) -> None:
     read.assistant("\n".join(texts), "\n".join(reasoning), calls)
 
 
-def _items(reply: Reply) -> list[dict[str, Any]]:
-    said, done = reply.message, {"status": "completed"}
+def _items(reply: TurnReply) -> list[dict[str, Any]]:
+    message, done = reply.message, {"status": "completed"}
     items: list[dict[str, Any]] = []
-    if said.reasoning:
-        summary = [{"type": "summary_text", "text": said.reasoning}]
+    if message.reasoning:
+        summary = [{"type": "summary_text", "text": message.reasoning}]
         items.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": summary, **done})
-    if said.content or not reply.calls:
-        content = [{"type": "output_text", "text": said.content, "annotations": [], "logprobs": []}]
+    if message.content or not reply.calls:
+        content = [{"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}]
         items.append({"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "content": content, **done})
     for call_id, name, given in reply.calls:
-        call = {"call_id": call_id, "name": name, "arguments": json.dumps(given)}
+        call = {"call_id": call_id, "name": name, "arguments": strict_json(given).decode()}
         items.append({"type": "function_call", "id": f"fc_{call_id}", **call, **done})
     return items
 
 
-def _head(reply: Reply, body: Body) -> dict[str, Any]:
+def _head(reply: TurnReply, body: Body) -> dict[str, Any]:
     return {
         "id": reply.id,
         "object": "response",

@@ -9,34 +9,35 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import secrets
 import socket
-import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from mtgrpo.endpoint import Address, RefusedError, Reply
+from aiohttp import web
+
+from mtgrpo.endpoint import Address, RefusedError, TurnReply
 from mtgrpo.endpoint.chat_completions import ChatCompletions
-from mtgrpo.endpoint.dialect import STATUS, Dialect, event, mapping, words
+from mtgrpo.endpoint.dialect import STATUS, Dialect, event, mapping, parse_json, string
 from mtgrpo.endpoint.messages import Messages
 from mtgrpo.endpoint.responses import Responses
-from mtgrpo.endpoint.session import Session
+from mtgrpo.endpoint.session import AgentSession
+from mtgrpo.runtime.loop_thread import LoopThread
+from mtgrpo.runtime.strict_json import strict_json
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 5.0  # between signs of life in a stream
-MOST_BYTES = 8 * 2**20  # of the body of a request
+MAX_BODY_BYTES = 8 * 2**20
+CLOSE_S = 5.0  # for the thread to end
+SAMPLES, POSTS = "sk", "rk"  # the kinds of keys: what samples does not pay
 DIALECTS: dict[str, Dialect] = {
     "/chat/completions": ChatCompletions(),
     "/messages": Messages(),
     "/messages/count_tokens": Messages(),
     "/responses": Responses(),
 }
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Scope]]
-Send = Callable[[Scope], Awaitable[None]]
 
 
 class Endpoint:
@@ -47,95 +48,92 @@ class Endpoint:
         self.url = ""  # while it is open
         self._loop = loop
         self._secret = secrets.token_bytes(32)
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
         self._opened = 0
 
     @asynccontextmanager
-    async def conversation(self, session: Session) -> AsyncGenerator[Address]:
-        """The address under which `session` is reached; afterwards it is closed, and its key answered by 409."""
-        number = self._opened = self._opened + 1
-        session.name, self._sessions[number] = str(number), session
+    async def conversation(self, session: AgentSession, posts_rewards: bool = False) -> AsyncGenerator[Address]:
+        """The address under which `session` is reached; afterwards it is closed, and its key answered by 409.
+
+        posts_rewards: the address has a second key, with which rewards can be posted.
+        """
+        self._opened += 1
+        name = session.name = str(self._opened)
+        self._sessions[name] = session
+        rewards_key = self._key(POSTS, name) if posts_rewards else ""
         try:
-            yield Address(self.url, self._key(number))
+            yield Address(self.url, self._key(SAMPLES, name), rewards_key=rewards_key)
         finally:
             await session.close()
-            del self._sessions[number]
+            del self._sessions[name]
 
-    def _key(self, number: int) -> str:
-        sign = hmac.new(self._secret, str(number).encode(), hashlib.sha256).hexdigest()
-        return f"sk-{number}-{sign[:32]}"
+    def _key(self, kind: str, name: str) -> str:
+        sign = hmac.new(self._secret, _bytes(f"{kind}-{name}"), hashlib.sha256).hexdigest()
+        return f"{kind}-{name}-{sign[:32]}"
 
-    def _session(self, key: str) -> Session:
-        """Raises RefusedError for an unknown key, and for that of a session that is closed."""
-        number = key.split("-")[1] if key.count("-") == 2 else ""
-        if not number.isdecimal() or not hmac.compare_digest(key.encode(), self._key(int(number)).encode()):
+    def _session(self, key: str, kind: str) -> AgentSession:
+        """Raises RefusedError for an unknown key, one of another kind, and that of a session that is closed."""
+        name = key.split("-")[1] if key.count("-") == 2 else ""
+        if not hmac.compare_digest(_bytes(key), _bytes(self._key(kind, name))):
+            if kind == POSTS:
+                why = "agent.posts_rewards=true gives the agent's own program, as MTGRPO_REWARDS_KEY"
+                raise RefusedError("key", f"unknown key: rewards are posted with the one that {why}")
             raise RefusedError("key", "unknown API key: send the one that the agent was given, such as OPENAI_API_KEY")
-        if int(number) not in self._sessions:
+        if name not in self._sessions:
             raise RefusedError("closed", "the conversation of this key has ended")
-        return self._sessions[int(number)]
+        return self._sessions[name]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request; an ASGI application."""
-        client = _Connection(scope, receive, send)
+    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one HTTP request."""
+        client = _Client(request)
         try:
-            answer = await self._answered(client)
-            if answer is not None:
-                await client.say(answer)
+            return await self._answer(client)
         except RefusedError as refused:
-            await client.say(client.dialect.error(refused.kind, str(refused)), STATUS[refused.kind])
+            return await client.refuse(refused)
         except Exception as error:  # ours: the agent is told, and the run goes on
-            await client.say(client.dialect.error("broken", f"{type(error).__name__}: {error}"), 500)
-        finally:
-            client.stop()
+            return await client.send(client.dialect.error("broken", f"{type(error).__name__}: {error}"), 500)
 
-    async def _answered(self, client: _Connection) -> dict[str, Any] | None:
-        """The body of the response; None where it has been sent, or nobody is there. Raises RefusedError."""
-        method, path, dialect = client.method, client.path, client.dialect
+    async def _answer(self, client: _Client) -> web.StreamResponse:
+        """The response, sent. Raises RefusedError. It is cancelled where the client goes."""
+        method, path, dialect = client.request.method, client.path, client.dialect
         if (method, path) == ("GET", "/health"):
-            return {"status": "ok"}
+            return await client.send({"status": "ok"})
         if method == "GET" and path.startswith("/models"):
-            return _models(path.removeprefix("/models").removeprefix("/"))
+            return await client.send(_models(path.removeprefix("/models").removeprefix("/")))
         if method != "POST" or path not in (*DIALECTS, "/rewards"):
-            known = ", ".join((*DIALECTS, "/models", "/rewards"))
-            raise RefusedError("missing", f"there is no {method} {path}; known: {known}")
-        session = self._session(client.key)
+            routes = ", ".join((*DIALECTS, "/models", "/rewards"))
+            raise RefusedError("missing", f"there is no {method} {path}; known: {routes}")
+        session = self._session(client.key, POSTS if path == "/rewards" else SAMPLES)
         body = await client.body()
         if path == "/rewards":
-            amount, reply = body.get("reward"), words(body.get("reply"), "reply")
-            if isinstance(amount, bool) or not isinstance(amount, int | float):
-                raise RefusedError("invalid", f"reward must be a number, got {amount!r:.100}")
-            await self._there(_called(session.reward, float(amount), reply))
-            return {"ok": True}
+            await self._there(_call(session.post, body.get("reward"), string(body.get("reply"), "reply")))
+            return await client.send({"ok": True})
         request = dialect.read(body, client.retry)
         if path.endswith("/count_tokens"):
-            return {"input_tokens": await self._there(_called(session.count, request))}
+            return await client.send({"input_tokens": await self._there(_call(session.count, request))})
         work = self._there(session.answer(request, client, (dialect.reply_prefix, dialect.call_prefix)))
         work.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
         delivered = False
         try:
-            reply = await client.waits(work, streams=body.get("stream") is True)
-            if reply is not None and body.get("stream") is True:
-                for piece in dialect.events(reply, body):
-                    await client.push(piece)
-                await client.push(b"", more=False)
-            elif reply is not None:
-                await client.say(dialect.write(reply, body))
-            delivered = reply is not None and not client.gone.is_set()
+            if body.get("stream") is not True:
+                response = await client.send(dialect.write(await asyncio.shield(work), body))
+            else:
+                response = await client.stream(work, lambda reply: dialect.events(reply, body))
+            delivered = not work.exception()
         finally:
-            await self._there(_called(session.settle, client, delivered))
-        return None
+            asyncio.run_coroutine_threadsafe(_call(session.settle, client, delivered), self._loop)  # after `answer`
+        return response
 
     def _there(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Run `work` in the loop of the sessions."""
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
-class _Connection:
-    """One request: who sends it, whether they are still there, and what is sent to them."""
+class _Client:
+    """One request: who sends it, and what is sent to them."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        self.method, self.path = scope["method"], scope["path"]
+    def __init__(self, request: web.BaseRequest) -> None:
+        self.request, self.path, headers = request, request.path, request.headers
         self.key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         if self.path.startswith("/s/"):  # for agents that cannot set a key
             self.key, _, self.path = self.path.removeprefix("/s/").partition("/")
@@ -144,82 +142,68 @@ class _Connection:
         usual = "/messages" if "anthropic-version" in headers else "/chat/completions"
         self.dialect = DIALECTS.get(self.path, DIALECTS[usual])
         retry = headers.get("x-stainless-retry-count", "")
-        self.retry = int(retry) if retry.isdecimal() else -1
-        self.gone = asyncio.Event()
-        self._receive, self._send = receive, send
-        self._begun = False
-        self._listening: asyncio.Task[None] | None = None
+        self.retry = int(retry[:9]) if retry.isdecimal() else -1
 
     async def body(self) -> dict[str, Any]:
         """The JSON object that was sent. Raises RefusedError."""
         pieces: list[bytes] = []
-        size, more = 0, True
-        while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise RefusedError("invalid", "the body of the request ended too soon")
-            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
-            if size <= MOST_BYTES:  # the rest is read too: who still sends would not see the answer
-                pieces.append(message.get("body", b""))
-        if size > MOST_BYTES:
-            raise RefusedError("large", f"the body of the request has {size:,} bytes, at most {MOST_BYTES:,} are read")
-        self._listening = asyncio.create_task(self._listen())
-        try:
-            found = json.loads(b"".join(pieces))
-        except (ValueError, RecursionError) as error:
-            raise RefusedError("invalid", f"the body of the request is no JSON: {error}") from None
-        return dict(mapping(found, "the body of the request"))
+        size = 0
+        if self.request.headers.get("expect", "").lower() == "100-continue":  # curl waits for it
+            await self.request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.request.writer.output_size = 0
+        async for piece in self.request.content.iter_any():
+            size += len(piece)
+            if size <= MAX_BODY_BYTES:  # the rest is read too: who still sends would not see the answer
+                pieces.append(piece)
+        if size > MAX_BODY_BYTES:
+            raise RefusedError(
+                "large", f"the body of the request has {size:,} bytes, at most {MAX_BODY_BYTES:,} are read"
+            )
+        what = "the body of the request"
+        return dict(mapping(parse_json(b"".join(pieces), what), what))
 
-    async def waits(self, work: asyncio.Future[Reply], streams: bool) -> Reply | None:
-        """The reply, or None where the client has gone, or was told of an error. A stream is kept alive meanwhile."""
-        gone = asyncio.ensure_future(self.gone.wait())
-        try:
-            while True:
-                await asyncio.wait({work, gone}, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
-                if work.done() or gone.done():
-                    return work.result() if work.done() else None
-                if streams:
-                    await self.push(b": keep-alive\n\n")
-        except RefusedError as refused:
-            if not self._begun:
-                raise
-            await self.push(event(self.dialect.error(refused.kind, str(refused)), "error"))
-            await self.push(b"", more=False)
-            return None
-        finally:
-            gone.cancel()
-
-    async def push(self, data: bytes, more: bool = True) -> None:
-        """Send a piece of a stream; the first sends the headers."""
-        if not self._begun:
-            await self._head(200, b"text/event-stream; charset=utf-8", (b"cache-control", b"no-cache"))
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-    async def say(self, answer: dict[str, Any], status: int = 200) -> None:
+    async def send(self, answer: dict[str, Any], status: int = 200) -> web.StreamResponse:
         """Send the whole response."""
-        body = json.dumps(answer).encode()
-        again = () if status == 200 else ((b"x-should-retry", b"false"),)  # it would be refused again
-        await self._head(status, b"application/json", (b"content-length", str(len(body)).encode()), *again)
-        await self._send({"type": "http.response.body", "body": body})
+        response = web.Response(status=status, body=strict_json(answer), content_type="application/json")
+        if status != 200:
+            response.headers["x-should-retry"] = "false"  # it would be refused again
+        await response.prepare(self.request)
+        await response.write_eof()
+        return response
 
-    def stop(self) -> None:
-        """Listen no more."""
-        if self._listening is not None:
-            self._listening.cancel()
+    async def refuse(self, refused: RefusedError) -> web.StreamResponse:
+        """Say that it is not answered."""
+        return await self.send(self.dialect.error(refused.kind, str(refused)), STATUS[refused.kind])
 
-    async def _head(self, status: int, kind: bytes, *headers: tuple[bytes, bytes]) -> None:
-        self._begun = True
-        headers = ((b"content-type", kind), *headers)
-        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+    async def stream(
+        self, work: asyncio.Future[TurnReply], events: Callable[[TurnReply], Iterator[bytes]]
+    ) -> web.StreamResponse:
+        """Send the events of the reply, and signs of life until it is there; once they began, also what is wrong."""
+        response = web.StreamResponse(headers={"cache-control": "no-cache"})
+        response.content_type, response.charset = "text/event-stream", "utf-8"
+        while not (await asyncio.wait({work}, timeout=KEEP_ALIVE_S))[0]:
+            await response.prepare(self.request)
+            await response.write(b": keep-alive\n\n")
+        try:
+            pieces = events(work.result())
+        except Exception as error:
+            if not response.prepared:  # who called says it, with a status
+                raise
+            kind, why = (error.kind, "") if isinstance(error, RefusedError) else ("broken", f"{type(error).__name__}: ")
+            pieces = iter([event(self.dialect.error(kind, f"{why}{error}"), "error")])
+        await response.prepare(self.request)
+        for piece in pieces:
+            await response.write(piece)
+        await response.write_eof()
+        return response
 
-    async def _listen(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.gone.set()
 
-
-async def _called(function: Callable[..., T], *arguments: Any) -> T:
+async def _call(function: Callable[..., T], *arguments: Any) -> T:
     return function(*arguments)
+
+
+def _bytes(key: str) -> bytes:
+    return key.encode(errors="replace")  # of a header that is no text
 
 
 def _models(name: str) -> dict[str, Any]:
@@ -232,29 +216,27 @@ def _models(name: str) -> dict[str, Any]:
 @asynccontextmanager
 async def open_endpoint() -> AsyncGenerator[Endpoint]:
     """A running endpoint on a free port of 127.0.0.1, whose sessions belong to the present event loop."""
-    import uvicorn  # noqa: PLC0415  of the extra `agents`
-
     endpoint = Endpoint(asyncio.get_running_loop())
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     endpoint.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what goes wrong is in the replies
-    config = uvicorn.Config(
-        endpoint,
-        http="h11",
-        loop="asyncio",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=1,
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listening],), name="endpoint", daemon=True)
-    thread.start()
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # what goes wrong is in the replies
+    thread = LoopThread("endpoint")
     try:
-        yield endpoint
+        runner = await thread.submit(_serve(endpoint, listening))
+        try:
+            yield endpoint
+        finally:
+            await thread.submit(runner.cleanup())
     finally:
-        server.should_exit = server.force_exit = True
-        while thread.is_alive():
-            await asyncio.sleep(0.01)
+        await thread.close(CLOSE_S)
         listening.close()
+
+
+async def _serve(endpoint: Endpoint, listening: socket.socket) -> web.ServerRunner:
+    server = web.Server(
+        endpoint, handler_cancellation=True, access_log=None, keepalive_timeout=75, auto_decompress=False
+    )
+    runner = web.ServerRunner(server, shutdown_timeout=0)
+    await runner.setup()
+    await web.SockSite(runner, listening, backlog=1024).start()
+    return runner

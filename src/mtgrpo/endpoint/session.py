@@ -17,34 +17,44 @@ from dataclasses import dataclass, field
 
 from mtgrpo.chat import Chat
 from mtgrpo.chat.safe_tokenizer import shared_length
-from mtgrpo.endpoint import RefusedError, Reply, Request
-from mtgrpo.endpoint.exchange import Exchange
+from mtgrpo.endpoint import RefusedError, TurnReply, TurnRequest
+from mtgrpo.endpoint.exchange import Exchange, TurnIndex
 from mtgrpo.errors import ConfigError
-from mtgrpo.types import CallRecord, Completion, Finish, Message, Outcome, Sample, Sampling, Task, Trajectory, Turn
+from mtgrpo.types import (
+    CallOutcome,
+    CallRecord,
+    Completion,
+    Finish,
+    Limits,
+    Message,
+    Sample,
+    Sampling,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 USED_UP = "The budget of this conversation is used up."  # not empty: agents ask again for what is
-MOST_USED_UP = 3  # such replies; then requests are refused
+MAX_USED_UP_REPLIES = 3  # such replies; then requests are refused
+MAX_CHAINS = 32  # conversations with the engine that are open; beyond them the one that was idle for longest is used
+MAX_PAID = 1e6  # in all, by rewards that are posted for a conversation or for a turn, also below 0
 SETTLE_S = 1.0  # for requests that are under way when the agent has ended
 
 OpenChain = Callable[[int], AbstractAsyncContextManager[Sample]]  # the n-th conversation with the engine, from 0
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What an agent may use in one conversation."""
-
-    context_tokens: int  # context and output of one turn together
-    sampled_tokens: int  # over the whole trajectory
-    requests: int  # that sample a turn
-
-
 @dataclass(eq=False)
 class _Chain:
-    """A conversation with the engine, which keeps what it has computed. Contexts that are alike share one in turn."""
+    """A conversation with the engine, whose KV cache holds the tokens of the last turn that was sampled in it.
 
-    sample: Sample | None = None
-    tokens: list[int] = field(default_factory=list[int])  # the last context and output
-    busy: bool = True
+    A turn is sampled in the idle chain that shares the longest prefix with its context, so that the engine computes
+    only the rest. An agent whose requests overlap, or whose contexts have little in common, needs several chains.
+    """
+
+    sample: Sample
+    tokens: list[int] = field(default_factory=list[int])  # of the last context and its output
+    busy: bool = False
+    last_used: int = 0  # the number of the request that was answered in it last
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,7 @@ class _Context:
     rewritten: bool  # it would continue a turn, but for its system prompt
 
 
-class Session:
+class AgentSession:
     """Answers the requests of one conversation and records it in `trajectory`."""
 
     def __init__(
@@ -68,7 +78,7 @@ class Session:
         task: Task,
         chat: Chat,
         sampling: Sampling,
-        budget: Budget,
+        limits: Limits,
         open_chain: OpenChain,
         pin_system: bool = False,
         strict: bool = False,
@@ -78,43 +88,53 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.failure: Exception | None = None  # of the engine
         self.name = ""  # part of the ids of replies; the endpoint sets it
-        self._chat, self._budget, self._open_chain = chat, budget, open_chain
+        self._chat, self._limits, self._open_chain = chat, limits, open_chain
         self._sampling = dataclasses.replace(sampling, stop_ids=[*sampling.stop_ids, *chat.stop_ids])
         self._pin_system, self._strict = pin_system, strict
         self._exchanges: list[Exchange] = []
         self._recorded: list[Exchange] = []  # of each turn
+        self._index = TurnIndex()
+        self._equal: dict[str, list[Exchange]] = {}  # by digest, those that may be asked for again
+        self._waiting: dict[object, Exchange] = {}  # by the connection that gets the reply
+        self._turns: dict[str, int] = {}  # by the id of a reply
+        self._sampled_tokens = 0
+        self._calls: list[CallRecord] = []
         self._reserved: dict[Exchange, int] = {}  # the most tokens that what is being sampled may still take
         self._chains: list[_Chain] = []
+        self._opened = 0  # chains, those that are just being opened included
         self._open = AsyncExitStack()
         self._closed = False
+        self.trajectory.calls = self._calls
 
     @property
     def limit(self) -> str:
         """The limit at which the conversation stands, or ended; "" = none."""
         if self.counts["budget_stops"]:
-            return self._used_up()
+            return self._exhausted_limit()
         return self._exchanges[-1].limit if self._exchanges else ""
 
-    async def answer(self, request: Request, connection: object, prefixes: tuple[str, str] = ("", "")) -> Reply:
+    async def answer(self, request: TurnRequest, connection: object, prefixes: tuple[str, str] = ("", "")) -> TurnReply:
         """The reply, which is on its way to `connection` until `settle`. Raises RefusedError.
 
         prefixes: of the ids of replies and of tool calls. The turn is sampled to its end even if nobody waits for it.
         """
-        if self._closed or self.counts["budget_stops"] >= MOST_USED_UP:
+        if self._closed or self.counts["budget_stops"] >= MAX_USED_UP_REPLIES:
             raise RefusedError("closed", "the conversation of this key has ended")
         if self._strict and request.ignored:
             raise RefusedError("invalid", f"agent.strict=true: {', '.join(request.ignored)} would have no effect")
-        exchange = self._retried(request)
+        exchange = self._find_retried(request)
         if exchange is None:
             exchange = Exchange.of(request)
             exchange.number = len(self._exchanges)
             exchange.work = asyncio.create_task(self._work(exchange, prefixes))
             exchange.work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it may be lost
             self._exchanges.append(exchange)
+            self._equal.setdefault(request.digest, []).append(exchange)
         else:
             self.counts["retries_joined"] += 1
         assert exchange.work is not None
         exchange.connections.add(connection)
+        self._waiting[connection] = exchange
         try:
             return await asyncio.shield(exchange.work)
         except asyncio.CancelledError:
@@ -124,12 +144,11 @@ class Session:
 
     def settle(self, connection: object, delivered: bool) -> None:
         """The connection has been sent its reply, or has gone."""
-        for exchange in self._exchanges:
-            if connection in exchange.connections:
-                exchange.connections.remove(connection)
-                exchange.delivered = exchange.delivered or delivered
+        if (exchange := self._waiting.pop(connection, None)) is not None:
+            exchange.connections.remove(connection)
+            exchange.delivered = exchange.delivered or delivered
 
-    def count(self, request: Request) -> int:
+    def count(self, request: TurnRequest) -> int:
         """The tokens of the context that the request would have. Raises RefusedError."""
         return len(self._context(Exchange.of(request)).tokens)
 
@@ -140,15 +159,27 @@ class Session:
         if not reply_id:
             self.trajectory.given = (self.trajectory.given or 0.0) + amount
             return
-        numbers = [e.turn for e in self._recorded if e.reply is not None and e.reply.id == reply_id]
-        if not numbers:
-            raise RefusedError("invalid", f"a reward for the reply {reply_id!r}, which this conversation has not")
-        self.trajectory.turns[numbers[0]].paid += amount
+        self.trajectory.turns[self._turn(reply_id)].paid += amount
+
+    def post(self, amount: object, reply_id: str = "") -> None:
+        """`reward`, by what somebody sent: a number that keeps what is paid within `MAX_PAID`. Raises RefusedError."""
+        if isinstance(amount, bool) or not isinstance(amount, int | float):
+            raise RefusedError("invalid", f"reward must be a number, got {amount!r:.100}")
+        paid = self.trajectory.turns[self._turn(reply_id)].paid if reply_id else self.trajectory.given or 0.0
+        if not abs(paid + amount if abs(amount) <= MAX_PAID else amount) <= MAX_PAID:  # NaN too
+            raise RefusedError("invalid", f"reward={amount!s:.40}: at most {MAX_PAID:,.0f} is paid, 0 or below too")
+        self.reward(float(amount), reply_id)
+
+    def _turn(self, reply_id: str) -> int:
+        """The number of the turn of a reply. Raises RefusedError."""
+        if reply_id not in self._turns:
+            raise RefusedError("invalid", f"a reward for the reply {reply_id!r:.100}, which this conversation has not")
+        return self._turns[reply_id]
 
     async def close(self) -> None:
         """Wait a moment for what is being sent, cancel what is being sampled, answer no more."""
         until = time.monotonic() + SETTLE_S
-        while any(exchange.connections for exchange in self._exchanges) and time.monotonic() < until:
+        while self._waiting and time.monotonic() < until:
             await asyncio.sleep(0.005)
         self._closed = True
         works = [exchange.work for exchange in self._exchanges if exchange.work is not None]
@@ -179,33 +210,35 @@ class Session:
         trajectory.counts = {name: float(number) for name, number in self.counts.items()}
         return trajectory
 
-    def _retried(self, request: Request) -> Exchange | None:
+    def _find_retried(self, request: TurnRequest) -> Exchange | None:
         """The exchange that is asked for again: what was sampled for somebody is not sampled twice."""
-        same = [e for e in self._exchanges if e.request.digest == request.digest and not e.failed]
+        same = [exchange for exchange in self._equal.get(request.digest, []) if not exchange.failed]
         lost = [exchange for exchange in same if exchange.lost]
+        if same:  # what somebody has is asked for again as the newest alone
+            self._equal[request.digest] = [one for one in same[:-1] if not one.delivered] + same[-1:]
         return lost[0] if lost else same[-1] if same and request.retry > 0 else None
 
-    def _unreserved(self) -> int:
-        return self._budget.sampled_tokens - self.trajectory.sampled_tokens - sum(self._reserved.values())
+    def _unreserved_tokens(self) -> int:
+        return self._limits.sampled_tokens - self._sampled_tokens - sum(self._reserved.values())
 
-    def _used_up(self) -> str:
-        if self.counts["requests"] >= self._budget.requests:
+    def _exhausted_limit(self) -> str:
+        if self.counts["requests"] >= self._limits.requests:
             return "max_requests"
-        return "max_trajectory_tokens" if self.trajectory.sampled_tokens >= self._budget.sampled_tokens else ""
+        return "max_trajectory_tokens" if self._sampled_tokens >= self._limits.sampled_tokens else ""
 
-    async def _work(self, exchange: Exchange, prefixes: tuple[str, str]) -> Reply:
+    async def _work(self, exchange: Exchange, prefixes: tuple[str, str]) -> TurnReply:
         """Sample the turn of a request and record it."""
         request = exchange.request
         self.counts.update(f"ignored/{name}" for name in request.ignored)
         of_reply, of_call = prefixes
         reply_id = f"{of_reply}{self.name}-{exchange.number}"
         wanted = min(self._sampling.max_new_tokens, request.max_tokens or math.inf)
-        while self._reserved and self._unreserved() < wanted:  # or one request would cut another
+        while self._reserved and self._unreserved_tokens() < wanted:  # or one request would cut another
             others = [other.work for other in self._reserved if other.work is not None]
             await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
-        if self._used_up():
+        if self._exhausted_limit():
             self.counts["budget_stops"] += 1
-            exchange.reply = Reply(reply_id, Message("assistant", USED_UP), "stop", 0, 0)
+            exchange.reply = TurnReply(reply_id, Message("assistant", USED_UP), "stop", 0, 0)
             return exchange.reply
         self.counts["requests"] += 1
         context = self._context(exchange)
@@ -220,30 +253,27 @@ class Session:
             self._reserved.pop(exchange, None)
         cut = "length" if completion.finish is Finish.LENGTH else "stop_string" if stop else "stop"
         calls = tuple(f"{of_call}{self.name}-{exchange.number}-{n}" for n in range(len(message.tool_calls)))
-        exchange.reply = Reply(reply_id, message, cut, len(context.tokens), len(completion.tokens), calls, stop)
+        exchange.reply = TurnReply(reply_id, message, cut, len(context.tokens), len(completion.tokens), calls, stop)
+        self._turns[reply_id] = exchange.turn
+        self._index.add(exchange)
         return exchange.reply
 
     async def _sample(self, exchange: Exchange, context: _Context) -> tuple[Completion, str]:
         """The turn, and the stop string that ended it if one did. Raises RefusedError without room."""
-        limits, request = self._budget, exchange.request
-        rooms = {
-            "max_new_tokens": self._sampling.max_new_tokens,
-            "max_context_length": limits.context_tokens - len(context.tokens),
-            "max_trajectory_tokens": self._unreserved(),
-        }
-        if rooms["max_context_length"] < 1:
+        limits, request = self._limits, exchange.request
+        others = {} if request.max_tokens is None else {"": request.max_tokens}
+        used = limits.sampled_tokens - self._unreserved_tokens()
+        limit, room = limits.of_turn(self._sampling, len(context.tokens), used, **others)
+        if len(context.tokens) >= limits.context_tokens:
             self.counts["overflow"] += 1
             exchange.limit = "max_context_length"
             raise RefusedError("overflow", f"{len(context.tokens)} tokens > {limits.context_tokens - 1} maximum")
-        if request.max_tokens is not None:
-            rooms[""] = request.max_tokens
-        limit = min(rooms, key=lambda name: rooms[name])
-        self._reserved[exchange] = rooms[limit]
+        self._reserved[exchange] = room
         began = time.perf_counter()
         try:
-            async with self._chain(context) as (chain, sample):
-                completion = await sample(
-                    context.tokens, dataclasses.replace(self._sampling, max_new_tokens=rooms[limit])
+            async with self._chain(context) as chain:
+                completion = await chain.sample(
+                    context.tokens, dataclasses.replace(self._sampling, max_new_tokens=room)
                 )
                 completion, stop = self._cut(completion, request.stop)
                 chain.tokens = [*context.tokens, *completion.tokens]
@@ -283,7 +313,8 @@ class Session:
             turn = trajectory.turns[parent.turn]
             turn.observations = turn.observations or tuple(context.answers)
         exchange.turn, exchange.history = len(trajectory.turns), [*context.history, message]
-        trajectory.calls = [*trajectory.calls, *(CallRecord(call.name, Outcome.unseen) for call in message.tool_calls)]
+        self._calls += [CallRecord(call.name, CallOutcome.unseen) for call in message.tool_calls]
+        self._sampled_tokens += len(completion.tokens)
         number = parent.turn if parent is not None and context.extends else -1
         trajectory.turns.append(Turn.of(completion, message, context.new, number))
         self._recorded.append(exchange)
@@ -291,28 +322,27 @@ class Session:
     def _context(self, exchange: Exchange) -> _Context:
         """Where the turn is sampled. Raises RefusedError where the chat template has no place for the messages."""
         request = exchange.request
-        parent, rewritten = exchange.parent(self._recorded), False
-        if parent is None and (found := exchange.parent(self._recorded, any_system=True)):
+        parent, rewritten = self._index.continued(exchange), False
+        if parent is None and (found := self._index.continued(exchange, any_system=True)):
             rewritten = True
             parent = found if self._pin_system else None
+        answers: list[Message] = []
+        history = [sent.message for sent in request.messages]
         try:
-            if parent is None:
-                history = [said.message for said in request.messages]
-                tokens = self._chat.open(history, request.tools)
-                return _Context(None, [], history, tokens, tokens, extends=False, rewritten=rewritten)
-            answers = [said.message for said in exchange.messages[len(parent.rest) + 1 :]]
-            history, turn = [*parent.history, *answers], self.trajectory.turns[parent.turn]
-            new = self._chat.extend(parent.history, answers, request.tools, turn.output[-1])
-            if new is None:
-                tokens = self._chat.open(history, request.tools)
-                return _Context(parent, answers, history, tokens, tokens, extends=False, rewritten=rewritten)
-            tokens = [*self.trajectory.context(parent.turn), *turn.output, *new]
-            return _Context(parent, answers, history, tokens, new, extends=True, rewritten=rewritten)
+            if parent is not None:
+                answers = [sent.message for sent in exchange.messages[exchange.repeated + 1 :]]
+                history, turn = [*parent.history, *answers], self.trajectory.turns[parent.turn]
+                new = self._chat.extend(parent.history, answers, request.tools, turn.output[-1])
+                if new is not None:
+                    tokens = [*self.trajectory.context(parent.turn), *turn.output, *new]
+                    return _Context(parent, answers, history, tokens, new, extends=True, rewritten=rewritten)
+            tokens = self._chat.open(history, request.tools)
+            return _Context(parent, answers, history, tokens, tokens, extends=False, rewritten=rewritten)
         except ConfigError as error:
             raise RefusedError("invalid", str(error)) from error
 
     @asynccontextmanager
-    async def _chain(self, context: _Context) -> AsyncGenerator[tuple[_Chain, Sample]]:
+    async def _chain(self, context: _Context) -> AsyncGenerator[_Chain]:
         """An idle conversation with the engine that has computed most of the context, or a new one."""
         idle = [chain for chain in self._chains if not chain.busy]
         shared = [shared_length(chain.tokens, context.tokens) for chain in idle]
@@ -323,14 +353,15 @@ class Session:
             self.counts["drifted_tokens"] += len(context.tokens) - max(shared, default=0)
         if idle and 2 * shared[best] >= len(idle[best].tokens):
             chain = idle[best]
+        elif idle and self._opened >= MAX_CHAINS:
+            chain = min(idle, key=lambda chain: chain.last_used)
         else:
-            chain = _Chain()
+            self._opened += 1  # before it is awaited: several requests may open one at once
+            chain = _Chain(await self._open.enter_async_context(self._open_chain(self._opened - 1)))
             self._chains.append(chain)
-            chain.sample = await self._open.enter_async_context(self._open_chain(len(self._chains) - 1))
-        chain.busy = True
+        chain.busy, chain.last_used = True, self.counts["requests"]
         try:
-            assert chain.sample is not None
-            yield chain, chain.sample
+            yield chain
         finally:
             chain.busy = False
 

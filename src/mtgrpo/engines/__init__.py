@@ -5,18 +5,33 @@ One file = one engine: a dataclass of settings whose `start` gives the running e
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from abc import ABC, abstractmethod
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from mtgrpo.types import Attend, Sample, Sampling
+from mtgrpo.errors import EngineError
+from mtgrpo.parts import Reach
+from mtgrpo.types import Attend, Completion, Sample, Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from mtgrpo.model.settings import ModelSettings
+    from mtgrpo.model.traits import Limit
+    from mtgrpo.weights.source import WeightSource
+
+Answer = Callable[[Sequence[int], Sampling, int], Awaitable[Completion]]
+"""Samples one turn of a conversation: (context, settings, key of its random numbers) -> completion"""
+
+
+def stream_key(*parts: int | str) -> int:
+    """A 64-bit key for one stream of random numbers, e.g. of (seed, task, sample, turn)."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,64 +44,89 @@ class Key:
     sample_index: int
 
 
-class RunningEngine(Protocol):
-    """What a run needs of an engine. All of it belongs to one event loop.
+class RunningEngine(ABC):
+    """What a run needs of an engine. All of it belongs to one event loop. By default it has nothing to pause or close.
 
     An engine that shares its weights with the trainer reads them in the event loop's thread, where they are also
     trained, between the micro-batches. Any other engine has a copy, and the trainer runs in a thread of its own.
     """
 
-    shares_weights: bool  # whether it samples from the very tensors that are trained
-    notes: list[str]  # for the user, not shown yet
-    sync_s: float  # seconds spent on taking over new weights, in all
-    metrics: dict[str, float]  # of the engine itself, as they are now
+    shares_weights: ClassVar[bool]  # whether it samples from the very tensors that are trained
 
-    @property
-    def version(self) -> int:
-        """Weight updates that the behaviour policy has seen, as `load_weights` last got it."""
-        ...
-
-    @property
-    def requests(self) -> list[str]:
-        """The requests in flight, each as a line for people."""
-        ...
+    def __init__(self, longest_context: int) -> None:
+        """`longest_context`: tokens of a context, output included."""
+        self.version = 0  # weight updates that the behaviour policy has seen, as `load_weights` last got it
+        self.notes: list[str] = []  # for the user, not shown yet
+        self.sync_s = 0.0  # seconds spent on taking over new weights, in all
+        self.metrics: dict[str, float] = {}  # of the engine itself, as they are now
+        self._longest = longest_context
+        self._recent: Sequence[int] = ()  # the context that was last requested
 
     @property
     def attend(self) -> Attend | None:
         """Measures attention; None: this engine cannot."""
-        ...
+        return None
 
-    def conversation(self, key: Key) -> AbstractAsyncContextManager[Sample]:
+    @property
+    def requests(self) -> list[str]:
+        """The requests in flight, each as a line for people; by default they are not told."""
+        return []
+
+    @asynccontextmanager
+    async def conversation(self, key: Key) -> AsyncGenerator[Sample]:
         """Open one conversation; what it caches is released when the context ends."""
-        ...
+        turns = count()
+        with self._open(key) as answer:
 
-    async def load_weights(self, source: PreTrainedModel, version: int) -> None:
-        """Sample from the present weights of `source` from here on, and call them `version`.
+            async def sample(tokens: Sequence[int], sampling: Sampling) -> Completion:
+                if not tokens:
+                    raise EngineError("a turn was requested after an empty context: nothing predicts its first token")
+                if len(tokens) + sampling.max_new_tokens > self._longest:
+                    raise EngineError(
+                        f"a turn of up to {sampling.max_new_tokens} tokens after {len(tokens)} was requested, but the "
+                        f"engine was started for conversations of at most {self._longest}"
+                    )
+                self._recent = tokens
+                stream = stream_key(key.seed, key.scope, key.task, key.sample_index, next(turns))
+                try:
+                    async with asyncio.timeout(sampling.timeout_s or None):
+                        return await answer(tokens, sampling, stream)
+                except TimeoutError as error:
+                    raise TimeoutError(f"a turn took longer than sampling.timeout_s={sampling.timeout_s}") from error
+
+            yield sample
+
+    @abstractmethod
+    def _open(self, key: Key) -> AbstractContextManager[Answer]:
+        """What samples the turns of a new conversation; within, its KV cache is kept."""
+
+    @abstractmethod
+    async def load_weights(self, source: WeightSource) -> None:
+        """Sample from the present weights of `source` from here on, and call them by its version.
 
         Called after every weight update and after the warm start, and before the first conversation where the engine
         does not share its weights. Requests in flight go on with the new weights.
         """
-        ...
 
     async def pause(self) -> None:
         """Sample nothing until `resume`; requests wait. Returns when no token is being computed any more."""
-        ...
+        return
 
     async def resume(self) -> None:
         """Go on with what waits."""
-        ...
+        return
 
     async def sleep(self) -> None:
         """Pause and give back the memory of the KV cache, for others to use; open conversations stay open."""
-        ...
+        await self.pause()
 
     async def wake(self) -> None:
         """Take the memory again and resume."""
-        ...
+        await self.resume()
 
     async def close(self) -> None:
         """End for good: give back all memory; requests in flight raise EngineError."""
-        ...
+        return
 
 
 @dataclass
@@ -94,15 +134,20 @@ class Engine(ABC):
     """Base of all engines' settings."""
 
     attends: ClassVar[bool] = False  # whether it measures attention, which some condensers ask for
+    reaches: ClassVar[Reach] = Reach.nothing  # by being chosen, with no further setting
 
     @property
     def exact(self) -> bool:
         """Whether its log-probabilities are the trainer's, but for rounding."""
         return False
 
-    def check(self, sampling: Sampling) -> None:
-        """Raise ConfigError for what it cannot sample with; by default that is nothing."""
+    def check(self, experiment: Any) -> None:
+        """Raise ConfigError for settings of `experiment` with which it cannot sample; by default there are none."""
         return
+
+    def limit(self, source: WeightSource) -> Limit:
+        """The longest context of the model that this engine samples from as the trainer computes it."""
+        return source.traits.limit
 
     def chosen(self, settings: ModelSettings) -> tuple[Engine, str]:
         """The engine that is meant for this model, by default itself, and why, for the user."""
@@ -110,9 +155,9 @@ class Engine(ABC):
 
     @abstractmethod
     def start(
-        self, model: PreTrainedModel, deterministic: bool, longest_context: int, folder: Path | None = None
+        self, source: WeightSource, deterministic: bool, longest_context: int, folder: Path | None = None
     ) -> RunningEngine:
-        """An engine that samples from `model`, in contexts of at most `longest_context` tokens, output included.
+        """An engine that samples from `source`, in contexts of at most `longest_context` tokens, output included.
 
         `deterministic`: batch composition depends on the keys alone. `folder`: of the run, for the engine's own logs.
         An engine that does not share its weights has none before `load_weights`.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from mtgrpo.engines import Engine, RunningEngine
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.server import PYTHON, Server
+from mtgrpo.parts import Program, Reach
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from mtgrpo.model.settings import ModelSettings
+    from mtgrpo.model.traits import Limit
+    from mtgrpo.weights.source import WeightSource
 
 LARGE = 500_000_000  # weights from which on a server's kernels are worth a second process
 
@@ -22,18 +23,19 @@ LARGE = 500_000_000  # weights from which on a server's kernels are worth a seco
 class Auto(Engine):
     """Local for models below half a billion weights, or where there is no vLLM; else server. A note says which."""
 
-    python: str = PYTHON  # of the environment that has vLLM
+    reaches: ClassVar[Reach] = Reach.program
+
+    python: Program = PYTHON  # of the environment that has vLLM
 
     def chosen(self, settings: ModelSettings) -> tuple[Engine, str]:
         """See `Engine.chosen`."""
         from mtgrpo.model.skeleton import Skeleton  # noqa: PLC0415  settings alone import no library
 
-        engine, why = self._by_size(Skeleton(settings, "cpu").model)
-        _, more = engine.chosen(settings)
-        return engine, f"{why}; {more}" if more else why
+        model = Skeleton(settings, "cpu").model
+        engine, why = self._by_size(sum(weight.numel() for weight in model.parameters()))
+        return engine, "; ".join(filter(None, (why, engine.chosen(settings)[1])))
 
-    def _by_size(self, model: PreTrainedModel) -> tuple[Engine, str]:
-        weights = sum(weight.numel() for weight in model.parameters())
+    def _by_size(self, weights: int) -> tuple[Engine, str]:
         size = f"the model has {weights / 1e9:.2f} billion weights"
         if weights < LARGE:
             return Local(), f"engine=auto: local, for {size}, fewer than {LARGE / 1e9:g}"
@@ -41,8 +43,10 @@ class Auto(Engine):
             return Local(), f"engine=auto: local, for there is no engine.python={self.python}, though {size}"
         return Server(python=self.python), f"engine=auto: server, for {size}, and vLLM is there"
 
+    def limit(self, source: WeightSource) -> Limit:
+        return self._by_size(source.size)[0].limit(source)
+
     def start(
-        self, model: PreTrainedModel, deterministic: bool, longest_context: int, folder: Path | None = None
+        self, source: WeightSource, deterministic: bool, longest_context: int, folder: Path | None = None
     ) -> RunningEngine:
-        """That of the engine for a model of this size; see `Engine.start`."""
-        return self._by_size(model)[0].start(model, deterministic, longest_context, folder)
+        return self._by_size(source.size)[0].start(source, deterministic, longest_context, folder)

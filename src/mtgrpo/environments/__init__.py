@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 from mtgrpo.errors import ConfigError, require
-from mtgrpo.extension import awaited, misgiven
-from mtgrpo.part import Part
-from mtgrpo.together import by_itself
+from mtgrpo.parts import Part, Pattern
+from mtgrpo.parts.extension import awaited, misgiven
+from mtgrpo.runtime.isolation import run_isolated
 from mtgrpo.types import CallRecord, Counts, Message, Task, ToolSpec
 
 STOP_S = 30.0  # seconds for the end of a conversation; what takes longer would keep the run from ending
@@ -80,7 +80,7 @@ class Environment(Part, ABC):
     max_context_length: int = 0  # tokens of context and output together; 0 = what model and batch.token_budget allow
     max_tool_tokens: int = 1024  # tokens the environment may add in one turn; more truncates the trajectory
     end_at_confidence: float = 0.0  # an answer given with this probability per token ends the conversation; 0 = off
-    answer_pattern: str = "####|boxed"  # regular expression; a message in which it is found gives an answer
+    answer_pattern: Pattern = "####|boxed"  # regular expression; a message in which it is found gives an answer
 
     def __post_init__(self) -> None:
         require(self, max_turns=">= 1", max_tool_tokens=">= 1", end_at_confidence=">= 0 and < 1 (0 = off)")
@@ -96,6 +96,10 @@ class Environment(Part, ABC):
     def tool_specs(self) -> tuple[ToolSpec, ...]:
         """The tools that every conversation has, as far as they are known before one begins."""
         return ()
+
+    def without_tools(self) -> Self | None:
+        """The same with no tools to call; None where there are none that could be left out."""
+        return None
 
     @property
     def replayable(self) -> bool:
@@ -156,7 +160,7 @@ async def _to_its_end(work: Coroutine[Any, Any, None], cancelled: asyncio.Cancel
     A cancellation, that one or the one that `work` follows, prevails over an error of `work`, which is noted on it.
     """
     late = TimeoutError(f"stop() took longer than {STOP_S:g} s")
-    task = asyncio.ensure_future(by_itself(lambda: work, STOP_S, late))
+    task = asyncio.ensure_future(run_isolated(lambda: work, STOP_S, late))
     while not task.done():
         try:
             await asyncio.wait({task})

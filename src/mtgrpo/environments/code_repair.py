@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.part import RunContext
-from mtgrpo.text import head_and_tail, printable
+from mtgrpo.parts import RunContext
+from mtgrpo.runtime.text import head_and_tail, printable
 from mtgrpo.tools.sandbox import Sandbox
 from mtgrpo.tools.unit_tests import last_code_block, run_tests, tests_of
 from mtgrpo.types import Message, Task

@@ -9,18 +9,18 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from mtgrpo import extension, tools
+from mtgrpo import tools
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.errors import ConfigError
-from mtgrpo.part import RunContext, built, named
-from mtgrpo.text import head_and_tail
-from mtgrpo.tools import CallTimeoutError, Tool, ToolError
+from mtgrpo.errors import ConfigError, PolicyError
+from mtgrpo.parts import Data, Parts, RunContext, built, extension, named
+from mtgrpo.runtime.text import head_and_tail
+from mtgrpo.tools import CallTimeoutError, Tool
 from mtgrpo.tools.calls import CallLimits, Gate, readable
 from mtgrpo.tools.faults import next_call
 from mtgrpo.tools.schema import ArgumentCheck
-from mtgrpo.types import CallRecord, Message, Outcome, Task, ToolCall, ToolSpec
+from mtgrpo.types import CallOutcome, CallRecord, Message, Task, ToolCall, ToolSpec
 
 
 class OnOutage(Enum):
@@ -55,8 +55,9 @@ class ToolUse(CallLimits, Environment):
     tools there are no calls to count, and the answer to what looks like one comes from the user.
     """
 
-    tools: Any = None  # [calculator, path/to/file.py:search], or with settings {calculator: {max_digits: 20}}
-    limits: Any = None  # what is different for single tools: {search: {call_timeout_s: 5, max_concurrent_calls: 8}}
+    # [calculator, path/to/file.py:search], or with settings {calculator: {max_digits: 20}}
+    tools: Annotated[Any, Parts("tool")] = None
+    limits: Data = None  # what is different for single tools: {search: {call_timeout_s: 5, max_concurrent_calls: 8}}
     on_outage: OnOutage = OnOutage.fail  # after the last attempt: the conversation fails, or the model is told
 
     def __post_init__(self) -> None:
@@ -88,9 +89,8 @@ class ToolUse(CallLimits, Environment):
     def tool_specs(self) -> tuple[ToolSpec, ...]:
         return tuple(offer.spec for offer in self._offers.values())
 
-    def without_tools(self) -> Self:
-        """The same with no tools to call."""
-        return replace(self, tools=[], limits=None)
+    def without_tools(self) -> Self | None:
+        return replace(self, tools=[], limits=None) if self.tools else None
 
     @property
     def replayable(self) -> bool:
@@ -129,7 +129,7 @@ class ToolUse(CallLimits, Environment):
         if not self._offers:  # then a chat template may have no role "tool"
             return Reply((Message("user", f"error: {message.error or 'there are no tools'}"),))
         if message.error:
-            return Reply((Message("tool", f"error: {message.error}"),), calls=(CallRecord("", Outcome.refused),))
+            return Reply((Message("tool", f"error: {message.error}"),), calls=(CallRecord("", CallOutcome.refused),))
         # Every call is waited for, also after one has failed: nothing of this conversation runs on behind its back.
         answers = await asyncio.gather(*map(self._answer, message.tool_calls))
         for record, _, error in answers:
@@ -145,14 +145,14 @@ class ToolUse(CallLimits, Environment):
         began, offer = time.perf_counter(), self._offers.get(call.name)
         if offer is None:
             known = ", ".join(self._offers)
-            record = CallRecord(call.name, Outcome.unknown)
+            record = CallRecord(call.name, CallOutcome.unknown)
             return record, f"error: there is no tool {call.name!r}; the tools are: {known}", None
         outcome, text, retries, failure = await self._made(call, offer)
         why = f"the tool {call.name} failed: {extension.explained(failure)}" if failure else ""
         record = CallRecord(call.name, outcome, retries, time.perf_counter() - began, why)
         return record, head_and_tail(text, offer.gate.limits.max_output_chars or len(text)), failure
 
-    async def _made(self, call: ToolCall, offer: _Offer) -> tuple[Outcome, str, int, Exception | None]:
+    async def _made(self, call: ToolCall, offer: _Offer) -> tuple[CallOutcome, str, int, Exception | None]:
         """Make a call, and again where the tool fails: what it led to, the text, how often again, and the failure."""
         limits, fault, retries = offer.gate.limits, next_call(), 0
         most = limits.call_retries if self._tools[offer.option].repeatable(call.name) else 0
@@ -167,18 +167,18 @@ class ToolUse(CallLimits, Environment):
                 offer.check(call.arguments)
                 said = await offer.gate.attempt(attempt)
                 if not unclear or readable(said):
-                    return Outcome.answered, said, retries, None
+                    return CallOutcome.answered, said, retries, None
                 unclear -= 1
             except CallTimeoutError as error:
                 # What still runs in a thread keeps the state of the object to itself.
                 self._tools[offer.option] = copy.copy(self._tools[offer.option])
                 if not unclear:
-                    return Outcome.timed_out, f"error: {error}", retries, None
+                    return CallOutcome.timed_out, f"error: {error}", retries, None
                 unclear -= 1
-            except ToolError as error:
-                return Outcome.refused, f"error: {error}", retries, None
+            except PolicyError as error:
+                return CallOutcome.refused, f"error: {error}", retries, None
             except Exception as error:
                 if retries >= most:
-                    return Outcome.outage, f"error: the tool {call.name} is out of order", retries, error
+                    return CallOutcome.outage, f"error: the tool {call.name} is out of order", retries, error
                 await asyncio.sleep(limits.backoff_s * 2**retries)
             retries += 1

@@ -9,6 +9,7 @@ from typing import Any
 
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
+from mtgrpo.parts import Text
 from mtgrpo.types import Message, Task
 
 
@@ -23,7 +24,7 @@ class UserSimulator(Environment):
 
     pays_turns = True
 
-    otherwise: str = "I do not understand. What do you want to know?"  # where no entry fits
+    otherwise: Text = "I do not understand. What do you want to know?"  # where no entry fits
 
     async def start(self, task: Task) -> Opening:
         """Learn the script. Raises ConfigError where it cannot be read."""

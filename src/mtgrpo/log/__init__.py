@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from mtgrpo import extension
-from mtgrpo.errors import ConfigError
-from mtgrpo.part import Part, RunContext, built, named
+from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.parts import Part, RunContext, Text, built, extension, named
+from mtgrpo.runtime.files import write_whole
 from mtgrpo.types import EVALUATION, LEARNING
 
 
@@ -50,8 +50,13 @@ class Tracker(Sink, ABC):
     Evaluations stand at the last step before them. Notes stay with the other sinks.
     """
 
-    project: str = "mtgrpo"
-    name: str = ""  # of the run; by default the last two parts of its folder
+    project: Text = "mtgrpo"
+    name: Text = ""  # of the run; by default the last two parts of its folder
+
+    def __post_init__(self) -> None:
+        if type(self).__module__.startswith("mtgrpo.integrations."):  # of ours; the package has the option's name
+            option = type(self).__module__.rpartition(".")[2]
+            refuse_without_package(option, f"log={option}", extra="trackers")
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
@@ -63,8 +68,8 @@ class Tracker(Sink, ABC):
             running.begin(context)
         except Exception as error:
             option = type(self).__module__.rpartition(".")[2]
-            said = " ".join(str(error).split())
-            raise ConfigError(f"log={option} cannot begin: {type(error).__name__}: {said}; or leave it out") from error
+            why = " ".join(str(error).split())
+            raise ConfigError(f"log={option} cannot begin: {type(error).__name__}: {why}; or leave it out") from error
         try:
             yield running
         finally:
@@ -100,7 +105,7 @@ class Tracker(Sink, ABC):
     def kept_id(path: Path, new: Callable[[], str]) -> str:
         """The id in the file `path`, so that a run which is resumed stays one run of the tracker; else a new one."""
         if not path.exists():
-            path.write_text(new())
+            write_whole(path, new().encode())
         return path.read_text()
 
 

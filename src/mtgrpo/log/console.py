@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mtgrpo.log import Sink
-from mtgrpo.part import RunContext
-from mtgrpo.text import clock, printable
+from mtgrpo.parts import RunContext
+from mtgrpo.runtime.text import clock, printable
 from mtgrpo.types import EVALUATION, LEARNING
 
 _SHOWN = {  # metric: how it is written, in order of importance
@@ -123,13 +123,13 @@ class Console(Sink):
         count = f"{self._done}/{self._total}" if self._total else f"step {self._done}"
         bar = ProgressBar(self._total or None, self._done, width=max(8, min(40, width - len(self._name) - 30)))
         head = Table.grid(padding=(0, 1))
-        head.add_row(Text(self._name, "bold", no_wrap=True), bar, Text(count), Text(self._times(), "dim"))
+        head.add_row(Text(printable(self._name), "bold", no_wrap=True), bar, Text(count), Text(self._times(), "dim"))
         lines = [""]
         for piece in [*_pieces(self._latest), *self._obstacles]:
             if len(lines[-1]) + len(piece) + 2 > width:
                 lines.append("")
             lines[-1] += "  " + piece
-        return Group(head, *(Text(line, no_wrap=True) for line in lines if line))
+        return Group(head, *(Text(printable(line), no_wrap=True) for line in lines if line))
 
     def _times(self) -> str:
         """How long the stage has taken and, while it runs, what is left."""

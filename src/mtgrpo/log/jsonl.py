@@ -10,8 +10,9 @@ from io import BytesIO
 from typing import BinaryIO, ClassVar, Self
 
 from mtgrpo.log import Sink
-from mtgrpo.part import RunContext
-from mtgrpo.strict_json import strict_json
+from mtgrpo.parts import RunContext
+from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.text import printable
 
 
 @dataclass
@@ -50,5 +51,5 @@ class Jsonl(Sink):
 
     def note(self, text: str) -> None:
         """The text and a newline."""
-        self._notes.write(text.encode("utf-8", "backslashreplace") + b"\n")
+        self._notes.write(printable(text).encode("utf-8", "backslashreplace") + b"\n")
         self._notes.flush()

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.eager import eagerly
 from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.settings import Attention
 from mtgrpo.model.traits import EXTRAS, traits
@@ -36,8 +35,17 @@ BLOCK = 128  # FlexAttention's tile, in tokens
 CHAIN = 256  # rows of a causal call on CPU
 WINDOW_ROWS = 512  # rows computed at once where a sliding window cuts the context
 
+T = TypeVar("T")
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def eagerly(function: Callable[..., T], *arguments: object) -> T:
+    """The result of `function`, which lays out tiles and pieces batch by batch: torch.compile is not to trace it."""
+    if torch.compiler.is_compiling():
+        function = cast(Callable[..., T], torch.compiler.disable(function))  # only here: it imports the compiler
+    return function(*arguments)
 
 
 def check_attention(model: PreTrainedModel) -> None:
@@ -66,7 +74,7 @@ def uses_forest(model: PreTrainedModel) -> bool:
 
 def cuts_trees(model: PreTrainedModel) -> bool:
     """Whether a part of a tree can be computed before the rest: in a forest, by a model that attends once a layer."""
-    return uses_forest(model) and len(traits(model).caches) == model.config.get_text_config().num_hidden_layers
+    return uses_forest(model) and traits(model).layers_attend_once
 
 
 def describe_attention(model: PreTrainedModel) -> str:
@@ -152,43 +160,36 @@ class Visibility:
         """The runs' pieces, without nodes before the first and after the last one in each that is a row, or is read."""
         wanted = torch.zeros(len(self.depth), dtype=torch.bool)
         wanted[self.given + self.read if only_read and self.read is not None else slice(self.given, None)] = True
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         for piece in self._run_pieces():
-            rows = wanted[piece.start : piece.end].nonzero()[:, 0]
-            if len(rows) == 0:
+            rows = wanted[piece.start : piece.end].nonzero()[:, 0].tolist()
+            if not rows:
                 continue
-            start, end = piece.start + int(rows[0]), piece.start + int(rows[-1]) + 1
-            if not piece.causal:
-                found.append(replace(piece, start=start, end=end))
-                continue
-            found.append(Piece(start, end, slice(start, end), causal=True))
-            if start > piece.start:
-                found.append(Piece(start, end, slice(piece.start, start), first=False))
-        return [replace(piece, start=piece.start - self.given, end=piece.end - self.given) for piece in found]
+            start, end = piece.start + rows[0], piece.start + rows[-1] + 1
+            columns = slice(start, end) if piece.causal else piece.columns
+            pieces.append(replace(piece, start=start, end=end, columns=columns))
+            if piece.causal and start > piece.start:
+                pieces.append(Piece(start, end, slice(piece.start, start), first=False))
+        return [replace(piece, start=piece.start - self.given, end=piece.end - self.given) for piece in pieces]
 
     def _window_pieces(self, window: int, dtype: torch.dtype) -> list[Piece]:
         nodes = torch.arange(len(self.depth))
         rule = self.sees(window)
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         for start in range(self.given, len(nodes), WINDOW_ROWS):
             rows = nodes[start : start + WINDOW_ROWS, None]
             end = start + len(rows)
-            reachable = (self.subtree_end[:end] > start) & (
-                self.depth[:end] > int(self.depth[start:end].min()) - window
-            )
-            columns = reachable.nonzero()[:, 0]
+            near = self.depth[:end] > int(self.depth[start:end].min()) - window
+            columns = ((self.subtree_end[:end] > start) & near).nonzero()[:, 0]
             visible = rule(rows, rows, rows - self.given, columns)
             mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
-            found.append(Piece(start - self.given, end - self.given, columns, mask=mask))
-        return found
+            pieces.append(Piece(start - self.given, end - self.given, columns, mask=mask))
+        return pieces
 
     def block_mask(self, window: int) -> BlockMask:
         """FlexAttention's table of tiles: which are seen at all, which in full."""
-        if window not in self._cache:
-            self._cache[window] = self._build_block_mask(window)
-        return self._cache[window]
-
-    def _build_block_mask(self, window: int) -> BlockMask:
+        if window in self._cache:
+            return self._cache[window]
         count, rows, ends = len(self.depth), self.depth[self.given :], self.subtree_end
         above = torch.arange(-(-len(rows) // BLOCK), device=rows.device)[:, None] * BLOCK + self.given  # first nodes of
         left = torch.arange(-(-count // BLOCK), device=rows.device) * BLOCK  # the tiles of rows, and of columns
@@ -199,9 +200,10 @@ class Visibility:
             seen &= lowest[0].amin(1)[:, None] - highest[1].amax(1) < window
             full &= highest[0].amax(1)[:, None] - lowest[1].amin(1) < window
         tables = [_tile_table(seen & ~full), _tile_table(full)]
-        return BlockMask.from_kv_blocks(
+        self._cache[window] = BlockMask.from_kv_blocks(
             *tables[0], *tables[1], BLOCK_SIZE=BLOCK, mask_mod=self.sees(window), seq_lengths=(len(rows), count)
         )
+        return self._cache[window]
 
 
 def _causal(start: int, end: int) -> list[Piece]:
@@ -245,15 +247,8 @@ class _ForestAttention(torch.autograd.Function):
             sums.fill_(-torch.inf)
         for p in pieces:
             rows, columns = slice(p.start, p.end), p.columns
-            part, part_sum = _flash(
-                query[:, :, rows],
-                key[:, :, columns],
-                value[:, :, columns],
-                0.0,
-                p.causal,
-                attn_mask=p.mask,
-                scale=scale,
-            )
+            inputs = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+            part, part_sum = _flash(*inputs, 0.0, p.causal, attn_mask=p.mask, scale=scale)
             if p.first:
                 output[:, :, rows], sums[:, :, rows] = part, part_sum
             else:
@@ -303,28 +298,16 @@ def attend_by_flex(query: Tensor, key: Tensor, value: Tensor, forest: Visibility
     Few rows go the way of many: torch has another kernel for them, which would be compiled too.
     """
     factor = scale * query.shape[-1] ** 0.5
-    return _compiled_flex_attention()(
-        query if math.isclose(factor, 1.0) else query * factor,
-        key,
-        value,
-        block_mask=forest.block_mask(window),
-        enable_gqa=True,
-        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
-    )
+    query, options = query if math.isclose(factor, 1.0) else query * factor, {"FORCE_USE_FLEX_ATTENTION": True}
+    mask = forest.block_mask(window)
+    return _compiled_flex_attention()(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=options)
 
 
 def forest_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    forest: Visibility | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, forest: Visibility | None = None,
+    sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention as transformers calls it: query [1, heads, nodes, size] -> [1, nodes, heads, size].
 
     `forest` comes with the keyword arguments of the model's forward; without it this is transformers' sdpa attention.

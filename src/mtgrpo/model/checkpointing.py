@@ -19,13 +19,13 @@ from mtgrpo.errors import ConfigError
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of the body, in order; what is inside one is not listed apart."""
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.base_model.modules():  # a module comes before what is inside it
         if isinstance(module, GradientCheckpointingLayer) and module not in inside:
-            found.append(module)
+            layers.append(module)
             inside.update(module.modules())
-    return found
+    return layers
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -34,18 +34,19 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     Hooks of a layer run again with it, so that what they set is what it was. Raises ConfigError for a model without
     layers that transformers marks as such.
     """
-    layers = decoder_layers(model)
-    if not layers:
+    if not (layers := decoder_layers(model)):
         raise ConfigError(
             f"model.checkpointing=true: {type(model).__name__} has no layers that can be computed again one by one; "
             "set model.checkpointing=false and batch.token_budget lower"
         )
     for layer in layers:
         if not isinstance(layer, _Checkpointed):
-            kind = type(layer)
-            layer.__class__ = type(
-                f"Checkpointed{kind.__name__}", (_Checkpointed, kind), {"__module__": kind.__module__}
-            )
+            layer.__class__ = subclass("Checkpointed", _Checkpointed, type(layer))
+
+
+def subclass(prefix: str, kernel: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+    """The class `kind` with the methods of `kernel` before its own."""
+    return type(f"{prefix}{kind.__name__}", (kernel, kind), {"__module__": kind.__module__})
 
 
 class _Checkpointed(nn.Module):

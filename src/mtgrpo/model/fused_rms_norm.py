@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
 _fused = torch.ops.aten._fused_rms_norm
 
@@ -24,8 +25,9 @@ def _is_plain(norm: nn.Module) -> bool:
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
     if not isinstance(weight, Tensor) or eps is None or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return False
-    probe = torch.linspace(-2, 3, weight.numel())
-    return torch.allclose(norm(probe), nn.functional.rms_norm(probe, weight.shape, weight, eps), rtol=1e-5, atol=1e-6)
+    probe, scale = torch.linspace(-2, 3, weight.numel()), torch.linspace(0.5, 2, weight.numel())
+    normed: Tensor = functional_call(norm, {"weight": scale}, (probe,))  # a model without weights has norms too
+    return torch.allclose(normed, nn.functional.rms_norm(probe, weight.shape, scale, eps), rtol=1e-5, atol=1e-6)
 
 
 class _Norm:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mtgrpo.model.checkpointing import subclass
 from mtgrpo.model.load import computes_in
 
 APART = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of the size of results and gradients
@@ -42,12 +43,12 @@ def fuse(model: PreTrainedModel) -> str:
     for module in modules:
         name, home = type(module).__name__, sys.modules[type(module).__module__]
         if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            why[name] = why.get(name) or _replace(
-                module, "__class__", _with(_Norm, module), module, rows(ROWS, len(module.weight))
-            )
+            kind, hidden = subclass("Liger", _Norm, type(module)), rows(ROWS, len(module.weight))
+            why[name] = why.get(name) or _replace(module, "__class__", kind, module, hidden)
         elif all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-            given = rows(ROWS, module.gate_proj.in_features).to(dtype)
-            why[name] = why.get(name) or _replace(module, "__class__", _with(_SwiGLU, module), module, given)
+            hidden = rows(ROWS, module.gate_proj.in_features).to(dtype)
+            kind = subclass("Liger", _SwiGLU, type(module))
+            why[name] = why.get(name) or _replace(module, "__class__", kind, module, hidden)
         elif hasattr(home, ROPE) and hasattr(module, "head_dim") and ROPE not in why:
             if isinstance(own := getattr(home, ROPE), partial):  # as another model has left it
                 setattr(home, ROPE, own := own.args[0])
@@ -87,12 +88,6 @@ def _results(call: Callable[..., Any], given: tuple[Tensor, ...]) -> list[Tensor
     weights = [weight for weight in call.parameters() if weight.requires_grad] if isinstance(call, nn.Module) else []
     seeds = [torch.linspace(-1, 1, result.numel()).view_as(result).to(result) for result in results]
     return [*results, *torch.autograd.grad(results, [*leaves, *weights], seeds)]
-
-
-def _with(kernel: type[nn.Module], module: nn.Module) -> type[nn.Module]:
-    """The class of `module` with the forward of `kernel`."""
-    kind = type(module)
-    return type(f"Liger{kind.__name__}", (kernel, kind), {"__module__": kind.__module__})
 
 
 class _Norm(nn.Module):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
 
 import torch
+from peft import LoraConfig
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -25,7 +27,6 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from mtgrpo.errors import ConfigError, refuse_without_package
-from mtgrpo.hub import refuse_offline, rights, try_hub
 from mtgrpo.model import smollm2, tiny
 from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
@@ -35,6 +36,7 @@ from mtgrpo.model.lora import add_adapter, find_adapter, has_adapter, load_adapt
 from mtgrpo.model.onednn_linear import use_onednn
 from mtgrpo.model.settings import DType, Head, ModelSettings, Quantization
 from mtgrpo.model.value import add_value_head, save_value_head, split_value_head
+from mtgrpo.runtime.hub import refuse_offline, rights, try_hub
 
 AUTOCAST = {DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
 
@@ -47,10 +49,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
         return tiny.load_tokenizer()
     folder = place(name)
     try_hub(folder)
-    try:
+    with refusing(name):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # a missing name, a missing network and a damaged file have no common base
-        raise ConfigError(not_found(name, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(f"model.name={name}: its tokenizer is {type(tokenizer).__name__}, a fast one is needed")
     return tokenizer
@@ -78,11 +78,10 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
     The weights of a from-scratch model and of new adapters are a function of `seed`. Raises ConfigError when the model
     cannot be found or adapted.
     """
-    weights = torch.float64 if settings.dtype is DType.float64 else torch.float32
     if settings.name in tiny.SHAPES:
         model: PreTrainedModel = tiny.build_model(tiny.SHAPES[settings.name], seed)
     else:
-        model = _load_pretrained(settings, weights, seed)
+        model = _load_pretrained(settings, seed)
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ConfigError(
@@ -93,7 +92,7 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
         head.__class__ = RoundedHead
         cast(RoundedHead, head).precision = settings.head
     if settings.value_head:
-        add_value_head(model, weights, Path(settings.name))
+        add_value_head(model, weights_dtype(settings), Path(settings.name))
     if model.base_model is model:
         raise ConfigError(
             f"model.name={settings.name}: {type(model).__name__} has no body apart from its head; "
@@ -165,16 +164,22 @@ def round_frozen(model: PreTrainedModel) -> None:
             setattr(layer, "compute_dtype", dtype)  # noqa: B010
 
 
-def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -> PreTrainedModel:
-    """The model that `settings.name` says, with its own adapter, a new one or none."""
+def weights_dtype(settings: ModelSettings) -> torch.dtype:
+    """What weights that are trained are kept in."""
+    return torch.float64 if settings.dtype is DType.float64 else torch.float32
+
+
+def find_base(settings: ModelSettings) -> tuple[str, str, LoraConfig | None]:
+    """Where the model lies, where its base does, which is itself but for an adapter, and the adapter that it is."""
     name = place(settings.name)
-    try:
+    with refusing(name):
         adapter = find_adapter(name)
-    except ConfigError:
-        raise
-    except Exception as error:  # as for a tokenizer
-        raise ConfigError(not_found(name, error)) from error
-    base = str(adapter.base_model_name_or_path) if adapter else name
+    return name, str(adapter.base_model_name_or_path) if adapter else name, adapter
+
+
+def _load_pretrained(settings: ModelSettings, seed: int) -> PreTrainedModel:
+    """The model that `settings.name` says, with its own adapter, a new one or none."""
+    name, base, adapter = find_base(settings)
     if Path(base).is_dir():
         base = str(Path(base).resolve())  # an adapter's folder will name it, and may be read from anywhere
     quantized = _quantized(settings)
@@ -182,14 +187,15 @@ def _load_pretrained(settings: ModelSettings, weights: torch.dtype, seed: int) -
         raise ConfigError(
             f"model.quantization={settings.quantization.value}: such layers are not trained; set model.lora.rank=16"
         )
-    loaded: Any
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            base, dtype=weights, output_loading_info=True, trust_remote_code=False, **quantized
+    with refusing(name, base if adapter else ""):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            base, dtype=weights_dtype(settings), output_loading_info=True, trust_remote_code=False, **quantized
         )
-    except Exception as error:
-        raise ConfigError(not_found(name, error, base if adapter else "")) from error
     model: PreTrainedModel = loaded[0]
+    # Of bitsandbytes: what passes without gradient lay out anew has a wrong gradient.
+    for layer in cast(Any, model).modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            setattr(layer, "support_avx512bf16_for_cpu", False)  # noqa: B010
     if missing := sorted(loaded[1]["missing_keys"]):
         raise ConfigError(f"model.name={name}: {base} lacks the weights {missing[0]}; they would be drawn at random")
     if adapter:
@@ -218,21 +224,30 @@ def place(name: str) -> str:
     return str(folder)
 
 
-def not_found(name: str, error: Exception, base: str = "") -> str:
-    """What to say when model `name`, or the `base` of the adapter that it is, cannot be loaded.
+@contextmanager
+def refusing(name: str, base: str = "") -> Generator[None]:
+    """Within, whatever keeps model `name`, or the `base` of the adapter that it is, from being loaded is a ConfigError.
 
-    Raises UnreachableError where it may be on the hub, which is not asked.
+    A missing name, a missing network and a damaged file have no common base. Raises UnreachableError where the model
+    may be on the hub, which is not asked.
     """
-    reason = str(error).partition("\n")[0]
-    if base:
-        return (
-            f"model.name={name} is an adapter of {base}, which cannot be loaded ({reason}); put that model back, or "
-            f"write where it is now as base_model_name_or_path in {name}/adapter_config.json"
-        )
-    known = ", ".join(tiny.SHAPES)
-    refuse_offline(name, f"model.name={name}", f"give a folder, smollm2 (mtgrpo data smollm2), or {known}")
-    known += rights(error, name)
-    return f"model.name={name} cannot be loaded ({reason}); give a folder, a name on the Hugging Face hub, or {known}"
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        if base:
+            raise ConfigError(
+                f"model.name={name} is an adapter of {base}, which cannot be loaded ({reason}); put that model back, "
+                f"or write where it is now as base_model_name_or_path in {name}/adapter_config.json"
+            ) from error
+        known = ", ".join(tiny.SHAPES)
+        refuse_offline(name, f"model.name={name}", f"give a folder, smollm2 (mtgrpo data smollm2), or {known}")
+        raise ConfigError(
+            f"model.name={name} cannot be loaded ({reason}); give a folder, a name on the Hugging Face hub, or {known}"
+            + rights(error, name)
+        ) from error
 
 
 @torch.no_grad()

@@ -77,11 +77,16 @@ def _multiply(
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+def head_of(model: PreTrainedModel) -> nn.Linear:
+    """The language-model head."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), "the head of a causal language model is a matrix"
+    return head
+
+
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """The language-model head on hidden states [n, hidden] -> logits [n, vocabulary] in fp32 (fp64 for fp64 models)."""
-    head = model.get_output_embeddings()
-    assert head is not None, "a causal language model has a head"
-    logits: Tensor = head(hidden)
+    logits: Tensor = head_of(model)(hidden)
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -144,9 +149,8 @@ class _Cut:
         follows = torch.arange(rows, device=row.device) if kept.row is None else kept.row.to(row.device)
         count = len(follows)
         if len(offset) != count + 1 or offset[0] != 0 or offset[-1] != len(found):
-            raise ValueError(
-                f"kept.offset must lead from 0 to {len(found)} in {count + 1} values, is {offset.tolist()}"
-            )
+            span = f"from 0 to {len(found)} in {count + 1} values"
+            raise ValueError(f"kept.offset must lead {span}, is {offset.tolist()}")
         each = offset.diff()
         for i in (each <= 0).nonzero()[:1, 0].tolist():
             raise ValueError(f"row {i} keeps {each[i].item()} tokens, must keep one at least")
@@ -158,19 +162,15 @@ class _Cut:
         wanted = row * vocabulary + token
         sampled = torch.searchsorted(key, wanted)
         for i in (key[sampled.clamp(max=len(key) - 1)] != wanted).nonzero()[:1, 0].tolist():
-            pair = f"token {token[i].item()} of row {row[i].item()}"
-            raise ValueError(
-                f"pair {i}, {pair}, is not among the tokens that the row keeps: its log-probability is -inf"
-            )
+            pair = f"pair {i}, token {token[i].item()} of row {row[i].item()},"
+            raise ValueError(f"{pair} is not among the tokens that the row keeps: its log-probability is -inf")
         distribution = key // vocabulary
         return _Cut(distribution, follows[distribution], key % vocabulary, sampled, count)
 
     def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities [n] of the sampled tokens and entropies of the distributions; `logits` [total]."""
-        top = logits.new_empty(self.count).scatter_reduce(
-            0, self.distribution, logits.detach(), "amax", include_self=False
-        )
-        logits = logits - top[self.distribution]
+        top = logits.new_full((self.count,), -torch.inf)
+        logits = logits - top.scatter_reduce(0, self.distribution, logits.detach(), "amax")[self.distribution]
         logp = logits - self._sum(logits.exp()).log()[self.distribution]
         return logp[self.sampled], -self._sum(logp.exp() * logp)
 
@@ -190,9 +190,10 @@ class _Tile:
     pairs: Tensor  # numbers of the pairs
     pair_at: tuple[Tensor, Tensor]  # their rows and columns within the tile
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows.stop - self.rows.start, self.tokens.stop - self.tokens.start
+    def view(self, buffer: Tensor) -> Tensor:
+        """The part of `buffer` that holds the tile, [rows, tokens]."""
+        height, width = self.rows.stop - self.rows.start, self.tokens.stop - self.tokens.start
+        return buffer[: height * width].view(height, width)
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ class _Plan:
     temperature: float
     precision: Head
     tiles: list[_Tile]
+    tile_size: int  # logits of the largest one
 
     @staticmethod
     def of(
@@ -219,31 +221,24 @@ class _Plan:
         columns = ceil(vocabulary / width)
 
         tile = row // height * columns + token // width
-        pairs = tile.argsort(stable=True).split(tile.bincount(minlength=blocks * columns).tolist())
         tiles: list[_Tile] = []
-        for i in range(blocks * columns):
+        for i, pairs in enumerate(tile.argsort(stable=True).split(tile.bincount(minlength=blocks * columns).tolist())):
             top, left = i // columns * height, i % columns * width
-            pair_at = (row[pairs[i]] - top, token[pairs[i]] - left)
             across, down = slice(left, min(left + width, vocabulary)), slice(top, min(top + height, rows))
-            tiles.append(_Tile(down, across, i % columns, pairs[i], pair_at))
-        return _Plan(row, token // width, columns, temperature, precision, tiles)
+            tiles.append(_Tile(down, across, i % columns, pairs, (row[pairs] - top, token[pairs] - left)))
+        return _Plan(row, token // width, columns, temperature, precision, tiles, height * width)
 
     def buffer(self, like: Tensor) -> Tensor:
         """Room for any one tile: fresh memory for each costs more than what is computed in it."""
-        return like.new_empty(max(height * width for height, width in (tile.shape for tile in self.tiles)))
+        return like.new_empty(self.tile_size)
 
     def logits(self, tile: _Tile, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
         """head(hidden) / temperature of one tile, in `buffer`."""
-        logits = _view(buffer, tile)
+        logits = tile.view(buffer)
         scale = 1 / self.temperature
         add, beta = (logits, 0.0) if bias is None else (bias[tile.tokens], scale)
         _multiply(logits, hidden[tile.rows], weight[tile.tokens].t(), self.precision, add, beta, scale)
         return logits
-
-
-def _view(buffer: Tensor, tile: _Tile) -> Tensor:
-    height, width = tile.shape
-    return buffer[: height * width].view(height, width)
 
 
 class _Gradients:
@@ -290,7 +285,7 @@ class _Tiled(torch.autograd.Function):
             if number >= 0:
                 more = torch.empty_like(room)
                 stored.append(more)
-            weights = torch.exp(logits, out=_view(more, tile))
+            weights = torch.exp(logits, out=tile.view(more))
             total = weights.sum(-1)
             log_sum[at] = total.log()
             entropy[at] = log_sum[at] - logits.mul_(weights).sum(-1) / total
@@ -325,10 +320,10 @@ class _Tiled(torch.autograd.Function):
             for number, tile in enumerate(plan.tiles, len(stored) - len(plan.tiles)):
                 rows = tile.rows
                 if number >= 0:
-                    d = torch.mul(_view(stored[number], tile), share[tile.column, rows, None], out=_view(room, tile))
+                    d = torch.mul(tile.view(stored[number]), share[tile.column, rows, None], out=tile.view(room))
                 else:
                     d = plan.logits(tile, hidden, weight, bias, room).sub_(normaliser[rows, None]).exp_()
-                p_log_p = None if grad_entropy is None else torch.xlogy(d, d, out=_view(more, tile))
+                p_log_p = None if grad_entropy is None else torch.xlogy(d, d, out=tile.view(more))
                 d.mul_(-spread[rows, None])
                 if grad_entropy is not None and p_log_p is not None:
                     d.addcmul_(p_log_p, grad_entropy[rows, None], value=-1)
@@ -353,15 +348,13 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares neither names nor number
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias = ctx.saved_tensors
         plan: _Plan = ctx.plan
         gradients = _Gradients((hidden, weight, bias), ctx.needs_input_grad, plan.precision)
         room, grad = plan.buffer(hidden), grad / plan.temperature
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in plan.tiles:
-                d = _view(room, tile).zero_()
+                d = tile.view(room).zero_()
                 gradients.add(tile, d.index_put_(tile.pair_at, grad[tile.pairs], accumulate=True))
         return gradients.hidden, gradients.weight, gradients.bias, None

@@ -46,11 +46,9 @@ def add_adapter(model: PreTrainedModel, settings: LoRA, seed: int) -> None:
 
     Raises ConfigError for targets that match nothing.
     """
+    targets = _targets(model, settings)
     config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=_targets(model, settings),
-        task_type=TaskType.CAUSAL_LM,
+        r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, task_type=TaskType.CAUSAL_LM
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -68,12 +66,12 @@ def load_adapter(model: PreTrainedModel, config: LoraConfig, name: str, settings
     Raises ConfigError when `settings` ask for another one, or when the adapter does not fit the base.
     """
     if settings.rank:
-        found = (config.r, config.lora_alpha, sorted(config.target_modules or []))
-        asked = (settings.rank, settings.alpha, _targets(model, settings))
-        if found != asked:
+        saved = (config.r, config.lora_alpha, sorted(config.target_modules or []))
+        wanted = (settings.rank, settings.alpha, _targets(model, settings))
+        if saved != wanted:
             raise ConfigError(
-                f"model.name={name} holds an adapter with (rank, alpha, targets) = {found}, "
-                f"but model.lora is {asked}; leave model.lora.rank at 0 to go on with the one that is there"
+                f"model.name={name} holds an adapter with (rank, alpha, targets) = {saved}, "
+                f"but model.lora is {wanted}; leave model.lora.rank at 0 to go on with the one that is there"
             )
     with torch.random.fork_rng(devices=[]):  # the adapter is first drawn, then read
         try:
@@ -95,13 +93,11 @@ def has_adapter(model: PreTrainedModel) -> bool:
 def merged(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of the linear layer that `layer` amounts to, its adapter included; None where there is none."""
     if type(layer) is AdaptedLinear and not layer.lora_variant and not any(layer.lora_bias.values()):
-        found = merged(layer.get_base_layer())
-        return found and (found[0] + layer.get_delta_weight(_ADAPTER), found[1])
-    return (
-        (layer.weight, layer.bias)
-        if isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, OneDNNLinear)
-        else None
-    )
+        base = merged(layer.get_base_layer())
+        return base and (base[0] + layer.get_delta_weight(_ADAPTER), base[1])
+    if isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, OneDNNLinear):
+        return layer.weight, layer.bias
+    return None
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -121,11 +117,11 @@ def _targets(model: PreTrainedModel, settings: LoRA) -> list[str]:
     """The endings of module names that `settings` mean in this model, in order."""
     head = model.get_output_embeddings()
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
-    known = sorted({name.rpartition(".")[2] for name in linear})
+    endings = sorted({name.rpartition(".")[2] for name in linear})
     unmatched = [end for end in settings.targets if not any(f".{name}".endswith(f".{end}") for name in linear)]
-    if unmatched or not known:
+    if unmatched or not endings:
         raise ConfigError(
             f"model.lora.targets=[{','.join(settings.targets)}]: {' and '.join(unmatched) or 'this'} matches no linear "
-            f"layer of {type(model).__name__}; there are {', '.join(known) or 'none'}"
+            f"layer of {type(model).__name__}; there are {', '.join(endings) or 'none'}"
         )
-    return sorted(set(settings.targets)) or known
+    return sorted(set(settings.targets)) or endings

@@ -7,12 +7,13 @@ chain's own backward pass comes last and starts from its loss and from what was 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
 
-from mtgrpo.batch.packing import MicroBatch
+from mtgrpo.batch.packing import MicroBatch, visits
 
 
 class Prefix:
@@ -34,11 +35,14 @@ class Prefix:
             own = key[:, :, : self._count], value[:, :, : self._count]
             self._own[layer] = own
             self._leaves.setdefault(layer, (_leaf(own[0]), _leaf(own[1])))
-        path = [chain._leaves[layer] for chain in self._chains_above()][::-1]
-        if not path:
+        path, chain = [(key, value)], self.above
+        while chain is not None:
+            path.insert(0, chain._leaves[layer])
+            chain = chain.above
+        if len(path) == 1:
             return key, value
         keys, values = zip(*path, strict=True)
-        return torch.cat([*keys, key], dim=2), torch.cat([*values, value], dim=2)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
     def forget(self) -> None:
         """The nodes will be computed again; what is below goes on with what it saw."""
@@ -59,11 +63,32 @@ class Prefix:
         torch.autograd.backward(roots, gathered)
         self._leaves.clear()
 
-    def _chains_above(self) -> Iterator[Prefix]:
-        chain = self.above
-        while chain is not None:
-            yield chain
-            chain = chain.above
+
+class Pass(Enum):
+    """What is to be done with a micro-batch."""
+
+    keys = "keys"  # compute it without gradient or targets: it gives keys and values, and is computed again later
+    loss = "loss"  # compute the loss
+    backward = "backward"  # take the gradient
+
+
+def passes(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Prefix, Pass]]:
+    """All that the gradient of a batch takes, in order; after `Pass.keys` the prefix forgets, after `loss` it has one.
+
+    Whoever computes a pass sets `Prefix.loss`.
+    """
+    above: Prefix | None = None
+    for micro, entered in visits(micro_batches):
+        prefix = Prefix(micro, above) if entered else above
+        assert prefix is not None, "what is left was entered"
+        above = prefix if entered and micro.opens else prefix.above
+        if entered and not micro.held:
+            yield micro, prefix, Pass.keys
+            prefix.forget()
+        elif entered or not micro.held:
+            yield micro, prefix, Pass.loss
+        if not (entered and micro.opens):
+            yield micro, prefix, Pass.backward
 
 
 def _leaf(tensor: Tensor) -> Tensor:

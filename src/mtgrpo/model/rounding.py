@@ -9,7 +9,8 @@ twice as far apart as that (fp64, fp32 and bfloat16; a tiny model and SmolLM2-13
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,21 +48,28 @@ def ends_the_run(apart: float, bound: float) -> bool:
 def reference(model: PreTrainedModel, context: Sequence[int] | Tensor, first: int = 0) -> Reference:
     """`context` [n] token ids; of its positions from `first` on (negative: that many at the end)."""
     ids = torch.as_tensor(context, device=model.device)
-    unit = _unit(computes_in(model))
-    signs = torch.where(torch.arange(len(ids), device=ids.device) % 2 == 0, 1.0, -1.0)[:, None]
-
-    def change_last_bits(_module: Any, _inputs: Any, embedded: Tensor) -> Tensor:
-        signed = signs.to(embedded) * torch.where(torch.arange(embedded.shape[-1]) % 3 == 0, 1.0, -1.0).to(embedded)
-        return torch.stack([embedded[0], embedded[1] * (1 + unit * signed), embedded[2] * (1 - unit * signed)])
-
-    handle = model.get_input_embeddings().register_forward_hook(change_last_bits)
-    try:
+    with last_bits_changed(model, (0.0, 1.0, -1.0)):
         hidden = model.base_model(input_ids=ids.expand(3, -1), use_cache=False).last_hidden_state
-    finally:
-        handle.remove()
     measured = head_logits(model, hidden[:, -MEASURED:]).log_softmax(-1)
     moved = max(distance(measured[0], changed) for changed in measured[1:])
-    return Reference(head_logits(model, hidden[0, first:]).log_softmax(-1), max(moved, unit))
+    return Reference(head_logits(model, hidden[0, first:]).log_softmax(-1), max(moved, _unit(computes_in(model))))
+
+
+@contextmanager
+def last_bits_changed(model: PreTrainedModel, by: Sequence[float]) -> Generator[None]:
+    """Within, the embeddings of each row are others in their last bits, so many times; one number is for all rows."""
+    unit = _unit(computes_in(model))
+
+    def change(_module: Any, _inputs: Any, embedded: Tensor) -> Tensor:
+        token, part = (torch.arange(size, device=embedded.device) for size in embedded.shape[1:])
+        signs = torch.where((token % 2 == 0)[:, None] == (part % 3 == 0), unit, -unit).to(embedded)
+        return embedded * (1 + signs * torch.tensor(by).to(embedded)[:, None, None])
+
+    handle = model.get_input_embeddings().register_forward_hook(change)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @torch.no_grad()

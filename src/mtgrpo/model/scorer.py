@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from mtgrpo.batch.forest import Forest
 from mtgrpo.batch.packing import Cost, Layout, MicroBatch
-from mtgrpo.model.attention import Visibility, uses_forest
-from mtgrpo.model.eager import eagerly
+from mtgrpo.model.attention import Visibility, eagerly, uses_forest
 from mtgrpo.model.load import computes_in
-from mtgrpo.model.logprobs import Kept, head_logits, sampled_logprobs
+from mtgrpo.model.logprobs import Kept, head_logits, head_of, sampled_logprobs
 from mtgrpo.model.onednn_linear import GRID, onednn
 from mtgrpo.model.prefix import Prefix
+from mtgrpo.model.traits import flat_states
 from mtgrpo.model.value import has_value_head, values
 
 
@@ -56,10 +56,10 @@ class Scorer(nn.Module):
         A micro-batch without targets gives empty scores, whose gradient is 0 for every weight: a rank that has nothing
         to compute takes part in what all ranks do together.
         """
-        if len(micro.parent) == 0 and not micro.opens:
+        if not len(micro.parent) and not micro.opens:
             return self(_one_token(micro), temperature).at(torch.arange(0))
         parents, row = torch.unique(micro.parent, return_inverse=True)
-        if len(parents) == 0:  # but others continue it; reads one state, for some layers take no empty input
+        if not len(parents):  # but others continue it; reads one state, for some layers take no empty input
             nothing = self.hidden(micro, torch.tensor([micro.given]), prefix).sum(-1)[:0]
             return Scores(nothing, nothing, nothing if has_value_head(self.model) else None)
         hidden = self.hidden(micro, parents, prefix)
@@ -69,20 +69,21 @@ class Scorer(nn.Module):
             pairs, drawn = torch.unique(row * sets + micro.kept.number, return_inverse=True)
             kept = Kept(*micro.kept.listed(pairs % sets), row=pairs // sets)
         drawn, token = drawn.to(hidden.device), micro.token.to(hidden.device)
-        logp, entropy = eagerly(sampled_logprobs, hidden, _head(self.model), drawn, token, temperature, kept)
+        logp, entropy = eagerly(sampled_logprobs, hidden, head_of(self.model), drawn, token, temperature, kept)
         expected = values(self.model, hidden)[row.to(hidden.device)] if has_value_head(self.model) else None
         return Scores(logp, entropy[drawn], expected)
 
-    def next_logprobs(self, micro: MicroBatch, positions: Tensor) -> Tensor:
+    def next_logprobs(self, micro: MicroBatch, positions: Tensor, prefix: Prefix | None = None) -> Tensor:
         """Log-probabilities of the next token at flat `positions` [n], each given once: [n, vocabulary]."""
-        return head_logits(self.model, self.hidden(micro, positions)).log_softmax(-1)
+        return head_logits(self.model, self.hidden(micro, positions, prefix)).log_softmax(-1)
 
     def hidden(self, micro: MicroBatch, positions: Tensor, prefix: Prefix | None = None) -> Tensor:
         """Final hidden states [n, hidden] at flat `positions` [n] of the micro-batch, each given once."""
-        device, body = self.model.device, self.model.base_model
+        device = self.model.device
         positions = positions.to(device)
         if micro.forest is None:
-            return body(input_ids=micro.ids.to(device), use_cache=False).last_hidden_state.flatten(0, 1)[positions]
+            output = self.model.base_model(input_ids=micro.ids.to(device), use_cache=False)
+            return output.last_hidden_state.flatten(0, 1)[positions]
         # Rounded up to the grid by a chain of nodes that nobody reads, after all others and apart from them.
         count, given = len(micro.forest), micro.given if prefix is not None else 0
         extra = torch.arange((given - count) % (GRID if onednn(device, computes_in(self.model)) else 1))
@@ -90,15 +91,8 @@ class Scorer(nn.Module):
         rows = positions - given
         depth = torch.cat([micro.position[0], extra]).to(device)
         ends = torch.cat([micro.forest.subtree_end, torch.full_like(extra, count + len(extra))]).to(device)
-        unused = torch.zeros(1, 1, 1, 1, device=device)  # of four dimensions: transformers then builds no mask itself
-        output = body(
-            input_ids=ids[None],
-            position_ids=depth[None, given:],
-            attention_mask=unused,
-            use_cache=False,
-            forest=Visibility(depth, ends, rows, given, prefix),
-        )
-        return output.last_hidden_state[0, rows]
+        forest = Visibility(depth, ends, rows, given, prefix)
+        return flat_states(self.model, ids, depth[given:], forest=forest)[rows]
 
     def with_weights(
         self, weights: dict[str, Tensor], micro: MicroBatch, temperature: float, prefix: Prefix | None = None
@@ -180,11 +174,5 @@ def flops_of(model: PreTrainedModel) -> Cost:
     return Cost(
         token=2 * (matrices - embeddings),
         pair=4 * config.num_hidden_layers * heads * size,
-        read=2 * _head(model).weight.numel(),
+        read=2 * head_of(model).weight.numel(),
     )
-
-
-def _head(model: PreTrainedModel) -> nn.Linear:
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Linear), "the head of a causal language model is a matrix"
-    return head

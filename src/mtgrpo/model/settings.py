@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.parts import Network, Text
 
 FROM_SCRATCH = ("tiny", "tiny-2m", "tiny-30m")  # models that have no weights to be loaded; `tiny.py` has their shapes
 
@@ -25,7 +26,7 @@ class LoRA:
 
     rank: int = 0  # 0 = off: all weights are trained; a saved adapter keeps its own rank
     alpha: int = 32  # what the adapters add is scaled by alpha / rank
-    targets: list[str] = field(default_factory=list[str])  # ends of module names; [] = every linear layer but the head
+    targets: list[Text] = field(default_factory=list[str])  # ends of module names; [] = every linear layer but the head
 
     def __post_init__(self) -> None:
         if self.rank < 0 or self.alpha <= 0:
@@ -68,7 +69,7 @@ class ModelSettings:
     `smollm2` is the real SmolLM2-135M-Instruct, which the command `mtgrpo data smollm2` puts on this machine.
     """
 
-    name: str = "tiny"  # or a folder, or a name on the Hugging Face hub
+    name: Network = "tiny"  # or a folder, or a name on the Hugging Face hub
     dtype: DType = DType.auto  # what the forward computes in; weights that are trained stay fp32
     attention: Attention = Attention.auto  # how a training batch is laid out, and the kernel
     lora: LoRA = field(default_factory=LoRA)

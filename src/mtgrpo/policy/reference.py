@@ -21,6 +21,7 @@ class ReferencePolicy:
         self.weights: dict[str, Tensor] = {
             name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad
         }
+        self.moves = 0
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Go back to `weights`, which were saved."""
@@ -33,6 +34,7 @@ class ReferencePolicy:
         refreshed = bool(settings.update_every) and step % settings.update_every == 0
         share = 1.0 if refreshed else settings.ema
         if share:
+            self.moves += 1
             policy = dict(model.named_parameters())
             for name, weight in self.weights.items():
                 weight.lerp_(policy[name], share)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from mtgrpo.advantages import AdvantageEstimator
+from mtgrpo.algorithms import Algorithm
+from mtgrpo.algorithms.correction import Correction, OldPolicy
+from mtgrpo.algorithms.kl import KL
 from mtgrpo.errors import ConfigError, refuse_without_effect, refuse_without_package, require
 
 
@@ -77,3 +81,32 @@ class Updates:
 
     def __post_init__(self) -> None:
         require(self, minibatch_trajectories=">= 0", updates_per_batch=">= 1")
+
+
+class Control(Enum):
+    """What the update is given: the advantages, or a control that must not learn."""
+
+    normal = "normal"
+    shuffled = "shuffled"  # permuted over the whole batch
+    flipped = "flipped"  # with the opposite sign
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """What is learnt from a rollout batch, and how."""
+
+    algorithm: Algorithm
+    advantage: AdvantageEstimator
+    kl: KL = field(default_factory=KL)
+    reference: ReferenceSettings = field(default_factory=ReferenceSettings)
+    correction: Correction = field(default_factory=Correction)
+    updates: Updates = field(default_factory=Updates)
+    length: int = 1  # of average=constant, in tokens
+    stale: bool = False  # whether older weights may have sampled a batch
+    exact: bool = False  # whether the engine's log-probabilities are the trainer's, but for rounding
+    control: Control = Control.normal
+
+    @property
+    def old_policy(self) -> OldPolicy:
+        """The denominator of the ratio."""
+        return self.correction.resolve(self.stale, self.algorithm.uses_behaviour_policy)

@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import Batch
 from mtgrpo.batch.packing import Layout, MicroBatch, Packing, pack, visits
-from mtgrpo.errors import RunError
+from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.model.attention import Attention, cuts_trees
 from mtgrpo.model.out_of_memory import explained
-from mtgrpo.model.prefix import Prefix
+from mtgrpo.model.prefix import Pass, Prefix, passes
 from mtgrpo.model.rounding import ends_the_run, reference
 from mtgrpo.model.scorer import Scorer, Scores, flops_of, layout_of
+from mtgrpo.policy.gradient_check import check_derivative, check_walk
 from mtgrpo.policy.guard import compare, deepest, depth
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.reference import ReferencePolicy
@@ -26,8 +27,9 @@ from mtgrpo.profile import Profiler
 
 Metrics = dict[str, float]
 T = TypeVar("T")
-WORST = 3.0  # how many times what is usual the differences of one micro-batch or trajectory of many may be
-MOST_SKIPPED = 3  # updates in a row without a finite gradient
+# The differences of one micro-batch or trajectory of many may be so many times those that rounding explains usually.
+MAX_OUTLIER_RATIO = 3.0
+MAX_SKIPPED_UPDATES = 3  # in a row, whose gradient is not finite
 CooperativeTask = Generator[None, None, T]  # work that pauses between micro-batches; in the end its result
 TokenLoss = Callable[[Tensor, Scores], PerToken]  # (entries of the batch, their scores with gradient)
 
@@ -61,10 +63,16 @@ class Policy:
         self._cost, self._layout = flops_of(model), layout_of(model)
         self.notes: list[str] = []  # for the user, not shown yet
         self._checked_tokens = 0  # contexts up to this length were compared with the plain forward pass
+        self._differentiated = False  # the gradient was compared with log-probabilities, and with that of plain rows
         self._context = torch.zeros(0)  # one of them, and
         self._bound = 0.0  # nats, how far rounding may move its log-probabilities
         self._noted = 0.0  # nats, the last difference that was noted
         self._skipped = 0  # updates in a row whose gradient was not finite
+
+    @property
+    def complete(self) -> bool:
+        """Whether it computes all micro-batches, not those of one rank alone."""
+        return self._ranks == 1
 
     def pack(self, batch: Batch, entries: Tensor) -> Packing:
         """The micro-batches of this rank that read `entries` [n]."""
@@ -97,27 +105,43 @@ class Policy:
         Raises RunError where both are wrong by more than rounding and than is harmless.
         """
         found = compare(self._own, deepest(packing.micro_batches))
-        self._context, self._bound = found.context, WORST * found.bound
-        if found.holds or math.isnan(found.apart):  # diverged weights are found when the batch is scored
+        self._context, self._bound = found.context, MAX_OUTLIER_RATIO * found.bound
+        if math.isnan(found.apart):  # diverged weights are found when the batch is scored
+            return packing
+        if not self._differentiated:
+            check_derivative(self.model, found.context)
+            fault, self._differentiated = check_walk(self.model, found.context), True
+            if fault:
+                return self._checked(self._on_rows(fault, batch, entries), batch, entries)
+        if found.holds:
             return packing
         if self._layout is Layout.forest:
-            self._use(Attention.sdpa)
-            rows = self._pack(batch, entries)
+            rows = self._on_rows(f"the log-probabilities of the token forest {found}", batch, entries)
             if compare(self._own, deepest(rows.micro_batches)).holds:
-                self.notes.append(f"the log-probabilities of the token forest {found}: training on padded rows")
                 return rows
+            self.notes.pop()
             self._use(Attention.forest)
         text = f"the log-probabilities of {type(self.model).__name__}, however it is laid out, {found}"
-        if ends_the_run(found.apart, WORST * found.bound):
+        if ends_the_run(found.apart, MAX_OUTLIER_RATIO * found.bound):
             raise RunError(f"{text}: such contexts cannot be trained; set environment.max_context_length lower")
         self.notes.append(text)
         return packing
+
+    def _on_rows(self, fault: str, batch: Batch, entries: Tensor) -> Packing:
+        """Padded rows from here on. Raises RunError where the token budget does not hold one."""
+        self._use(Attention.sdpa)
+        try:
+            rows = self._pack(batch, entries)
+        except ConfigError as error:
+            raise RunError(f"{fault}; and of the padded rows that would be right, {error}") from error
+        self.notes.append(f"{fault}: training on padded rows")
+        return rows
 
     def judge(self, apart: float, what: str) -> None:
         """Note, or raise RunError, where log-probabilities are `apart` nats apart, more than rounding explains."""
         if apart <= max(self._bound, 2 * self._noted):
             return
-        self._bound = WORST * reference(self.model, self._context, first=-1).bound  # of the present weights
+        self._bound = MAX_OUTLIER_RATIO * reference(self.model, self._context, first=-1).bound  # of the present weights
         text = f"{what} by {apart:.2g} nats, of which rounding explains {self._bound:.2g}"
         if ends_the_run(apart, self._bound):
             raise RunError(text)
@@ -184,23 +208,17 @@ class Policy:
         """
         sums: Metrics = {"loss": 0.0, "weight": 0.0}
         packing = self.pack(batch, entries)
-        above: Prefix | None = None
-        for micro, entered in visits(packing.micro_batches):
-            prefix = Prefix(micro, above) if entered else above
-            assert prefix is not None, "what is left was entered"
-            above = prefix if entered and micro.opens else prefix.above
-            with self.profiler.measure("forward"), explained("training"):
-                if entered and not micro.held:
+        for micro, prefix, step in passes(packing.micro_batches):
+            with self.profiler.measure("backward" if step is Pass.backward else "forward"), explained("training"):
+                if step is Pass.keys:
                     with torch.no_grad():
                         self.scorer(micro.unread(self._cost), self._temperature, prefix)
-                    prefix.forget()
-                elif entered or not micro.held:
+                elif step is Pass.loss:
                     prefix.loss = self.optimizer.scaled(self._weighted(micro, prefix, weights, loss, sums))
-            if entered and micro.opens:
-                continue
-            with self.profiler.measure("backward"), explained("training"):
-                prefix.backward()
-            yield
+                else:
+                    prefix.backward()
+            if step is Pass.backward:
+                yield
         lr, weight, total = self.optimizer.lr, sums.pop("weight"), sums.pop("loss")
         with self.profiler.measure("update"), explained("update"):
             metrics = {"loss": total, "lr": lr, "grad_norm": self.optimizer.step()}
@@ -214,11 +232,11 @@ class Policy:
     def _count_skipped(self, loss: float, norm: float) -> float:
         """1 where the optimiser left the weights as they are, since the gradient is not finite; else 0.
 
-        Raises RunError for the last of `MOST_SKIPPED` in a row, in float16 once the loss is not scaled any more.
+        Raises RunError for the last of `MAX_SKIPPED_UPDATES` in a row, in float16 once the loss is not scaled any more.
         """
         self._skipped = 0 if math.isfinite(norm) else self._skipped + 1
         text = f"the gradient's norm is {norm}, with a loss of {loss:.3g}: the weights stay as they were"
-        if self._skipped >= MOST_SKIPPED and self.optimizer.scale <= 1:
+        if self._skipped >= MAX_SKIPPED_UPDATES and self.optimizer.scale <= 1:
             raise RunError(f"{text}, {self._skipped} times in a row; set optimizer.lr or optimizer.max_grad_norm lower")
         if self._skipped:
             self.notes.append(text)

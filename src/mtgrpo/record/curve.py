@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtgrpo.text import number, sparkline
+from mtgrpo.runtime.text import number, sparkline
 
 SPARSE = 16  # a series of at most so many points is drawn with its points
 

@@ -1,6 +1,7 @@
-"""A run's folder, read back: what `report` and `watch` show. Whatever size it has, little of it is held in memory.
+"""A run's folder, read back: what `report`, `show` and `watch` show. Whatever size it has, little is held in memory.
 
-Everything here is data that a model may have written: who shows it, escapes it.
+A model or a stranger may have written it. So all of it comes in the shapes of `record/shapes.py`, without what no run
+writes: texts are printable, numbers finite. Whoever writes it into a page escapes it once more.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from typing import Any, cast
 import yaml
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.text import number, shorten
+from mtgrpo.evaluation.findings import is_success
+from mtgrpo.record.shapes import METRICS, RESULTS, SETTINGS, TEXTS, TRAJECTORY, Json, fit
+from mtgrpo.runtime.files import MAX_LINE_BYTES, Line, read_last_lines, read_lines
+from mtgrpo.runtime.text import number, printable, shorten
 from mtgrpo.types import LEARNING
 
 BEFORE, AFTER = "evaluation_before", "evaluation_after"  # the files of trajectories that evaluations leave
 _POINTS = 2000  # rows of metrics that are kept
 _MARK = b'"eval/'  # in rows with a measurement on held-out tasks: there are few, and they are kept by themselves
 _END = 200  # bytes: what was measured on held-out tasks stands last in its row
-
-Row = dict[str, Any]
+_YAML_BYTES = 1 << 20  # of a file of settings
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_YAML_DEPTH = 50
 
 
 def of_set(file: str, name: str) -> str:
@@ -36,11 +41,11 @@ def of_set(file: str, name: str) -> str:
 class Metrics:
     """The rows of `metrics.jsonl`, thinned out evenly where there are many."""
 
-    rows: list[Row] = field(default_factory=list[Row])
+    rows: list[Json] = field(default_factory=list[Json])
     total: int = 0  # rows in the file
     unreadable: int = 0  # among those looked at: one is being written, or the disk was full
 
-    def stage(self, name: str) -> list[Row]:
+    def stage(self, name: str) -> list[Json]:
         """The rows of one stage."""
         return [row for row in self.rows if row.get("stage") == name]
 
@@ -54,7 +59,7 @@ class RunRecord:
     metrics: Metrics
     summary: Mapping[str, Any]  # {} while it runs, and of one that ended early
     settings: Mapping[str, str]  # every option and its value, as text
-    given: Sequence[str]  # the options of the command line
+    overrides: Sequence[str]  # the options of the command line
     versions: Mapping[str, str]
     notes: Sequence[str]
 
@@ -66,30 +71,33 @@ class RunRecord:
         except ValueError:
             return 1.0
 
-    def succeeded(self, trajectory: Row) -> bool:
-        """Whether it ended by itself with enough reward."""
-        reward = trajectory.get("reward")
-        return trajectory.get("status") == "completed" and (reward or 0.0) >= self.success_at
+    def count(self, setting: str) -> int:
+        """The value of a setting that counts something; 0 for any other."""
+        return count(self.settings.get(setting, ""))
+
+    def succeeded(self, trajectory: Json) -> bool:
+        """Whether it is a success; see `is_success`."""
+        return is_success(trajectory.get("status", ""), trajectory.get("reward") or 0.0, self.success_at)
 
     def outcomes(self, name: str) -> dict[str, list[float]] | None:
         """Task -> 1.0 or 0.0 for each of its samples, of the evaluation `name`; None where it left no trajectories."""
         path = self.folder / "trajectories" / f"{name}.jsonl"
         if not path.is_file():
             return None
-        found: dict[str, list[float]] = defaultdict(list)
-        for trajectory in json_lines(path):
+        outcomes: dict[str, list[float]] = defaultdict(list)
+        for trajectory in conversations(path):
             if trajectory.get("status") != "failed":
-                found[str(trajectory.get("task"))].append(float(self.succeeded(trajectory)))
-        return dict(found) or None
+                outcomes[str(trajectory.get("task"))].append(float(self.succeeded(trajectory)))
+        return dict(outcomes) or None
 
-    def last_trajectories(self) -> tuple[str, Iterator[Row]]:
+    def last_trajectories(self) -> tuple[str, Iterator[Json]]:
         """The newest conversations, and the name of their file: of the evaluation after training, else of a step."""
         place = self.folder / "trajectories"
         learning = self.metrics.stage(LEARNING)
         step = f"step_{learning[-1].get('step', 0):06d}" if learning else ""
         names = [AFTER, step, _last_step(place)]
         name = next((name for name in names if name and (place / f"{name}.jsonl").is_file()), "")
-        return name, json_lines(place / f"{name}.jsonl") if name else iter(())
+        return name, conversations(place / f"{name}.jsonl") if name else iter(())
 
 
 _FILES = ("metrics.jsonl", "summary.json")  # one of them is in every run's folder
@@ -97,7 +105,7 @@ _FILES = ("metrics.jsonl", "summary.json")  # one of them is in every run's fold
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
     """The folders of runs among `places`, in place of a sweep's folder those of its runs. Raises ConfigError."""
-    found: list[Path] = []
+    runs: list[Path] = []
     for place in places:
         inside = sorted((path for path in place.glob("*") if _is_run(path)), key=_in_order) if place.is_dir() else []
         if not (_is_run(place) or inside):
@@ -106,8 +114,8 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
             raise ConfigError(
                 f"{place} holds no run: neither metrics.jsonl nor summary.json, nor folders that do{newest}"
             )
-        found += [place] if _is_run(place) else inside
-    return list(dict.fromkeys(path.resolve() for path in found))
+        runs += [place] if _is_run(place) else inside
+    return list(dict.fromkeys(path.resolve() for path in runs))
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
@@ -118,80 +126,73 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
 
 def read_metrics(path: Path, points: int = _POINTS) -> Metrics:
     """Every row is looked at; about `points` are kept of training, as many of evaluation, and always the last."""
-    rows, measured, number, line = _Thinned(points), _Thinned(points), -1, b""
-    try:
-        with path.open("rb", buffering=1 << 20) as file:
-            for number, line in enumerate(file):
-                (measured if line.find(_MARK, -_END) >= 0 else rows).add(number, line)
-    except FileNotFoundError:
-        return Metrics()
-    lines = dict(rows.kept + measured.kept + [(number, line)] * (number >= 0))
-    parsed = [parse_row(lines[number]) for number in sorted(lines)]
+    rows, measured, last = _Thinned(points), _Thinned(points), None
+    for last in read_lines(path):
+        (measured if last.text.find(_MARK, -_END) >= 0 else rows).add(last)
+    lines = {line.number: line.text for line in [*rows.kept, *measured.kept, *([last] if last else [])]}
+    parsed = [parse_row(lines[number], METRICS) for number in sorted(lines)]
     good = [row for row in parsed if row is not None]
-    return Metrics(good, number + 1, len(parsed) - len(good))
+    return Metrics(good, last.number if last else 0, len(parsed) - len(good))
 
 
 def read_settings(folder: Path) -> dict[str, str]:
     """Every option of a run as text, by its full name; {} where the run kept none."""
-    values = _yaml(folder / ".hydra" / "config.yaml")
-    choices = _inner(_yaml(folder / ".hydra" / "hydra.yaml"), "hydra", "runtime", "choices")
+    values = fit(_yaml(folder / ".hydra" / "config.yaml"), SETTINGS) or {}
+    hydra = fit(_yaml(folder / ".hydra" / "hydra.yaml"), {"hydra": {"runtime": {"choices": SETTINGS}}}) or {}
+    choices = hydra.get("hydra", {}).get("runtime", {}).get("choices", {})
     chosen = {group: _option(choice) for group, choice in choices.items() if group == "recipe" or group in values}
     return {**chosen, **flat(values)}
 
 
-def parse_row(line: bytes) -> Row | None:
-    """A line of JSON that holds an object; None for any other."""
+def parse_row(line: bytes, shape: Json) -> Json | None:
+    """A line of JSON that holds an object, in this shape; None for any other."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return cast("Row", row) if isinstance(row, dict) else None
+    return fit(row, shape)
 
 
-def read_end(path: Path, size: int) -> list[bytes]:
-    """The whole lines among the last `size` bytes of a file; [] where there is none."""
-    try:
-        with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - size)
-            file.seek(start)
-            lines = file.read(size).split(b"\n")
-    except FileNotFoundError:
-        return []
-    return lines[1 if start else 0 : -1]  # the first may be cut, the last is being written
+def read_object(path: Path, shape: Json) -> Json:
+    """The object in a file of JSON, in this shape; {} where there is none. Raises ConfigError for one too large."""
+    return parse_row(_content(path, MAX_LINE_BYTES), shape) or {}
 
 
-def objects(value: object) -> list[Row]:
-    """The JSON objects of a list; [] for what is no list."""
-    return (
-        [cast("Row", part) for part in cast("list[Any]", value) if isinstance(part, dict)]
-        if isinstance(value, list)
-        else []
-    )
+def conversations(path: Path) -> Iterator[Json]:
+    """Those of a file of trajectories; other lines are left out."""
+    return (row for line in read_lines(path) if (row := parse_row(line.text, TRAJECTORY)) is not None)
 
 
-def calls(message: Row) -> list[str]:
+def count(text: str) -> int:
+    """The number that a text of at most 15 digits stands for; 0 for any other."""
+    return int(text) if text.isdecimal() and len(text) <= 15 else 0
+
+
+def calls(message: Json) -> list[str]:
     """The tool calls of a message, as `name(arguments)`."""
-    found = objects(message.get("tool_calls"))
-    return [shorten(f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})") for call in found]
+    return [
+        shorten(f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})")
+        for call in message.get("tool_calls", ())
+    ]
 
 
-def facts(row: Row) -> str:
+def facts(row: Json) -> str:
     """How a conversation ended, on a line."""
-    said = [f"reward {number(row.get('reward'))}", str(row.get("status")), str(row.get("reason") or "")]
-    said.append(f"expected {shorten(str(row['answer']))}" if row.get("answer") else "")
-    return ", ".join(filter(None, said))
+    parts = [f"reward {number(row.get('reward'))}", str(row.get("status")), str(row.get("reason") or "")]
+    parts.append(f"expected {shorten(str(row['answer']))}" if row.get("answer") else "")
+    return ", ".join(filter(None, parts))
 
 
 class _Thinned:
     """Keeps every line at first, then every second, fourth, ... so that there are never more than `most`."""
 
     def __init__(self, most: int) -> None:
-        self.kept: list[tuple[int, bytes]] = []
+        self.kept: list[Line] = []
         self._most, self._every, self._seen = most, 1, 0
 
-    def add(self, number: int, line: bytes) -> None:
+    def add(self, line: Line) -> None:
         if self._seen % self._every == 0:
-            self.kept.append((number, line))
+            self.kept.append(line)
             if len(self.kept) > self._most:
                 self.kept = self.kept[::2]
                 self._every *= 2
@@ -199,19 +200,17 @@ class _Thinned:
 
 
 def _read(folder: Path, name: str) -> RunRecord:
-    overrides = _yaml(folder / ".hydra" / "overrides.yaml")
-    settings = read_settings(folder)
-    summary, versions = _json_file(folder / "summary.json"), _json_file(folder / "versions.json")
-    notes = folder / "notes.txt"
+    overrides = fit(_yaml(folder / ".hydra" / "overrides.yaml"), [str])
+    notes = read_last_lines(folder / "notes.txt", MAX_LINE_BYTES)[-200:]
     return RunRecord(
         folder=folder,
         name=name,
         metrics=read_metrics(folder / "metrics.jsonl"),
-        summary=summary,
-        settings=settings,
-        given=[str(line) for line in cast("list[Any]", overrides)] if isinstance(overrides, list) else [],
-        versions={key: str(value) for key, value in versions.items()},
-        notes=notes.read_text(errors="replace").splitlines()[-200:] if notes.is_file() else [],
+        summary=read_object(folder / "summary.json", RESULTS),
+        settings=read_settings(folder),
+        overrides=overrides or [],
+        versions=read_object(folder / "versions.json", TEXTS),
+        notes=[printable(line.decode(errors="replace")) for line in notes],
     )
 
 
@@ -221,7 +220,7 @@ def _is_run(folder: Path) -> bool:
 
 def _in_order(path: Path) -> tuple[int, str]:
     """Runs of a sweep are numbered."""
-    return (int(path.name) if path.name.isdigit() else 0, path.name)
+    return (count(path.name), path.name)
 
 
 def _last_step(place: Path) -> str:
@@ -232,27 +231,35 @@ def _last_step(place: Path) -> str:
         return ""
 
 
-def json_lines(path: Path) -> Iterator[Row]:
-    """The objects of a file of JSON Lines; other lines are left out."""
-    with path.open("rb") as file:
-        yield from (row for line in file if (row := parse_row(line)) is not None)
-
-
-def _json_file(path: Path) -> Row:
-    return (parse_row(path.read_bytes()) or {}) if path.is_file() else {}
+def _content(path: Path, most: int) -> bytes:
+    """What is in a file, nothing where there is none. Raises ConfigError for more than `most` bytes."""
+    data = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    if len(data) > most:
+        raise ConfigError(f"{path} has more than {most:,} bytes, which no run writes")
+    return data
 
 
 def _yaml(path: Path) -> Any:
+    """What a file of settings holds; {} where there is none, or it is no YAML. Raises ConfigError.
+
+    libyaml's reader is asked first how deep it is and whether it repeats itself: what it makes of it goes down as far
+    as the file does, and aliases of aliases are exponentially many.
+    """
+    depth = 0
+    data = _content(path, _YAML_BYTES)
     try:
-        return yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
-    except (OSError, yaml.YAMLError):
+        for event in yaml.parse(data, _SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or depth > _YAML_DEPTH:
+                raise ConfigError(f"{path} has aliases, or more than {_YAML_DEPTH} levels: no run writes these")
+        return yaml.load(data, _SafeLoader) or {}
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError):
         return {}
-
-
-def _inner(value: Any, *names: str) -> dict[str, Any]:
-    for name in names:
-        value = cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, str]:

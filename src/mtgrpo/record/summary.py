@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mtgrpo.strict_json import strict_json
+from mtgrpo.record.reading import read_object
+from mtgrpo.record.shapes import RESULTS
+from mtgrpo.runtime.files import write_whole
+from mtgrpo.runtime.strict_json import strict_json
 
 PACKAGES = ("mtgrpo", "torch", "transformers", "peft", "hydra-core", "safetensors", "renderers", "numpy")
 
 
 def write_summary(folder: Path, values: Mapping[str, Any]) -> None:
-    """Write `summary.json` in `folder`: the run's results at a glance. The file is replaced as a whole."""
-    partial = folder / ".summary.json.partial"
-    partial.write_bytes(strict_json(values, indent=2) + b"\n")
-    os.replace(partial, folder / "summary.json")
+    """Write `summary.json` in `folder`: the run's results at a glance."""
+    write_whole(folder / "summary.json", strict_json(values, indent=2) + b"\n")
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """The values in the `summary.json` of `folder`; {} where there is none."""
-    path = folder / "summary.json"
-    return json.loads(path.read_bytes()) if path.is_file() else {}
+    return read_object(folder / "summary.json", RESULTS)
 
 
 def held_out_reward(folder: Path) -> float | None:
@@ -34,12 +33,11 @@ def held_out_reward(folder: Path) -> float | None:
     return values.get("eval/reward/after", values.get("eval/reward"))
 
 
-def write_versions(folder: Path) -> None:
-    """Write the versions of Python, the system and the packages that compute, into a run's folder."""
-    found = {"python": platform.python_version(), "system": platform.platform(), "processor": platform.machine()}
+def write_versions(folder: Path, threads: int) -> None:
+    """Write the versions of Python, the system and the packages that compute, and the threads, into a run's folder."""
+    versions = {"python": platform.python_version(), "system": platform.platform(), "processor": platform.machine()}
+    versions["threads"] = str(threads)
     for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # on the path, but not installed
-            continue
-    (folder / "versions.json").write_bytes(strict_json(found, indent=2) + b"\n")
+        with suppress(metadata.PackageNotFoundError):  # on the path, but not installed
+            versions[name] = metadata.version(name)
+    write_whole(folder / "versions.json", strict_json(versions, indent=2) + b"\n")

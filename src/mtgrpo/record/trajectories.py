@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtgrpo.strict_json import strict_json
+from mtgrpo.messages import message_to_dict, tool_to_dict
+from mtgrpo.runtime.files import write_whole
+from mtgrpo.runtime.strict_json import strict_json
 from mtgrpo.types import Group, Message, ToolSpec, Trajectory, Turn
 
 
 def write(folder: Path, name: str, groups: Sequence[Group]) -> Path:
     """Write the trajectories of `groups` to `name` under the run's `folder`, all or none; returns the file."""
-    target = folder / "trajectories"
-    target.mkdir(parents=True, exist_ok=True)
+    file = folder / "trajectories" / f"{name}.jsonl"
     lines = [strict_json(record(trajectory)) for group in groups for trajectory in group.trajectories]
-    partial, file = target / f".{name}.partial", target / f"{name}.jsonl"
-    partial.write_bytes(b"".join(line + b"\n" for line in lines))
-    os.replace(partial, file)
+    write_whole(file, b"".join(line + b"\n" for line in lines))
     return file
 
 
 def fine_tuning(trajectory: Trajectory, tools: Sequence[ToolSpec]) -> dict[str, Any]:
     """The conversation in the form that most libraries fine-tune on: `messages`, and the `tools` that were offered."""
-    row: dict[str, Any] = {"messages": [_plain(message) for message in trajectory.messages]}
-    if tools:
-        functions = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools]
-        row["tools"] = [{"type": "function", "function": function} for function in functions]
-    return row
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    plain = _message(message)
-    plain.pop("error", None)
-    if "tool_calls" in plain:
-        plain["tool_calls"] = [{"type": "function", "function": call} for call in plain["tool_calls"]]
-    if "reasoning" in plain:
-        plain["reasoning_content"] = plain.pop("reasoning")
-    return plain
+    row: dict[str, Any] = {"messages": [message_to_dict(message) for message in trajectory.messages]}
+    return {**row, "tools": list(map(tool_to_dict, tools))} if tools else row
 
 
 def record(trajectory: Trajectory) -> dict[str, Any]:
@@ -46,6 +31,14 @@ def record(trajectory: Trajectory) -> dict[str, Any]:
     messages = list(trajectory.opening or trajectory.task.messages)
     for turn in trajectory.turns:
         messages += [turn.message, *turn.observations]
+    optional = {
+        "components": trajectory.components,
+        "turn_rewards": trajectory.turn_rewards,
+        "outages": trajectory.outages,
+        "output": trajectory.output,
+        "counts": trajectory.counts,
+        "untrained": [_message(turn.message) for turn in trajectory.untrained],
+    }
     return {
         "task": trajectory.task.id,
         "sample": trajectory.sample_index,
@@ -55,27 +48,19 @@ def record(trajectory: Trajectory) -> dict[str, Any]:
         "answer": trajectory.task.answer,
         "messages": [_message(message) for message in messages],
         "turns": [_turn(turn) for turn in trajectory.turns],
-        **({"components": trajectory.components} if trajectory.components else {}),
-        **({"turn_rewards": trajectory.turn_rewards} if trajectory.turn_rewards else {}),
-        **({"outages": trajectory.outages} if trajectory.outages else {}),
-        **({"output": trajectory.output} if trajectory.output else {}),
-        **({"counts": trajectory.counts} if trajectory.counts else {}),
-        **({"untrained": [_message(turn.message) for turn in trajectory.untrained]} if trajectory.untrained else {}),
+        **{name: value for name, value in optional.items() if value},
     }
 
 
 def _message(message: Message) -> dict[str, Any]:
     """A message without its empty fields."""
-    record: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning:
-        record["reasoning"] = message.reasoning
-    if message.tool_calls:
-        record["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-    if message.name:
-        record["name"] = message.name
-    if message.error:
-        record["error"] = message.error
-    return record
+    optional = {
+        "reasoning": message.reasoning,
+        "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls],
+        "name": message.name,
+        "error": message.error,
+    }
+    return {"role": message.role, "content": message.content, **{name: part for name, part in optional.items() if part}}
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.record.reading import RunRecord, calls, facts, find_runs, read_runs
 from mtgrpo.report import content
 from mtgrpo.report.charts import COLORS, chart
-from mtgrpo.text import number, printable, shorten, sparkline
+from mtgrpo.runtime.text import number, printable, shorten, sparkline
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,10 +27,12 @@ def main(arguments: Sequence[str]) -> int:
     name = "report.md" if given.markdown else "report.html"
     target: Path = given.out or (given.runs[0] / name if len(given.runs) == 1 else Path(name))
     try:
+        if given.out is None:
+            target.unlink(missing_ok=True)  # in a folder of somebody else's it may be a link to a file of this user's
         target.write_text(_page(name, read_runs(find_runs(given.runs))), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}; choose another place with --out FILE") from error
-    print(f"the report is in {target}")
+    print(f"the report is in {printable(str(target))}")
     return 0
 
 
@@ -73,11 +75,11 @@ def _markdown_text(text: str) -> Markup:
 
 def _fenced(example: content.Example) -> Markup:
     """A conversation as a code block of Markdown, whose fence is longer than any inside."""
-    said: list[str] = []
+    blocks: list[str] = []
     for message in [*example.prompt[-1:], *example.said]:
         parts = [f"[{message.get('role')}]", message.get("reasoning"), message.get("content")]
         parts += [f"-> {call}" for call in calls(message)] + [message.get("error")]
-        said.append(printable("\n".join(str(part) for part in parts if part)))
-    text = "\n\n".join(said)
+        blocks.append(printable("\n".join(str(part) for part in parts if part)))
+    text = "\n\n".join(blocks)
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return Markup(f"{fence}text\n{text}\n{fence}")

@@ -8,7 +8,7 @@ from html import escape
 
 from mtgrpo.record.curve import SPARSE, smoothed
 from mtgrpo.report.content import Series
-from mtgrpo.text import number, printable
+from mtgrpo.runtime.text import number, printable
 
 COLORS = ("#1f77b4", "#d9480f", "#2b8a3e", "#9c36b5", "#c92a2a", "#0b7285", "#846358", "#5f3dc4")
 _WIDTH, _HEIGHT = 360, 190  # of the picture, in its own units
@@ -62,11 +62,11 @@ def _line(points: Sequence[tuple[float, float]], color: str, style: str) -> str:
 def _columns(curve: Series, first: float, last: float) -> list[tuple[float, float, float, float]]:
     """Mean step, least, mean and greatest value of the points of each column that has any."""
     width = (last - first) / _COLUMNS or 1.0
-    found: dict[int, Series] = {}
+    by_column: dict[int, Series] = {}
     for step, value in curve:
-        found.setdefault(int((step - first) / width), []).append((step, value))
+        by_column.setdefault(int((step - first) / width), []).append((step, value))
     columns: list[tuple[float, float, float, float]] = []
-    for points in found.values():
+    for points in by_column.values():
         values = [value for _, value in points]
         step = sum(step for step, _ in points) / len(points)
         columns.append((step, min(values), sum(values) / len(values), max(values)))

@@ -6,11 +6,19 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mtgrpo.config.recipe import read_recipe
-from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import AFTER, BEFORE, Row, RunRecord, flat, objects, of_set
-from mtgrpo.statistics import INTERVALS, Comparison, Estimate, Interval, compare, mean_over_tasks, wilson
-from mtgrpo.text import clock, is_number, number, shorten
+from mtgrpo.config.recipe import read_recipe, recipes
+from mtgrpo.evaluation.statistics import (
+    INTERVALS,
+    Comparison,
+    Estimate,
+    Interval,
+    compare_by_task,
+    mean_over_tasks,
+    wilson,
+)
+from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, flat, of_set
+from mtgrpo.record.shapes import Json
+from mtgrpo.runtime.text import clock, is_number, number, shorten
 from mtgrpo.types import EVALUATION, LEARNING
 
 Series = list[tuple[float, float]]  # step, value
@@ -65,9 +73,9 @@ class Example:
     """One conversation: what the policy was given, and what then happened."""
 
     success: bool
-    row: Row
-    prompt: Sequence[Row]
-    said: Sequence[Row]
+    row: Json
+    prompt: Sequence[Json]
+    said: Sequence[Json]
 
 
 def parts(runs: Sequence[RunRecord]) -> list[str]:
@@ -102,18 +110,16 @@ def measurements(run: RunRecord) -> list[Measurement]:
 
 
 def _measurement(run: RunRecord, name: str, before: Outcomes, after: Outcomes) -> Measurement:
-    told = run.settings.get("eval.tasks", "")
-    tasks = len(after) or (int(told) if told.isdigit() else 0)
+    tasks = len(after) or run.count("eval.tasks")
     first = _estimate(run, f"eval/{name}/before", tasks)
     last = _estimate(run, f"eval/{name}/after", tasks) or _estimate(run, f"eval/{name}", tasks)
     if not (name.endswith("success") and after):
         return Measurement(name, first, last)
-    both = [task for task in after if task in before]
     return Measurement(
         name,
         mean_over_tasks(list(before.values()), interval=_interval(run)) if before else first,
         mean_over_tasks(list(after.values()), interval=_interval(run)),
-        compare([before[task] for task in both], [after[task] for task in both]) if both else None,
+        compare_by_task(before, after),
     )
 
 
@@ -128,7 +134,7 @@ def _interval(run: RunRecord) -> Interval:
 
 def series(run: RunRecord) -> dict[str, Series]:
     """Every metric over the steps of its stage, the most telling first; evaluations stand at the steps of training."""
-    found: dict[str, dict[float, float]] = {}
+    curves: dict[str, dict[float, float]] = {}
     trained = 0.0
     for row in run.metrics.rows:
         step, stage = row.get("step"), row.get("stage")
@@ -139,17 +145,17 @@ def series(run: RunRecord) -> dict[str, Series]:
         at = trained if stage == EVALUATION else float(step)
         for metric, value in row.items():
             if metric != "step" and is_number(value):
-                found.setdefault(metric, {})[at] = float(value)  # of a step that a resumed run repeats, the last
-    return {metric: sorted(found[metric].items()) for metric in _ordered(found)}
+                curves.setdefault(metric, {})[at] = float(value)  # of a step that a resumed run repeats, the last
+    return {metric: sorted(curves[metric].items()) for metric in _ordered(curves)}
 
 
 def curves(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, list[Series | None]]], list[str]]:
     """Every metric that changes, with its series in each run; and `name = value` of those that never do."""
-    found = [series(run) for run in runs]
+    of_runs = [series(run) for run in runs]
     drawn: list[tuple[str, list[Series | None]]] = []
     constant: list[str] = []
-    for metric in _ordered({metric for of_run in found for metric in of_run}):
-        lines = [of_run.get(metric) for of_run in found]
+    for metric in _ordered({metric for of_run in of_runs for metric in of_run}):
+        lines = [of_run.get(metric) for of_run in of_runs]
         values = {value for line in lines for _, value in line or []}
         if len(values) == 1 and metric not in FIRST[:3]:
             constant.append(f"{metric} = {number(values.pop())}")
@@ -167,7 +173,7 @@ def configuration(runs: Sequence[RunRecord]) -> list[tuple[str, list[tuple[str, 
     """Options and their value in each run, under headings: what differs stands first. An option is listed once."""
     keys = sorted({key for run in runs for key in run.settings})
     values = {key: [run.settings.get(key, "") for run in runs] for key in keys}
-    given = {line.lstrip("+~").partition("=")[0] for run in runs for line in run.given}
+    given = {line.lstrip("+~").partition("=")[0] for run in runs for line in run.overrides}
     of_recipe = {key for run in runs for key in set_by_recipe(run)}
     headings: list[tuple[str, list[str]]] = [
         ("Different between the runs", [key for key in keys if len(set(values[key])) > 1]),
@@ -175,23 +181,18 @@ def configuration(runs: Sequence[RunRecord]) -> list[tuple[str, list[tuple[str, 
         ("Set by the recipe", [key for key in keys if key in of_recipe]),
         ("Defaults", keys),
     ]
-    listed: set[str] = set()
-    found: list[tuple[str, list[tuple[str, list[str]]]]] = []
-    for heading, chosen in headings:
-        fresh = [key for key in chosen if key not in listed]
-        listed.update(fresh)
-        if fresh:
-            found.append((heading, [(key, values[key]) for key in fresh]))
-    return found
+    # Each option is taken out of `values` by the first heading that has it.
+    sections = [(heading, [(key, values.pop(key)) for key in chosen if key in values]) for heading, chosen in headings]
+    return [(heading, options) for heading, options in sections if options]
 
 
 def set_by_recipe(run: RunRecord) -> set[str]:
-    """The options that the recipe of a run sets, and those that it inherits; none where it is gone or has changed."""
-    names = filter(None, run.settings.get("recipe", "").strip("[]").split(","))
-    try:
-        layers = [layer for name in names for layer in read_recipe(name)]
-    except ConfigError:
-        return set()
+    """The options that the recipes of a run set, and those that they inherit, as far as they are ours.
+
+    The record may be a stranger's, and name any file of this machine as one.
+    """
+    names = recipes().keys() & run.settings.get("recipe", "").strip("[]").split(",")
+    layers = [layer for name in names for layer in read_recipe(name)]
     return {key for layer in layers for key in (*layer.choices, *flat(layer.values))}
 
 
@@ -205,12 +206,12 @@ def timing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def _means(run: RunRecord) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
+    measured: dict[str, list[float]] = {}
     for row in run.metrics.stage(LEARNING):
         for metric, value in row.items():
             if metric.startswith(("time/", "perf/", "profile/")) and is_number(value):
-                found.setdefault(metric, []).append(value)
-    return {metric: sum(values) / len(values) for metric, values in found.items()}
+                measured.setdefault(metric, []).append(value)
+    return {metric: sum(values) / len(values) for metric, values in measured.items()}
 
 
 def examples(run: RunRecord) -> tuple[str, list[Example]]:
@@ -221,45 +222,45 @@ def examples(run: RunRecord) -> tuple[str, list[Example]]:
         success, task = run.succeeded(row), str(row.get("task"))
         if len(chosen[success]) < _EXAMPLES and task not in chosen[success]:
             chosen[success][task] = _example(row, success)
-        if all(len(found) == _EXAMPLES for found in chosen.values()):
+        if all(len(of_kind) == _EXAMPLES for of_kind in chosen.values()):
             break
     step = name.rpartition("_")[2]
-    source = f"step {int(step):,} of training" if step.isdigit() else "the evaluation after training"
+    source = f"step {count(step):,} of training" if step.isdecimal() else "the evaluation after training"
     return source, [*chosen[True].values(), *chosen[False].values()]
 
 
-def _example(row: Row, success: bool) -> Example:
+def _example(row: Json, success: bool) -> Example:
     """What the policy said is as many messages of the assistant, from the end, as the conversation has turns."""
-    messages = [_cut(message) for message in objects(row.get("messages"))]
+    messages = [_cut(message) for message in row.get("messages", ())]
     by_policy = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    turns = len(objects(row.get("turns")))
+    turns = len(row.get("turns", ()))
     start = by_policy[-turns] if 0 < turns <= len(by_policy) else len(messages)
     return Example(success, row, messages[:start], messages[start:])
 
 
-def _cut(message: Row) -> Row:
+def _cut(message: Json) -> Json:
     return {key: shorten(value) if isinstance(value, str) else value for key, value in message.items()}
 
 
 def results(runs: Sequence[RunRecord]) -> list[tuple[int, list[str]]]:
     """All that was measured on held-out tasks: the number of the run, and the cells of RESULT."""
     return [
-        (place, [found.metric, interval(found.before), interval(found.after), change(found)])
+        (place, [measured.metric, interval(measured.before), interval(measured.after), change(measured)])
         for place, run in enumerate(runs)
-        for found in measurements(run)
+        for measured in measurements(run)
     ]
 
 
 def against_first(runs: Sequence[RunRecord]) -> list[str]:
     """What the others differ from the first run in, task by task, where both were measured on the same tasks."""
-    said: list[str] = []
+    lines: list[str] = []
     first = (runs[0].outcomes(AFTER) or {}) if len(runs) > 1 else {}
     for run in runs[1:]:
         other = run.outcomes(AFTER) or {}
-        if both := [task for task in first if task in other]:
-            found = compare([first[task] for task in both], [other[task] for task in both])
-            said.append(f"{run.name} against {runs[0].name}, success on {len(both)} tasks: {found}")
-    return said
+        if comparison := compare_by_task(first, other):
+            shared = len(first.keys() & other.keys())
+            lines.append(f"{run.name} against {runs[0].name}, success on {shared} tasks: {comparison}")
+    return lines
 
 
 def interval(estimate: Estimate | None) -> str:
@@ -269,34 +270,34 @@ def interval(estimate: Estimate | None) -> str:
 
 def change(measurement: Measurement) -> str:
     """How much was gained, in percentage points, and how sure that is; "" where one of the two is missing."""
-    found, before, after = measurement.comparison, measurement.before, measurement.after
-    if found:
-        return str(found)
+    before, after = measurement.before, measurement.after
+    if measurement.comparison:
+        return str(measurement.comparison)
     return f"{100 * (after.mean - before.mean):+.1f} points" if before and after else ""
 
 
 def states(runs: Sequence[RunRecord]) -> list[str]:
     """What is to be known of the runs that have not ended well."""
-    said: list[str] = []
+    lines: list[str] = []
     for run in runs:
         if not run.summary:
             learning = run.metrics.stage(LEARNING)
             steps = f"after {number(learning[-1].get('step'))} steps of training" if learning else "before training"
             last = run.notes[-1] if run.notes else ""
-            said.append(f"{run.name}: no summary.json: it runs, or it ended {steps}. {last}")
-    return said
+            lines.append(f"{run.name}: no summary.json: it runs, or it ended {steps}. {last}")
+    return lines
 
 
 def thinned(runs: Sequence[RunRecord]) -> list[str]:
     """What curves leave out."""
-    said: list[str] = []
+    lines: list[str] = []
     for run in runs:
-        metrics, kept = run.metrics, len(run.metrics.rows) + run.metrics.unreadable
-        if kept < metrics.total:
-            said.append(f"{run.name}: {kept:,} of {metrics.total:,} rows are drawn, evenly chosen.")
+        metrics, drawn = run.metrics, len(run.metrics.rows) + run.metrics.unreadable
+        if drawn < metrics.total:
+            lines.append(f"{run.name}: {drawn:,} of {metrics.total:,} rows are drawn, evenly chosen.")
         if metrics.unreadable:
-            said.append(f"{run.name}: {metrics.unreadable:,} of the rows looked at could not be read.")
-    return said
+            lines.append(f"{run.name}: {metrics.unreadable:,} of the rows looked at could not be read.")
+    return lines
 
 
 def versions(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:

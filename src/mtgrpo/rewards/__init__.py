@@ -1,90 +1,114 @@
-"""What a trajectory, and each of its turns, is worth. One file = one reward: a dataclass with one method."""
+"""Rewards: a number for each trajectory, or for each turn. One file = one reward: a dataclass with one method."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeAlias, TypeVar, cast
+from functools import partial
+from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar, cast
 
-from mtgrpo import extension
-from mtgrpo.errors import ConfigError, require
-from mtgrpo.extension import misgiven
-from mtgrpo.part import Part, RunContext, built, named
-from mtgrpo.together import by_itself, together
+from mtgrpo.errors import ConfigError, PolicyError
+from mtgrpo.parts import Part, Parts, RunContext, built, extension, named
+from mtgrpo.parts.extension import misgiven
+from mtgrpo.runtime.isolation import run_isolated
+from mtgrpo.runtime.together import together
+from mtgrpo.runtime.workers import Workers, open_workers
 from mtgrpo.types import Trajectory
-from mtgrpo.workers import Workers, open_workers
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one trajectory is worth. A float stands for a Score of that total."""
+    """The reward of one trajectory. A float stands for a Score of that total."""
 
     total: float
-    components: Mapping[str, float] = field(default_factory=dict[str, float])  # what it is made of: logged by name
-    turns: Sequence[float] = ()  # of each turn, beside the total and what the environment paid; () = not judged
-    paid: float = 0.0  # the part of the total that the environment has paid turn by turn
+    components: Mapping[str, float] = field(default_factory=dict[str, float])  # parts of the total, logged by name
+    turns: Sequence[float] = ()  # a reward for each turn, in addition to the total; () = turns are not judged
+    paid: float = 0.0  # the part of the total that the environment paid turn by turn
 
 
-Given: TypeAlias = float | Score | Exception  # an exception: this trajectory could not be scored
+Given: TypeAlias = float | Score | Exception  # an exception says that this trajectory could not be scored
 
 
 @dataclass
-class Reward(Part, ABC):
+class Reward(Part, ABC, retries=">= 0"):
     """Base of all rewards. Write `reward`, or `rewards` where siblings are scored together or something is awaited."""
 
-    cpu_heavy = False  # a picklable copy's `reward` runs in another process, so that nothing else waits for it
-    judges_turns = False  # whether its scores have turns, which advantage=turn asks for
+    cpu_heavy = False  # true: `reward` of a pickled copy runs in another process, so that the event loop stays free
+    judges_turns = False  # true: its scores have turns, which advantage=turn needs
+    takes_posted = False  # true: it scores by what an agent's program posts (`agent.posts_rewards`)
     _workers = cast("Workers | None", None)
 
     success_at: float = 1.0  # a trajectory whose reward reaches this counts as a success in evaluations
     retries: int = 1  # further attempts where it raises; then the trajectory counts as failed, not as worth 0
 
-    def __post_init__(self) -> None:
-        require(self, retries=">= 0")
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
+    def __init_subclass__(cls, **bounds: str) -> None:
+        super().__init_subclass__(**bounds)
         if cls.rewards is not Reward.rewards and cls.reward is Reward.reward:
-            cls.reward = _only_together  # no longer abstract
+            cls.reward = _refuse_alone  # no longer abstract
 
     @abstractmethod
     def reward(self, trajectory: Trajectory) -> float | Score:
-        """The worth of a finished or truncated trajectory. Pure; never called for failed ones."""
+        """The reward of a finished or truncated trajectory; a pure function, never called for failed ones.
+
+        Raise PolicyError where the policy wrote something that cannot be graded: the reward is then 0. Any other
+        exception means that this code or the world failed: the trajectory then counts as failed and is not trained.
+        """
 
     async def rewards(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
-        """The worth of each of the siblings of one task that did not fail, in their order; at least one.
+        """The rewards of those trajectories of one task that did not fail, at least one, in their order.
 
-        For rewards that depend on the others, are cheaper to find together, or wait for something. By default each by
-        itself. An exception in the place of a score fails that trajectory alone.
+        Override it where a reward depends on the siblings, is cheaper for all at once, or awaits something; by default
+        each trajectory is scored by itself. An exception in the place of a score fails that trajectory alone.
         """
-        if self._workers is None:
-            return [await tried(lambda one=one: self.reward(one), self.retries) for one in siblings]
-        run, settings = self._workers.run, copy.copy(self)
+        score = self.reward if self._workers is None else partial(self._score_elsewhere, self._workers)
+        return await together(attempt(partial(score, trajectory), self.retries) for trajectory in siblings)
+
+    async def _score_elsewhere(self, workers: Workers, trajectory: Trajectory) -> float | Score:
+        """As `reward`, in another process. Raises PolicyError for what is nested too deeply to be copied there."""
+        settings = copy.copy(self)
         settings._workers = None
-        work = settings.reward
-        return await together(tried(lambda one=one: run(work, one), self.retries) for one in siblings)
+        try:
+            return await workers.run(settings.reward, trajectory)
+        except RecursionError as error:
+            try:
+                pickle.dumps(trajectory)
+            except RecursionError:
+                raise PolicyError("a tool call is nested too deeply") from None
+            raise error
+
+    @property
+    def parts(self) -> Sequence[Reward]:
+        """The rewards that it goes by."""
+        return ()
+
+    @property
+    def works_unopened(self) -> bool:
+        """Whether it can grade a text, one without code, before it is open."""
+        return not (self.opens or self.cpu_heavy)
 
     def answer(self, trajectory: Trajectory) -> str:
-        """What it answered, spelled so that equal answers are the same text: for majority votes; "" = nothing."""
+        """The trajectory's answer, for majority votes: equal answers must be equal texts; "" = no answer."""
         return trajectory.final.strip()
 
     def note(self, divide_by_std: bool) -> str:
-        """What the user should know before training begins; "" = nothing.
+        """A warning for the user before training begins; "" = none.
 
-        divide_by_std: whether advantages are divided by the deviation of the siblings' rewards.
+        divide_by_std: whether advantages are divided by the standard deviation of the siblings' rewards.
         """
         return ""
 
 
 @asynccontextmanager
 async def opened(reward: Reward, context: RunContext) -> AsyncGenerator[Reward]:
-    """The running reward, with its processes where it is `cpu_heavy`."""
+    """The open reward, with worker processes where it is `cpu_heavy`."""
     async with reward.open(context) as running:
         if not running.cpu_heavy:
             yield running
@@ -94,50 +118,57 @@ async def opened(reward: Reward, context: RunContext) -> AsyncGenerator[Reward]:
             yield running
 
 
-def _only_together(self: Reward, trajectory: Trajectory) -> float:
+def _refuse_alone(self: Reward, trajectory: Trajectory) -> float:
     raise NotImplementedError(f"{type(self).__name__} scores siblings together")
 
 
-async def tried(work: Callable[[], T | Awaitable[T]], retries: int) -> T | Exception:
-    """What `work` gives, or at last raises (see `by_itself`). ConfigError is the user's to mend, and comes through."""
+async def attempt(work: Callable[[], T | Awaitable[T]], retries: int, backoff_s: float = 0.0) -> T | Exception:
+    """The result of `work`, or the exception of its last attempt (see `run_isolated`). Raises ConfigError at once.
+
+    backoff_s: the wait before the first further attempt, doubled before each of the next.
+    """
+    failures = 0
     while True:
         try:
-            return await by_itself(work)
+            return await run_isolated(work)
         except ConfigError:
             raise
         except Exception as error:
-            if not retries:
+            if failures >= retries or isinstance(error, PolicyError):  # the policy would write the same
                 return error
-        retries -= 1
+        await asyncio.sleep(backoff_s * 2**failures)
+        failures += 1
 
 
 async def scores(reward: Reward, siblings: Sequence[Trajectory]) -> list[Score | Exception]:
-    """What `reward` gives each of the siblings, tried again where it raises; an exception where that did not help.
+    """The checked score of each sibling, or the exception because of which there is none after all retries.
 
-    So too where it gives what is no finite number, not one for each trajectory or not one for each turn.
+    An exception also stands for a result that is not finite, or has another number of trajectories or turns. A
+    PolicyError becomes a score of 0: the policy must not be able to choose that its trajectory is left out.
     """
     if not siblings:
         return []
     method = reward.reward if type(reward).rewards is Reward.rewards else reward.rewards
-    given: Any = await tried(lambda: reward.rewards(siblings), reward.retries)
-    if isinstance(given, Exception):
-        return [given] * len(siblings)
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(cast("Sequence[Any]", given)) != len(siblings):
-        return [misgiven(method, given, f"it is for {len(siblings)} trajectories; give one for each")] * len(siblings)
-    listed = cast("Sequence[Any]", given)
-    return [_checked(one, trajectory, method) for one, trajectory in zip(listed, siblings, strict=True)]
+    results: Any = await attempt(lambda: reward.rewards([one.copy() for one in siblings]), reward.retries)
+    if isinstance(results, Exception):
+        results = [results] * len(siblings)
+    if not isinstance(results, Sequence) or isinstance(results, str) or len(cast(Any, results)) != len(siblings):
+        error = misgiven(method, results, f"it is for {len(siblings)} trajectories; give one for each")
+        return [error] * len(siblings)
+    pairs = zip(cast("Sequence[Any]", results), siblings, strict=True)
+    return [_check(result, trajectory, method) for result, trajectory in pairs]
 
 
-def _checked(given: Any, trajectory: Trajectory, method: Any) -> Score | Exception:
-    """What `method` gave for a trajectory as a Score, or what is wrong with it."""
-    if isinstance(given, Exception):
-        return given
+def _check(result: Any, trajectory: Trajectory, method: Any) -> Score | Exception:
+    """The result of `method` for a trajectory as a Score, or an exception that says what is wrong with it."""
+    if isinstance(result, Exception):
+        return Score(0.0) if isinstance(result, PolicyError) else result
     try:
-        score = given if isinstance(given, Score) else Score(given)
+        score = result if isinstance(result, Score) else Score(result)
         parts = {name: _finite(part) for name, part in score.components.items()}
         score = Score(_finite(score.total), parts, tuple(map(_finite, score.turns)), _finite(score.paid))
     except (TypeError, ValueError, OverflowError, AttributeError):
-        return misgiven(method, given, "give a finite number, or a Score of finite numbers")
+        return misgiven(method, result, "give a finite number, or a Score of finite numbers")
     if len(score.turns) not in (0, len(trajectory.turns)):
         return misgiven(method, score.turns, f"there are {len(trajectory.turns)} turns; give one for each, or none")
     return score
@@ -152,11 +183,12 @@ def _finite(amount: Any) -> float:
 
 @dataclass
 class OfRewards(Reward, ABC):
-    """Base of rewards that go by other rewards, which are opened and closed with it."""
+    """Base of rewards that are computed from other rewards, their parts, which are opened and closed with them."""
 
-    default: ClassVar[Mapping[str, Any]] = {}  # the others, with settings, where `of` is null
+    default: ClassVar[Mapping[str, Any]] = {}  # the parts, with settings, where `of` is null
 
-    of: Any = None  # [numeric, path/to/file.py:Name], or with settings {numeric: {require_marker: false}}
+    # [numeric, path/to/file.py:Name], or with settings {numeric: {require_marker: false}}
+    of: Annotated[Any, Parts("reward")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -168,41 +200,36 @@ class OfRewards(Reward, ABC):
         if not self._parts:
             raise ConfigError("reward.of is empty: name the rewards that this one goes by, such as reward.of=[numeric]")
 
-    def _settings(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Those of the given settings that are the other reward's own."""
-        return given
+    def _settings(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """Those of the settings that belong to the part itself."""
+        return settings
 
     @property
-    def parts(self) -> list[Reward]:
-        """The others."""
+    def parts(self) -> Sequence[Reward]:
+        """The other rewards."""
         return list(self._parts.values())
+
+    @property
+    def works_unopened(self) -> bool:
+        """Whether all of them do."""
+        return all(part.works_unopened for part in self.parts)
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
-        """With the others open."""
         async with AsyncExitStack() as stack:
             running = copy.copy(self)
             running._parts = {n: await stack.enter_async_context(opened(p, context)) for n, p in self._parts.items()}
             yield running
 
     def answer(self, trajectory: Trajectory) -> str:
-        """As the first of the others has it."""
-        return next(iter(self._parts.values())).answer(trajectory)
+        """The answer as the first part finds it."""
+        return self.parts[0].answer(trajectory)
 
     def note(self, divide_by_std: bool) -> str:
-        """What each of the others has to say."""
-        return "; ".join(text for part in self._parts.values() if (text := part.note(divide_by_std)))
+        return "; ".join(filter(None, (part.note(divide_by_std) for part in self.parts)))
 
     async def part_scores(self, siblings: Sequence[Trajectory]) -> list[dict[str, Score] | Exception]:
-        """What each of the others gives each sibling, by name; an exception where one of them could not."""
-        found = await together(scores(part, siblings) for part in self._parts.values())
-        return [_by_name(list(self._parts), row) for row in zip(*found, strict=True)]
-
-
-def _by_name(names: Sequence[str], row: Sequence[Score | Exception]) -> dict[str, Score] | Exception:
-    found: dict[str, Score] = {}
-    for name, score in zip(names, row, strict=True):
-        if isinstance(score, Exception):
-            return score
-        found[name] = score
-    return found
+        """For each sibling the score of every part by its name, or the exception of the first part that failed."""
+        columns = await together(scores(part, siblings) for part in self.parts)
+        rows: Any = [dict(zip(self._parts, row, strict=True)) for row in zip(*columns, strict=True)]
+        return [next((score for score in row.values() if isinstance(score, Exception)), row) for row in rows]

@@ -23,21 +23,16 @@ class Calculation(Reward):
     require_marker: bool = True  # false: where there is neither #### nor a box, the last number of the text counts
 
     def reward(self, trajectory: Trajectory) -> Score:
-        """1.0 or 0.0 for the final number, and 1.0 for each turn that brought the next result.
-
-        Raises ConfigError when the task names no results.
-        """
+        """Raises ConfigError when the task names no results, or its answer is not a number."""
         if "values" not in trajectory.task.metadata:
             raise ConfigError(
                 f"task {trajectory.task.id} names no intermediate results: reward=calculation is for task=calculator; "
                 "set reward=numeric"
             )
-        expected = [str(value) for value in trajectory.task.metadata["values"]]
-        found: list[float] = []
+        results = [str(value) for value in trajectory.task.metadata["values"]]
+        turns: list[float] = []
         for turn in trajectory.turns:
-            said = [message.content for message in turn.observations]
-            right = bool(expected) and expected[0] in said
-            if right:
-                expected.pop(0)
-            found.append(float(right))
-        return Score(Numeric(require_marker=self.require_marker).reward(trajectory), turns=found)
+            brought = bool(results) and results[0] in [message.content for message in turn.observations]
+            results = results[brought:]
+            turns.append(float(brought))
+        return Score(Numeric(require_marker=self.require_marker).reward(trajectory), turns=turns)

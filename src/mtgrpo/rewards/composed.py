@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.parts import Parts
 from mtgrpo.rewards import Given, OfRewards, Score
 from mtgrpo.types import Trajectory
 
@@ -19,7 +20,8 @@ class Composed(OfRewards):
     reward/numeric/mean, before it is weighed; so is what it is itself made of, as reward/numeric/NAME/mean.
     """
 
-    of: Any = None  # [numeric, format], or with weights and settings {numeric: {}, format: {weight: 0.2, min_chars: 9}}
+    # [numeric, format], or with weights and settings {numeric: {}, format: {weight: 0.2, min_chars: 9}}
+    of: Annotated[Any, Parts("reward")] = None
 
     def __post_init__(self) -> None:
         self._weights: list[float] = []
@@ -27,11 +29,10 @@ class Composed(OfRewards):
         self.judges_turns = any(part.judges_turns for part in self._parts.values())
 
     async def rewards(self, siblings: Sequence[Trajectory]) -> list[Given]:
-        """The weighted sums. Raises ConfigError as the others do."""
-        return [one if isinstance(one, Exception) else self._sum(one) for one in await self.part_scores(siblings)]
+        return [s if isinstance(s, Exception) else self._sum(s) for s in await self.part_scores(siblings)]
 
-    def _settings(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
-        weight = given.get("weight", 1.0)
+    def _settings(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+        weight = settings.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise ConfigError(f"reward {name}: weight must be a number, got {weight!r}")
         if name == "environment" and weight != 1:
@@ -39,21 +40,21 @@ class Composed(OfRewards):
                 f"reward environment: weight={weight}: what the environment pays counts as it is; weigh it with "
                 "advantage.turn_weight, or the other rewards"
             )
-        if "success_at" in given:
+        if "success_at" in settings:
             raise ConfigError(
-                f"reward {name}: success_at={given['success_at']} has no effect beside other rewards, "
+                f"reward {name}: success_at={settings['success_at']} has no effect beside other rewards, "
                 "where their sum decides; leave it out"
             )
         self._weights.append(float(weight))
-        return {key: value for key, value in given.items() if key != "weight"}
+        return {key: value for key, value in settings.items() if key != "weight"}
 
-    def _sum(self, found: dict[str, Score]) -> Score:
-        weighed = list(zip(found.values(), self._weights, strict=True))
+    def _sum(self, scores: dict[str, Score]) -> Score:
+        weighed = list(zip(scores.values(), self._weights, strict=True))
         judged = [[weight * amount for amount in score.turns] for score, weight in weighed if score.turns]
         return Score(
             total=sum(weight * score.total for score, weight in weighed),
-            components={name: score.total for name, score in found.items()}
-            | {f"{name}/{part}": amount for name, score in found.items() for part, amount in score.components.items()},
+            components={name: score.total for name, score in scores.items()}
+            | {f"{name}/{part}": amount for name, score in scores.items() for part, amount in score.components.items()},
             turns=tuple(map(sum, zip(*judged, strict=True))),
-            paid=sum(score.paid for score in found.values()),
+            paid=sum(score.paid for score in scores.values()),
         )

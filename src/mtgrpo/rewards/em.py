@@ -6,13 +6,13 @@ import re
 import string
 import unicodedata
 from abc import ABC
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.parts import Text
 from mtgrpo.rewards import Reward
-from mtgrpo.types import Task, Trajectory
+from mtgrpo.types import Trajectory
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _TO_NOTHING = str.maketrans("", "", string.punctuation)
@@ -33,17 +33,23 @@ class AnswerReward(Reward, ABC):
     """Base of the rewards that compare the words of an answer with those of the accepted ones."""
 
     convention: Convention = Convention.squad
-    tag: str = ""  # answer: the answer is what the final message's last <answer></answer> holds; "" = all of it
+    tag: Text = ""  # answer: the answer is what the final message's last <answer></answer> holds; "" = all of it
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tag:
             check_tag(type(self).__name__.lower(), self.tag)
 
-    def compared(self, trajectory: Trajectory) -> tuple[str, list[str]]:
-        """The words that were given, and those of each accepted answer. Raises ConfigError when there is none."""
-        accepted = [normalised(one, self.convention) for one in accepted_answers(trajectory.task)]
-        return normalised(stated_answer(trajectory.final, self.tag), self.convention), accepted
+    def normalise(self, trajectory: Trajectory) -> tuple[str, list[str]]:
+        """The words of the answer, and those of each accepted one. Raises ConfigError when the task has none."""
+        task = trajectory.task
+        accepted = [answer for answer in (task.answer, *task.metadata.get("answers", ())) if answer.strip()]
+        if not accepted:
+            raise ConfigError(
+                f"task {task.id} has no answer to compare with; choose its column with task.columns.answer=NAME"
+            )
+        answer = stated_answer(trajectory.final, self.tag)
+        return normalise(answer, self.convention), [normalise(one, self.convention) for one in accepted]
 
 
 @dataclass
@@ -56,29 +62,19 @@ class EM(AnswerReward):
     """
 
     def reward(self, trajectory: Trajectory) -> float:
-        """1.0 or 0.0. Raises ConfigError when the task has no answer."""
-        given, accepted = self.compared(trajectory)
-        return float(given in accepted)
+        """Raises ConfigError when the task has no answer."""
+        answer, accepted = self.normalise(trajectory)
+        return float(answer in accepted)
 
 
-def normalised(text: str, convention: Convention) -> str:
+def normalise(text: str, convention: Convention) -> str:
     """The words of `text` that count, parted by single spaces; "" for an empty text alone."""
     lower = text.lower()
     if convention is Convention.unicode:
-        kept = "".join(character for character in lower if unicodedata.category(character)[0] not in "PS")
+        words = "".join(character for character in lower if unicodedata.category(character)[0] not in "PS")
     else:
-        kept = lower.translate(_TO_SPACES if convention is Convention.triviaqa else _TO_NOTHING)
-    return " ".join(_ARTICLES.sub(" ", kept).split()) or " ".join(lower.split())
-
-
-def accepted_answers(task: Task) -> Sequence[str]:
-    """All answers that are right. Raises ConfigError when there is none."""
-    answers = [answer for answer in (task.answer, *task.metadata.get("answers", ())) if answer.strip()]
-    if not answers:
-        raise ConfigError(
-            f"task {task.id} has no answer to compare with; choose its column with task.columns.answer=NAME"
-        )
-    return answers
+        words = lower.translate(_TO_SPACES if convention is Convention.triviaqa else _TO_NOTHING)
+    return " ".join(_ARTICLES.sub(" ", words).split()) or " ".join(lower.split())
 
 
 def stated_answer(text: str, tag: str) -> str:

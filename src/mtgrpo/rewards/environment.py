@@ -16,8 +16,8 @@ class Environment(Reward):
     """
 
     judges_turns = True
+    takes_posted = True
 
     def reward(self, trajectory: Trajectory) -> Score:
-        """The sum."""
         paid = sum(turn.paid for turn in trajectory.turns)
         return Score(paid, paid=paid)

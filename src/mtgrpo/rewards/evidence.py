@@ -28,17 +28,17 @@ class Evidence(Reward):
 
     def reward(self, trajectory: Trajectory) -> Score:
         """The share, or that of each turn. Raises ConfigError where the task does not say what it needs."""
-        gold = set[str](trajectory.task.metadata.get("gold") or ())
+        gold = frozenset[str](trajectory.task.metadata.get("gold") or ())
         if not gold:
             raise ConfigError(
                 f"task {trajectory.task.id} has no `gold` in its metadata, the ids of the passages that it needs; "
                 "reward=evidence is for task=search_qa"
             )
-        missing, turns = set(gold), list[float]()
+        missing, turns = gold, list[float]()
         for turn in trajectory.turns:
-            texts = (said.content for said in turn.observations if said.name == "search")
-            shown = missing & {name for text in texts for name in _SHOWN.findall(text)}
-            missing -= shown
-            turns.append(len(shown) / len(gold))
+            texts = [reply.content for reply in turn.observations if reply.name == "search"]
+            left = missing.difference(*map(_SHOWN.findall, texts))
+            turns.append(len(missing - left) / len(gold))
+            missing = left
         found = 1 - len(missing) / len(gold)
         return Score(0.0, {"found": found}, turns) if self.per_turn else Score(found)

@@ -21,14 +21,14 @@ class F1(AnswerReward):
     """
 
     def reward(self, trajectory: Trajectory) -> float:
-        """From 0.0 to 1.0. Raises ConfigError when the task has no answer."""
-        given, accepted = self.compared(trajectory)
+        """Raises ConfigError when the task has no answer."""
+        answer, accepted = self.normalise(trajectory)
         if self.convention is Convention.hotpotqa:
-            accepted = [answer for answer in accepted if answer == given or not {answer, given} & _WHOLE]
-        return max((word_f1(given.split(), answer.split()) for answer in accepted), default=0.0)
+            accepted = [one for one in accepted if one == answer or not {one, answer} & _WHOLE]
+        return max((word_f1(answer.split(), one.split()) for one in accepted), default=0.0)
 
 
-def word_f1(given: list[str], answer: list[str]) -> float:
+def word_f1(words: list[str], others: list[str]) -> float:
     """The F1 of two lists of words, whatever their order."""
-    shared = (Counter(given) & Counter(answer)).total()
-    return 2 * shared / (len(given) + len(answer)) if shared else 0.0
+    shared = (Counter(words) & Counter(others)).total()
+    return 2 * shared / (len(words) + len(others)) if shared else 0.0

@@ -5,24 +5,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import ConfigError
+from mtgrpo.parts import Pattern
 from mtgrpo.rewards import Reward
 from mtgrpo.tools.unit_tests import last_code_block
 from mtgrpo.types import Trajectory
 
 
 @dataclass
-class Format(Reward):
+class Format(Reward, min_chars=">= 0"):
     """1 when the final message keeps all the rules that are set, else 0."""
 
     min_chars: int = 0
-    required_patterns: list[str] = field(default_factory=list[str])  # regular expressions, each found somewhere
-    forbidden_patterns: list[str] = field(default_factory=list[str])  # regular expressions, none found anywhere
+    required_patterns: list[Pattern] = field(default_factory=list[str])  # regular expressions, each found somewhere
+    forbidden_patterns: list[Pattern] = field(default_factory=list[str])  # regular expressions, none found anywhere
     code_block: bool = False  # it must hold a fenced code block
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, min_chars=">= 0")
         for name in ("required_patterns", "forbidden_patterns"):
             for pattern in getattr(self, name):
                 try:
@@ -34,7 +34,6 @@ class Format(Reward):
                     ) from error
 
     def reward(self, trajectory: Trajectory) -> float:
-        """1.0 or 0.0."""
         text = trajectory.final
         return float(
             len(text) >= self.min_chars

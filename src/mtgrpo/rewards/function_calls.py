@@ -20,59 +20,70 @@ class FunctionCalls(Reward):
     """1 when the last message calls just the functions in the task's `calls`, in any order, else 0: BFCL's AST match.
 
     `calls` is a list of {FUNCTION: {ARGUMENT: [ACCEPTED VALUES]}}, `tools` the functions: task=bfcl. An argument may be
-    left out where "" is accepted. Texts are compared in lower case without spaces and ,./-_*^; a whole number does for
-    one with decimals, no other type for another.
+    left out where "" is accepted. Texts are compared in lower case without spaces and ,./-_*^. No type does for
+    another, nor within an array, but a whole number as an argument does for one with decimals.
     """
 
     def reward(self, trajectory: Trajectory) -> float:
-        """1.0 or 0.0. Raises ConfigError where the task has no calls."""
+        """Raises ConfigError where the task has no calls."""
         task = trajectory.task
         wanted: Any = task.metadata.get("calls")
         if not isinstance(wanted, list) or not wanted:
             raise ConfigError(f"task {task.id} has no `calls` in its metadata; reward=function_calls is for task=bfcl")
         schemas = {tool["name"]: tool["parameters"] for tool in task.metadata["tools"]}
         message = next((turn.message for turn in reversed(trajectory.turns) if not turn.auxiliary), None)
-        left = list(message.tool_calls) if message and not message.error else []
-        for one in cast("list[dict[str, Any]]", wanted):
-            [(name, accepted)] = one.items()
-            match = next((call for call in left if call.name == name and _fits(call, accepted, schemas[name])), None)
-            if match is None:
+        calls = list(message.tool_calls) if message and not message.error else []
+        for wanted_call in cast("list[dict[str, Any]]", wanted):
+            [(name, accepted)] = wanted_call.items()
+            fits = (call.name == name and _fits(call, accepted, schemas[name]) for call in calls)
+            if (position := next((n for n, fit in enumerate(fits) if fit), None)) is None:
                 return 0.0
-            left.remove(match)
-        return float(not left)
+            del calls[position]
+        return float(not calls)
 
 
 def _fits(call: ToolCall, accepted: Mapping[str, Sequence[Any]], schema: Mapping[str, Any]) -> bool:
-    if not call.arguments.keys() >= set(schema.get("required", ())):
-        return False
-    kinds = {name: one.get("type", "string") for name, one in schema["properties"].items()}
-    return _has_keys(call.arguments, accepted) and all(
-        name in kinds and _accepted(value, kinds[name], accepted[name]) for name, value in call.arguments.items()
+    types: Mapping[str, Any] = schema["properties"]
+    has_keys = call.arguments.keys() >= set(schema.get("required", ())) and _has_keys(call.arguments, accepted)
+    return has_keys and all(
+        name in types and _accepted(value, types[name], accepted[name]) for name, value in call.arguments.items()
     )
 
 
-def _has_keys(given: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]]) -> bool:
-    """Whether all that must be given is, and nothing else."""
-    return given.keys() <= accepted.keys() and all(n in given or "" in values for n, values in accepted.items())
+def _has_keys(values: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether there is all that must be, and nothing else."""
+    return values.keys() <= accepted.keys() and all(name in values or "" in ok for name, ok in accepted.items())
 
 
-def _accepted(value: Any, kind: str, values: Sequence[Any]) -> bool:
-    """Whether an argument is one of the accepted `values`, and of the type `kind` or of theirs."""
-    if kind == "number" and type(value) is int:
+def _accepted(value: Any, schema: Mapping[str, Any], values: Sequence[Any]) -> bool:
+    """Whether an argument is one of the accepted `values`, and of its schema's type or of theirs."""
+    kind = _TYPES.get(schema.get("type", ""), str)
+    if kind is float and type(value) is int and abs(value) < 2**1023:  # beyond that it is no number with decimals
         value = float(value)
-    kinds = {_TYPES.get(kind, str), *(type(one) for one in values if one != "")}
-    return type(value) in kinds and any(_alike(value, one) for one in values)
+    theirs = next((type(one) for one in values if one != ""), kind)
+    if type(value) not in (kind, theirs):
+        return False
+    if theirs is not kind:  # such as a variable in the place of a number
+        return value in values
+    if isinstance(value, list) and "items" in schema:
+        items = cast("list[Any]", value)
+        inner = _TYPES.get(schema["items"].get("type", ""), str)
+        values = [one for one in values if {*map(type, items)} <= {inner, *map(type, _as_list(one)[:1])}]
+    return any(_alike(value, one) for one in values)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def _alike(value: Any, one: Any) -> bool:
     """Whether a value is the accepted `one`; that of an object has a list of accepted values for each key."""
     if isinstance(value, dict) and isinstance(one, dict):
-        given, accepted = cast("dict[str, Any]", value), cast("dict[str, Any]", one)
-        matches = (any(_alike(inner, each) for each in accepted[name]) for name, inner in given.items())
-        return _has_keys(given, accepted) and all(matches)
+        fields, accepted = cast("dict[str, Any]", value), cast("dict[str, Any]", one)
+        matches = (any(_alike(field, each) for each in accepted[name]) for name, field in fields.items())
+        return _has_keys(fields, accepted) and all(matches)
     if isinstance(value, list) and isinstance(one, list):
-        items, others = cast("list[Any]", value), cast("list[Any]", one)
-        return len(items) == len(others) and all(map(_alike, items, others))
+        return len(_as_list(value)) == len(_as_list(one)) and all(map(_alike, _as_list(value), _as_list(one)))
     if isinstance(value, str) and isinstance(one, str):
         return _standard(value) == _standard(one)
     return isinstance(value, bool) is isinstance(one, bool) and value == one

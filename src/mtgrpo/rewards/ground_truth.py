@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.parts import File, Parts
 from mtgrpo.rewards import Given
 from mtgrpo.rewards.composed import Composed
+from mtgrpo.runtime.files import parse_json, read_lines
 from mtgrpo.tools.unit_tests import last_code_block
 from mtgrpo.types import Trajectory
-
-_MARKER = re.compile(r"####|\\boxed\{")
 
 
 @dataclass
@@ -24,8 +22,8 @@ class GroundTruth(Composed):
 
     default: ClassVar[Mapping[str, Any]] = {"em": None}
 
-    of: Any = None  # as reward=composed has it; null: [em]
-    file: str = ""  # lines {"id": ..., "answer": ...}, which take precedence over the tasks' own answers
+    of: Annotated[Any, Parts("reward")] = None  # as reward=composed has it; null: [em]
+    file: File = ""  # lines {"id": ..., "answer": ...}, which take precedence over the tasks' own answers
     heuristic: bool = False  # of a task without an answer, a message that merely looks like one is worth 1
 
     def __post_init__(self) -> None:
@@ -33,7 +31,6 @@ class GroundTruth(Composed):
         self._answers = _read_answers(self.file) if self.file else {}
 
     async def rewards(self, siblings: Sequence[Trajectory]) -> list[Given]:
-        """One for each. Raises ConfigError as the others do."""
         task = siblings[0].task
         if task.id in self._answers:
             task = replace(task, answer=self._answers[task.id], metadata={})
@@ -42,45 +39,42 @@ class GroundTruth(Composed):
         return await super().rewards([replace(trajectory, task=task) for trajectory in siblings])
 
     def note(self, divide_by_std: bool) -> str:
-        """That tasks may be graded by a marker alone."""
-        said = (
+        warning = (
             "reward ground_truth: heuristic=true: of tasks without an answer, whatever looks like one counts as right; "
             "the policy may learn to write just that"
         )
-        return "; ".join(filter(None, (said * self.heuristic, super().note(divide_by_std))))
+        return "; ".join(filter(None, (warning * self.heuristic, super().note(divide_by_std))))
 
 
 def _looks_answered(text: str) -> float:
-    return float(bool(_MARKER.search(text)) or last_code_block(text) is not None)
+    return float("####" in text or "\\boxed{" in text or last_code_block(text) is not None)
 
 
 def _read_answers(name: str) -> dict[str, str]:
     """Answers by the ids of their tasks. Raises ConfigError naming the file and the line."""
     path = Path(name).expanduser()
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"reward ground_truth: file={name} is no file")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        path.open("rb").close()  # says why where it cannot be
+        lines = [line for line in read_lines(path) if not line.text.decode().isspace()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"reward ground_truth: file={name} cannot be read: {error}") from error
-    found: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"reward ground_truth: file={name}, line {number}"
-        try:
-            row: Any = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: not valid JSON ({error}): {line[:80]!r}") from error
+    answers: dict[str, str] = {}
+    for line in lines:
+        where = f"reward ground_truth: file={name}, line {line.number}"
+        row = parse_json(line.text, where)
         columns = cast("dict[str, Any]", row) if isinstance(row, dict) else {}
         task_id, answer = _text(columns.get("id")), _text(columns.get("answer"))
         if not (task_id.strip() and answer.strip()):
             raise ConfigError(
                 f'{where}: a line must be {{"id": ..., "answer": ...}} with a text or a number for each, '
-                f"got {line[:80]!r}"
+                f"got {line.text[:80]!r}"
             )
-        if task_id in found:
+        if task_id in answers:
             raise ConfigError(f"{where}: there is a line for id {task_id!r} already; give each task one answer")
-        found[task_id] = answer
-    return found
+        answers[task_id] = answer
+    return answers
 
 
 def _text(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import hashlib
 import os
@@ -11,17 +10,16 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
-from mtgrpo.errors import ConfigError, require
-from mtgrpo.part import RunContext
-from mtgrpo.rewards import Given, Reward, Score, tried
-from mtgrpo.strict_json import strict_json
-from mtgrpo.together import together
+from mtgrpo.errors import ConfigError, PolicyError, require
+from mtgrpo.parts import Folder, Network, RunContext, Secret, Text
+from mtgrpo.rewards import Given, Reward, Score, attempt
+from mtgrpo.runtime.files import write_whole
+from mtgrpo.runtime.http import HttpClient, HttpError
+from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.together import together
 from mtgrpo.types import Trajectory
-
-if TYPE_CHECKING:
-    import httpx
 
 _PROMPT = """\
 Rate how well the response answers the request, from 0 (useless or wrong) to 10 (right and complete). What stands in the
@@ -37,8 +35,13 @@ Score: NUMBER
 <response>
 {response}
 </response>"""
+_TOO_MUCH = {400, 413, 422}  # answers to a question that is too long, from a server that has answered others
 _LATER = {408, 409, 429}  # answers of a server that may be others later, beside those from 500 on
 _NUMBER = r"score[\s:=*_]{0,8}(-?\d+(?:\.\d+)?)"
+
+
+class _UnscoredError(ValueError):
+    """The judge has answered without a score."""
 
 
 @dataclass
@@ -47,17 +50,19 @@ class Judge(Reward):
 
     The judge sees the task's messages, its answer where there is one, and the final message, and ends with "Score:
     NUMBER", which is scaled from `lowest` and `highest` to 0 and 1. Its replies are kept on disk, so that no question
-    is paid for twice; the share that came from there is logged as `cached`. What is no score, and a server that fails,
-    is asked again `retries` times; then the trajectory counts as failed. Anybody can talk a judge into something: look
-    at what it likes with `mtgrpo show`. Example: `reward=judge reward.url=http://localhost:8000/v1 reward.model=NAME`.
+    is paid for twice; the share that came from there is logged as `cached`. It is asked again `retries` times where its
+    reply holds no score, or its server fails. Then a reply without a score is worth 0, for the policy may have asked
+    for it; where the server fails the trajectory counts as failed. A message that is too long for the judge is worth 0
+    too. Anybody can talk a judge into something: look at what it likes with `mtgrpo show`. Example:
+    `reward=judge reward.url=http://localhost:8000/v1 reward.model=NAME`.
     """
 
     retries: int = 4  # further requests where there was no score; `backoff_s`, then twice as long, before each
 
-    url: str = ""  # of the endpoint, up to /v1
-    model: str = ""  # the judge's name there
-    key: str = "OPENAI_API_KEY"  # the environment's variable that holds its key, if it takes one
-    prompt: str = _PROMPT  # {request}, {reference} and {response} are filled in
+    url: Network = ""  # of the endpoint, up to /v1
+    model: Text = ""  # the judge's name there
+    key: Secret = "OPENAI_API_KEY"  # the environment's variable that holds its key, if it takes one
+    prompt: Text = _PROMPT  # {request}, {reference} and {response} are filled in
     lowest: float = 0.0
     highest: float = 10.0
     max_new_tokens: int = 512  # of a reply
@@ -65,11 +70,11 @@ class Judge(Reward):
     max_concurrent: int = 16  # requests at once
     timeout_s: float = 120.0  # of a request
     backoff_s: float = 1.0  # before the first further request
-    cache: str = ""  # the folder of replies; "" = ~/.cache/mtgrpo/judge
+    cache: Folder = ""  # the folder of replies; "" = ~/.cache/mtgrpo/judge
 
-    _client = cast("httpx.AsyncClient | None", None)  # while a run lasts
+    _client = cast("HttpClient | None", None)  # while a run lasts
     _folder = Path()
-    _requests = 0
+    _requests, _replies = 0, 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,17 +94,13 @@ class Judge(Reward):
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         """With a connection and a folder of replies."""
-        import httpx  # noqa: PLC0415
-
         key = context.secrets.get(self.key)
         running = copy.copy(self)
         home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mtgrpo" / "judge"
         running._folder = (Path(self.cache) if self.cache else home).expanduser()
         running._folder.mkdir(parents=True, exist_ok=True)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=self.max_concurrent)
-        timeout = httpx.Timeout(self.timeout_s, pool=None)  # waiting for one's turn does not count
-        async with httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=timeout) as client:
+        async with HttpClient(self.url, headers, self.max_concurrent) as client:
             running._client = client
             yield running
 
@@ -128,21 +129,15 @@ class Judge(Reward):
         file = self._folder / f"{digest}.txt"
         with suppress(OSError, ValueError):  # never asked, or of no use with these bounds
             return Score(self._score(file.read_text(encoding="utf-8")), {"cached": 1.0})
-        attempts = 0
 
         async def score() -> Score:
-            nonlocal attempts
-            if attempts:
-                await asyncio.sleep(self.backoff_s * 2 ** (attempts - 1))
-            attempts += 1
             reply = await self._reply(asked)
             found = Score(self._score(reply), {"cached": 0.0})
-            unfinished = file.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(reply, encoding="utf-8")
-            unfinished.replace(file)
+            write_whole(file, reply.encode(), durable=False)  # it can be asked again
             return found
 
-        return await tried(score, self.retries)
+        found = await attempt(score, self.retries, self.backoff_s)
+        return Score(0.0, {"cached": 0.0}) if isinstance(found, _UnscoredError) else found
 
     async def _reply(self, asked: dict[str, Any]) -> str:
         """What the judge says. Raises ConfigError where asking again cannot help."""
@@ -153,17 +148,24 @@ class Judge(Reward):
                 "resume=true: its replies so far are kept"
             )
         self._requests += 1
-        response = await self._client.post("chat/completions", json=asked)
-        if 400 <= response.status_code < 500 and response.status_code not in _LATER:
-            raise ConfigError(
-                f"reward judge: {self.url} refuses model {self.model} with status {response.status_code}: "
-                f"{response.text[:300]}; correct reward.url and reward.model, or put the key in ${self.key}"
-            )
-        return response.raise_for_status().json()["choices"][0]["message"]["content"]
+        try:
+            answer = await self._client.request("POST", "/chat/completions", asked, timeout_s=self.timeout_s)
+        except HttpError as error:
+            if self._replies and error.status in _TOO_MUCH:
+                raise PolicyError(f"the judge refuses the message with status {error.status}") from error
+            if 400 <= error.status < 500 and error.status not in _LATER:
+                raise ConfigError(
+                    f"reward judge: {self.url} refuses model {self.model} with status {error.status}: "
+                    f"{error.body[:300]}; correct reward.url and reward.model, or put the key in ${self.key}"
+                ) from error
+            raise
+        reply = answer["choices"][0]["message"]["content"]
+        self._replies += 1
+        return reply
 
     def _score(self, reply: str) -> float:
         """The last score in a reply, from 0 to 1. Raises ValueError where there is none."""
         said = re.findall(_NUMBER, reply, re.IGNORECASE)
         if not said or not self.lowest <= float(said[-1]) <= self.highest:
-            raise ValueError(f"the judge gives no score from {self.lowest:g} to {self.highest:g}: {reply[-200:]!r}")
+            raise _UnscoredError(f"the judge gives no score from {self.lowest:g} to {self.highest:g}: {reply[-200:]!r}")
         return (float(said[-1]) - self.lowest) / (self.highest - self.lowest)

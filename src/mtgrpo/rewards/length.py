@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtgrpo.errors import require
 from mtgrpo.rewards import Reward
 from mtgrpo.types import Trajectory
 
 
 @dataclass
-class Length(Reward):
+class Length(Reward, budget_tokens=">= 0", cost="> 0", most="> 0"):
     """Minus `cost` for every token that the policy sampled beyond `budget_tokens`, over all turns; never below -`most`.
 
     To be added to a reward for what is said: reward=[em,length]. By itself the shortest message is the best.
@@ -21,10 +20,5 @@ class Length(Reward):
     cost: float = 0.001  # of each token above
     most: float = 0.5  # that a conversation can cost
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, budget_tokens=">= 0", cost="> 0", most="> 0")
-
     def reward(self, trajectory: Trajectory) -> float:
-        """From -most to 0.0."""
         return max(-self.most, min(0.0, self.cost * (self.budget_tokens - trajectory.sampled_tokens)))

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import signal
 from dataclasses import dataclass
 from typing import Any
 
-from mtgrpo.errors import ConfigError, refuse_without_package, require
+from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.rewards import Reward
+from mtgrpo.runtime.isolation import OUT_OF_MEMORY, run_forked
 from mtgrpo.types import Trajectory
-from mtgrpo.workers import OUT_OF_MEMORY, exit_code
 
-_MOST_MEMORY = 4 * 2**30  # bytes, for a number with too many digits
+_MAX_BYTES = 4 * 2**30  # for a number with too many digits
+_ODD = re.compile(r"(?<=\d)(?:\\,(?=\d{3}(?!\d))|\.(?=\s*[}$]))")  # a thin space in 1\,200, a point in 72.
 _RIGHT, _WRONG, _UNREADABLE = 2, 3, 4
 # Of the limits, and of what a message had the library compute.
 _DEATHS = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)
 
 
 @dataclass
-class MathVerify(Reward):
+class MathVerify(Reward, timeout_s="> 0"):
     """1 when the final message's answer equals the task's answer as mathematics, else 0: math-verify compares them.
 
     It is looked for after the last `####`, else in the whole message: what the last \\boxed{} holds, else a formula
@@ -35,22 +37,26 @@ class MathVerify(Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, timeout_s="> 0")
         refuse_without_package("math_verify", "reward=math_verify", "math")
 
     def reward(self, trajectory: Trajectory) -> float:
-        """1.0 or 0.0. Waits at most `timeout_s`. Raises ConfigError when the task's answer is no mathematics."""
-        task = trajectory.task
-        text, library = trajectory.final.rpartition("####")[2], _library()
-        found = exit_code(lambda: _verdict(library, task.answer, text), self.timeout_s, _MOST_MEMORY)
-        if found == _UNREADABLE:
+        """Raises ConfigError when the task's answer is no mathematics."""
+        task, text, library = trajectory.task, _stated(trajectory.final), _library()
+        verdict = run_forked(lambda: _verdict(library, task.answer, text), self.timeout_s, _MAX_BYTES)
+        if verdict == _UNREADABLE:
             raise ConfigError(
                 f"task {task.id}: the answer {task.answer[:80]!r} is neither a number nor a formula; choose another "
                 "column with task.columns.answer=NAME, or compare text with reward=em"
             )
-        if found not in (_RIGHT, _WRONG, *_DEATHS):
-            raise RuntimeError(f"the process that compares expressions ended with code {found}")
-        return float(found == _RIGHT)
+        if verdict not in (_RIGHT, _WRONG, *_DEATHS):
+            raise RuntimeError(f"the process that compares expressions ended with code {verdict}")
+        return float(verdict == _RIGHT)
+
+
+def _stated(text: str) -> str:
+    """What states the answer: from the last box on, with numbers as the library reads them."""
+    text = text.rpartition("####")[2]
+    return _ODD.sub("", text[max(0, text.rfind("\\boxed")) :])
 
 
 @functools.cache

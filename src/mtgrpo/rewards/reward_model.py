@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Self, cast
+from dataclasses import dataclass, replace
+from typing import Self, cast
 
-from mtgrpo.errors import ConfigError, require
-from mtgrpo.part import RunContext
+from mtgrpo.errors import ConfigError, PolicyError, require
+from mtgrpo.messages import message_to_dict
+from mtgrpo.parts import Network, RunContext, Text
 from mtgrpo.rewards import Given, Reward
 from mtgrpo.sequence_classifier import Encoded, Precision, SequenceClassifier
 from mtgrpo.types import Message, Trajectory
@@ -22,12 +24,13 @@ class RewardModel(Reward):
 
     It reads the whole conversation, those of tools too, in its own tokenizer's chat template; what spells a special
     token of the template is read as text. Its output is the reward as it is, without bounds: `success_at` says from
-    where on it is a success. A conversation that is longer than the model can read fails and is left out; nothing is
-    cut. Siblings are computed together, in a thread. Example: `reward=reward_model reward.model_name=FOLDER`.
+    where on it is a success. A conversation that is longer than the model can read is worth as much as the worst of
+    its siblings, at most 0; nothing is cut. Siblings are computed together, in a thread. Example:
+    `reward=reward_model reward.model_name=FOLDER`.
     """
 
-    model_name: str = ""  # a folder, or a name on the Hugging Face hub; weights in safetensors
-    device: str = ""  # cpu, cuda, cuda:1; "" = a GPU where there is one; the memory plan counts its weights alone
+    model_name: Network = ""  # a folder, or a name on the Hugging Face hub; weights in safetensors
+    device: Text = ""  # cpu, cuda, cuda:1; "" = a GPU where there is one; the memory plan counts its weights alone
     dtype: Precision = Precision.auto
     batch_size: int = 8  # conversations computed at once
 
@@ -60,19 +63,21 @@ class RewardModel(Reward):
             texts = [self._text(one.messages) for one in siblings]
             fitting = [text for text in texts if not isinstance(text, Exception)]
             scores = iter(self._model.scores(fitting, self.batch_size))
-        return [text if isinstance(text, Exception) else next(scores) for text in texts]
+            found = [text if isinstance(text, Exception) else next(scores) for text in texts]
+        worst = min([0.0, *(one for one in found if isinstance(one, float))])
+        return [worst if isinstance(one, PolicyError) else one for one in found]
 
     def _text(self, messages: Sequence[Message]) -> Encoded | Exception:
         """A conversation as the model reads it, or why it does not."""
         assert self._model is not None
-        rows: list[dict[str, Any]] = []
-        for message in messages:
-            calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls]
-            made = {"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {}
-            rows.append({"role": message.role, "content": message.content, **made})
+        rows = [message_to_dict(replace(message, reasoning="", name="")) for message in messages]
+        try:
+            json.dumps(rows, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
+            return PolicyError("half a character, too long a number or too deep")
         try:
             text: Encoded = self._model.tokenizer.apply_chat_template(rows, sanitize_control_tokens=True)
-        except Exception as error:  # a template's own, and text that is none
+        except Exception as error:  # a template's own
             return error
         length, longest = len(text["input_ids"]), self._model.longest
-        return text if length <= longest else ValueError(f"{length} tokens; the reward model reads {longest}")
+        return text if length <= longest else PolicyError(f"{length} tokens; the reward model reads {longest}")

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass, field
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.parts import Text
 from mtgrpo.rewards import Reward, Score
 from mtgrpo.rewards.em import check_tag
-from mtgrpo.types import Message, Trajectory
+from mtgrpo.types import Trajectory
 
 
 @dataclass
@@ -19,8 +20,8 @@ class Tags(Reward):
     space. What the chat template took out of the message as its reasoning counts as the part think.
     """
 
-    tags: list[str] = field(default_factory=lambda: ["think", "answer"])  # of the final message
-    turn_tags: list[str] = field(default_factory=list[str])  # of messages before it, beside their calls; [] = any text
+    tags: list[Text] = field(default_factory=lambda: ["think", "answer"])  # of the final message
+    turn_tags: list[Text] = field(default_factory=list[str])  # of messages before it, beside their calls; [] = any text
     per_turn: bool = False  # each turn whose message has its parts is worth 1 more: for advantage=turn and others
 
     def __post_init__(self) -> None:
@@ -38,19 +39,14 @@ class Tags(Reward):
         self._final, self._earlier = _pattern(self.tags), _pattern(self.turn_tags)
 
     def reward(self, trajectory: Trajectory) -> Score:
-        """1.0 or 0.0; with `per_turn` also for each turn. Turns that a condenser asked for are worth 0."""
-        spoken = [not turn.auxiliary for turn in trajectory.turns]
-        last = max((index for index, said in enumerate(spoken) if said), default=-1)
-        kept = [
-            said and _keeps(self._final if index == last else self._earlier, turn.message)
-            for index, (turn, said) in enumerate(zip(trajectory.turns, spoken, strict=True))
-        ]
-        return Score(float(last >= 0 and kept[last]), turns=[float(one) for one in kept] if self.per_turn else ())
-
-
-def _keeps(pattern: re.Pattern[str], message: Message) -> bool:
-    reasoning = f"<think>{message.reasoning}</think>" if message.reasoning else ""
-    return pattern.fullmatch(reasoning + message.content) is not None
+        """With `per_turn` also for each turn; those that a condenser asked for are worth 0."""
+        last = max((index for index, turn in enumerate(trajectory.turns) if not turn.auxiliary), default=-1)
+        turns: list[float] = []
+        for index, turn in enumerate(trajectory.turns):
+            reasoning = f"<think>{turn.message.reasoning}</think>" if turn.message.reasoning else ""
+            pattern = self._final if index == last else self._earlier
+            turns.append(float(not turn.auxiliary and bool(pattern.fullmatch(reasoning + turn.message.content))))
+        return Score(turns[last] if last >= 0 else 0.0, turns=turns if self.per_turn else ())
 
 
 def _pattern(tags: list[str]) -> re.Pattern[str]:

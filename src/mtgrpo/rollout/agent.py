@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 from mtgrpo.agents import Agent, Outcome
 from mtgrpo.chat import Chat
-from mtgrpo.endpoint.session import Budget, OpenChain, Session
+from mtgrpo.endpoint.session import AgentSession, OpenChain
 from mtgrpo.errors import ConfigError
-from mtgrpo.rollout.conversation import Limits
-from mtgrpo.together import by_itself
-from mtgrpo.types import Sampling, Status, Task, Trajectory
+from mtgrpo.runtime.isolation import run_isolated
+from mtgrpo.types import Limits, Sampling, Status, Task, Trajectory
 
 
 async def run_agent(
@@ -22,13 +22,13 @@ async def run_agent(
     otherwise is not caught here, nor what the engine raised: both are no outcome of the policy. Raises TimeoutError
     after `agent.timeout_s`, and RuntimeError where nothing was asked.
     """
-    budget = Budget(limits.context_tokens, limits.sampled_tokens, agent.max_requests)
-    session = Session(task, chat, sampling, budget, open_chain, agent.pin_system, agent.strict)
+    limits = dataclasses.replace(limits, requests=agent.max_requests)
+    session = AgentSession(task, chat, sampling, limits, open_chain, agent.pin_system, agent.strict)
     late = TimeoutError(f"the agent took longer than agent.timeout_s={agent.timeout_s}")
     began = time.perf_counter()
-    async with agent.endpoint.conversation(session) as address:
+    async with agent.endpoint.conversation(session, agent.posts_rewards) as address:
         try:
-            outcome = await by_itself(lambda: agent.run(task, address), agent.timeout_s or None, late)
+            outcome = await run_isolated(lambda: agent.run(task, address), agent.timeout_s or None, late)
         except ConfigError:
             raise
         except Exception as error:

@@ -16,25 +16,14 @@ from mtgrpo.condensers import Condenser, Conversation, Step, When, how_many_fit,
 from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
-from mtgrpo.extension import awaited, misgiven, place
-from mtgrpo.text import head_and_tail
-from mtgrpo.types import Attend, Finish, Message, Sample, Sampling, Status, Task, ToolSpec, Trajectory, Turn
+from mtgrpo.parts.extension import awaited, misgiven, place
+from mtgrpo.runtime.text import head_and_tail
+from mtgrpo.types import Attend, Finish, Limits, Message, Sample, Sampling, Status, Task, ToolSpec, Trajectory, Turn
 
 CONDENSE = ToolSpec(
     "condense", "Make room: forget the older part of this conversation.", {"type": "object", "properties": {}}
 )
-
-
 CHARS_PER_TOKEN = 16  # more than a tokenizer makes into one on average; an answer of more exceeds max_tool_tokens
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one conversation may use, beside `environment.max_turns` and `sampling.max_new_tokens`."""
-
-    context_tokens: int  # context and output of one turn together
-    sampled_tokens: int  # the policy's, over the whole trajectory
-    tool_tokens: int  # the environment's, over the whole trajectory
 
 
 def visible_tools(tools: tuple[ToolSpec, ...], condenser: Condenser) -> tuple[ToolSpec, ...]:
@@ -52,7 +41,7 @@ def visible_tools(tools: tuple[ToolSpec, ...], condenser: Condenser) -> tuple[To
 
 
 class _LimitError(Exception):
-    """A limit was reached; its name is the message."""
+    """A limit was reached; the message is its name."""
 
 
 async def run_rollout(
@@ -71,236 +60,220 @@ async def run_rollout(
     not caught here: a failure is not an outcome of the policy. Raises ConfigError for a condenser whose budget does not
     hold the opening, or that gives other messages than it may.
     """
+    trajectory = Trajectory(task)
     sampling = dataclasses.replace(sampling, stop_ids=[*sampling.stop_ids, *chat.stop_ids])
     async with environment.conversation(task) as (running, opening):
-        trajectory = Trajectory(task)
         if tuple(opening.messages) != task.messages:
             trajectory.opening = tuple(opening.messages)
-        state = RolloutState(trajectory, opening, chat, sample, sampling, limits, condenser or Whole(), attend)
+        state = _State(trajectory, opening, chat, sample, sampling, limits, condenser or Whole(), attend)
         try:
             await _converse(state, running)
         except _LimitError as limit:
-            trajectory.status = Status.TRUNCATED
-            trajectory.reason = str(limit)
+            trajectory.status, trajectory.reason = Status.TRUNCATED, str(limit)
         return trajectory
 
 
-async def _converse(state: RolloutState, environment: Environment) -> None:
+async def _converse(state: _State, environment: Environment) -> None:
     """Turn by turn, until the environment has done or a limit is reached: then _LimitError."""
-    trajectory = state.trajectory
-    for spoken in range(1, environment.max_turns + 1):
+    for number in range(1, environment.max_turns + 1):
         turn = await state.turn()
         if environment.settled(turn.message, turn.logprobs):
             return
-        message, asked = state.requested(turn.message)
-        reply: Any = Reply()
-        if message is not None:
-            began = time.perf_counter()
-            reply = await awaited(environment.step, message)
-            trajectory.tool_s += time.perf_counter() - began
-        if not isinstance(reply, Reply) or not math.isfinite(reply.reward):
-            raise misgiven(environment.step, reply, "give a Reply with a finite reward")
-        most = environment.max_tool_tokens * CHARS_PER_TOKEN  # to tokenise far more would hold up all conversations
-        messages = tuple(dataclasses.replace(one, content=head_and_tail(one.content, most)) for one in reply.messages)
-        turn.observations, turn.paid = (*messages, *asked), float(reply.reward)
-        trajectory.calls = (*trajectory.calls, *reply.calls)
+        message, done = state.split(turn.message)
+        reply = await _step(environment, message, state.trajectory) if message is not None else Reply()
+        turn.observations, turn.paid = (*reply.messages, *done), float(reply.reward)
         if reply.done:
             return
-        if spoken < environment.max_turns:
-            await state.go_on(turn, messages, environment.max_tool_tokens, asked)
+        if number < environment.max_turns:
+            await state.go_on(turn, reply.messages, done, environment.max_tool_tokens)
     raise _LimitError("max_turns")
 
 
-class RolloutState:
+async def _step(environment: Environment, message: Message, trajectory: Trajectory) -> Reply:
+    """The environment's answer, cut where it is so long that to tokenise it would hold up all conversations."""
+    began = time.perf_counter()
+    reply: Any = await awaited(environment.step, message)
+    trajectory.tool_s += time.perf_counter() - began
+    if not isinstance(reply, Reply) or not math.isfinite(reply.reward):
+        raise misgiven(environment.step, reply, "give a Reply with a finite reward")
+    trajectory.calls = (*trajectory.calls, *reply.calls)
+    most = environment.max_tool_tokens * CHARS_PER_TOKEN
+    messages = (dataclasses.replace(answer, content=head_and_tail(answer.content, most)) for answer in reply.messages)
+    return dataclasses.replace(reply, messages=tuple(messages))
+
+
+@dataclass(eq=False)
+class _State:
     """One conversation while it runs: its messages so far, and the context of the next turn."""
 
-    def __init__(
-        self,
-        trajectory: Trajectory,
-        opening: Opening,
-        chat: Chat,
-        sample: Sample,
-        sampling: Sampling,
-        limits: Limits,
-        condenser: Condenser,
-        attend: Attend | None,
-    ) -> None:
-        self.trajectory = trajectory
-        self._chat, self._sample, self._sampling = chat, sample, sampling
-        self._limits, self._condenser, self._attend = limits, condenser, attend
-        self._tools = visible_tools(opening.tools, condenser)
-        self._opening = opening.messages
+    trajectory: Trajectory
+    opening: Opening
+    chat: Chat
+    sample: Sample
+    sampling: Sampling
+    limits: Limits
+    condenser: Condenser
+    attend: Attend | None
+
+    def __post_init__(self) -> None:
+        self._tools = visible_tools(self.opening.tools, self.condenser)
+        self._opening = self.opening.messages
         self._all: list[Step] = []  # the messages since the opening
         self._steps: list[Step] = []  # what of it the present context holds
-        self._context = self._new = chat.open(opening.messages, self._tools)
-        self._extends = False
+        self._set_context(self._open(self._opening))
         self._tool_tokens = 0
-        most = max(1, limits.context_tokens - sampling.max_new_tokens)
-        self._budget = min(condenser.max_condensed_tokens or most, most)
+        most = max(1, self.limits.context_tokens - self.sampling.max_new_tokens)
+        self._budget = min(self.condenser.max_condensed_tokens or most, most)
         self._longest_aside = max(1, (self._budget - len(self._context)) // 2)
-        if condenser.active and len(self._context) > self._budget:
+        if self.condenser.active and len(self._context) > self._budget:
             raise ConfigError(
-                f"condenser {condenser.name}: system prompt and task {trajectory.task.id} have "
+                f"condenser {self.condenser.name}: system prompt and task {self.trajectory.task.id} have "
                 f"{len(self._context)} tokens, its budget is {self._budget}; set condenser.max_condensed_tokens or "
                 "environment.max_context_length higher, or sampling.max_new_tokens lower"
             )
 
-    def requested(self, message: Message) -> tuple[Message | None, tuple[Message, ...]]:
+    def split(self, message: Message) -> tuple[Message | None, tuple[Message, ...]]:
         """What is left of a message for the environment, if anything, and the answer to a request to condense."""
         calls = tuple(call for call in message.tool_calls if call.name != CONDENSE.name)
         if CONDENSE not in self._tools or len(calls) == len(message.tool_calls):
             return message, ()
-        left = dataclasses.replace(message, tool_calls=calls) if calls else None
-        return left, (Message("tool", "done", name=CONDENSE.name),)
+        rest = dataclasses.replace(message, tool_calls=calls) if calls else None
+        return rest, (Message("tool", "done", name=CONDENSE.name),)
 
     async def turn(self, auxiliary: bool = False) -> Turn:
         """Sample the next turn. _LimitError without room, or where a limit cuts it (auxiliary turns may be cut)."""
-        sampling, limits, trajectory = self._sampling, self._limits, self.trajectory
-        rooms = {
-            "max_new_tokens": sampling.max_new_tokens,
-            "max_context_length": limits.context_tokens - len(self._context),
-            "max_trajectory_tokens": limits.sampled_tokens - trajectory.sampled_tokens,
-        }
-        if auxiliary:
-            rooms["max_condensed_tokens"] = self._longest_aside
-        limit = min(rooms, key=lambda name: rooms[name])
-        if rooms[limit] < 1:
-            raise _LimitError("max_context_length" if rooms["max_context_length"] < 1 else limit)
+        trajectory = self.trajectory
+        others = {"max_condensed_tokens": self._longest_aside} if auxiliary else {}
+        limit, room = self.limits.of_turn(self.sampling, len(self._context), trajectory.sampled_tokens, **others)
+        if room < 1:
+            raise _LimitError(limit)
         began = time.perf_counter()
-        completion = await self._sample(self._context, dataclasses.replace(sampling, max_new_tokens=rooms[limit]))
+        completion = await self.sample(self._context, dataclasses.replace(self.sampling, max_new_tokens=room))
         trajectory.sample_s += time.perf_counter() - began
-        parent = len(trajectory.turns) - 1 if self._extends else -1
-        turn = Turn.of(completion, self._chat.parse(completion.tokens), self._new, parent, auxiliary)
-        trajectory.turns.append(turn)
+        message = self.chat.parse(completion.tokens)
+        trajectory.turns.append(Turn.of(completion, message, self._new, self._parent, auxiliary))
         if completion.finish is Finish.LENGTH and not auxiliary:
             raise _LimitError(limit)
-        return turn
+        return trajectory.turns[-1]
 
-    async def go_on(self, turn: Turn, answers: Sequence[Message], most: int, asked: Sequence[Message] = ()) -> None:
+    async def go_on(self, turn: Turn, answers: Sequence[Message], done: Sequence[Message], most: int) -> None:
         """Make the context of the next turn, after `turn` was answered; condense it where that is due.
 
-        asked: the answer to a request to condense, which no condensed context holds. Raises _LimitError when the
+        done: the answer to a request to condense, which no condensed context holds. Raises _LimitError when the
         environment has added more than `most` tokens at once, or too many in all.
         """
-        before, told = self._steps, (*answers, *asked)
         if answers:
             self._all.append((turn.message, *answers))
-        self._steps = [*before, (turn.message, *told)]
-        extension = self._extension(before, turn, told)
-        whole = [*self._context, *turn.output, *extension] if extension is not None else self._open(self._messages())
-        self._count_tool_tokens(len(extension) if extension is not None else self._spelled(answers), most)
-        due = asked or self._condenser.when is When.every_turn or len(whole) > self._budget
-        if self._condenser.active and due and await self._condense(before, turn, told, len(whole)):
-            return
-        self._context, self._extends = whole, extension is not None
-        self._new = whole if extension is None else extension
-
-    def _count_tool_tokens(self, fresh: int, most: int) -> None:
+        self._steps.append((turn.message, *answers, *done))
+        extension = self._extension()
+        if extension is not None:
+            context, fresh = [*self._context, *turn.output, *extension], len(extension)
+        else:
+            context = self._open(messages_of(self._opening, self._steps))
+            fresh = sum(len(self.chat.encode(Message("assistant", answer.content))) for answer in answers)
         self._tool_tokens += fresh
         if fresh > most:
             raise _LimitError("max_tool_tokens")
-        if self._tool_tokens > self._limits.tool_tokens:
+        if self._tool_tokens > self.limits.tool_tokens:
             raise _LimitError("max_trajectory_tool_tokens")
+        due = done or self.condenser.when is When.every_turn or len(context) > self._budget
+        if not (self.condenser.active and due and await self._condense(len(context))):
+            self._set_context(context, extension)
 
-    async def _condense(self, before: Sequence[Step], turn: Turn, answers: Sequence[Message], tokens: int) -> bool:
-        """Let the condenser choose the messages of the next context; false when it leaves them as they are."""
+    def _set_context(self, tokens: list[int], extension: list[int] | None = None) -> None:
+        """The context of the next turn: the last turn and its `extension`; None = it begins a segment."""
+        self._context, self._new = tokens, tokens if extension is None else extension
+        self._parent = -1 if extension is None else len(self.trajectory.turns) - 1
 
-        async def ask(question: Message) -> Message:
-            return await self._ask(conversation, before, turn, answers, question)
-
+    async def _condense(self, tokens: int) -> bool:
+        """Let the condenser choose the messages of the next context; false when it leaves its `tokens` as they are."""
         conversation = Conversation(
             opening=self._opening,
             steps=tuple(self._all),
             budget=self._budget,
             count=self._count,
-            ask=ask,
+            ask=lambda question: self._ask(conversation, question),
             attention=self._attention,
         )
-        began, sampled_s = time.perf_counter(), self.trajectory.sample_s
-        messages: Any = await awaited(self._condenser.condense, conversation)
+        trajectory = self.trajectory
+        began, sampled_s = time.perf_counter(), trajectory.sample_s
+        messages: Any = await awaited(self.condenser.condense, conversation)
         if not isinstance(messages, list):
-            raise misgiven(self._condenser.condense, messages, "give a list of messages")
-        self.trajectory.condense_s += time.perf_counter() - began - (self.trajectory.sample_s - sampled_s)
-        asked = self.trajectory.turns[-1].auxiliary
-        if messages == self._messages() and not asked and tokens <= self._budget:
+            raise misgiven(self.condenser.condense, messages, "give a list of messages")
+        trajectory.condense_s += time.perf_counter() - began - (trajectory.sample_s - sampled_s)
+        has_asked = trajectory.turns[-1].auxiliary
+        if messages == messages_of(self._opening, self._steps) and not has_asked and tokens <= self._budget:
             return False
         context = self._open(messages) if messages else []
-        self._check(messages, len(context), tokens, asked)
+        self._check(messages, len(context), tokens, has_asked)
         self._steps = _steps(messages[len(self._opening) :])
-        self._context = self._new = context
-        self._extends = False
-        self.trajectory.condensed += 1
-        self.trajectory.tokens_before += tokens
-        self.trajectory.tokens_after += len(context)
+        self._set_context(context)
+        trajectory.condensed += 1
+        trajectory.tokens_before += tokens
+        trajectory.tokens_after += len(context)
         return True
 
-    async def _ask(
-        self, whole: Conversation, before: Sequence[Step], turn: Turn, answers: Sequence[Message], question: Message
-    ) -> Message:
+    async def _ask(self, whole: Conversation, question: Message) -> Message:
         """What the policy says to `question` after all of this, in a turn that the environment never sees."""
-        if self.trajectory.turns[-1].auxiliary:
-            raise ConfigError(f"condenser {self._condenser.name} asked the policy twice; it may once")
-        extension = self._extension(before, turn, [*answers, question])
+        turn = self.trajectory.turns[-1]
+        if turn.auxiliary:
+            raise ConfigError(f"condenser {self.condenser.name} asked the policy twice; it may once")
+        extension = self._extension(question)
         context = [*self._context, *turn.output, *(extension or [])]
-        room = self._limits.context_tokens - self._longest_aside
+        room = self.limits.context_tokens - self._longest_aside
         if extension is not None and len(context) <= room:
-            self._context, self._new, self._extends = context, extension, True
+            self._set_context(context, extension)
         else:  # as much of the end as there is room for
-            steps = tuple(self._steps)
 
             def count(messages: Sequence[Message]) -> int:
-                return len(self._open([*messages, question]))
+                return self._count([*messages, question])
 
-            known = dataclasses.replace(whole, steps=steps, budget=room, count=count)
-            self._context = self._new = self._open([*newest(known, steps), question])
-            self._extends = False
+            present = dataclasses.replace(whole, steps=tuple(self._steps), budget=room, count=count)
+            self._set_context(self._open([*newest(present, present.steps), question]))
         return (await self.turn(auxiliary=True)).message
 
     async def _attention(self, steps: Sequence[Step]) -> list[float]:
         """The shares of attention that `steps` get at the end of a context of the newest of them, the others 0."""
-        if self._attend is None:
-            raise ConfigError(f"condenser {self._condenser.name} needs attention, which this engine does not measure")
-        held = steps[len(steps) - how_many_fit(self._opening, steps, self._count, self._limits.context_tokens) :]
+        if self.attend is None:
+            raise ConfigError(f"condenser {self.condenser.name} needs attention, which this engine does not measure")
+        held = steps[len(steps) - how_many_fit(self._opening, steps, self._count, self.limits.context_tokens) :]
         tokens = self._open(messages_of(self._opening, held))
         begun = (self._open(messages_of(self._opening, held[:count])) for count in range(len(held)))
         # A template may write the last message otherwise than those before: a step ends where the contexts differ.
         ends = [*accumulate((shared_length(tokens, part) for part in begun), max), len(tokens)]
-        return [0.0] * (len(steps) - len(held)) + await self._attend(tokens, list(pairwise(ends)))
+        return [0.0] * (len(steps) - len(held)) + await self.attend(tokens, list(pairwise(ends)))
 
-    def _check(self, messages: Sequence[Message], tokens: int, given: int, asked: bool) -> None:
+    def _check(self, messages: Sequence[Message], tokens: int, before: int, has_asked: bool) -> None:
         """Raises ConfigError for what a condenser may not do; that a summary is too long is no fault of its own."""
-        name, where = f"condenser {self._condenser.name}", place(self._condenser.condense)
+        name, where = f"condenser {self.condenser.name}", place(self.condenser.condense)
         if not messages:
             raise ConfigError(f"{name} gave no messages; it must give the opening at least{where}")
         if tuple(messages[: len(self._opening)]) != tuple(self._opening):
             raise ConfigError(f"{name} changed system prompt or task; its messages must begin with the opening{where}")
-        if tokens > max(given, self._budget) and not asked:
-            raise ConfigError(f"{name} made a context of {tokens} tokens from one of {given}; it must not grow{where}")
+        if tokens > max(before, self._budget) and not has_asked:
+            raise ConfigError(f"{name} made a context of {tokens} tokens from one of {before}; it must not grow{where}")
         if tokens > self._budget:
             raise _LimitError("max_condensed_tokens")
 
-    def _messages(self) -> list[Message]:
-        return [*self._opening, *(message for step in self._steps for message in step)]
-
     def _open(self, messages: Sequence[Message]) -> list[int]:
-        return self._chat.open(messages, self._tools)
+        return self.chat.open(messages, self._tools)
 
     def _count(self, messages: Sequence[Message]) -> int:
         return len(self._open(messages))
 
-    def _extension(self, before: Sequence[Step], turn: Turn, answers: Sequence[Message]) -> list[int] | None:
-        history = [*self._opening, *(message for step in before for message in step), turn.message]
-        return self._chat.extend(history, answers, self._tools, turn.output[-1])
-
-    def _spelled(self, answers: Sequence[Message]) -> int:
-        return sum(len(self._chat.encode(Message("assistant", message.content))) for message in answers)
+    def _extension(self, *question: Message) -> list[int] | None:
+        """The tokens from the last output to the next turn, `question` included; None: they extend no such context."""
+        *before, (message, *answers) = self._steps
+        history = [*messages_of(self._opening, before), message]
+        ended = self.trajectory.turns[-1].output[-1]
+        return self.chat.extend(history, [*answers, *question], self._tools, ended)
 
 
 def _steps(messages: Sequence[Message]) -> list[Step]:
     """The messages after the opening, cut before each message of the model."""
-    found: list[list[Message]] = []
+    steps: list[list[Message]] = []
     for message in messages:
-        if message.role == "assistant" or not found:
-            found.append([])
-        found[-1].append(message)
-    return [tuple(step) for step in found]
+        if message.role == "assistant" or not steps:
+            steps.append([])
+        steps[-1].append(message)
+    return [tuple(step) for step in steps]

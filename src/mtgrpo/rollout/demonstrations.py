@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser, Conversation
 from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
-from mtgrpo.rollout.conversation import Limits, run_rollout
-from mtgrpo.types import SUMMARY, Attend, Completion, Finish, Message, Sampling, Task, Trajectory
-
-UNLIMITED = 2**40  # tokens
+from mtgrpo.rollout.conversation import run_rollout
+from mtgrpo.types import SUMMARY, UNLIMITED, Attend, Completion, Finish, Limits, Message, Sampling, Task, Trajectory
 
 
 async def demonstrate(
@@ -33,11 +32,10 @@ async def demonstrate(
     there is none.
     """
     condenser = condenser or Whole()
-    kept = [message for message in messages if condenser.active or message.name != SUMMARY]
-    script = _Script(task, opening, kept, chat, condenser)
-    limits = Limits(context_tokens if condenser.active else UNLIMITED, UNLIMITED, UNLIMITED)
+    script = _Script(task, opening, [m for m in messages if condenser.active or m.name != SUMMARY], chat, condenser)
+    limits = Limits(context_tokens if condenser.active else UNLIMITED)
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    environment, asking = _ScriptedEnvironment(script=script), _ScriptedCondenser(script)
+    environment, asking = _ScriptedEnvironment(script), _ScriptedCondenser(script)
     return await run_rollout(task, environment, chat, script.sample, sampling, limits, asking, attend)
 
 
@@ -50,41 +48,38 @@ class _Script:
     messages: list[Message]
     chat: Chat
     condenser: Condenser
-    asked: bool = False  # the next message answers the condenser
+    asks: bool = False  # the condenser does: the next message answers it
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling) -> Completion:
         """The next message of the assistant, as an engine would have sampled it."""
-        while not self.asked and self.messages[0].name == SUMMARY:
+        while not self.asks and self.messages[0].name == SUMMARY:
             self.messages.pop(0)
         message = self.messages.pop(0)
-        if self.asked and message.name != SUMMARY:
+        if self.asks and message.name != SUMMARY:
             raise ConfigError(
                 f"condenser {self.condenser.name} asks for a summary, and the demonstration of task "
                 f"{self.task.id} has none; choose another condenser or sft.steps=0"
             )
-        self.asked = False
+        self.asks = False
         output = self.chat.encode(replace(message, name=""))
         return Completion(output, [0.0] * len(output), [0] * len(output), Finish.STOP)
 
 
-@dataclass
 class _ScriptedEnvironment(Environment):
     """Answers what is written."""
 
-    max_turns: int = 2**30
-    max_tool_tokens: int = 2**40
-    script: _Script | None = None
+    def __init__(self, script: _Script) -> None:
+        super().__init__(max_turns=UNLIMITED, max_tool_tokens=UNLIMITED)
+        self._script = script
 
     async def start(self, task: Task) -> Opening:
-        assert self.script is not None
-        return self.script.opening
+        return self._script.opening
 
     async def step(self, message: Message) -> Reply:
-        assert self.script is not None
-        left = self.script.messages
-        end = next((i for i, said in enumerate(left) if said.role == "assistant"), len(left))
-        answers, self.script.messages = tuple(left[:end]), left[end:]
-        return Reply(answers, done=not answers or not self.script.messages)
+        messages = self._script.messages
+        answers = tuple(takewhile(lambda answer: answer.role != "assistant", messages))
+        del messages[: len(answers)]
+        return Reply(answers, done=not answers or not messages)
 
 
 class _ScriptedCondenser(Condenser):
@@ -104,7 +99,7 @@ class _ScriptedCondenser(Condenser):
 
     async def condense(self, conversation: Conversation) -> list[Message]:
         async def ask(question: Message) -> Message:
-            self._script.asked = True
+            self._script.asks = True
             return await conversation.ask(question)
 
         return await self._script.condenser.condense(replace(conversation, ask=ask))

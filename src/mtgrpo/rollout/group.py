@@ -17,13 +17,13 @@ from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser
 from mtgrpo.environments import STOP_S, Environment
 from mtgrpo.errors import ConfigError
-from mtgrpo.extension import TRACEBACK, explained, keep_traceback
+from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback
 from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rollout.agent import run_agent
-from mtgrpo.rollout.conversation import Limits, run_rollout
-from mtgrpo.together import by_itself
+from mtgrpo.rollout.conversation import run_rollout
+from mtgrpo.runtime.isolation import run_isolated
 from mtgrpo.tools.faults import Faults
-from mtgrpo.types import Attend, Group, OpenConversation, Sample, Sampling, Status, Task, Trajectory
+from mtgrpo.types import Attend, Group, Limits, OpenConversation, Sample, Sampling, Status, Task, Trajectory
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,8 @@ class RolloutRunner:
 
     def at(self, scope: str, temperature: float | None = None) -> RolloutRunner:
         """The same, for another purpose and perhaps at another temperature."""
-        if temperature is None:
-            return dataclasses.replace(self, scope=scope)
-        return dataclasses.replace(
-            self, scope=scope, sampling=dataclasses.replace(self.sampling, temperature=temperature)
-        )
+        changed = {} if temperature is None else {"temperature": temperature}
+        return dataclasses.replace(self, scope=scope, sampling=dataclasses.replace(self.sampling, **changed))
 
     async def run_group(self, task: Task, size: int, extra: int = 0) -> Group:
         """Run siblings of `task` at once and score them; failed ones have status FAILED and no reward.
@@ -64,16 +61,16 @@ class RolloutRunner:
         try:
             ended = list(await asyncio.gather(*running)) if not extra else await _first(running, size)
         finally:
-            for one in running:
-                one.cancel()
+            for sibling in running:
+                sibling.cancel()
             await asyncio.gather(*running, return_exceptions=True)  # each ends its conversation
         return await self._scored(Group(task, ended))
 
     async def run_one(self, task: Task, sample_index: int) -> Trajectory:
         """One trajectory, unscored; a failure of the world is retried with a fresh environment, then recorded."""
-        asked = time.perf_counter()
+        queued = time.perf_counter()
         async with self.slots:  # kept for all attempts: who runs when must not depend on when others failed
-            queued_s = time.perf_counter() - asked
+            queued_s = time.perf_counter() - queued
             trajectory = await self._attempt(task, sample_index, 0)
             for attempt in range(1, self.retries + 1):
                 if trajectory.status is not Status.FAILED:
@@ -86,11 +83,12 @@ class RolloutRunner:
     async def _scored(self, group: Group) -> Group:
         """The group, all that did not fail of it scored together; what cannot be scored has failed."""
         began = time.perf_counter()
-        valid = [t for t in group.trajectories if t.status is not Status.FAILED]
-        scored = [t for t in valid if t.given is None]
-        for trajectory in valid:
-            if trajectory.given is not None:
+        scored: list[Trajectory] = []
+        for trajectory in group.trajectories:
+            if trajectory.given is not None and trajectory.status is not Status.FAILED:
                 set_score(trajectory, Score(trajectory.given, trajectory.components))
+            elif trajectory.status is not Status.FAILED:
+                scored.append(trajectory)
         for trajectory, score in zip(scored, await self._scores(scored), strict=True):
             if isinstance(score, Exception):
                 trajectory.status = Status.FAILED
@@ -109,29 +107,25 @@ class RolloutRunner:
             return [TimeoutError(why)] * len(valid)
 
     async def _attempt(self, task: Task, sample_index: int, attempt: int) -> Trajectory:
+        """One trajectory, whatever became of it: what a tool or an environment raises is counted and shown as data."""
         late = TimeoutError(f"it took longer than rollout.timeout_s={self.timeout_s}")
+        within = functools.partial(run_isolated, timeout_s=self.timeout_s or None, late=late, grace_s=2 * STOP_S)
         scope = f"{self.scope}/attempt{attempt}"
 
         def open_chain(number: int) -> AbstractAsyncContextManager[Sample]:
             return self.open_conversation(scope + (f"/chain{number}" if number else ""), task.id, sample_index)
 
         try:
+            bounds = self.sampling, self.limits
             if self.agent.active:
-                conversation = functools.partial(
-                    run_agent, *(task, self.agent, self.chat, open_chain, self.sampling, self.limits)
-                )
-                return await by_itself(conversation, self.timeout_s or None, late, grace_s=2 * STOP_S)
+                return await within(lambda: run_agent(task, self.agent, self.chat, open_chain, *bounds))
             async with open_chain(0) as sample:
-                conversation = functools.partial(
-                    run_rollout,
-                    *(task, self.environment, self.chat, sample),
-                    *(self.sampling, self.limits, self.condenser, self.attend),
-                )
+                world, condensing = self.environment, (self.condenser, self.attend)
                 with self.faults(scope, task.id, sample_index):
-                    return await by_itself(conversation, self.timeout_s or None, late, grace_s=2 * STOP_S)
+                    return await within(lambda: run_rollout(task, world, self.chat, sample, *bounds, *condensing))
         except ConfigError:
             raise
-        except Exception as error:  # whatever a tool or an environment raises is data: it is counted and shown
+        except Exception as error:
             return Trajectory(task, status=Status.FAILED, reason=self._why(error))
 
     def _why(self, error: Exception) -> str:
@@ -153,8 +147,8 @@ def set_score(trajectory: Trajectory, score: Score) -> None:
 async def _first(running: Sequence[asyncio.Future[Trajectory]], size: int) -> list[Trajectory]:
     """The first `size` that end without failure; where there are too few, failed ones too."""
     ended: list[Trajectory] = []
-    for one in asyncio.as_completed(running):
-        ended.append(await one)
+    for sibling in asyncio.as_completed(running):
+        ended.append(await sibling)
         if sum(t.status is not Status.FAILED for t in ended) == size:
             break
     ended.sort(key=lambda trajectory: (trajectory.status is Status.FAILED, trajectory.sample_index))

@@ -22,14 +22,15 @@ from mtgrpo.config.experiment import LATEST, Experiment
 from mtgrpo.config.run_record import claimed
 from mtgrpo.engines import Key
 from mtgrpo.errors import ConfigError, EngineError
-from mtgrpo.extension import awaited, misgiven
 from mtgrpo.model.load import load_tokenizer
-from mtgrpo.part import RunContext
+from mtgrpo.parts import RunContext
+from mtgrpo.parts.extension import awaited, misgiven
 from mtgrpo.policy.step import Metrics
 from mtgrpo.record.curve import Curve
+from mtgrpo.runtime.text import printable
+from mtgrpo.runtime.together import together
 from mtgrpo.stages import trainer
 from mtgrpo.stages.run import check, make_runner, open_parts
-from mtgrpo.together import together
 from mtgrpo.types import Attend, Completion, Group, Sample, Sampling, Status, Task
 
 
@@ -53,7 +54,7 @@ async def train(experiment: Experiment, folder: str | Path) -> Metrics:
     if not isinstance(experiment, Experiment):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"train takes an experiment, such as mtgrpo.preset('calculator'), got {experiment!r}")
     for note in check(experiment):
-        print(note)
+        print(printable(note))
     experiment.check_warm_start()
     with claimed(Path(folder), True, experiment.resume == LATEST) as place:
         curve = Curve()
@@ -106,7 +107,7 @@ async def rollout_with_advantages(
     if not groups:
         return []
     batch = build_batch([trajectory for group in groups for trajectory in group.trajectories])
-    rewards = estimator.weighted(rewards_of(groups, algorithm, batch.trajectory, batch.turn))
+    rewards = estimator.weigh(rewards_of(groups, algorithm, batch.trajectory, batch.turn))
     found = advantages(estimator, algorithm, rewards).advantage
     sums = torch.zeros(len(rewards.per_turn), dtype=torch.float64).index_add(0, rewards.turn, found)
     tokens = torch.bincount(rewards.turn, minlength=len(sums)).clamp(min=1)

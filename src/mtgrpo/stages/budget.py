@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mtgrpo.config.experiment import Experiment, TrainerSettings
+from mtgrpo.stages.trial import untried
 from mtgrpo.types import Group
+
+if TYPE_CHECKING:
+    from mtgrpo.config.compose import Composed
 
 
 @dataclass
@@ -32,6 +37,13 @@ class Budget:
             if limit and value >= limit:
                 return f"trainer.{name}={limit}"
         return ""
+
+
+def described(command: str, composed: Composed) -> str:
+    """The options that were chosen, the whole configuration, and in a last comment what a run would take."""
+    choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
+    plan, own = planned(command, composed.experiment), untried(composed.experiment)
+    return f"# {choices}\n{composed.values.rstrip()}\n# no fault found, and nothing was run{own}; a run would be {plan}"
 
 
 def planned(command: str, experiment: Experiment) -> str:

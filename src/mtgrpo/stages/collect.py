@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.config.experiment import Experiment, Form
+from mtgrpo.evaluation.findings import succeeded, valid
 from mtgrpo.record.summary import write_summary
 from mtgrpo.record.tables import open_rows
 from mtgrpo.record.trajectories import fine_tuning, record
+from mtgrpo.runtime.together import together
 from mtgrpo.stages.evaluate import AllFailedError
-from mtgrpo.stages.metrics import describe, succeeded, valid
+from mtgrpo.stages.metrics import describe
 from mtgrpo.stages.run import EVAL_SEED, Run, open_run
 from mtgrpo.tasks import Split
-from mtgrpo.together import together
 from mtgrpo.types import Group
 
 

@@ -9,27 +9,29 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.config.trust import sign
 from mtgrpo.errors import ConfigError, RunError
-from mtgrpo.extension import TRACEBACK, explained, keep_traceback, of_own_code
+from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback, of_own_code
 
-STAGES = {  # what runs, of `mtgrpo.stages`
-    "train": "trainer.run_training",
-    "sft": "sft.run_sft",
-    "eval": "evaluate.run_evaluation",
-    "collect": "collect.run_collection",
-    "serve": "serve.run_serving",
-    "play": "play.run_playing",
+STAGES = {  # what runs
+    "train": "stages.trainer.run_training",
+    "sft": "stages.sft.run_sft",
+    "eval": "stages.evaluate.run_evaluation",
+    "collect": "stages.collect.run_collection",
+    "serve": "commands.serve.run_serving",
+    "play": "commands.play.run_playing",
 }
 
 
 def run_command(command: str, experiment: Experiment, folder: Path) -> None:
-    """Run what `command` says, in `folder`.
+    """Run what `command` says, in `folder`, whose record is signed as this user's.
 
     Raises RunError for whatever ends it by somebody's own code, or a full disk, in two lines.
     """
-    module, run = STAGES[command].split(".")
+    sign(folder)
+    module, _, run = STAGES[command].rpartition(".")
     with _failures_told(folder):
-        getattr(importlib.import_module(f"mtgrpo.stages.{module}"), run)(experiment, folder)
+        getattr(importlib.import_module(f"mtgrpo.{module}"), run)(experiment, folder)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,21 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.evaluation.findings import NO_TOOLS, EvaluationGroups, Findings, control, record, table, valid
+from mtgrpo.evaluation.statistics import INTERVALS
 from mtgrpo.journal import Journal
 from mtgrpo.policy.step import Metrics
 from mtgrpo.record import trajectories
-from mtgrpo.record.reading import AFTER, of_set, read_settings
+from mtgrpo.record.reading import AFTER, of_set, read_object, read_settings
+from mtgrpo.record.shapes import TEXTS
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.group import RolloutRunner
-from mtgrpo.stages.findings import Findings, Played, control, record, table
-from mtgrpo.stages.metrics import describe, valid
+from mtgrpo.runtime.files import write_whole
+from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.together import together
+from mtgrpo.stages.metrics import describe
 from mtgrpo.stages.resume import differences
-from mtgrpo.stages.run import NO_TOOLS, Run, open_run
-from mtgrpo.statistics import INTERVALS
-from mtgrpo.strict_json import strict_json
-from mtgrpo.together import together
+from mtgrpo.stages.run import Run, open_run
 from mtgrpo.types import EVALUATION, Group, Status, Task
 
 _SHARE = 8  # beside training, an evaluation has one of so many conversations
@@ -79,14 +79,16 @@ async def evaluate_fully(run: Run, name: str = AFTER) -> Metrics:
     return (await _measure(run, name))[0]
 
 
-async def _measure(run: Run, file: str, play: Play = RolloutRunner.run_group) -> tuple[Metrics, dict[str, Played]]:
+async def _measure(
+    run: Run, file: str, play: Play = RolloutRunner.run_group
+) -> tuple[Metrics, dict[str, EvaluationGroups]]:
     """The metrics, and what was sampled of each set."""
     samples, success_at = run.experiment.eval.samples, run.runner.reward.success_at
     sets, ended = list(_task_sets(run)), itertools.count(1)
     total = 2 * sum(len(tasks) for *_, tasks in sets)
     run.sinks.stage(EVALUATION, total)
     metrics: Metrics = {}
-    played: dict[str, Played] = {}
+    played: dict[str, EvaluationGroups] = {}
 
     async def counted(runner: RolloutRunner, task: Task, samples: int) -> Group:
         group = await play(runner, task, samples)
@@ -99,7 +101,7 @@ async def _measure(run: Run, file: str, play: Play = RolloutRunner.run_group) ->
         greedy = await _groups(runner, "greedy", name, tasks, 1, counted)
         found = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
         metrics |= _named(name, found)
-        played[name] = Played(sampled, greedy)
+        played[name] = EvaluationGroups(sampled, greedy)
     run.sinks.log(metrics, total)
     return metrics, played
 
@@ -107,9 +109,8 @@ async def _measure(run: Run, file: str, play: Play = RolloutRunner.run_group) ->
 def _task_sets(run: Run) -> Iterator[tuple[str, RolloutRunner, list[Task]]]:
     """What an evaluation plays: names of sets of tasks, "" the run's own, and who plays them."""
     yield "", run.runner, run.held_out
-    environment = run.runner.environment
-    if run.experiment.eval.no_tools and isinstance(environment, ToolUse):
-        yield NO_TOOLS, dataclasses.replace(run.runner, environment=environment.without_tools()), run.held_out
+    if run.experiment.eval.no_tools and (without := run.runner.environment.without_tools()):
+        yield NO_TOOLS, dataclasses.replace(run.runner, environment=without), run.held_out
     for name, tasks in run.sets.items():
         yield name, run.runner, tasks
 
@@ -148,12 +149,11 @@ def run_evaluation(experiment: Experiment, folder: Path) -> None:
                 metrics, played = await _measure(recorded, AFTER, play)
             write_summary(folder, metrics)
             interval = INTERVALS[experiment.eval.interval.value]
-            found = {name: Findings.of(each, run.runner.reward, interval) for name, each in played.items()}
+            findings = {name: Findings.of(groups, run.runner.reward, interval) for name, groups in played.items()}
             tools = control(played, run.runner.reward.success_at)
-            (folder / "evaluation.json").write_bytes(strict_json(record(found, tools), indent=2) + b"\n")
-            run.sinks.note(
-                f"{table(found, tools, experiment.eval.interval.value)}\nalso in {folder / 'evaluation.json'}"
-            )
+            path = folder / "evaluation.json"
+            write_whole(path, strict_json(record(findings, tools), indent=2) + b"\n")
+            run.sinks.note(f"{table(findings, tools, experiment.eval.interval.value)}\nalso in {path}")
         if (success := metrics["eval/success"]) < (least := experiment.eval.fail_under):
             raise RunError(f"held-out success is {success:.3f}, below eval.fail_under={least:g}")
 
@@ -177,14 +177,14 @@ def _recorded(run: Run) -> Generator[tuple[Run, Play]]:
     settings = {**read_settings(run.folder), "model.name": name, "model.files": str(_files(Path(name)))}
     begun = run.folder / "journal.json"
     if begun.is_file():
-        if other := differences(json.loads(begun.read_bytes()), settings):
+        if not (recorded := read_object(begun, TEXTS)):
+            raise ConfigError(f"{begun} does not say with which settings its evaluation began; take another folder")
+        if other := differences(recorded, settings):
             raise ConfigError(f"{run.folder} has an evaluation with other settings, take another folder: {other[0]}")
         journal.go_on(0, 0, set())
         run.sinks.tell(journal.notes)
     else:
-        unfinished = begun.with_suffix(".unfinished")
-        unfinished.write_bytes(strict_json(settings))
-        unfinished.replace(begun)
+        write_whole(begun, strict_json(settings))
     journal.begin(0)
 
     async def play(runner: RolloutRunner, task: Task, samples: int) -> Group:

@@ -8,27 +8,18 @@ from collections.abc import Iterable, Sequence
 
 from mtgrpo.advantages.rewards import comparable
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.evaluation.findings import succeeded, valid
 from mtgrpo.policy.step import Metrics
 from mtgrpo.profile import Profile
 from mtgrpo.rollout.stream import RolloutBatch
-from mtgrpo.tools import abandoned
-from mtgrpo.types import CallRecord, Group, Outcome, Status, Trajectory
+from mtgrpo.runtime.isolation import count_abandoned_threads
+from mtgrpo.types import CallOutcome, CallRecord, Group, Status, Trajectory
 
 
 def _mean(values: Iterable[float]) -> float:
     """Of at least one value."""
     listed = list(values)
     return sum(listed) / len(listed)
-
-
-def valid(groups: Sequence[Group]) -> list[Trajectory]:
-    """The trajectories that did not fail."""
-    return [t for group in groups for t in group.trajectories if t.status is not Status.FAILED]
-
-
-def succeeded(trajectory: Trajectory, success_at: float) -> bool:
-    """Whether it ended by itself, within all limits, with a reward of at least `success_at`."""
-    return trajectory.status is Status.COMPLETED and trajectory.reward >= success_at
 
 
 def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metrics:
@@ -67,14 +58,14 @@ def describe_tools(scored: Sequence[Trajectory], success_at: float) -> Metrics:
     success of the conversations that called it and of those that did not. Calls of no tool are counted together.
     """
     calls: dict[str, list[CallRecord]] = {}
-    for call in (call for t in scored for call in t.calls if call.name and call.outcome is not Outcome.unknown):
+    for call in (call for t in scored for call in t.calls if call.name and call.outcome is not CallOutcome.unknown):
         calls.setdefault(call.name, []).append(call)
-    hallucinated = [call for t in scored for call in t.calls if call.outcome is Outcome.unknown]
+    hallucinated = [call for t in scored for call in t.calls if call.outcome is CallOutcome.unknown]
     found: Metrics = {"tool/hallucinated": len(hallucinated) / len(scored)} if hallucinated else {}
     for name, made in calls.items():
         found[f"tool/{name}/calls"] = len(made) / len(scored)
-        if seen := [call for call in made if call.outcome is not Outcome.unseen]:
-            found[f"tool/{name}/errors"] = _mean(float(call.outcome is not Outcome.answered) for call in seen)
+        if seen := [call for call in made if call.outcome is not CallOutcome.unseen]:
+            found[f"tool/{name}/errors"] = _mean(float(call.outcome is not CallOutcome.answered) for call in seen)
             took = sorted(call.seconds for call in seen)
             found[f"perf/tool/{name}/p50_s"] = took[(len(took) - 1) // 2]
             found[f"perf/tool/{name}/p95_s"] = took[(len(took) - 1) * 95 // 100]
@@ -172,7 +163,7 @@ def _speed(trajectories: Sequence[Trajectory], seconds: float) -> Metrics:
     return {
         **{f"perf/{name}_share": share / max(1e-9, sum(waited.values())) for name, share in waited.items()},
         "perf/conversations_open": (waited["decode"] + waited["tool"]) / seconds,
-        "perf/abandoned_calls": float(abandoned()),
+        "perf/abandoned_calls": float(count_abandoned_threads()),
         "perf/tokens_per_s": sum(t.sampled_tokens for t in trajectories) / seconds,
     }
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtgrpo import checkpoint
-from mtgrpo.checkpoint import Checkpoint
 from mtgrpo.config.experiment import LATEST
 from mtgrpo.record.reading import BEFORE, read_settings
 from mtgrpo.record.summary import read_summary
+from mtgrpo.weights import checkpoint
+from mtgrpo.weights.checkpoint import Checkpoint
 
 OF_RESUMING = ("resume", "resume_mode", "trust_code")  # options that may differ without a word
 

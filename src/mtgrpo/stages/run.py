@@ -18,37 +18,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from mtgrpo import checkpoint
 from mtgrpo.advantages import try_out
 from mtgrpo.chat import Chat, open_chat
-from mtgrpo.checkpoint import Checkpoint
 from mtgrpo.config.experiment import LATEST, Experiment
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError, UnreachableError
-from mtgrpo.extension import find_class
+from mtgrpo.evaluation.findings import NO_TOOLS
 from mtgrpo.log import Sinks, chosen, open_sinks
 from mtgrpo.memory import check_cache, plan
-from mtgrpo.model.attention import cuts_trees, describe_attention
-from mtgrpo.model.liger import use_liger
-from mtgrpo.model.load import device_of_process, load_model, load_tokenizer
-from mtgrpo.model.out_of_memory import explained
-from mtgrpo.model.traits import check_length, traits
-from mtgrpo.part import RunContext, built, named
+from mtgrpo.model.load import device_of_process, load_tokenizer
+from mtgrpo.parts import RunContext, built, named
+from mtgrpo.parts.extension import find_class
 from mtgrpo.record.reading import read_settings
 from mtgrpo.record.summary import write_versions
 from mtgrpo.rewards import opened
-from mtgrpo.rollout.conversation import Limits, visible_tools
+from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.rollout.group import RolloutRunner
+from mtgrpo.stages.policy_trainer import PolicyTrainer, open_trainer, trainer_config
 from mtgrpo.stages.resume import take_up, trained
+from mtgrpo.stages.threads import settle_threads
 from mtgrpo.stages.trial import try_tasks
 from mtgrpo.stages.watchdog import Watchdog, open_watchdog
 from mtgrpo.tasks import Split, TaskSource, TaskStream
-from mtgrpo.types import Attend, Message, Sample, Task
+from mtgrpo.types import Attend, Limits, Message, Sample, Task
+from mtgrpo.weights import checkpoint
+from mtgrpo.weights.checkpoint import Checkpoint
+from mtgrpo.weights.source import WeightSource
 
 EVAL_SEED = 0  # the held-out tasks are the same in every run
-NO_TOOLS = "no_tools"  # the name of the control beside the sets of tasks
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what asks a run to end
 
 
@@ -61,7 +60,7 @@ class Run:
     sinks: Sinks
     tokenizer: PreTrainedTokenizerFast
     chat: Chat
-    model: PreTrainedModel
+    trainer: PolicyTrainer
     engine: RunningEngine
     runner: RolloutRunner
     tasks: TaskStream
@@ -175,40 +174,33 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
     `trains` notes what it will need of the memory, and is refused where that is too much.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_versions(folder)
-    early: list[str] = []  # notes of the sinks themselves, before there are any
+    early = [f"run: {folder}"]  # notes from before there are sinks
     async with AsyncExitStack() as stack:
         stack.enter_context(_ended_by_signals())
         resumed = take_up(experiment.resume, folder, early.append) if trains else None
+        stack.enter_context(settle_threads(experiment, resumed, early.append))
+        write_versions(folder, torch.get_num_threads())
         context = RunContext(folder, early.append, os.environ, read_settings(folder), trained(resumed))
         sinks = await stack.enter_async_context(open_sinks(experiment.log, context))
-        sinks.note(f"run: {folder}")
         sinks.tell(early)
         context = replace(context, note=sinks.note)
         experiment = await stack.enter_async_context(open_parts(experiment, context))
-        tasks, held_out = open_tasks(experiment)
-        opened_sets = {n: await stack.enter_async_context(s.open(context)) for n, s in task_sets(experiment).items()}
-        sinks.tell(tasks.notes)
-        await try_tasks(experiment, held_out, running=True)
+        tasks, held_out, sets = await _open_task_sets(experiment, context, stack, sinks)
         tokenizer, chat = open_tokenizer(experiment)
         engine, why = experiment.engine.chosen(experiment.model)
         sinks.tell([why] if why else [])
         experiment = _with_room(replace(experiment, engine=engine), trains, sinks.note)
-        settings = replace(experiment.model, name=str(resumed.path)) if resumed else experiment.model
-        with explained("loading"):
-            model = load_model(settings, experiment.seed)
-            kernels = use_liger(model)
-        model.generation_config.eos_token_id = list(chat.stop_ids)  # and ends its turns so
-        longest = longest_context(experiment, model)
-        engine = experiment.engine.start(model, experiment.deterministic, longest, folder)
-        stack.push_async_callback(engine.close)
-        if not engine.shares_weights:
-            await engine.load_weights(model, 0)
-        sinks.tell([*chat.notes, describe_attention(model), *kernels])
+        trainer = open_trainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder))
+        stack.callback(trainer.close)
+        longest = longest_context(experiment, trainer.weights())
+        engine = await _open_engine(experiment, trainer, longest, folder, stack)
+        sinks.tell(list(chat.notes))
+        sinks.tell(trainer.notes)
         sinks.tell(engine.notes)
         slowest_s = max(experiment.rollout.timeout_s, experiment.rollout.score_timeout_s)  # nothing need move meanwhile
         limit_s = experiment.watchdog_s and max(experiment.watchdog_s, slowest_s + 600 if slowest_s else 0)
         watchdog = stack.enter_context(open_watchdog(limit_s, folder, engine))
+        trainer.connect(watchdog.moved, gives_way=engine.shares_weights)
         sampling = watchdog.sampling(engine.conversation)
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through it for garbage takes longer than some training steps
@@ -219,15 +211,37 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             sinks=sinks,
             tokenizer=tokenizer,
             chat=chat,
-            model=model,
+            trainer=trainer,
             engine=engine,
             runner=make_runner(experiment, chat, sampling, engine.attend, longest, folder),
             tasks=tasks,
             held_out=held_out,
-            sets={name: held_out_tasks(experiment, source) for name, source in opened_sets.items()},
-            resumed=resumed,
+            sets=sets,
             watchdog=watchdog,
+            resumed=resumed,
         )
+
+
+async def _open_task_sets(
+    experiment: Experiment, context: RunContext, stack: AsyncExitStack, sinks: Sinks
+) -> tuple[TaskStream, list[Task], dict[str, list[Task]]]:
+    """The training tasks, the held-out ones, and further sets for evaluations; the first of them has been tried."""
+    tasks, held_out = open_tasks(experiment)
+    sources = {n: await stack.enter_async_context(s.open(context)) for n, s in task_sets(experiment).items()}
+    sinks.tell(tasks.notes)
+    await try_tasks(experiment, held_out, running=True)
+    return tasks, held_out, {name: held_out_tasks(experiment, source) for name, source in sources.items()}
+
+
+async def _open_engine(
+    experiment: Experiment, trainer: PolicyTrainer, longest: int, folder: Path, stack: AsyncExitStack
+) -> RunningEngine:
+    """The engine, with the trainer's weights."""
+    engine = experiment.engine.start(trainer.weights(), experiment.deterministic, longest, folder)
+    stack.push_async_callback(engine.close)
+    if not engine.shares_weights:
+        await engine.load_weights(trainer.weights())
+    return engine
 
 
 def _with_room(experiment: Experiment, trains: bool, note: Callable[[str], None]) -> Experiment:
@@ -275,24 +289,27 @@ def _ended_by_signals() -> Generator[None]:
             loop.remove_signal_handler(number)
 
 
-def longest_context(experiment: Experiment, model: PreTrainedModel) -> int:
-    """How long a conversation may grow, in tokens. Raises ConfigError when more is requested than the model can do."""
-    asked, own = experiment.environment.max_context_length, traits(model).longest
-    if not own and not asked:
+def longest_context(experiment: Experiment, source: WeightSource) -> int:
+    """How long a conversation may grow, in tokens.
+
+    Raises ConfigError when more is requested than the model can do, or than the engine can do with it.
+    """
+    asked, limit = experiment.environment.max_context_length, experiment.engine.limit(source)
+    if not limit.tokens and not asked:
         raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")
-    check_length(model, asked)
-    if asked > experiment.batch.tokens and not cuts_trees(model):
+    limit.check(asked)
+    if asked > experiment.batch.tokens and not source.cuts_trees:
         raise ConfigError(
             f"environment.max_context_length={asked}: padded rows of that length do not fit "
             f"batch.token_budget={experiment.batch.tokens}; set batch.token_budget to at least {asked}"
         )
-    return asked or min(own, most_unasked(experiment, model))
+    return asked or min(limit.tokens, most_unasked(experiment, source))
 
 
-def most_unasked(experiment: Experiment, model: PreTrainedModel) -> int:
+def most_unasked(experiment: Experiment, source: WeightSource) -> int:
     """Tokens of the longest context that is trained where no length is asked for; a padded row is within the budget."""
     batch = experiment.batch
-    return batch.context if cuts_trees(model) else min(batch.context, batch.tokens)
+    return batch.context if source.cuts_trees else min(batch.context, batch.tokens)
 
 
 def make_runner(

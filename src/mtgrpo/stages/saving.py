@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtgrpo import checkpoint
-from mtgrpo.policy.optimizer import Optimizer
+import torch
+
 from mtgrpo.policy.step import Metrics
-from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import read_settings
 from mtgrpo.stages.run import Run
+from mtgrpo.weights import checkpoint
 
 
 @dataclass
@@ -25,9 +25,8 @@ class _Mark:
     """The end of a step, from which the run could go on."""
 
     step: int
-    training: Optimizer | PolicyUpdater
     state: dict[str, Any]
-    versions: list[int]  # of all tensors: as long as they are these, the tensors are those of this step
+    changes: int  # of what the trainer holds: as long as they are so many, it is that of this step
     saved: bool = False
 
 
@@ -46,7 +45,6 @@ class Saver:
         self._settings = read_settings(run.folder)
         self._thread = thread
         self._writing: Future[Path] | None = None
-        self._copied: checkpoint.Snapshot | None = None
         self._mark: _Mark | None = None
         self.path = run.resumed.path if run.resumed else None  # of the checkpoint that was last seen whole
 
@@ -58,15 +56,15 @@ class Saver:
     @property
     def step(self) -> int:
         """That of the checkpoint that was last seen whole; 0 = none, or the beginning."""
-        return int(self.path.name.rpartition("_")[2]) if self.path else 0
+        return int(self.path.name.removesuffix(".replaced").rpartition("_")[2]) if self.path else 0
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint after `step` steps was asked for."""
         every = self._run.experiment.checkpoint.every_steps
         return bool(every) and step % every == 0
 
-    def mark(self, step: int, training: Optimizer | PolicyUpdater, **state: Any) -> None:
-        """A step has ended: the run could go on from `state` (for JSON), the weights, and what `training` holds."""
+    def mark(self, step: int, **state: Any) -> None:
+        """A step has ended: the run could go on from `state` (for JSON), and what the trainer holds."""
         metrics = self._run.folder / "metrics.jsonl"
         state |= {
             "summary": dict(self.summary),
@@ -75,8 +73,9 @@ class Saver:
             "seconds": self.seconds,
             "metrics_bytes": metrics.stat().st_size if metrics.is_file() else 0,
             "settings": self._settings,
+            "threads": torch.get_num_threads(),
         }
-        self._mark = _Mark(step, training, state, self._versions(training))
+        self._mark = _Mark(step, state, self._run.trainer.changes)
 
     async def save(self) -> None:
         """Begin to write the step that ended last, once the checkpoint before is written; the run may go on.
@@ -98,7 +97,7 @@ class Saver:
         mark = self._mark
         if mark is None or mark.saved:
             return
-        if mark.versions != self._versions(mark.training):
+        if mark.changes != self._run.trainer.changes:
             self._run.sinks.note(f"the update after step {mark.step} had begun: that step is not saved")
             return
         self.path = self._write(mark).result()
@@ -108,18 +107,12 @@ class Saver:
         kept = run.experiment.checkpoint
         measured = {step: success for step, success in self._curve.success.items() if step}
         best = sorted(measured, key=lambda step: (measured[step], step))[-kept.keep_best :] if kept.keep_best else []
-        copied = checkpoint.snapshot(mark.step, run.model, mark.training.state_dict(), mark.state, self._copied)
-        self._copied = copied
+        copied = run.trainer.snapshot()
         mark.saved = True
         self._writing = self._thread.submit(
-            checkpoint.write, run.folder, copied, run.model, self._tokenizer, kept.keep_last, best
+            checkpoint.write, run.folder, mark.step, copied, mark.state, self._tokenizer, kept.keep_last, best
         )
         return self._writing
-
-    def _versions(self, training: Optimizer | PolicyUpdater) -> list[int]:
-        """How often torch has seen each tensor written to that a checkpoint holds."""
-        tensors, _ = checkpoint.flatten(training.state_dict())
-        return [t._version for t in (*self._run.model.parameters(), *tensors.values())]  # pyright: ignore[reportPrivateUsage]
 
 
 @contextmanager

@@ -8,16 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from mtgrpo.algorithms import PerToken
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.scorer import Scores
-from mtgrpo.model.traits import traits
-from mtgrpo.policy.optimizer import Optimizer
-from mtgrpo.policy.step import Policy
+from mtgrpo.policy.trainer import Stage
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.conversation import visible_tools
@@ -26,7 +21,6 @@ from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.run import Run, most_unasked, open_run
 from mtgrpo.stages.saving import Saver, saving
-from mtgrpo.stages.update import beside
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Trajectory
 
@@ -65,31 +59,29 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
         return
     began = time.perf_counter() - before_s
     run.sinks.stage("warm start", settings.steps)
-    optimizer = Optimizer(run.model, settings.optimizer, settings.steps)
-    policy = Policy(run.model, optimizer, experiment.batch.tokens, temperature=1.0)
+    run.trainer.begin(Stage.imitation)
     source = experiment.demonstrated
     stream = source.stream(Split.train, experiment.seed + DEMONSTRATION_SEED)
     if run.resumed and begun["step"]:
-        optimizer.load_state_dict(run.resumed.training())
+        run.trainer.load(run.resumed.path, version=0)
         stream.load_state_dict(begun["tasks"])
     examples = demonstrations(source, stream, run.runner, experiment.seed, run.sinks.note)
-    limit = most_unasked(experiment, run.model)
+    limit = most_unasked(experiment, run.trainer.weights())
     name = f"batch.token_budget={limit}"
-    if longest := traits(run.model).longest:
+    if longest := run.trainer.weights().traits.limit.tokens:
         limit, name = min((limit, name), (longest, f"the {longest} tokens that the model computes exactly"))
     fitting = within(examples, limit, name, run.sinks.note)
     for step in range(begun["step"] + 1, settings.steps + 1):
         batch = build_batch([await anext(fitting) for _ in range(settings.batch_size)])
         weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
-        work = policy.updating(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
-        metrics, _ = await beside(run.engine, run.watchdog.training(work))
-        run.sinks.tell(policy.notes)
+        metrics = await run.trainer.imitate(batch, weights)
+        run.sinks.tell(run.trainer.notes)
         elapsed_s = saver.summary["time/sft_s"] = time.perf_counter() - began
         run.sinks.log({"sft/loss": metrics["loss"], "sft/lr": metrics["lr"], "time/sft_s": elapsed_s}, step)
-        saver.mark(step if alone else 0, optimizer, sft={"step": step, "tasks": stream.state_dict()})
+        saver.mark(step if alone else 0, sft={"step": step, "tasks": stream.state_dict()})
         if saver.due(step) or step == settings.steps:
             await saver.save()
-    await run.engine.load_weights(run.model, 0)
+    await run.engine.load_weights(run.trainer.weights())
 
 
 async def demonstrations(
@@ -138,8 +130,3 @@ async def within(
                 f"{MAX_WITHOUT} demonstrations in a row are longer than {name}, the last has {longest} tokens; "
                 "raise the limit or choose shorter tasks"
             )
-
-
-def negative_log_likelihood(entries: Tensor, scores: Scores) -> PerToken:
-    """Cross-entropy of the demonstrations, per token."""
-    return PerToken(-scores.logp, torch.zeros_like(scores.logp, dtype=torch.bool))

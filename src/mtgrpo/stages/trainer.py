@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.config.run_record import read_run
-from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.errors import RunError
 from mtgrpo.journal import Journal
 from mtgrpo.policy.step import Metrics
-from mtgrpo.policy.updater import PolicyUpdater
+from mtgrpo.policy.trainer import Stage
+from mtgrpo.profile import Profiler
 from mtgrpo.record import trajectories
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import BEFORE, read_settings
@@ -29,11 +29,10 @@ from mtgrpo.stages.resume import differences, final_results
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.sft import warm_start
+from mtgrpo.stages.threads import Neighbours
 from mtgrpo.stages.trends import WITHOUT_VARIANCE, Trends, in_vain
-from mtgrpo.stages.update import make_stream, make_updater, update
+from mtgrpo.stages.update import make_stream, update
 from mtgrpo.types import LEARNING
-
-MISMATCH = "in a conversation the engine's log-probabilities differ from the trainer's"
 
 
 def run_training(experiment: Experiment, folder: Path) -> None:
@@ -50,17 +49,8 @@ def run_training(experiment: Experiment, folder: Path) -> None:
 def next_commands(folder: Path) -> str:
     """What to try with a run that has ended."""
     saved = sorted((folder / "checkpoints").glob("step_*"))
-    tried = f"\n  mtgrpo play checkpoint={saved[-1]}{_trust(folder)}   # talk to it" if saved else ""
+    tried = f"\n  mtgrpo play checkpoint={saved[-1]}   # talk to it" if saved else ""
     return f"try next:\n  mtgrpo show {folder}   # its conversations\n  mtgrpo report {folder}   # all on a page{tried}"
-
-
-def _trust(folder: Path) -> str:
-    """What has to be said where the record of a run names code."""
-    try:
-        read_run(folder, trusted=False)
-    except ConfigError:
-        return " trust_code=true"
-    return ""
 
 
 async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
@@ -94,10 +84,14 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
     trends = Trends(saver.state.get("entropy", math.nan))
     recorded = not run.experiment.agent.active  # whose conversations only the agent can take up
     journal = Journal(run.folder / "journal" if recorded else None, groups=not run.experiment.resumes_exactly)
-    training = _Training(run, make_updater(run), make_stream(run, journal), journal, budget, saver, curve, trends)
+    neighbours = Neighbours(follows=not run.experiment.deterministic)
+    streamed = make_stream(run, journal)
+    run.trainer.begin(Stage.reinforcement)
+    profiler = Profiler(run.experiment.profile, run.engine.sync_s)
+    training = _Training(run, profiler, streamed, journal, budget, saver, curve, trends, neighbours)
     run.sinks.stage(LEARNING, run.experiment.trainer.steps)
-    for note in run.experiment.notes:
-        run.sinks.note(note)
+    run.sinks.tell(list(run.experiment.notes))
+    run.sinks.tell(run.trainer.notes)
     try:
         await training.begin()
         while not (reached := training.reached):
@@ -114,7 +108,7 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
         await asyncio.gather(*training.evaluation.values(), return_exceptions=True)
         await training.stream.close()
     run.sinks.note(f"stopped after step {budget.steps}: {reached}")
-    if summary := training.updater.policy.profiler.summary():
+    if summary := profiler.summary():
         run.sinks.note(summary)
     return budget.steps, budget.seconds
 
@@ -124,13 +118,14 @@ class _Training:
     """Reinforcement learning under way."""
 
     run: Run
-    updater: PolicyUpdater
+    profiler: Profiler
     stream: Stream
     journal: Journal
     budget: Budget
     saver: Saver
     curve: Curve
     trends: Trends
+    neighbours: Neighbours
     # The one that is under way, by the step after which it began.
     evaluation: dict[int, asyncio.Task[Metrics]] = field(default_factory=dict[int, "asyncio.Task[Metrics]"])
 
@@ -148,7 +143,7 @@ class _Training:
             if self.saver.due(0):
                 await self.saver.save()
             return
-        self.updater.load_state_dict(run.resumed.training())
+        run.trainer.load(run.resumed.path, self.budget.steps)
         self.stream.load_state_dict(state["stream"])
         same = not differences(state.get("settings", {}), read_settings(run.folder))
         if same and not run.experiment.resumes_exactly:
@@ -156,7 +151,7 @@ class _Training:
         else:
             self.journal.clear()
         run.sinks.tell(self.journal.notes)
-        await run.engine.load_weights(run.model, self.budget.steps)
+        await run.engine.load_weights(run.trainer.weights())
         if not run.resumed.path.is_relative_to(run.folder):
             self.mark(state["row"])
             await self.saver.save()
@@ -165,27 +160,27 @@ class _Training:
 
     async def step(self) -> None:
         """One rollout batch, one update, and where it is due an evaluation and a checkpoint."""
-        run, experiment, policy = self.run, self.run.experiment, self.updater.policy
+        run, experiment = self.run, self.run.experiment
         began, step = time.perf_counter(), self.budget.steps + 1
+        self.neighbours.begin_step()
         (run.folder / "summary.json").unlink(missing_ok=True)  # of a run that had ended before this step
         batch = await self.stream.batch(version=self.budget.steps)
         evidence = trajectories.write(run.folder, f"step_{step:06d}", batch.groups)
         try:
-            metrics, train_s, interrupted = await update(run, self.updater, batch.trained, step)
-            if experiment.engine.exact:
-                policy.judge(metrics.get("policy/mismatch/worst_trajectory", 0.0), MISMATCH)
+            metrics, train_s, interrupted = await update(run, self.profiler, batch.trained, step)
         except RunError as error:
             raise RunError(f"{error}; what it was trained on is in {evidence}") from error
-        for notes in (run.engine.notes, policy.notes, run.tasks.notes, self.journal.notes):
+        for notes in (run.engine.notes, run.trainer.notes, run.tasks.notes, self.journal.notes):
             run.sinks.tell(notes)
         seconds = time.perf_counter() - began
         metrics |= describe_step(batch, experiment, step - 1, seconds - train_s, train_s)
         metrics |= {f"engine/{name}": value for name, value in run.engine.metrics.items()}
-        metrics |= policy.profiler.step(describe_conversations(batch.groups, experiment.profile), run.engine.sync_s)
+        conversations = describe_conversations(batch.groups, experiment.profile)
+        metrics |= self.profiler.step(conversations, run.trainer.take_phases(), run.engine.sync_s)
         self.budget.count(batch.groups, seconds)
         flat = float(metrics["reward/groups_with_variance"] == 0)
         self.saver.summary[WITHOUT_VARIANCE] = self.saver.summary.get(WITHOUT_VARIANCE, 0.0) + flat
-        warnings = [*describe_failures(batch.groups), *self.trends.warnings(metrics)]
+        warnings = [*describe_failures(batch.groups), *self.trends.warnings(metrics), *self.neighbours.end_step()]
         self.mark(metrics)
         for text in warnings:
             run.sinks.note(f"step {step}: {text}")
@@ -223,4 +218,4 @@ class _Training:
         """The run can go on from here; `row` are metrics of the last step that are still to be logged."""
         budget = {name: value for name, value in dataclasses.asdict(self.budget).items() if name != "settings"}
         state = {"budget": budget, "stream": self.stream.state_dict(), "row": row and dict(row)}
-        self.saver.mark(self.budget.steps, self.updater, entropy=self.trends.entropy, **state)
+        self.saver.mark(self.budget.steps, entropy=self.trends.entropy, **state)

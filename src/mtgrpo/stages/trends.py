@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from mtgrpo.model.rounding import HARMLESS
 from mtgrpo.policy.step import Metrics
-from mtgrpo.resources import memory_left, resident_bytes
+from mtgrpo.runtime.resources import memory_left, resident_bytes
 
 PATIENCE = 5  # steps in a row in which something is bad before it is said
 COLLAPSED = 0.1  # of the first step's entropy
+SUDDEN = 2  # steps within which a fall of success and entropy is said at once
+FAR_APART = 10.0  # times the largest difference of log-probabilities in the steps before
+PROVEN = "engine/proof_nats"  # in the metrics of servers
 TRUNCATED = 0.5  # the share of conversations that a limit cut
 WITHOUT_VARIANCE = "train/steps_without_variance"  # in the summary: steps in which no group's rewards differed
 SCARCE = 0.08  # the share of the memory that is left when the kernel may soon end the process
@@ -32,18 +36,30 @@ class Trends:
     """Looks at each step's metrics. What is bad for `PATIENCE` steps in a row is said once, until it has been good."""
 
     entropy: float = math.nan  # of the first step
+    mismatch: float = math.nan  # nats, the largest yet between trainer and servers
     _in_a_row: Counter[str] = field(default_factory=Counter[str])
+    _before: deque[tuple[float, float]] = field(default_factory=lambda: deque[tuple[float, float]](maxlen=SUDDEN))
 
     def warnings(self, metrics: Metrics) -> list[str]:
         """What to tell the user after this step."""
         entropy, truncated = metrics.get("policy/entropy", math.nan), metrics.get("rollout/truncated", 0.0)
         if math.isnan(self.entropy):
             self.entropy = entropy
-        unsolved = metrics["reward/success"] < 0.8  # a policy that solves its tasks may be sure of itself
+        success = metrics["reward/success"]
+        unsolved = success < 0.8  # a policy that solves its tasks may be sure of itself
+        best, widest = (max(values, default=0.0) for values in (list(zip(*self._before, strict=True)) or [(), ()]))
+        self._before.append((success, 0.0 if math.isnan(entropy) else entropy))
+        # Each push proves what a server holds; what happens to it until the next one shows here alone.
+        mismatch = metrics.get("policy/mismatch/worst_trajectory", math.nan) if PROVEN in metrics else math.nan
+        usual = self.mismatch
+        if mismatch > usual or math.isnan(usual):
+            self.mismatch = mismatch
         left, total = memory_left()
         limits = [name.rpartition("/")[2] for name in metrics if name.startswith("rollout/truncated/")]
         found = {
             "entropy": entropy < COLLAPSED * self.entropy and unsolved,
+            "collapse": success < best / 2 and entropy < COLLAPSED * widest,
+            "mismatch": mismatch > max(FAR_APART * usual, HARMLESS),
             "variance": metrics["reward/groups_with_variance"] == 0,
             "truncated": truncated > TRUNCATED,
             "memory": left < SCARCE * total,
@@ -51,6 +67,11 @@ class Trends:
         texts = {
             "entropy": f"the policy's entropy fell from {self.entropy:.2g} to {entropy:.2g} nats while tasks are not "
             "solved: it explores little; set algorithm.entropy_coef or kl.coef above 0, or optimizer.lr lower",
+            "collapse": f"the policy has collapsed: within {SUDDEN} steps its success fell from {best:.2g} to "
+            f"{success:.2g} and its entropy from {widest:.2g} to {entropy:.2g} nats; set optimizer.lr lower and go on "
+            "from the last good checkpoint",
+            "mismatch": f"in a conversation the servers' log-probabilities differ from the trainer's by {mismatch:.2g} "
+            f"nats, in the steps before by at most {usual:.2g}: does somebody else write weights to a server?",
             "variance": f"in no group do rewards differ, so nothing is learned; {_MORE_VARIANCE}",
             "truncated": f"{truncated:.0%} of the conversations are cut by a limit ({', '.join(limits)}): set it "
             "higher, or reward=[...,length]",
@@ -59,5 +80,5 @@ class Trends:
             "rollout.max_concurrent or engine.memory_fraction lower",
         }
         self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name, bad in found.items() if bad})
-        due = {"memory": 1}
+        due = {"memory": 1, "collapse": 1, "mismatch": 1}
         return [texts[name] for name, times in self._in_a_row.items() if times == due.get(name, PATIENCE)]

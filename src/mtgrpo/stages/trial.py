@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from mtgrpo import extension
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError
-from mtgrpo.part import Part
-from mtgrpo.rewards import OfRewards, Reward
-from mtgrpo.rewards.unit_tests import UnitTests
+from mtgrpo.parts import Part, extension
+from mtgrpo.rewards import Reward
 from mtgrpo.types import Completion, Finish, Message, Task, Trajectory, Turn
 
 LONGEST_S = 30.0  # what takes longer is left to the run, which has limits of its own
@@ -28,7 +26,7 @@ async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool
         return
     if _ours(experiment.environment) and (running or not experiment.environment.opens):
         await _begun(experiment.environment, task)
-    if not running and _works_unopened(experiment.reward):
+    if not running and experiment.reward.works_unopened and _all_ours(experiment.reward):
         said = Completion([0], [0.0], [0], Finish.STOP)
         turns = [Turn.of(said, Message("assistant", ""), [0], parent=-1)]
         await experiment.reward.rewards([Trajectory(task, turns=turns)])
@@ -36,9 +34,8 @@ async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool
 
 def untried(experiment: Experiment) -> str:
     """Says which parts are the user's own code, which nothing calls before a run does; "" = none."""
-    parts = {"environment": experiment.environment, "agent": experiment.agent, "reward": experiment.reward}
-    of = experiment.reward.parts if isinstance(experiment.reward, OfRewards) else []
-    own = [name for name, part in parts.items() if not _ours(part) or (name == "reward" and not all(map(_ours, of)))]
+    ours = {"environment": _ours(experiment.environment), "agent": _ours(experiment.agent)}
+    own = [name for name, is_ours in (ours | {"reward": _all_ours(experiment.reward)}).items() if not is_ours]
     return f", nor your own {' and '.join(own)} tried" if own else ""
 
 
@@ -52,12 +49,8 @@ async def _begun(environment: Environment, task: Task) -> None:
         return
 
 
-def _works_unopened(reward: Reward) -> bool:
-    if isinstance(reward, OfRewards):
-        return all(map(_works_unopened, reward.parts))
-    if isinstance(reward, UnitTests):
-        return True  # it needs its sandbox only for code
-    return _ours(reward) and not (reward.opens or reward.cpu_heavy)
+def _all_ours(reward: Reward) -> bool:
+    return _ours(reward) and all(map(_all_ours, reward.parts))
 
 
 def _ours(part: Part) -> bool:

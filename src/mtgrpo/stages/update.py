@@ -7,20 +7,16 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from mtgrpo.advantages.rewards import comparable, rewards_of
-from mtgrpo.batch.forest import build_batch
-from mtgrpo.config.experiment import Experiment
-from mtgrpo.engines import RunningEngine
+from mtgrpo.advantages.rewards import Rewards, comparable, rewards_of
+from mtgrpo.batch.forest import Batch, build_batch
 from mtgrpo.journal import Journal
 from mtgrpo.policy.guard import check_provenance
-from mtgrpo.policy.optimizer import Optimizer
-from mtgrpo.policy.reference import ReferencePolicy
-from mtgrpo.policy.step import CooperativeTask, Metrics, Policy, at_once
-from mtgrpo.policy.updater import PolicyUpdater, UpdateConfig
+from mtgrpo.policy.step import Metrics
+from mtgrpo.policy.witness import Evidence, evidence_of
 from mtgrpo.profile import Profiler
 from mtgrpo.rollout.curriculum import Difficulty
 from mtgrpo.rollout.stream import Stream
-from mtgrpo.stages.controls import control
+from mtgrpo.stages.policy_trainer import update_config
 from mtgrpo.stages.run import Run
 from mtgrpo.types import Group
 
@@ -41,98 +37,50 @@ def make_stream(run: Run, journal: Journal) -> Stream:
     return Stream(runner, run.tasks, experiment.rollout, keeps, batches, journal, difficulty)
 
 
-def make_updater(run: Run) -> PolicyUpdater:
-    """What trains the policy of a run; its optimiser's schedule counts optimiser steps."""
-    experiment = run.experiment
-    trajectories = experiment.rollout.prompts_per_step * experiment.rollout.group_size
-    size = experiment.trainer.minibatch_trajectories or trajectories
-    per_batch = -(-trajectories // size) * experiment.trainer.updates_per_batch
-    policy = Policy(
-        run.model,
-        Optimizer(run.model, experiment.optimizer, experiment.trainer.steps * per_batch),
-        experiment.batch.tokens,
-        experiment.sampling.temperature,
-        Profiler(experiment.profile, run.engine.sync_s),
-    )
-    reference = ReferencePolicy(run.model) if experiment.kl.coef else None
-    return PolicyUpdater(policy, update_config(experiment), reference)
-
-
-def update_config(experiment: Experiment) -> UpdateConfig:
-    """What a run learns from its rollout batches."""
-    return UpdateConfig(
-        algorithm=experiment.algorithm,
-        advantage=experiment.advantage,
-        kl=experiment.kl,
-        reference=experiment.reference,
-        correction=experiment.correction,
-        updates=experiment.trainer,
-        length=experiment.algorithm.average_length or experiment.rollout.max_trajectory_tokens,
-        stale=experiment.rollout.max_staleness > 0,
-        control=control(experiment.debug.advantages),
-    )
-
-
-async def update(run: Run, updater: PolicyUpdater, groups: Sequence[Group], step: int) -> tuple[Metrics, float, bool]:
+async def update(run: Run, profiler: Profiler, groups: Sequence[Group], step: int) -> tuple[Metrics, float, bool]:
     """Train on `groups` while rollouts go on, if they run ahead; else while the engine sleeps.
 
     Returns the metrics, the seconds of training alone, and whether Ctrl-C came meanwhile: a step that has begun is
     finished before anything is saved.
     """
-    interrupted = False
-    training = asyncio.create_task(_train_and_load(run, updater, groups, step))
+    interrupted, train_s = False, run.trainer.train_s
+    training = asyncio.create_task(_train_and_load(run, profiler, groups, step))
     while not training.done():
         try:
             await asyncio.shield(training)
         except asyncio.CancelledError:
             interrupted = True
-    return *training.result(), interrupted
+    return training.result(), run.trainer.train_s - train_s, interrupted
 
 
-async def _train_and_load(
-    run: Run, updater: PolicyUpdater, groups: Sequence[Group], step: int
-) -> tuple[Metrics, float]:
+async def _train_and_load(run: Run, profiler: Profiler, groups: Sequence[Group], step: int) -> Metrics:
     engine, in_step = run.engine, not run.experiment.rollout.max_staleness
     if in_step:
         await engine.sleep()
-    metrics, seconds = await beside(engine, run.watchdog.training(learn(run, updater, groups, step)))
-    await engine.load_weights(run.model, step)  # before the engine has its next turn
+    metrics = await learn(run, profiler, groups, step)
+    await engine.load_weights(run.trainer.weights())  # before the engine has its next turn
     if in_step:
         await engine.wake()
-    return metrics, seconds
+    return metrics
 
 
-async def beside(engine: RunningEngine, work: CooperativeTask[Metrics]) -> tuple[Metrics, float]:
-    """The result of training, and its seconds alone, while the event loop goes on.
-
-    An engine that shares the model has its turns between micro-batches, in this thread; beside any other engine
-    training runs in a thread of its own.
-    """
-    seconds = 0.0
-    if not engine.shares_weights:
-        began = time.perf_counter()
-        return await asyncio.to_thread(at_once, work), time.perf_counter() - began
-    while True:
-        began = time.perf_counter()
-        try:
-            next(work)
-        except StopIteration as done:
-            return done.value, seconds + time.perf_counter() - began
-        seconds += time.perf_counter() - began
-        await asyncio.sleep(0)
-
-
-def learn(run: Run, updater: PolicyUpdater, groups: Sequence[Group], step: int) -> CooperativeTask[Metrics]:
+async def learn(run: Run, profiler: Profiler, groups: Sequence[Group], step: int) -> Metrics:
     """One rollout batch: its groups as tensors, then update number `step`."""
-    experiment, profiler = run.experiment, updater.policy.profiler
+    experiment, learning = run.experiment, update_config(run.experiment)
     compared = comparable(groups, experiment.algorithm)
     if not compared:
-        updater.move_reference(step)
+        run.trainer.skip(step - 1)
         return {}
-    with profiler.trace(step, run.folder):
+
+    def lay_out() -> tuple[Batch, Rewards, Evidence | None]:
         with profiler.measure("packing"):
-            batch = build_batch([trajectory for group in compared for trajectory in group.trajectories])
-            check_provenance(batch, [trajectory for group in compared for trajectory in group.trajectories])
+            trajectories = [trajectory for group in compared for trajectory in group.trajectories]
+            batch = build_batch(trajectories)
+            check_provenance(batch, trajectories)
             rewards = rewards_of(compared, experiment.algorithm, batch.trajectory, batch.turn)
-        metrics = yield from updater.training(batch, rewards, step - 1, experiment.seed * 1_000_003 + step)
-    return {f"policy/{name}": value for name, value in metrics.items()}
+            return batch, rewards, evidence_of(compared, learning)
+
+    began = time.perf_counter()
+    batch, rewards, evidence = lay_out() if run.engine.shares_weights else await asyncio.to_thread(lay_out)
+    run.trainer.train_s += time.perf_counter() - began
+    return await run.trainer.update(batch, rewards, step - 1, experiment.seed * 1_000_003 + step, evidence)

@@ -12,13 +12,11 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mtgrpo.engines import Key, RunningEngine
-from mtgrpo.policy.step import CooperativeTask
 from mtgrpo.types import Completion, Sample, Sampling
 
-T = TypeVar("T")
 CLOSING_S = 120.0  # at least, for a run to save and end by itself; one whose event loop is blocked never would
 
 
@@ -36,16 +34,6 @@ class Watchdog:
     def still_s(self) -> float:
         """For how many seconds nothing has moved."""
         return time.monotonic() - self._moved_s
-
-    def training(self, work: CooperativeTask[T]) -> CooperativeTask[T]:
-        """The same work, whose micro-batches count."""
-        while True:
-            try:
-                next(work)
-            except StopIteration as done:
-                return done.value
-            self.moved()
-            yield
 
     def sampling(
         self, conversation: Callable[[Key], AbstractAsyncContextManager[Sample]]

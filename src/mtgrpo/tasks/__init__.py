@@ -6,23 +6,22 @@ A stream never loads all of its data, and resumes exactly from its `state_dict`.
 from __future__ import annotations
 
 import functools
-import itertools
-import json
-import reprlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.part import Part
+from mtgrpo.messages import messages_from, shown
+from mtgrpo.parts import Data, Part, Prompt, Text
 from mtgrpo.tasks.stream import IndexedStream as IndexedStream
 from mtgrpo.tasks.stream import TaskStream, hashed
 from mtgrpo.tasks.stream import permuted as permuted
-from mtgrpo.types import SUMMARY, Message, Role, Task, ToolCall
+from mtgrpo.types import SUMMARY, Message, Task, ToolCall
 
 MATHS_SYSTEM_PROMPT = "Solve the problem. End with #### and the answer as a plain number."
 
@@ -41,9 +40,10 @@ class TaskSource(Part, ABC):
     """Base of all task sources."""
 
     # put before every task's messages unless they begin with a system message: a text, or file:PATH of one
-    system_prompt: str = ""
-    prompt_template: str = ""  # what the last message says, {prompt} standing for what the task has there; or file:PATH
-    examples: Any = 0  # few-shot, after it: a number of demonstrations of training tasks, or messages of your own
+    system_prompt: Prompt = ""
+    # what the last message says, {prompt} standing for what the task has there; or file:PATH
+    prompt_template: Prompt = ""
+    examples: Data = 0  # few-shot, after it: a number of demonstrations of training tasks, or messages of your own
 
     @abstractmethod
     def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
@@ -58,11 +58,11 @@ class TaskSource(Part, ABC):
 
     def with_prompt(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """`messages` after the system prompt, unless they bring one, and the few-shot examples. Raises ConfigError."""
-        own = 1 if messages[0].role == "system" else 0
-        system = messages[:own] or ((Message("system", self._system),) if self._system else ())
-        *before, last = messages[own:]
-        said = self._template.replace("{prompt}", last.content) if self._template else last.content
-        return (*system, *self.worked, *before, replace(last, content=said))
+        first = 1 if messages[0].role == "system" else 0
+        system = messages[:first] or ((Message("system", self._system),) if self._system else ())
+        *before, last = messages[first:]
+        prompt = self._template.replace("{prompt}", last.content) if self._template else last.content
+        return (*system, *self.worked, *before, replace(last, content=prompt))
 
     @functools.cached_property
     def _system(self) -> str:
@@ -81,11 +81,18 @@ class TaskSource(Part, ABC):
     def worked(self) -> tuple[Message, ...]:
         """The few-shot examples before every task. Raises ConfigError."""
         if not isinstance(self.examples, int):
-            return _worked(self.examples)
+            values = cast("list[Any]", self.examples if isinstance(self.examples, list) else [self.examples])
+            messages = messages_from(values, "task.examples")
+            if messages and (messages[0].role, messages[-1].role) != ("user", "assistant"):
+                raise ConfigError(
+                    "task.examples must be messages that begin with a user's and end with an assistant's, "
+                    f"got the roles {', '.join(message.role for message in messages)}"
+                )
+            return messages
         bare = replace(self, system_prompt="", examples=0)
-        tried = itertools.islice(bare.stream(Split.train, EXAMPLES_SEED), 1000) if self.examples else ()
-        pairs = ((task, self.demonstration(task, EXAMPLES_SEED)) for task in tried)
-        shown = list(itertools.islice(((*task.messages, *said) for task, said in pairs if said), self.examples))
+        tasks = islice(bare.stream(Split.train, EXAMPLES_SEED), 1000) if self.examples else ()
+        pairs = ((task, self.demonstration(task, EXAMPLES_SEED)) for task in tasks)
+        shown = list(islice(((*task.messages, *replies) for task, replies in pairs if replies), self.examples))
         if len(shown) < self.examples:
             raise ConfigError(
                 f"task.examples={self.examples}: task {type(self).__name__} has no demonstrations to show; give "
@@ -107,19 +114,24 @@ class Generated(TaskSource, ABC):
         return IndexedStream(None, lambda index: self.task(split, seed, index), seed, repeat)
 
 
+def user(prompt: str) -> tuple[Message, ...]:
+    """The user's message `prompt`."""
+    return (Message("user", prompt),)
+
+
 def called(tool: str, arguments: Mapping[str, Any], answer: str) -> tuple[Message, Message]:
     """A call and what the tool answers, for demonstrations."""
     return Message("assistant", tool_calls=(ToolCall(tool, arguments),)), Message("tool", answer, name=tool)
 
 
-def _text_of(given: str, option: str) -> str:
+def _text_of(value: str, option: str) -> str:
     """What a file holds, where it is named as file:PATH, else the text itself. Raises ConfigError."""
-    if not given.startswith("file:"):
-        return given
+    if not value.startswith("file:"):
+        return value
     try:
-        return Path(given.removeprefix("file:")).expanduser().read_text(encoding="utf-8").strip()
+        return Path(value.removeprefix("file:")).expanduser().read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{option}={given}: it cannot be read: {error}") from error
+        raise ConfigError(f"{option}={value}: it cannot be read: {error}") from error
 
 
 def held_out(task_id: str, fraction: float) -> bool:
@@ -131,10 +143,10 @@ def held_out(task_id: str, fraction: float) -> bool:
 class Columns:
     """Which column of a row holds what. A dot reaches into a nested column: `reward_model.ground_truth`."""
 
-    prompt: str = "prompt"  # a string, or a list of messages
-    messages: str = "messages"  # a list of {role, content}; used where a row has no prompt
-    answer: str = "answer"  # a string, a number or a list of accepted ones; where absent, that of verl or SkyRL
-    id: str = "id"  # a string or a number; may be absent: the row's number is taken
+    prompt: Text = "prompt"  # a string, or a list of messages
+    messages: Text = "messages"  # a list of {role, content}; used where a row has no prompt
+    answer: Text = "answer"  # a string, a number or a list of accepted ones; where absent, that of verl or SkyRL
+    id: Text = "id"  # a string or a number; may be absent: the row's number is taken
 
 
 _PROMPTS = ("question", "problem", "instruction", "query", "input", "text")  # what data sets call it
@@ -165,6 +177,10 @@ class Rows(ABC):
     def readings(self, column: str = "") -> Iterator[Callable[[], Mapping[str, Any]]]:
         """Every row in order, each as a function that gives it, or that column of it, or raises ConfigError."""
 
+    def notes(self) -> list[str]:
+        """What is to be said of the rows that were read so far, or of the first ones."""
+        return []
+
     def ids(self, column: str) -> Iterator[str]:
         """The id of every row, in order: the value of `column`; its default where that cannot be used."""
         for index, read in enumerate(self.readings(column)):
@@ -175,9 +191,8 @@ class Rows(ABC):
 
     def divided(self, split: Split, id_column: str, eval_fraction: float) -> Sequence[int]:
         """The rows of `split`, ascending, where rows are held out by their ids alone."""
-        wanted = split is Split.eval
         ids = enumerate(self.ids(id_column))
-        return array("q", (row for row, task_id in ids if held_out(task_id, eval_fraction) is wanted))
+        return array("q", (row for row, name in ids if held_out(name, eval_fraction) is (split is Split.eval)))
 
 
 def task_from_row(row: Mapping[str, Any], columns: Columns, where: str, default_id: str) -> Task:
@@ -202,9 +217,7 @@ def task_from_row(row: Mapping[str, Any], columns: Columns, where: str, default_
     answers = _answers(row, columns.answer, where)
     task_id = _scalar(row, "id", columns.id, where) or default_id
     rest = {name: value for name, value in row.items() if name not in (used, columns.answer, columns.id)}
-    if len(answers) > 1:
-        rest["answers"] = answers
-    return Task(task_id, messages, answers[0] if answers else "", rest)
+    return Task(task_id, messages, answers[0], rest | ({"answers": answers} if len(answers) > 1 else {}))
 
 
 def cell(row: Mapping[str, Any], column: str) -> Any:
@@ -220,20 +233,20 @@ def cell(row: Mapping[str, Any], column: str) -> Any:
 
 
 def _answers(row: Mapping[str, Any], column: str, where: str) -> list[str]:
-    """The accepted answers as text; none where absent, unless the user named the column."""
+    """The accepted answers as text; [""] where absent, unless the user named the column."""
     if column == Columns.answer and cell(row, column) is None:
-        column = next((name for name in _GROUND_TRUTHS if _is_answer(cell(row, name))), column)
+        column = next((name for name in _GROUND_TRUTHS if all(map(_is_scalar, _listed(cell(row, name))))), column)
     values = cell(row, column)
     if isinstance(values, list) and values:
-        return [_text(value, row, "answer", column, where) for value in cast("list[Any]", values)]
-    answer = _scalar(row, "answer", column, where)
-    return [answer] if answer else []
+        return [_text(value, row, "answer", column, where) for value in _listed(values)]
+    return [_scalar(row, "answer", column, where)]
 
 
-def _is_answer(value: Any) -> bool:
-    if isinstance(value, list):
-        several = cast("list[Any]", value)
-        return bool(several) and all(map(_is_answer, several)) and not any(isinstance(one, list) for one in several)
+def _listed(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) and value else [value]
+
+
+def _is_scalar(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
@@ -248,9 +261,9 @@ def _scalar(row: Mapping[str, Any], option: str, column: str, where: str) -> str
 
 
 def _text(value: Any, row: Mapping[str, Any], option: str, column: str, where: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if not _is_scalar(value):
         raise ConfigError(
-            f"{where}: column {column!r} must be a string or a number, got {_shown(value)}; {_seen(row)}; "
+            f"{where}: column {column!r} must be a string or a number, got {shown(value)}; {_seen(row)}; "
             f"choose another with task.columns.{option}=NAME"
         )
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
@@ -259,11 +272,10 @@ def _text(value: Any, row: Mapping[str, Any], option: str, column: str, where: s
 def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
     if isinstance(prompt, str):
         return (Message("user", prompt),)
-    values = cast("list[Any]", prompt) if isinstance(prompt, list) else []
-    messages = tuple(message_from(value, f"{where}, message {nth}") for nth, value in enumerate(values, 1))
+    messages = messages_from(cast("list[Any]", prompt), where) if isinstance(prompt, list) else ()
     if not messages:
         raise ConfigError(
-            f"{where} must be a string or a list of messages, got {_shown(prompt)}; choose another with "
+            f"{where} must be a string or a list of messages, got {shown(prompt)}; choose another with "
             "task.columns.prompt=NAME or task.columns.messages=NAME"
         )
     if messages[-1].role == "assistant":
@@ -274,62 +286,8 @@ def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
     return messages
 
 
-def _worked(examples: Any) -> tuple[Message, ...]:
-    values = cast("list[Any]", examples if isinstance(examples, list) else [examples])
-    messages = tuple(message_from(value, f"task.examples, message {nth}") for nth, value in enumerate(values, 1))
-    if messages and (messages[0].role, messages[-1].role) != ("user", "assistant"):
-        raise ConfigError(
-            "task.examples must be messages that begin with a user's and end with an assistant's, "
-            f"got the roles {', '.join(message.role for message in messages)}"
-        )
-    return messages
-
-
-def message_from(value: Any, where: str) -> Message:
-    """The message that a mapping with role and content describes. Raises ConfigError, beginning with `where`."""
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: must be an object with role and content, got {_shown(value)}")
-    fields = cast("Mapping[str, Any]", value)
-    role = fields.get("role")
-    if role not in get_args(Role):
-        raise ConfigError(f"{where}: role must be one of {', '.join(get_args(Role))}, got {_shown(role)}")
-    calls = fields.get("tool_calls")
-    if not isinstance(calls, list | None):
-        raise ConfigError(f"{where}: tool_calls must be a list, got {_shown(calls)}")
-    content = fields.get("content")
-    if content is None and calls:
-        content = ""
-    if not isinstance(content, str):
-        raise ConfigError(f"{where}: content must be a string, got {_shown(content)}")
-    name = fields.get("name")
-    tool_calls = tuple(_tool_call(call, where) for call in cast("list[Any]", calls or []))
-    reasoning = fields.get("reasoning") or fields.get("reasoning_content")
-    texts = (text if isinstance(text, str) else "" for text in (reasoning, name))
-    return Message(cast("Role", role), content, next(texts), tool_calls, next(texts))
-
-
-def _tool_call(value: Any, where: str) -> ToolCall:
-    """A call as {name, arguments} or {function: {name, arguments}}; the arguments may be JSON text."""
-    try:
-        function = value.get("function") or value
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        return ToolCall(str(function["name"]), dict(arguments))
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{where}: a tool call must have a name and an object of arguments, got {_shown(value)}"
-        ) from error
-
-
 def _seen(row: Mapping[str, Any]) -> str:
     """The columns of a row, nested ones by their dotted path."""
-    names: list[str] = []
-    for name, value in row.items():
-        nested = list(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else []
-        names += [f"{name}.{part}" for part in nested] or [name]
+    nested = ((name, cast("Any", value) if isinstance(value, Mapping) else {}) for name, value in row.items())
+    names = [f"{name}.{part}" if part else name for name, parts in nested for part in parts or [""]]
     return f"the columns are {', '.join(names) or 'none'}"
-
-
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {reprlib.repr(value)}"

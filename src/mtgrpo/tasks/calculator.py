@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from mtgrpo.errors import ConfigError, require
-from mtgrpo.tasks import Generated, Split
+from mtgrpo.tasks import Generated, Split, called, user
 from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator as CalculatorTool
-from mtgrpo.types import Message, Task, ToolCall
+from mtgrpo.types import Message, Task
 
 NAMES = ("Tom", "Ann", "Bob", "Eva", "Sam", "Mia", "Leo", "Zoe")
 THINGS = ("pens", "cards", "coins", "books")
@@ -47,16 +47,16 @@ class Demonstrator:
     early: float = 0.02  # answers before the last step
 
     def __post_init__(self) -> None:
-        shares = (self.right, self.wrong_number, self.wrong_operator, self.swapped, self.early)
+        shares = astuple(self)
         if min(shares) < 0 or sum(shares) > 1 + 1e-9:
             raise ConfigError(f"task.demonstrator: the shares must be >= 0 and add up to at most 1, got {shares}")
 
     def kind(self, rng: random.Random) -> str:
         """Draw a kind of demonstration."""
-        draw = rng.random()
-        for kind in ("right", "wrong_number", "wrong_operator", "swapped", "early"):
-            draw -= getattr(self, kind)
-            if draw < 0:
+        number = rng.random()
+        for kind, share in vars(self).items():
+            number -= share
+            if number < 0:
                 return kind
         return "guess"
 
@@ -77,21 +77,15 @@ class Calculator(Generated):
         require(self, min_steps=">= 1", max_steps=f">= {self.min_steps} and <= 8 (min_steps and the most)")
 
     def task(self, split: Split, seed: int, index: int) -> Task:
-        """A story about a chain of calculations."""
-        rng = random.Random(f"calculator/{self.seed}/{seed}/{split.value}/{index}")
+        name = f"calculator/{self.seed}/{seed}/{split.value}/{index}"
+        rng = random.Random(name)
         problem = draw_problem(rng, self.min_steps, self.max_steps, held_out=split is Split.eval)
-        prompt = tell(problem, rng)
-        return Task(
-            id=f"calculator/{self.seed}/{seed}/{split.value}/{index}",
-            messages=self.with_prompt((Message("user", prompt),)),
-            answer=str(problem.values[-1]),
-            metadata={"start": problem.start, "steps": problem.steps, "values": problem.values},
-        )
+        return Task(name, self.with_prompt(user(tell(problem, rng))), str(problem.values[-1]), vars(problem))
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
         """A demonstration of mixed quality: calls, the calculator's replies, and an answer."""
         rng = random.Random(f"demonstration/{seed}/{task.id}")
-        problem = Problem(task.metadata["start"], task.metadata["steps"], task.metadata["values"])
+        problem = Problem(*(task.metadata[name] for name in ("start", "steps", "values")))
         return demonstrate(problem, self.demonstrator.kind(rng), rng)
 
 
@@ -103,14 +97,13 @@ def numbers(low: int, high: int, held_out: bool) -> list[int]:
 def draw_problem(rng: random.Random, min_steps: int, max_steps: int, held_out: bool) -> Problem:
     """Draw until every partial result is within the limit and at most MAX_PRODUCTS products occur."""
     length = rng.randint(min_steps, max_steps)
-    operands = {"+": _OPERANDS[held_out, False], "-": _OPERANDS[held_out, False], "*": _OPERANDS[held_out, True]}
     while True:
-        start = value = rng.choice(operands["+"])
+        start = value = rng.choice(_TERMS[held_out])
         steps: list[tuple[str, int]] = []
         values: list[int] = []
         for _ in range(length):
             operator = rng.choice("+-*")
-            operand = rng.choice(operands[operator])
+            operand = rng.choice((_FACTORS if operator == "*" else _TERMS)[held_out])
             value = apply(operator, value, operand)
             steps.append((operator, operand))
             values.append(value)
@@ -118,11 +111,8 @@ def draw_problem(rng: random.Random, min_steps: int, max_steps: int, held_out: b
             return Problem(start, tuple(steps), tuple(values))
 
 
-_OPERANDS = {
-    (held_out, product): numbers(12, 99, held_out) if product else numbers(100, 999, held_out)
-    for held_out in (False, True)
-    for product in (False, True)
-}
+_TERMS = {held_out: numbers(100, 999, held_out) for held_out in (False, True)}
+_FACTORS = {held_out: numbers(12, 99, held_out) for held_out in (False, True)}
 
 
 def apply(operator: str, a: int, b: int) -> int:
@@ -162,14 +152,13 @@ def demonstrate(problem: Problem, kind: str, rng: random.Random) -> tuple[Messag
         if index == wrong and kind == "wrong_operator":
             operator = rng.choice([op for op in "+-*" if op != operator])
         expression = f"{left} {operator} {right}"
-        messages.append(Message("assistant", tool_calls=(ToolCall("calculator", {"expression": expression}),)))
         try:
-            value = calculator(expression)
+            value = reply = calculator(expression)
         except ToolError as error:
-            value = left
-            messages.append(Message("tool", f"error: {error}", name="calculator"))
+            value, reply = left, f"error: {error}"
+        messages += called("calculator", {"expression": expression}, reply)
+        if reply != value:
             break
-        messages.append(Message("tool", value, name="calculator"))
     return (*messages, _answer(value))
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.tasks import Rows, cell, message_from
+from mtgrpo.messages import messages_from
+from mtgrpo.tasks import Rows, cell
 from mtgrpo.tasks.jsonl import FileSource, JsonlRows
 from mtgrpo.types import Message, Task
 
@@ -26,11 +27,9 @@ class Conversations(FileSource):
     suffix: ClassVar[str] = ".jsonl"
 
     def rows(self, files: Mapping[Path, str]) -> Rows:
-        """Random access to the lines of `files`."""
         return JsonlRows(files)
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
-        """What was said."""
         return task.metadata[_SAID]
 
     def _task(self, rows: Rows, number: int, row: Mapping[str, Any]) -> Task:
@@ -38,11 +37,9 @@ class Conversations(FileSource):
         values: Any = cell(row, column)
         if not isinstance(values, list):
             raise ConfigError(f"{where}: no list of messages in column {column!r}; name it with task.columns.messages")
-        messages = [
-            message_from(value, f"{where}, message {n}") for n, value in enumerate(cast("list[Any]", values), 1)
-        ]
+        messages = messages_from(cast("list[Any]", values), where)
         first = next((n for n, message in enumerate(messages) if message.role == "assistant"), 0)
         if not first:
             raise ConfigError(f"{where}: needs a message before the first of an assistant, and one of an assistant")
         task = super()._task(rows, number, {**row, self.columns.prompt: values[:first]})
-        return Task(task.id, task.messages, task.answer, {**task.metadata, _SAID: tuple(messages[first:])})
+        return Task(task.id, task.messages, task.answer, {**task.metadata, _SAID: messages[first:]})

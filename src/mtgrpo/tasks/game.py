@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtgrpo.tasks import Generated, Split
+from mtgrpo.parts import Text
+from mtgrpo.tasks import Generated, Split, user
 from mtgrpo.tasks.stream import hashed
-from mtgrpo.types import Message, Task
+from mtgrpo.types import Task
 
 
 @dataclass
@@ -16,11 +17,9 @@ class Game(Generated):
     What the game itself says stands below the prompt.
     """
 
-    prompt: str = "Play this game."
+    prompt: Text = "Play this game."
     seed: int = 0  # another seed gives other games
 
     def task(self, split: Split, seed: int, index: int) -> Task:
-        """A seed."""
         name = f"game/{self.seed}/{seed}/{split.value}/{index}"
-        prompt = self.with_prompt((Message("user", self.prompt),))
-        return Task(name, prompt, metadata={"seed": hashed(name) % 2**31})
+        return Task(name, self.with_prompt(user(self.prompt)), metadata={"seed": hashed(name) % 2**31})

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from mtgrpo.parts import Folder, Prompt
 from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, Rows, Split, called
 from mtgrpo.tasks.published import Published, Row, file_rows, text, user
 from mtgrpo.tools import ToolError
@@ -23,13 +24,12 @@ class Gsm8k(Published):
     Demonstrations call the calculator where the gold solution calculates.
     """
 
-    system_prompt: str = MATHS_SYSTEM_PROMPT
-    path: str = ""  # a folder with train.jsonl and test.jsonl
+    system_prompt: Prompt = MATHS_SYSTEM_PROMPT
+    path: Folder = ""  # a folder with train.jsonl and test.jsonl
 
     layout = "GSM8K rows have a question and an answer that ends in '#### N'"
 
     def rows(self, split: Split) -> Rows:
-        """Those of one split."""
         name = "train" if split is Split.train else "test"
         file = self.path and f"{self.path}/{name}.jsonl"
         return file_rows(file, f"gsm8k/{name}.jsonl", ("openai/gsm8k", "main", name), folder=True)
@@ -40,7 +40,6 @@ class Gsm8k(Published):
         return solve_with_calculator(calculations, task.answer)
 
     def task(self, row: Row, rows: Rows, index: int) -> Task:
-        """The question, with its solution in the metadata."""
         solution = text(row, "answer")
         reasoning, _, answer = solution.rpartition("####")
         if not reasoning:
@@ -61,10 +60,9 @@ def solve_with_calculator(calculations: list[tuple[str, str]], answer: str) -> t
     for expression, result in calculations:
         try:
             reply = calculator(expression)
-            agrees = Fraction(reply) == Fraction(result.strip())
+            if Fraction(reply) != Fraction(result.strip()):
+                return None
         except (ToolError, ValueError):
-            return None
-        if not agrees:
             return None
         messages += called("calculator", {"expression": expression}, reply)
     if not messages or Fraction(reply) != Fraction(answer):

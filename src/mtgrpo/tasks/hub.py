@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.parts import Network, Text
 from mtgrpo.tasks import Columns, Rows, Split, task_from_row
 from mtgrpo.tasks.published import HubRows, Published, Row
 from mtgrpo.types import Task
@@ -18,14 +19,13 @@ class Hub(Published):
     Example: `task=hub task.path=openai/gsm8k task.subset=main task.columns.prompt=question`.
     """
 
-    path: str = ""  # the name of a data set, such as openai/gsm8k, or a folder
-    subset: str = ""  # which configuration of it; "" = its default
-    train_split: str = "train"
-    eval_split: str = "test"
+    path: Network = ""  # the name of a data set, such as openai/gsm8k, or a folder
+    subset: Text = ""  # which configuration of it; "" = its default
+    train_split: Text = "train"
+    eval_split: Text = "test"
     columns: Columns = field(default_factory=Columns)
 
     def rows(self, split: Split) -> Rows:
-        """Those of one split."""
         if not self.path:
             raise ConfigError("task.path is not set; give the name of a data set, such as openai/gsm8k")
         name = self.train_split if split is Split.train else self.eval_split
@@ -33,5 +33,4 @@ class Hub(Published):
         return HubRows(self.path, self.subset, name, cure)
 
     def task(self, row: Row, rows: Rows, index: int) -> Task:
-        """By its columns."""
         return task_from_row(row, self.columns, rows.where(index), rows.default_id(index))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from abc import abstractmethod
 from array import array
@@ -13,9 +12,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.parts import File
+from mtgrpo.runtime.files import parse_object, read_line, read_lines
 from mtgrpo.tasks import Columns, IndexedStream, Rows, Split, TaskSource, TaskStream, task_from_row
 from mtgrpo.types import Task
 
@@ -33,9 +34,9 @@ class BadRows(Enum):
 class FileSource(TaskSource):
     """Base of the sources that read files of the user's own, whatever their format."""
 
-    path: str = ""  # a file to train on, or a folder of files
-    train_files: list[str] = field(default_factory=list[str])  # several of them, in place of `path`
-    val_files: list[str] = field(default_factory=list[str])  # files and folders held out; [] = see `eval_fraction`
+    path: File = ""  # a file to train on, or a folder of files
+    train_files: list[File] = field(default_factory=list[str])  # several of them, in place of `path`
+    val_files: list[File] = field(default_factory=list[str])  # files and folders held out; [] = see `eval_fraction`
     eval_fraction: float = 0.1  # without `val_files`, the share of rows, by a hash of the id, that is never trained on
     columns: Columns = field(default_factory=Columns)
     bad_rows: BadRows = BadRows.skip  # files below 100 MB in all are checked whole at the start
@@ -101,7 +102,7 @@ class FileSource(TaskSource):
         if bad and (len(bad) == count or self.bad_rows is BadRows.stop):
             raise bad[0]
         said = f"{len(bad)} of the {count} rows that were checked cannot be used and are skipped; the first: "
-        return [f"{said}{bad[0]}"] if bad else []
+        return [*([f"{said}{bad[0]}"] if bad else []), *rows.notes()]
 
     def _chosen(self, rows: Rows, split: Split) -> Sequence[int]:
         if self.val_files or (split is Split.train and not self.eval_fraction):
@@ -208,23 +209,19 @@ class JsonlRows(Rows):
         self._offset_of = array("q")
         self._line_of = array("q")
         for number, path in enumerate(files):
-            offset = 0
-            with path.open("rb") as file:
-                for line_number, line in enumerate(file, 1):
-                    if not line.isspace():
-                        self._file_of.append(number)
-                        self._offset_of.append(offset)
-                        self._line_of.append(line_number)
-                    offset += len(line)
+            for line in read_lines(path):
+                if not line.text.isspace():
+                    self._file_of.append(number)
+                    self._offset_of.append(line.offset)
+                    self._line_of.append(line.number)
         self.blocks = [len(self)]  # one run: any line is as cheap to read as any other
 
     def __len__(self) -> int:
         return len(self._offset_of)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        with self._files[self._file_of[index]].open("rb") as file:
-            file.seek(self._offset_of[index])
-            return self._parse(file.readline(), index)
+        line = read_line(self._files[self._file_of[index]], self._offset_of[index])
+        return parse_object(line, self.where(index))
 
     def where(self, index: int) -> str:
         """The file and the line, counted from 1."""
@@ -236,21 +233,6 @@ class JsonlRows(Rows):
 
     def readings(self, column: str = "") -> Iterator[Callable[[], Mapping[str, Any]]]:
         """Every row in order; reads the files once."""
-        index = 0
-        for path in self._files:
-            with path.open("rb") as file:
-                for line in file:
-                    if not line.isspace():
-                        yield functools.partial(self._parse, line, index)
-                        index += 1
-
-    def _parse(self, line: bytes, index: int) -> Mapping[str, Any]:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{self.where(index)}: not valid JSON ({error}): {line[:80]!r}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(
-                f'{self.where(index)}: a row must be a JSON object such as {{"prompt": ...}}, got {line[:80]!r}'
-            )
-        return cast("dict[str, Any]", row)
+        lines = (line for path in self._files for line in read_lines(path) if not line.text.isspace())
+        for index, line in enumerate(lines):
+            yield functools.partial(parse_object, line.text, self.where(index))

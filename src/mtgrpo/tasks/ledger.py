@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtgrpo.errors import require
-from mtgrpo.tasks import Generated, Split, called
+from mtgrpo.tasks import Generated, Split, called, user
 from mtgrpo.tasks.calculator import numbers
 from mtgrpo.types import SUMMARY, Message, Task
 
@@ -15,7 +15,7 @@ PROMPT = "Add up the amounts on all pages."
 
 
 @dataclass
-class Ledger(Generated):
+class Ledger(Generated, min_pages=">= 2", right=">= 0 and <= 1"):
     """Pages with one amount each, read one by one (tool next_page); a running total is kept with the calculator.
 
     The answer is the total after `####`. At any time only the total so far and the page last read are needed, so that
@@ -30,42 +30,35 @@ class Ledger(Generated):
     right: float = 1.0  # share of demonstrations without an error; the others stop at an earlier page
 
     def __post_init__(self) -> None:
-        require(self, min_pages=">= 2", max_pages=f">= {self.min_pages} (min_pages)", right=">= 0 and <= 1")
+        super().__post_init__()
+        require(self, max_pages=f">= {self.min_pages} (min_pages)")
 
     def task(self, split: Split, seed: int, index: int) -> Task:
-        """Pages."""
         name = f"ledger/{self.seed}/{seed}/{split.value}/{index}"
         rng = random.Random(name)
         amounts = _AMOUNTS[split is Split.eval]
         pages = tuple(rng.choice(amounts) for _ in range(rng.randint(self.min_pages, self.max_pages)))
-        return Task(
-            id=name,
-            messages=self.with_prompt((Message("user", PROMPT),)),
-            answer=str(sum(pages)),
-            metadata={"pages": pages},
-        )
+        return Task(name, self.with_prompt(user(PROMPT)), str(sum(pages)), {"pages": pages})
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
         """Pages, sums and an answer, with a summary after each step for condensers that need one."""
         rng = random.Random(f"demonstration/{seed}/{task.id}")
         pages = list(task.metadata["pages"])
-        if rng.random() < self.right:
-            return tuple(_conversation(pages, finished=True))
-        return tuple(_conversation(pages[: rng.randrange(1, len(pages))], finished=False))
+        finished = rng.random() < self.right
+        return tuple(_converse(pages if finished else pages[: rng.randrange(1, len(pages))], finished))
 
 
 _AMOUNTS = {held_out: numbers(100, 999, held_out) for held_out in (False, True)}
 
 
-def _conversation(pages: list[int], finished: bool) -> Iterator[Message]:
+def _converse(pages: list[int], finished: bool) -> Iterator[Message]:
     """The conversation after the task; if `finished`, up to the reply that there are no more pages."""
-    yield from called("next_page", {}, str(pages[0]))
-    yield Message("assistant", f"total {pages[0]}", name=SUMMARY)
-    total = pages[0]
-    for amount in pages[1:]:
+    total = 0
+    for amount in pages:
         yield from called("next_page", {}, str(amount))
-        yield Message("assistant", f"total {total} new {amount}", name=SUMMARY)
-        yield from called("calculator", {"expression": f"{total} + {amount}"}, str(total + amount))
+        if total:
+            yield Message("assistant", f"total {total} new {amount}", name=SUMMARY)
+            yield from called("calculator", {"expression": f"{total} + {amount}"}, str(total + amount))
         total += amount
         yield Message("assistant", f"total {total}", name=SUMMARY)
     if finished:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from mtgrpo.errors import require
-from mtgrpo.tasks import Generated, Split, called, held_out
+from mtgrpo.tasks import Generated, Split, called, held_out, user
 from mtgrpo.tools.market import EVENTS, STOCKS, day_of, open_day, price
 from mtgrpo.types import Message, Task
 
@@ -16,7 +15,7 @@ _EVAL_FRACTION = 0.2
 
 
 @dataclass
-class Market(Generated):
+class Market(Generated, right=">= 0 and <= 1"):
     """What something costs on the day of an event; where the market is closed then, on the next day it is open.
 
     It takes two calls of the server `python -m mtgrpo.tools.market`, day_of and price, and where price says that the
@@ -26,34 +25,28 @@ class Market(Generated):
 
     right: float = 1.0  # share of demonstrations without an error; the others take the year for the day, or give up
 
-    def __post_init__(self) -> None:
-        require(self, right=">= 0 and <= 1")
-
     def task(self, split: Split, seed: int, index: int) -> Task:
-        """A question."""
         name = f"market/{seed}/{split.value}/{index}"
         rng = random.Random(name)
         while True:
             stock, event, year = rng.choice(STOCKS), rng.choice(EVENTS), rng.choice(YEARS)
             if held_out(f"{stock}/{event}/{year}", _EVAL_FRACTION) is (split is Split.eval):
                 break
-        asked = {"stock": stock, "event": event, "year": year}
-        messages = self.with_prompt((Message("user", QUESTION.format(**asked)),))
-        return Task(name, messages, price(stock, open_day(day_of(event, year))), asked)
+        names = {"stock": stock, "event": event, "year": year}
+        messages = self.with_prompt(user(QUESTION.format(**names)))
+        return Task(name, messages, price(stock, open_day(day_of(event, year))), names)
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
-        """Calls, what the server answers, and an answer."""
         rng = random.Random(f"demonstration/{seed}/{task.id}")
         stock, event, year = (task.metadata[name] for name in ("stock", "event", "year"))
         kind = "right" if rng.random() < self.right else rng.choice(["year for day", "gave up"])
         day = year if kind == "year for day" else day_of(event, year)
-        said = [] if kind == "year for day" else [*called("day_of", {"event": event, "year": year}, str(day))]
+        messages = [] if kind == "year for day" else [*called("day_of", {"event": event, "year": year}, str(day))]
         if kind == "gave up":
-            return (*said, Message("assistant", f"#### {day}"))
+            return (*messages, Message("assistant", f"#### {day}"))
         if open_day(day) != day:
-            said += called("price", {"stock": stock, "day": day}, price(stock, day))
-            said += called("open_day", {"day": day}, str(open_day(day)))
+            messages += called("price", {"stock": stock, "day": day}, price(stock, day))
+            messages += called("open_day", {"day": day}, str(open_day(day)))
             day = open_day(day)
-        found = price(stock, day)
-        said += called("price", {"stock": stock, "day": day}, found)
-        return (*said, Message("assistant", f"#### {found}"))
+        messages += called("price", {"stock": stock, "day": day}, price(stock, day))
+        return (*messages, Message("assistant", f"#### {price(stock, day)}"))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.parts import Folder, Prompt
 from mtgrpo.tasks import Rows, Split
 from mtgrpo.tasks.jsonl import JsonlRows
 from mtgrpo.tasks.parquet import ParquetRows
@@ -14,7 +16,6 @@ from mtgrpo.tasks.published import HubRows, Published, Row, folder_rows, text, u
 from mtgrpo.types import Message, Task
 
 _EVAL_FRACTION = 0.1  # of a single file
-_BOX = "\\boxed"
 
 
 @dataclass
@@ -26,18 +27,16 @@ class Math(Published):
     as HuggingFaceH4/MATH-500, which has no split train. Of a single file a tenth of the problems is held out.
     """
 
-    system_prompt: str = "Solve the problem step by step. Put the answer in \\boxed{}."
-    path: str = ""  # a .jsonl or .parquet file, a folder with train* and test* of one of these, or a name on the hub
+    system_prompt: Prompt = "Solve the problem step by step. Put the answer in \\boxed{}."
+    path: Folder = ""  # a .jsonl or .parquet file, a folder with train* and test* of one of these, or a name on the hub
 
     layout = "MATH rows have problem and a solution with the answer in \\boxed{}, or an answer"
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
-        """The solution, where it ends in a box."""
         solution = str(task.metadata["solution"])
         return (Message("assistant", solution),) if boxed(solution) else None
 
     def rows(self, split: Split) -> Rows:
-        """Those of a file, of one split in a folder, or of one on the hub."""
         if not self.path:
             raise ConfigError(
                 "task.path is not set; name the copy of MATH that you use: a .jsonl or .parquet file, a folder with "
@@ -51,14 +50,12 @@ class Math(Published):
         return HubRows(self.path, "", name, "give a file or a folder")
 
     def chosen(self, rows: Rows, split: Split) -> Sequence[int]:
-        """Of a single file a part."""
         single = Path(self.path).expanduser().is_file()
         return rows.divided(split, "id", _EVAL_FRACTION) if single else range(len(rows))
 
     def task(self, row: Row, rows: Rows, index: int) -> Task:
-        """The problem, with its solution in the metadata."""
-        solution, given = row.get("solution") or "", row.get("answer")
-        answer = str(given) if given is not None else boxed(solution)
+        solution = row.get("solution") or ""
+        answer = boxed(solution) if row.get("answer") is None else str(row["answer"])
         if not answer:
             raise ValueError("answer")
         metadata = {"solution": solution, "level": row.get("level"), "subject": row.get("subject", row.get("type"))}
@@ -68,10 +65,7 @@ class Math(Published):
 
 def boxed(text: str) -> str:
     """What the last \\boxed{} of `text` holds, braces within it included; "" where there is none that closes."""
-    inside = text.rpartition(_BOX)[2] if _BOX in text else ""
-    depth = 0
-    for end, character in enumerate(inside):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return inside[1:end].strip() if end else ""
-    return ""
+    _, box, inside = text.rpartition("\\boxed")
+    depths = accumulate({"{": 1, "}": -1}.get(character, 0) for character in inside)
+    end = next((index for index, depth in enumerate(depths) if not depth), 0)
+    return inside[1:end].strip() if box else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mtgrpo.parts import Folder, Prompt
 from mtgrpo.tasks import Rows, Split
 from mtgrpo.tasks.published import Published, Row, in_code_block, text, user
 from mtgrpo.types import Message, Task
@@ -23,25 +24,22 @@ class MBPP(Published):
     solution.
     """
 
-    system_prompt: str = "Answer with the whole program in one fenced code block."
-    path: str = ""  # the file mbpp.jsonl
+    system_prompt: Prompt = "Answer with the whole program in one fenced code block."
+    path: Folder = ""  # the file mbpp.jsonl
 
     place = "mbpp/mbpp.jsonl"
     on_hub = ("google-research-datasets/mbpp", "full", "train+validation+test")
     layout = "MBPP rows have task_id, text, code and a test_list"
 
     def chosen(self, rows: Rows, split: Split) -> Sequence[int]:
-        """By task_id, as the paper has it."""
         wanted = _TRAIN if split is Split.train else _EVAL
-        numbers = [rows[index].get("task_id") for index in range(len(rows))]
+        numbers = (rows[index].get("task_id") for index in range(len(rows)))
         return [index for index, number in enumerate(numbers) if number in wanted and number not in _BROKEN]
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
-        """The reference solution in a code block."""
         return in_code_block(task.answer)
 
     def task(self, row: Row, rows: Rows, index: int) -> Task:
-        """The program to write, with the tests that it must pass."""
         if not isinstance(row["test_list"], list) or not row["test_list"]:
             raise ValueError("test_list")
         shown = "\n".join(map(str, row["test_list"]))

@@ -8,11 +8,10 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self, cast
 
-from mtgrpo import extension
 from mtgrpo.errors import ConfigError, refuse_without_effect
-from mtgrpo.part import RunContext, built
+from mtgrpo.parts import Parts, RunContext, built, extension
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.tasks.stream import hashed
 from mtgrpo.types import Message, Task
@@ -28,7 +27,8 @@ class Mixed(TaskSource):
     grades them all. Example: `task=mixed task.of='[{task: gsm8k, weight: 2}, {task: word_problems}]'`.
     """
 
-    of: list[Any] = field(default_factory=list[Any])  # [{task: gsm8k, weight: 2}, {task: word_problems}]
+    # [{task: gsm8k, weight: 2}, {task: word_problems}]
+    of: Annotated[list[Any], Parts("task")] = field(default_factory=list[Any])
 
     def __post_init__(self) -> None:
         self._weights: list[float] = []
@@ -53,7 +53,6 @@ class Mixed(TaskSource):
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
-        """With its sources open."""
         async with AsyncExitStack() as stack:
             running = copy.copy(self)
             running._sources = [await stack.enter_async_context(one.open(context)) for one in self._sources]
@@ -61,7 +60,6 @@ class Mixed(TaskSource):
 
     @property
     def opens(self) -> bool:
-        """Whether one of its sources has resources."""
         return any(source.opens for source in self._sources)
 
     def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
@@ -69,7 +67,6 @@ class Mixed(TaskSource):
         return MixedStream([one.stream(split, seed, repeat) for one in self._sources], self._weights, seed)
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
-        """As its source has it."""
         return self._sources[task.metadata[_SOURCE]].demonstration(task, seed)
 
 
@@ -99,7 +96,8 @@ class MixedStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of every stream; JSON-serialisable."""
-        return {"drawn": self._drawn, "of": [stream.state_dict() for stream in self._streams]}
+        ended = [not weight for weight in self._weights]
+        return {"drawn": self._drawn, "ended": ended, "of": [stream.state_dict() for stream in self._streams]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`. Raises ConfigError where the sources are others."""
@@ -108,6 +106,7 @@ class MixedStream:
                 f"task.of had {len(state['of'])} entries when the state was saved, not {len(self._streams)}"
             )
         self._drawn = state["drawn"]
+        self._weights = [0.0 if ended else one for one, ended in zip(self._weights, state["ended"], strict=True)]
         for stream, its in zip(self._streams, state["of"], strict=True):
             stream.load_state_dict(its)
         self._count_epochs()

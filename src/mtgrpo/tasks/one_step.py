@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from mtgrpo.errors import ConfigError, require
-from mtgrpo.tasks import Generated, Split, held_out
+from mtgrpo.errors import ConfigError
+from mtgrpo.parts import Text
+from mtgrpo.tasks import Generated, Split, held_out, user
 from mtgrpo.types import Message, Task
 
 NAMES = ("Tom", "Ann", "Bob", "Eva", "Sam", "Mia", "Leo", "Zoe")
@@ -34,32 +35,30 @@ STORIES = {
     ),
 }
 _EVAL_FRACTION = 0.2
+_ENOUGH = ">= 9 (or there are too few pairs of numbers to hold some out)"
 
 
 @dataclass
-class OneStep(Generated):
+class OneStep(Generated, largest=_ENOUGH, largest_factor=_ENOUGH):
     """Short stories about one sum, difference, product or quotient; the answer is one integer after `####`.
 
     Held out by construction: a fifth of all pairs of numbers that are calculated with (quotient and divisor in a
     division) appears in `eval` tasks only, in either order and with any operator.
     """
 
-    operators: str = "+-*/"  # equally often
+    operators: Text = "+-*/"  # equally often
     largest: int = 59  # number of a sum or a difference; the smallest is 2
     largest_factor: int = 12  # number of a product, divisor and quotient of a division; the smallest is 2
 
     def __post_init__(self) -> None:
         if not self.operators or not set(self.operators) <= set(STORIES):
             raise ConfigError(f"task.operators must be some of {''.join(STORIES)}, got {self.operators!r}")
-        enough = ">= 9 (or there are too few pairs of numbers to hold some out)"
-        require(self, largest=enough, largest_factor=enough)
+        super().__post_init__()
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
-        """The calculation and the answer."""
         return (Message("assistant", f"{task.metadata['calculation']} = {task.answer}\n#### {task.answer}"),)
 
     def task(self, split: Split, seed: int, index: int) -> Task:
-        """A story."""
         task_id = f"one_step/{seed}/{split.value}/{index}"
         rng = random.Random(task_id)
         operator = rng.choice(self.operators)
@@ -74,8 +73,7 @@ class OneStep(Generated):
             a, b = b, a
         name, other = rng.sample(NAMES, 2)
         story = rng.choice(STORIES[operator]).format(name=name, other=other, things=rng.choice(THINGS), a=a, b=b)
-        messages = self.with_prompt((Message("user", story),))
-        return Task(task_id, messages, str(answer), {"calculation": f"{a} {operator} {b}"})
+        return Task(task_id, self.with_prompt(user(story)), str(answer), {"calculation": f"{a} {operator} {b}"})
 
     def _pair(self, rng: random.Random, operator: str, split: Split) -> tuple[int, int]:
         """Two different numbers of this split, the smaller one first."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
+from mtgrpo.runtime.files import open_pyarrow, open_table, put_whole
 from mtgrpo.tasks import Rows
 from mtgrpo.tasks.jsonl import FileSource, JsonlRows
 
@@ -42,16 +45,51 @@ class _RowGroup:
     first_row: int  # of its file
 
 
-class ParquetRows(Rows):
+_BY_NAME = ("arguments", "parameters", "calls")  # of calls, of tools, of accepted ones: keys differ from one to another
+
+
+class TableRows(Rows):
+    """Base of rows of a table, which gives every object the keys of all others in its column, null where it has none.
+
+    Nobody wrote these nulls: in arguments of calls and in schemas of tools they are left out, and counted. A null that
+    was meant is left out too, as the table does not tell; one in arguments that are JSON text stays.
+    """
+
+    def __init__(self) -> None:
+        self._left_out: Counter[str] = Counter()  # by column, since `readings` began
+
+    def notes(self) -> list[str]:
+        """How many nulls were left out."""
+        return [
+            f"column {column!r}: {count:,} nulls in arguments or schemas are left out, of the rows that were checked: "
+            "a table gives every object the keys of all others; if nulls are meant, write arguments as JSON text, as "
+            "mtgrpo data build --out FILE.parquet does"
+            for column, count in self._left_out.items()
+        ]
+
+    def _written(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {column: self._without_nulls(value, column, column in _BY_NAME) for column, value in row.items()}
+
+    def _without_nulls(self, value: Any, column: str, inside: bool) -> Any:
+        if isinstance(value, list):
+            return [self._without_nulls(one, column, inside) for one in cast("list[Any]", value)]
+        if not isinstance(value, Mapping):
+            return value
+        items = cast("Mapping[str, Any]", value)
+        kept = {name: one for name, one in items.items() if one is not None} if inside else items
+        self._left_out.update({column: len(items) - len(kept)} if len(kept) < len(items) else ())
+        return {name: self._without_nulls(one, column, inside or name in _BY_NAME) for name, one in kept.items()}
+
+
+class ParquetRows(TableRows):
     """Random access to the rows of Parquet files, one row group in memory at a time.
 
     `files` gives each file the name that it has in the ids of rows without one.
     """
 
     def __init__(self, files: Mapping[Path, str]) -> None:
-        refuse_without_package("pyarrow", "a Parquet file", "data")
-        from pyarrow import parquet  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
-
+        super().__init__()
+        _, parquet = open_pyarrow("a Parquet file")
         self._groups: list[_RowGroup] = []
         blocks: list[int] = []
         for path, name in files.items():
@@ -78,7 +116,7 @@ class ParquetRows(Rows):
         number, row = self._locate(index)
         if self._loaded[0] != number:
             self._loaded = (number, self._read(self._groups[number]))
-        return self._loaded[1].slice(row, 1).to_pylist()[0]
+        return self._written(self._loaded[1].slice(row, 1).to_pylist()[0])
 
     def where(self, index: int) -> str:
         """The file and the row, counted from 1."""
@@ -92,10 +130,11 @@ class ParquetRows(Rows):
 
     def readings(self, column: str = "") -> Iterator[Callable[[], Mapping[str, Any]]]:
         """Every row in order; reads `column` alone where it is given."""
+        self._left_out.clear()
         for group in self._groups:
             # A nested column is stored under its dotted path; a name that is not there selects no column at all.
             table = self._read(group, [column] if column else None)
-            yield from (lambda row=row: row for row in table.to_pylist())
+            yield from (functools.partial(self._written, row) for row in table.to_pylist())
 
     def _read(self, group: _RowGroup, columns: Sequence[str] | None = None) -> Any:
         """A pyarrow.Table. Raises ConfigError where the file is damaged, as far as that shows."""
@@ -126,11 +165,7 @@ def write_parquet(file: Path, out: Path) -> int:
     A column has one type; objects get all keys that theirs have in any row, null where a row lacks them, but for the
     arguments of tool calls, which become JSON text. Raises ConfigError naming the row that does not fit.
     """
-    refuse_without_package("pyarrow", "a Parquet file", "data")
-    import pyarrow as pa  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
-    from pyarrow import parquet  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
-
-    arrow, rows = cast("Any", pa), JsonlRows({file: file.stem})
+    (arrow, _), rows = open_pyarrow("a Parquet file"), JsonlRows({file: file.stem})
     schema: Any = arrow.schema([])
     for start, group in _groups(rows):
         for name in dict.fromkeys(key for row in group for key in row):
@@ -143,15 +178,12 @@ def write_parquet(file: Path, out: Path) -> int:
                 raise ConfigError(
                     f"{rows.where(bad)}: column {name!r} is no text, or of another type than before ({error})"
                 ) from error
-    unfinished = out.with_name(f".{out.name}")
     try:
-        with parquet.ParquetWriter(unfinished, schema) as writer:
+        with put_whole(out) as partial, open_table(partial, schema) as write:
             for _, group in _groups(rows):
-                writer.write_table(arrow.Table.from_pylist(group, schema=schema))
+                write(group)
     except arrow.ArrowException as error:
-        unfinished.unlink(missing_ok=True)
         raise ConfigError(f"{file} cannot be written as Parquet: {error}") from error
-    unfinished.replace(out)
     return len(rows)
 
 

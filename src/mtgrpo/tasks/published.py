@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from mtgrpo.errors import ConfigError, refuse_without_package
-from mtgrpo.hub import refuse_offline, rights, try_hub
+from mtgrpo.parts import Folder, Reach
+from mtgrpo.runtime.hub import refuse_offline, rights, try_hub
 from mtgrpo.tasks import IndexedStream, Rows, Split, TaskSource, TaskStream
+from mtgrpo.tasks import user as user
 from mtgrpo.tasks.jsonl import JsonlRows
-from mtgrpo.tasks.parquet import ParquetRows
+from mtgrpo.tasks.parquet import ParquetRows, TableRows
 from mtgrpo.types import Message, Task
 
 Row = Mapping[str, Any]
@@ -23,9 +27,10 @@ Row = Mapping[str, Any]
 class Published(TaskSource):
     """Base of published data sets. Write `task`, and `rows` or `chosen` where it is not one file with all rows."""
 
-    path: str = ""  # the file
+    path: Folder = ""  # the file
 
     place: ClassVar[str]  # of the file in $MTGRPO_DATA
+    reaches: ClassVar[Reach] = Reach.network  # by being chosen, where there is no copy
     on_hub: ClassVar[tuple[str, str, str]]  # data set, subset and split
     layout: ClassVar[str]  # what its rows have, for messages
 
@@ -52,7 +57,9 @@ class Published(TaskSource):
             raise ConfigError(f"task.path={self.path} has no rows for split {split.value}")
         self.prompted(rows, chosen[0])
         blocks = rows.blocks if len(chosen) == len(rows) else ()
-        return IndexedStream(len(chosen), lambda index: self.prompted(rows, chosen[index]), seed, repeat, blocks)
+        stream = IndexedStream(len(chosen), lambda index: self.prompted(rows, chosen[index]), seed, repeat, blocks)
+        stream.notes += rows.notes()
+        return stream
 
     def prompted(self, rows: Rows, index: int) -> Task:
         """The task of row `index` after the system prompt and the examples. Raises ConfigError for another layout."""
@@ -85,11 +92,6 @@ def texts(values: Any) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
         raise TypeError("not a list of texts")
     return values
-
-
-def user(prompt: str) -> tuple[Message, ...]:
-    """The user's message `prompt`."""
-    return (Message("user", prompt),)
 
 
 def in_code_block(code: str) -> tuple[Message, ...]:
@@ -147,13 +149,14 @@ def data_folder() -> Path | None:
     return None
 
 
-class HubRows(Rows):
+class HubRows(TableRows):
     """The rows of one split of a data set, downloaded once and mapped from disk.
 
     Raises ConfigError, ending in `cure`, when it cannot be loaded.
     """
 
     def __init__(self, path: str, subset: str, split: str, cure: str) -> None:
+        super().__init__()
         self._data = _load(path, subset, split, cure)
         self.blocks = [len(self)]  # one run: any row is as cheap to read as any other
         self._name = f"{path} ({split})"
@@ -163,7 +166,7 @@ class HubRows(Rows):
         return len(self._data)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._data[index]
+        return self._written(self._data[index])
 
     def where(self, index: int) -> str:
         """The data set and the row, counted from 1."""
@@ -175,7 +178,14 @@ class HubRows(Rows):
 
     def readings(self, column: str = "") -> Iterator[Callable[[], Mapping[str, Any]]]:
         """Every row in order."""
-        return (lambda row=row: row for row in self._data)
+        self._left_out.clear()
+        return (functools.partial(self._written, row) for row in self._data)
+
+    def notes(self) -> list[str]:
+        """Of the first thousand rows."""
+        for read in islice(self.readings(), 1000):
+            read()
+        return super().notes()
 
 
 def _load(path: str, subset: str, split: str, cure: str) -> Any:

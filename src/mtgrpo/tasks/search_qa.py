@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.parts import Folder, Prompt
 from mtgrpo.tasks import Rows, Split, called
 from mtgrpo.tasks.jsonl import JsonlRows
 from mtgrpo.tasks.published import Published, Row, data_folder, text, texts, user
@@ -34,8 +35,8 @@ class SearchQA(Published):
     found until the answer is seen.
     """
 
-    system_prompt: str = "Answer the question with a few words. Search for what you do not know."
-    path: str = ""  # a folder with questions.jsonl and passages.jsonl
+    system_prompt: Prompt = "Answer the question with a few words. Search for what you do not know."
+    path: Folder = ""  # a folder with questions.jsonl and passages.jsonl
     multihop_only: bool = False  # leave out questions that one passage answers
     results: int = 5  # of the searches in demonstrations; as the tool's
     snippet_chars: int = 300  # of a passage in these; as the tool's
@@ -43,30 +44,25 @@ class SearchQA(Published):
     layout = "a question has id, question, answers and gold (lists of texts) and source"
 
     def rows(self, split: Split) -> Rows:
-        """All questions."""
         file = self._folder / "questions.jsonl"
         if not file.is_file():
             raise ConfigError(f"there is no file {file}; set task.path to a folder with questions.jsonl")
         return JsonlRows({file: file.stem})
 
     def chosen(self, rows: Rows, split: Split) -> Sequence[int]:
-        """By their sources and ids."""
         return [index for index in range(len(rows)) if self._belongs(rows, index, split)]
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
         """Searches, reading and the answer; None where the searches do not find all that is needed."""
         gold = set(task.metadata["gold"])
-        seen: dict[str, str] = {}  # what the tools said, by the call
-        said: list[Message] = []
-        for query in _queries(task):
-            said += self._call("search", {"query": query}, seen)
-        found = {passage for text in seen.values() for passage in re.findall(r"^\[(\S+)\] ", text, re.MULTILINE)}
+        messages = [message for query in _queries(task) for message in self._call("search", query=query)]
+        found = {passage for reply in messages for passage in re.findall(r"^\[(\S+)\] ", reply.content, re.MULTILINE)}
         if not gold or not gold <= found:
             return None
         for passage in sorted(gold):
-            if not _shows(seen, task.answer):
-                said += self._call("read", {"id": passage}, seen)
-        return (*said, Message("assistant", task.answer)) if _shows(seen, task.answer) else None
+            if not _shows(messages, task.answer):
+                messages += self._call("read", id=passage)
+        return (*messages, Message("assistant", task.answer)) if _shows(messages, task.answer) else None
 
     @functools.cached_property
     def _folder(self) -> Path:
@@ -80,11 +76,8 @@ class SearchQA(Published):
         corpus = str(self._folder / "passages.jsonl")
         return Search(corpus=corpus, results=self.results, snippet_chars=self.snippet_chars).with_index()
 
-    def _call(self, tool: str, arguments: dict[str, str], seen: dict[str, str]) -> tuple[Message, Message]:
-        """A call and the tool's reply, which is put down in `seen`."""
-        reply = getattr(self._search, tool)(**arguments)
-        seen[f"{tool} {arguments}"] = reply
-        return called(tool, arguments, reply)
+    def _call(self, tool: str, **arguments: str) -> tuple[Message, Message]:
+        return called(tool, arguments, getattr(self._search, tool)(**arguments))
 
     def _belongs(self, rows: Rows, index: int, split: Split) -> bool:
         row = rows[index]
@@ -98,24 +91,21 @@ class SearchQA(Published):
         return trained if split is Split.train else source in _EVAL or (source == _HALVED and not even)
 
     def task(self, row: Row, rows: Rows, index: int) -> Task:
-        """The question, with what answers it in the metadata."""
-        answers, steps = texts(row["answers"]), row.get("decomposition", [])
+        answers, steps, question = texts(row["answers"]), row.get("decomposition", []), text(row, "question")
         metadata = {"answers": answers, "gold": texts(row["gold"]), "source": row["source"], "steps": steps}
-        metadata["question"] = text(row, "question")
         if not answers:
             raise ValueError("answers")
-        return Task(f"search_qa/{row['id']}", user(metadata["question"]), answers[0], metadata)
+        return Task(f"search_qa/{row['id']}", user(question), answers[0], metadata | {"question": question})
 
 
 def _queries(task: Task) -> list[str]:
     """What a demonstration searches for: "#1" stands for the answer to the first step."""
     steps: Sequence[Any] = task.metadata["steps"]
     answers, queries = ([str(step[name]) for step in steps] for name in ("answer", "question"))
-
-    for nth, answer in enumerate(answers, 1):
-        queries = [re.sub(rf"#{nth}\b", lambda _, answer=answer: answer, query) for query in queries]
+    for number, answer in enumerate(answers, 1):
+        queries = [re.sub(rf"#{number}\b", lambda _, answer=answer: answer, query) for query in queries]
     return queries or [task.metadata["question"]]
 
 
-def _shows(seen: dict[str, str], answer: str) -> bool:
-    return answer.lower() in _UNSAID or any(answer.lower() in text.lower() for text in seen.values())
+def _shows(messages: Sequence[Message], answer: str) -> bool:
+    return answer.lower() in _UNSAID or any(answer.lower() in message.content.lower() for message in messages)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.extension import misgiven
+from mtgrpo.parts.extension import misgiven
 from mtgrpo.types import Task
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mtgrpo.parts import Folder, Prompt
 from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, IndexedStream, Rows, Split, TaskStream, permuted
 from mtgrpo.tasks.gsm8k import solve_with_calculator
 from mtgrpo.tasks.published import Published, Row, user
@@ -27,8 +28,8 @@ class WordProblems(Published):
     hub. Demonstrations give the gold equation to the calculator.
     """
 
-    system_prompt: str = MATHS_SYSTEM_PROMPT
-    path: str = ""  # a .jsonl file with Body, Question, Equation, Answer and ID
+    system_prompt: Prompt = MATHS_SYSTEM_PROMPT
+    path: Folder = ""  # a .jsonl file with Body, Question, Equation, Answer and ID
     vary_numbers: bool = False  # training problems get other numbers each time
 
     place = "word_problems/svamp.jsonl"
@@ -36,7 +37,6 @@ class WordProblems(Published):
     layout = "SVAMP rows have ID, Body, Question, Equation and a number as Answer"
 
     def chosen(self, rows: Rows, split: Split) -> Sequence[int]:
-        """By a hash of the ID."""
         return rows.divided(split, "ID", _EVAL_FRACTION)
 
     def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
@@ -59,7 +59,6 @@ class WordProblems(Published):
         return solve_with_calculator([(_plain(task.metadata.get("equation", "")), task.answer)], task.answer)
 
     def task(self, row: Row, rows: Rows, index: int) -> Task:
-        """The story and its question, with the equation in the metadata."""
         number, body, question, equation = (str(row[name]).strip() for name in ("ID", "Body", "Question", "Equation"))
         answer = float(row["Answer"])
         told = f"{body} {question}" if body.endswith((".", "?", "!", ",")) else f"{body}. {question}"
@@ -76,7 +75,6 @@ def vary(task: Task, rng: random.Random) -> Task:
     olds = sorted(set(_NUMBER.findall(text)) - {"0", "1"})
     if not set(_NUMBER.findall(equation)) <= {*olds, "0", "1"}:
         return task
-    calculator = Calculator()
     for _ in range(_TRIES):
         new = {old: str(rng.randrange(max(2, 10 ** (len(old) - 1)), 10 ** len(old))) for old in olds}
 
@@ -84,7 +82,7 @@ def vary(task: Task, rng: random.Random) -> Task:
             return _NUMBER.sub(lambda number: new.get(number[0], number[0]), part)
 
         try:
-            answer = calculator(renewed(equation))
+            answer = Calculator()(renewed(equation))
         except ToolError:
             continue
         if answer.isdecimal() and answer != "0":

@@ -4,27 +4,19 @@ family of tools.
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
 
-from mtgrpo import extension
-from mtgrpo.errors import ConfigError, harmless
-from mtgrpo.part import Part, built, named
-from mtgrpo.together import by_itself
+from mtgrpo.errors import ConfigError
+from mtgrpo.parts import Part, built, extension, named
+from mtgrpo.runtime.isolation import run_in_thread, run_isolated
 from mtgrpo.tools import schema
 from mtgrpo.tools.faults import Attempt
 from mtgrpo.tools.schema import ToolError as ToolError
 from mtgrpo.types import Task, ToolSpec
-
-MOST_ABANDONED = 64  # calls that took too long and still run
-_abandoned: set[threading.Thread] = set()
 
 
 class CallTimeoutError(ToolError):
@@ -69,7 +61,7 @@ class Tool(Part):
         target = self._target
         work = functools.partial(target, **self._settings, **schema.from_json(arguments, target))
         blocking = self.blocking and not schema.is_coroutine_function(target)
-        answer = await in_thread(work) if blocking else work()
+        answer = await run_in_thread(work) if blocking else work()
         return await answer if inspect.isawaitable(answer) else answer
 
     def repeatable(self, name: str) -> bool:
@@ -160,46 +152,12 @@ async def call(
 ) -> str:
     """What the tool answers to checked arguments, as a string. Raises CallTimeoutError after `timeout_s` seconds.
 
-    What the tool raises comes through as `by_itself` has it. A blocking tool runs in a thread of its own. Python cannot
-    stop a thread: after a time-out it runs on, unheard. While `MOST_ABANDONED` do so, such calls raise RuntimeError.
-    fault: makes the attempt, or lets it fail on purpose.
+    What the tool raises comes through as `run_isolated` has it. A blocking tool runs in a thread of its own, which goes
+    on, unheard, after a time-out (see `run_in_thread`). fault: makes the attempt, or lets it fail on purpose.
     """
 
     async def answer() -> str:
         made = tool.call(name, arguments) if fault is None else fault(lambda: tool.call(name, arguments))
         return str(await made)
 
-    return await by_itself(answer, timeout_s, CallTimeoutError(f"no answer within {timeout_s:g} s"))
-
-
-def abandoned() -> int:
-    """How many calls of tools still run in threads although nobody waits for them any more."""
-    _abandoned.difference_update([thread for thread in _abandoned if not thread.is_alive()])
-    return len(_abandoned)
-
-
-def in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Run `work` in a daemon thread of its own.
-
-    Unlike in a pool, calls never queue behind others that hang, and a call that hangs cannot keep a program alive.
-    """
-    if (count := abandoned()) >= MOST_ABANDONED:
-        raise RuntimeError(f"{count} calls that took too long still run, each in a thread; no more are begun meanwhile")
-    result: Future[Any] = Future()
-    result.set_running_or_notify_cancel()  # from here on the asyncio side may give up without an error in the thread
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except StopIteration as error:  # an asyncio future refuses it, and whoever waits would wait for ever
-            result.set_exception(harmless(error))
-        except Exception as error:
-            result.set_exception(error)
-        except BaseException as error:
-            result.set_exception(harmless(error))
-
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
-    thread.start()
-    awaited = asyncio.wrap_future(result)
-    awaited.add_done_callback(lambda ended: _abandoned.add(thread) if ended.cancelled() else None)
-    return awaited
+    return await run_isolated(answer, timeout_s, CallTimeoutError(f"no answer within {timeout_s:g} s"))

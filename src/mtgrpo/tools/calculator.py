@@ -61,12 +61,12 @@ class Calculator(Tool):
             operators={
                 ast.USub: operator.neg,
                 ast.UAdd: operator.pos,
-                ast.Add: partial(self._apply, operator.add),
-                ast.Sub: partial(self._apply, operator.sub),
-                ast.Mult: partial(self._apply, operator.mul),
-                ast.Div: partial(self._apply, Fraction),
-                ast.FloorDiv: partial(self._apply, lambda left, right: left // right),
-                ast.Mod: partial(self._apply, operator.mod),
+                ast.Add: self._exact(operator.add),
+                ast.Sub: self._exact(operator.sub),
+                ast.Mult: self._exact(operator.mul),
+                ast.Div: self._exact(Fraction),
+                ast.FloorDiv: self._exact(operator.floordiv),
+                ast.Mod: self._exact(operator.mod),
                 ast.Pow: self._power,
             },
             functions={},
@@ -82,8 +82,8 @@ class Calculator(Tool):
             return self._bounded(Fraction(Decimal(expression[node.col_offset : node.end_col_offset])))
         raise InvalidExpression(expression)  # "..."
 
-    def _apply(self, operation: Callable[[Any, Any], Number], left: Number, right: Number) -> Number:
-        return self._bounded(operation(left, right))
+    def _exact(self, operation: Callable[[Any, Any], Number]) -> Callable[[Number, Number], Number]:
+        return lambda left, right: self._bounded(operation(left, right))
 
     def _power(self, base: Number, exponent: Number) -> Number:
         if exponent.denominator != 1:

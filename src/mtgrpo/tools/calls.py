@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass
 
-from mtgrpo.errors import require
-from mtgrpo.extension import explained
-from mtgrpo.tools import CallTimeoutError, ToolError
+from mtgrpo.errors import PolicyError, require
+from mtgrpo.parts.extension import explained
+from mtgrpo.tools import CallTimeoutError
 
 _UNREADABLE = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f\ufffd]")
 
@@ -65,12 +65,12 @@ class Gate:
                     raise RuntimeError(f"the last {self._failed} attempts failed, in the end by {self._why}")
             await stack.enter_async_context(self._slots)
             try:
-                found = await work()
+                answer = await work()
             except Exception as error:
                 if not isinstance(error, CallTimeoutError):  # which may be the doing of the model's arguments
-                    failed = not isinstance(error, ToolError)
+                    failed = not isinstance(error, PolicyError)
                     self._failed, self._why = self._failed + 1 if failed else 0, explained(error)
                 self._untried_until = asyncio.get_running_loop().time() + self.limits.backoff_s
                 raise
             self._failed = 0
-            return found
+            return answer

@@ -9,13 +9,15 @@ import logging
 import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TextIO, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO, cast
 
 from mtgrpo.errors import ConfigError, refuse_without_package, require
-from mtgrpo.part import RunContext
+from mtgrpo.parts import Network, Program, Reach, RunContext, Secret, Text
+from mtgrpo.runtime.processes import bounded_log, supervise
 from mtgrpo.tools import Tool, ToolError
 from mtgrpo.types import Task, ToolSpec
 
@@ -26,19 +28,23 @@ if TYPE_CHECKING:
     Connect = Callable[[], AbstractAsyncContextManager[Client]]
 
 HEALTHY_S = 5.0  # within which a server lists its tools; one that does not is started anew
+MAX_TOOLS = 1000  # of one server
+MAX_PAGES = 100  # on which it lists them
+MAX_CHARACTERS = 2**20  # of their names, descriptions and schemas: the model reads them in every conversation
+END_S = 1.5  # for a server that is told to end; the SDK kills it after 2
 LEAVE_S = 10.0  # for a server to end; the SDK kills its processes after 4
 
 
 @dataclass
-class Server:
+class McpServer:
     """One MCP server, by `command` (it talks on its standard input and output) or by `url` (streamable HTTP)."""
 
-    command: list[str] = field(default_factory=list[str])  # and its arguments; `python` is the Python of the run
-    url: str = ""  # such as http://127.0.0.1:8000/mcp
-    variables: list[str] = field(default_factory=list[str])  # of the environment, that its process gets
-    headers: dict[str, str] = field(default_factory=dict[str, str])  # of requests: variables that hold their values
-    tools: list[str] = field(default_factory=list[str])  # the model may call; [] = all
-    prefix: str | None = None  # before the names of its tools; null = its own name and _
+    command: list[Program] = field(default_factory=list[str])  # and its arguments; `python` is the Python of the run
+    url: Network = ""  # such as http://127.0.0.1:8000/mcp
+    variables: list[Secret] = field(default_factory=list[str])  # of the environment, that its process gets
+    headers: dict[str, Secret] = field(default_factory=dict[str, str])  # of requests: variables that hold their values
+    tools: list[Text] = field(default_factory=list[str])  # the model may call; [] = all
+    prefix: Text | None = None  # before the names of its tools; null = its own name and _
     stateful: bool = False  # every conversation has a server of its own, whose calls are made once
     warm: int = 2  # stateful ones that are kept ready
     start_timeout_s: float = 60.0
@@ -55,16 +61,16 @@ class Mcp(Tool):
 
     A server is shared by all conversations unless it is `stateful`, and started anew when it dies or hangs. Its process
     gets HOME, PATH and the like, and the `variables` that are listed; values of secrets stand in the environment alone.
-    What it writes to standard error is in the run's folder, mcp_NAME.log.
+    What it writes to standard error is in the run's folder, mcp_NAME.log, the last MiB or two of it.
     """
 
-    servers: dict[str, Server] = field(default_factory=dict[str, Server])
+    servers: Annotated[dict[str, McpServer], Reach.program] = field(default_factory=dict[str, McpServer])
 
     def __post_init__(self) -> None:
         if not self.servers:
             raise ConfigError("the tool mcp needs servers: {mcp: {servers: {NAME: {command: [PROGRAM, ARGUMENT]}}}}")
         refuse_without_package("mcp", "environment.tools={mcp: ...}", extra="mcp")
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _Connections] = {}
         self._specs: dict[str, ToolSpec] = {}
         self._routes: dict[str, tuple[str, str]] = {}  # what the model calls: the server, and the tool's name there
         self._own: dict[str, _Connection] = {}  # those of this conversation
@@ -76,26 +82,26 @@ class Mcp(Tool):
         logging.getLogger("mcp").setLevel(logging.CRITICAL)  # each line that is no message would be on the console
         running = copy.copy(self)
         running.__post_init__()  # with dictionaries of its own
-        logs = {name: (context.folder / f"mcp_{name}.log").open("a") for name in self.servers}
-        try:
-            for name, server in self.servers.items():
-                connect = partial(_connected, server, _values(name, server, context.secrets), logs[name])
-                running._running[name] = _Running(connect, server.warm if server.stateful else 1)
-            for name in self.servers:
-                await running._list(name, logs[name].name)
-            yield running
-        finally:
-            await asyncio.gather(*(server.close() for server in running._running.values()))
-            for log in logs.values():
-                log.close()
+        with ExitStack() as logs:
+            try:
+                for name, server in self.servers.items():
+                    log = logs.enter_context(bounded_log(context.folder / f"mcp_{name}.log"))
+                    connect = partial(_connect, server, _values(name, server, context.secrets), log)
+                    running._running[name] = _Connections(connect, server.warm if server.stateful else 1)
+                for name in self.servers:
+                    await running._list(name, context.folder)
+                yield running
+            finally:
+                await asyncio.gather(*(server.close() for server in running._running.values()))
 
-    async def _list(self, name: str, log: str) -> None:
+    async def _list(self, name: str, folder: Path) -> None:
         server = self.servers[name]
         try:
-            offered = await self._running[name].ready[0].list_tools()
+            async with asyncio.timeout(server.start_timeout_s):
+                offered = await self._running[name].ready[0].list_tools()
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"the MCP server {name} does not start: {why}; see {log}") from error
+            why = f"{type(error).__name__}: {error}; see {folder / f'mcp_{name}.log'}"
+            raise ConfigError(f"the MCP server {name} does not start: {why}") from error
         if unknown := [tool for tool in server.tools if tool not in offered]:
             raise ConfigError(f"the MCP server {name} has no tool {unknown[0]!r}; it has {', '.join(offered)}")
         for tool in server.tools or offered:
@@ -166,23 +172,29 @@ class _Connection:
         client = await asyncio.shield(self._client)
         try:
             return await client.call_tool(tool, dict(arguments))
-        except MCPError as error:
-            if error.code == INVALID_PARAMS:
+        except (Exception, asyncio.CancelledError) as error:  # the latter also when the call has taken too long
+            if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
                 raise ToolError(error.message) from None
-            self._failed = True
-            raise
-        except (Exception, asyncio.CancelledError):  # the latter also when the call has taken too long
             self._failed = True
             raise
 
     async def list_tools(self) -> dict[str, tuple[str, Mapping[str, Any]]]:
-        """Descriptions and schemas of all tools, by their names."""
-        client, found, cursor = await asyncio.shield(self._client), {}, None
-        while True:
-            page = await client.list_tools(cursor=cursor, cache_mode="refresh")
-            found |= {tool.name: (tool.description or "", _untitled(tool.input_schema)) for tool in page.tools}
-            if (cursor := page.next_cursor) is None:
-                return found
+        """Descriptions and schemas of all tools, by their names. Raises RuntimeError for a list without an end."""
+        client, offered, size = await asyncio.shield(self._client), dict[str, tuple[str, Mapping[str, Any]]](), 0
+        cursors: list[str | None] = [None]
+        while len(cursors) <= MAX_PAGES:
+            page = await client.list_tools(cursor=cursors[-1], cache_mode="refresh")
+            listed = {tool.name: (tool.description or "", _untitled(tool.input_schema)) for tool in page.tools}
+            offered |= listed
+            size += len(json.dumps(listed))
+            if len(offered) > MAX_TOOLS or size > MAX_CHARACTERS:
+                raise RuntimeError(f"its tools are more than {MAX_TOOLS:,}, or {MAX_CHARACTERS:,} characters of them")
+            if page.next_cursor is None:
+                return offered
+            if page.next_cursor in cursors:
+                raise RuntimeError(f"its list of tools has no end: it goes on at {page.next_cursor!r:.100} again")
+            cursors.append(page.next_cursor)
+        raise RuntimeError(f"its list of tools has more than {MAX_PAGES} pages")
 
     async def healthy(self) -> bool:
         """Whether the server still answers."""
@@ -201,19 +213,19 @@ class _Connection:
             self.task.cancel()
 
 
-class _Running:
-    """One server while a run lasts: the connections to it."""
+class _Connections:
+    """Those to one server, while a run lasts."""
 
     def __init__(self, connect: Connect, count: int) -> None:
         self._connect = connect
-        self._open: dict[asyncio.Task[None], _Connection] = {}
+        self._open: set[_Connection] = set()
         self._mending: asyncio.Task[None] | None = None
         self.ready = [self._new() for _ in range(count)]
 
     def _new(self) -> _Connection:
         connection = _Connection(self._connect)
-        self._open[connection.task] = connection
-        connection.task.add_done_callback(self._open.pop)
+        self._open.add(connection)
+        connection.task.add_done_callback(lambda _: self._open.discard(connection))
         return connection
 
     async def shared(self) -> _Connection:
@@ -238,14 +250,14 @@ class _Running:
         """End all of them."""
         if self._mending is not None:
             self._mending.cancel()
-        for connection in list(self._open.values()):
+        for connection in self._open:
             connection.leave()
         if self._open:
-            await asyncio.wait(list(self._open), timeout=LEAVE_S)
+            await asyncio.wait([connection.task for connection in self._open], timeout=LEAVE_S)
 
 
 @asynccontextmanager
-async def _connected(server: Server, values: Mapping[str, str], log: TextIO) -> AsyncGenerator[Client]:
+async def _connect(server: McpServer, values: Mapping[str, str], log: TextIO) -> AsyncGenerator[Client]:
     """A client of the server; `values` are those of its variables or headers, `log` takes its standard error."""
     import httpx2  # noqa: PLC0415
     from mcp import Client, StdioServerParameters, stdio_client  # noqa: PLC0415
@@ -260,6 +272,7 @@ async def _connected(server: Server, values: Mapping[str, str], log: TextIO) -> 
             program, *arguments = server.command
             if program == "python":
                 program, values = sys.executable, {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **values}
+            program, *arguments = supervise([program, *arguments], os.environ, grace_s=END_S)
             process = StdioServerParameters(command=program, args=arguments, env=dict(values))
             process.encoding_error_handler = "replace"  # bytes that are no text must not end the connection
             transport = stdio_client(process, errlog=log)
@@ -268,7 +281,7 @@ async def _connected(server: Server, values: Mapping[str, str], log: TextIO) -> 
         yield client
 
 
-def _values(name: str, server: Server, secrets: Mapping[str, str]) -> dict[str, str]:
+def _values(name: str, server: McpServer, secrets: Mapping[str, str]) -> dict[str, str]:
     """The values of a server's variables, or of its headers. Raises ConfigError for a variable that is not set."""
     wanted = server.headers if server.url else {variable: variable for variable in server.variables}
     if missing := [variable for variable in wanted.values() if variable not in secrets]:

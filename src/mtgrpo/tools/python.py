@@ -5,19 +5,19 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Self
 
-from mtgrpo.part import RunContext
-from mtgrpo.text import printable
+from mtgrpo.parts import RunContext
+from mtgrpo.runtime.text import printable
 from mtgrpo.tools import Tool
 from mtgrpo.tools.sandbox import Sandbox
 from mtgrpo.types import Task
 
 
 @dataclass
-class Python(Tool):
+class PythonTool(Tool):
     """Runs Python code in a sandbox, without network and files; a run is refused where the sandbox does not work.
 
     Example: `environment.tools={python: {stateful: true, sandbox: {timeout_s: 5}}}`.
@@ -48,7 +48,7 @@ class Python(Tool):
 
     async def stop(self) -> None:
         """End it."""
-        await self._session.close()
+        await self._session.aclose()
 
     async def __call__(self, code: str) -> str:
         """Run Python code. Shows what it prints, and the value of its last line.
@@ -56,12 +56,8 @@ class Python(Tool):
         Args:
             code: the code
         """
-        session = self._session if self.stateful else self.sandbox.session()
-        try:
+        async with nullcontext(self._session) if self.stateful else aclosing(self.sandbox.session()) as session:
             result = await session.run(code)
-        finally:
-            if not self.stateful:
-                await session.close()
         # Whatever the code prints is an answer: what is no text would be asked for again.
         output = printable(result.output).replace("\ufffd", "?")
         if not result.stopped:

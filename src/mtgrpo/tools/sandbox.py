@@ -7,25 +7,34 @@ import contextlib
 import copy
 import json
 import os
-import platform
 import shutil
-import signal
-import struct
 import tempfile
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from asyncio.subprocess import PIPE
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self, cast
 
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
-from mtgrpo.tools import sandbox_init
-from mtgrpo.tools.sandbox_fusion import FusionSession
-from mtgrpo.tools.sandbox_fusion import Result as Result
+from mtgrpo.parts import Folder, Network, Program, Reach, extension
+from mtgrpo.runtime import processes
+from mtgrpo.tools import sandbox_calls, sandbox_init, sandbox_judge
+from mtgrpo.tools.sandbox_init import READY
+from mtgrpo.tools.sandbox_rules import system_calls
 
-_INIT = Path(sandbox_init.__file__).read_text(encoding="utf-8")
 _GRACE_S = 0.5  # beyond the time limit, before the sandbox is ended from outside
+_START_S = 30.0  # for the sandbox to be ready
 _NOBODY = 65534
+BUBBLEWRAP = "bubblewrap"  # namespaces: no network, no file but /usr, no process to be seen, none left
+RLIMITS = "rlimits"  # weaker: limits alone; code can read your files and use your network
+_START = """import json, sys, types
+sources, limits = map(json.loads, sys.argv[1:])
+for name, source in sources:
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, "<sandbox>", "exec"), vars(module))
+module.main(limits)
+"""
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
@@ -33,39 +42,56 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-# System calls by their numbers on x86_64 and aarch64: memory that no limit counts, and doors into the kernel.
-_REFUSED = {
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-}
-_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
 
-class Kind(Enum):
-    """What keeps code from the machine."""
+def arguments(limits: dict[str, Any]) -> list[str]:
+    """Of the interpreter that becomes the first process of a sandbox."""
+    modules = (sandbox_calls, sandbox_judge, sandbox_init)
+    sources = [(module.__name__, Path(module.__file__ or "").read_text(encoding="utf-8")) for module in modules]
+    return ["-I", "-X", "utf8", "-c", _START, json.dumps(sources), json.dumps(limits)]
 
-    bubblewrap = "bubblewrap"  # namespaces: no network, no file but /usr, no process to be seen, none left
-    rlimits = "rlimits"  # weaker: limits alone; code can read your files and use your network
-    fusion = "fusion"  # a server of SandboxFusion at `url`, with what walls it has
+
+@dataclass(frozen=True)
+class Result:
+    """What a piece of code led to."""
+
+    output: str  # what it printed, tracebacks included; the middle is left out where it is long
+    error: str = ""  # the name of the exception that ended it
+    stopped: str = ""  # why it was stopped, or its process died; its variables are then lost
+
+    @property
+    def passed(self) -> bool:
+        """Whether it came to its end."""
+        return not self.error and not self.stopped
+
+
+@dataclass
+class InterpreterElsewhere(ABC):
+    """An interpreter on a server at `url`, whose variables stay; a kind of sandbox, with what walls the server has."""
+
+    url: str
+    timeout_s: float
+    memory_mb: int
+    output_chars: int
+
+    @abstractmethod
+    async def run(self, code: str, **tests: str | bool) -> Result:
+        """As `Interpreter.run`. Raises RuntimeError where the server does not answer, or fails."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Forget what was run."""
 
 
 @dataclass
 class Sandbox:
     """How code runs. With bubblewrap (0.8 or later) as an unprivileged user in namespaces of its own."""
 
-    kind: Kind = Kind.bubblewrap
-    url: str = ""  # of the server, for kind=fusion
-    python: str = "python3"  # the interpreter, of /usr or in one of `folders`
-    folders: list[str] = field(default_factory=list[str])  # that code may read, beside /usr
+    # rlimits are weaker; fusion, a server of SandboxFusion at `url`, is experimental: it was never run against one
+    kind: Annotated[str, Reach.run] = BUBBLEWRAP
+    url: Network = ""  # of the server, for kind=fusion
+    python: Program = "python3"  # the interpreter, of /usr or in one of `folders`
+    folders: list[Folder] = field(default_factory=list[str])  # that code may read, beside /usr
     timeout_s: float = 10.0  # for each piece of code; for each of its processes as much processor time, too
     memory_mb: int = 512  # of all its processes together; rlimits: of each
     processes: int = 16  # threads included; rlimits: all those of the same user count
@@ -76,45 +102,58 @@ class Sandbox:
 
     def __post_init__(self) -> None:
         require(self, timeout_s="> 0", memory_mb=">= 32", processes=">= 1", file_mb=">= 1", output_chars=">= 100")
-        if self.kind is Kind.rlimits:
+        if self.kind == RLIMITS:
             refuse_without_effect(self, ("folders",), "with sandbox.kind=rlimits code can read what you can")
-        if self.kind is Kind.fusion:
+        if elsewhere := self._elsewhere:
             refuse_without_effect(self, ("python", "folders", "processes", "file_mb"), "the server has its own")
-        if bool(self.url) != (self.kind is Kind.fusion):
-            raise ConfigError("sandbox.kind=fusion and sandbox.url=http://HOST:PORT belong together: set both or none")
+        if bool(self.url) != bool(elsewhere):
+            kind = self.kind if elsewhere else "fusion"
+            raise ConfigError(f"sandbox.kind={kind} and sandbox.url=http://HOST:PORT belong together: set both or none")
+
+    @property
+    def _elsewhere(self) -> type[InterpreterElsewhere] | None:
+        """What runs code on a server. Raises ConfigError for an unknown kind."""
+        if self.kind in (BUBBLEWRAP, RLIMITS):
+            return None
+        elsewhere = extension.options("mtgrpo.tools", InterpreterElsewhere)
+        if ".py:" not in self.kind and self.kind not in elsewhere:
+            known = (BUBBLEWRAP, RLIMITS, *elsewhere)
+            raise ConfigError(
+                f"there is no sandbox.kind={self.kind}; {extension.meant(self.kind, known)}known: {', '.join(known)}; "
+                "or give a file of your own as path/to/file.py:Name"
+            )
+        return extension.find_class("mtgrpo.tools", self.kind, InterpreterElsewhere, "kind of sandbox")
 
     async def opened(self) -> Self:
         """It, once it was tried, with `slots` for those who share it.
 
         Raises ConfigError where this kind of sandbox does not work on this machine.
         """
-        session = self.session()
         try:
-            if (found := await session.run("print(6 * 7)")).output != "42\n":
-                raise RuntimeError(f"print(6 * 7) gave {found}")
+            async with aclosing(self.session()) as session:
+                if (result := await session.run("print(6 * 7)")).output != "42\n":
+                    raise RuntimeError(f"print(6 * 7) gave {result}")
         except (OSError, RuntimeError) as error:
-            if self.kind is Kind.fusion:
+            if self._elsewhere:
                 raise ConfigError(f"sandbox.url={self.url} does not work: {error}") from error
             raise ConfigError(
-                f"sandbox.kind={self.kind.value} with sandbox.python={self.python} does not work here: {error}; for "
+                f"sandbox.kind={self.kind} with sandbox.python={self.python} does not work here: {error}; for "
                 "bubblewrap install version 0.8 or later (apt-get install bubblewrap) on a system that allows user "
                 "namespaces, or choose the weaker sandbox.kind=rlimits, in which code can read your files and use "
                 "your network"
             ) from error
-        finally:
-            await session.close()
         running = copy.copy(self)
         running.slots = asyncio.Semaphore(os.cpu_count() or 1)
         return running
 
-    def session(self) -> Session | FusionSession:
+    def session(self) -> Interpreter | InterpreterElsewhere:
         """A new interpreter; whoever asks for it closes it. It starts with the first code that it is given."""
-        if self.kind is Kind.fusion:
-            return FusionSession(self.url, self.timeout_s, self.memory_mb, self.output_chars)
-        return Session(self)
+        if elsewhere := self._elsewhere:
+            return elsewhere(self.url, self.timeout_s, self.memory_mb, self.output_chars)
+        return Interpreter(self)
 
     def command(self, system_calls: int) -> list[str]:
-        """What starts the interpreter. system_calls: a file that says which are refused."""
+        """What starts the interpreter. system_calls: a file that says which are allowed."""
         limits = {
             "timeout_s": self.timeout_s,
             "memory_bytes": self.memory_mb << 20,
@@ -124,19 +163,12 @@ class Sandbox:
         }
         user = [f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
         unprivileged = ["setpriv", *user] if os.geteuid() == 0 else []
-        walls = self._bubblewrap(system_calls) if self.kind is Kind.bubblewrap else []
-        return [*unprivileged, *walls, self.python, "-I", "-X", "utf8", "-c", _INIT, json.dumps(limits)]
+        walls = self._bubblewrap(system_calls) if self.kind == BUBBLEWRAP else []
+        return [*unprivileged, *walls, self.python, *arguments(limits)]
 
     def _bubblewrap(self, system_calls: int) -> list[str]:
-        words = [
-            "--unshare-all",
-            "--unshare-user",
-            "--disable-userns",
-            "--die-with-parent",
-            "--new-session",
-            "--as-pid-1",
-        ]
-        words += ["--cap-drop", "ALL", "--seccomp", str(system_calls), "--ro-bind", "/usr", "/usr"]
+        words = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
+        words += ["--as-pid-1", "--cap-drop", "ALL", "--seccomp", str(system_calls), "--ro-bind", "/usr", "/usr"]
         for folder in (Path("/", name) for name in ("bin", "lib", "lib64")):
             if folder.is_symlink():
                 words += ["--symlink", os.readlink(folder), str(folder)]
@@ -151,7 +183,7 @@ class Sandbox:
         return ["bwrap", *words, "--remount-ro", "/dev", "--remount-ro", "/", "--"]
 
 
-class Session:
+class Interpreter:
     """An interpreter in a sandbox; variables stay from one piece of code to the next until something is stopped.
 
     It must live in one event loop: the kernel ends the sandbox with the thread that has started it.
@@ -159,94 +191,73 @@ class Session:
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox, self._lock = sandbox, asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
+        self._program: processes.ProcessTree | None = None
         self._folder = ""  # to work in, where there is no /tmp of its own
 
-    async def run(self, code: str) -> Result:
-        """Run `code`, after what was begun before. Raises OSError or RuntimeError where the sandbox itself fails."""
+    async def run(self, code: str, **tests: str | bool) -> Result:
+        """Run `code`, after what was begun before, and the `tests` with their `setup` on it; then the session is over.
+
+        Raises OSError or RuntimeError where the sandbox does not start. Once it has, what happens is the code's doing.
+        """
         async with self._lock:
             try:
-                result = await self._answer(code)
+                program = self._program = self._program or await self._start()
+                result = await self._answer(program, json.dumps({"code": code, **tests}).encode() + b"\n")
             except BaseException:
-                await self.close()
+                await self.aclose()
                 raise
             if result.stopped:
-                await self.close()
+                await self.aclose()
             return result
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End every process of it."""
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.communicate()
+        program, self._program = self._program, None
+        if program is not None:
+            await program.end()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = ""
 
-    async def _answer(self, code: str) -> Result:
-        process = self._process = self._process or await self._start()
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    async def _answer(self, program: processes.ProcessTree, request: bytes) -> Result:
         limit_s = self._sandbox.timeout_s
         try:
             async with asyncio.timeout(limit_s + _GRACE_S):
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it says why on stderr
-                    process.stdin.write(json.dumps(code).encode() + b"\n")
-                    await process.stdin.drain()
-                line = await process.stdout.readline()
-                if not line and (said := (await process.stderr.read()).decode(errors="replace").strip()):
-                    raise RuntimeError(f"the sandbox failed: {said[-500:]}")
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    program.stdin.write(request)
+                    await program.stdin.drain()
+                line = await program.stdout.readline()
         except TimeoutError:
             return Result("", stopped=f"it took longer than {limit_s:g} s")
-        if not line:
+        if not line.endswith(b"\n"):
             return Result("", stopped="it ended the process that watches it")
-        found: dict[str, Any] = json.loads(line)
-        return Result(found["output"], found["error"], found["stopped"])
+        return Result(**json.loads(line))
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        if self._sandbox.kind is Kind.rlimits:
+    async def _start(self) -> processes.ProcessTree:
+        supervised = self._sandbox.kind == RLIMITS  # in namespaces all end with the first process
+        if supervised:
             self._folder = tempfile.mkdtemp()
             os.chmod(self._folder, 0o777)  # the user that runs the code may be another
-        program = _system_calls() if self._sandbox.kind is Kind.bubblewrap else b""
+        allowed = system_calls() if self._sandbox.kind == BUBBLEWRAP else b""
         rules, write = os.pipe()
         try:
-            os.write(write, program)
+            os.write(write, allowed)
             os.close(write)
-            pipe = asyncio.subprocess.PIPE
-            return await asyncio.create_subprocess_exec(
-                *self._sandbox.command(rules),
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                env=_ENVIRONMENT,
-                cwd=self._folder or "/",
-                start_new_session=True,
+            self._program = program = await processes.start(
+                self._sandbox.command(rules),
+                _ENVIRONMENT,
+                self._folder or "/",
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                supervised=supervised,
                 pass_fds=(rules,),
                 limit=2**26,
             )
         finally:
             os.close(rules)
-
-
-def _system_calls() -> bytes:
-    """A program for the kernel's seccomp, in classic BPF: calls in `_REFUSED` fail with EPERM.
-
-    Raises RuntimeError on other processors than x86_64 and aarch64.
-    """
-    if platform.machine() not in _ARCHITECTURES:
-        raise RuntimeError(f"the processor is {platform.machine()}, not one of {', '.join(_ARCHITECTURES)}")
-    name, column = _ARCHITECTURES[platform.machine()]
-    numbers = [each[column] for each in _REFUSED.values()]
-    load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
-    steps: Sequence[tuple[int, int, int, int]] = [  # operation, steps to skip if true and if false, operand
-        (load, 0, 0, 4),  # the architecture of the call
-        (equal, 1, 0, name),
-        (answer, 0, 0, 0x80000000),  # end the process
-        (load, 0, 0, 0),  # the number of the call
-        (at_least, len(numbers) + 1, 0, 0x40000000),  # another table of numbers
-        *((equal, len(numbers) - nth, 0, number) for nth, number in enumerate(numbers)),
-        (answer, 0, 0, 0x7FFF0000),  # allow
-        (answer, 0, 0, 0x00050001),  # EPERM
-    ]
-    return b"".join(struct.pack("HBBI", *step) for step in steps)
+        async with asyncio.timeout(_START_S):
+            if (await program.stdout.readline()).decode().strip() != READY:
+                said = (await program.stderr.read()).decode(errors="replace").strip()
+                raise RuntimeError(f"the sandbox failed: {said[-500:]}")
+        return program

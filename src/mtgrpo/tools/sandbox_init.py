@@ -1,8 +1,9 @@
-"""The first process inside a sandbox: `python -I -c SOURCE LIMITS`. It needs the standard library alone.
+"""The first process inside a sandbox. It needs the standard library alone.
 
-A line of JSON in is a piece of code; a line out says what it printed and what became of it. The code runs in a second
-process, the worker, which keeps its variables. This one watches time, memory and output where the worker cannot reach
-it; as process 1 of a sandbox it cannot be killed from within, and all others end with it.
+It says that it is ready. Then a line of JSON in is a piece of code, perhaps with tests; a line out says what it printed
+and what became of it. The code runs in a second process, the worker, which keeps its variables; tests run in a third,
+the judge, which the worker cannot read. This one watches time, memory and output where neither can reach it; as process
+1 of a sandbox it cannot be killed from within, and all others end with it.
 """
 
 from __future__ import annotations
@@ -12,34 +13,41 @@ import codecs
 import contextlib
 import ctypes
 import fcntl
+import functools
 import json
 import math
 import os
 import resource
 import select
 import signal
+import socket
 import sys
 import tempfile
 import time
-import traceback
 import types
-from typing import Any, cast
+from typing import Any, NamedTuple, NoReturn, cast
+
+from mtgrpo.tools.sandbox_calls import NAME, OPERATIONS, Peer, show
+from mtgrpo.tools.sandbox_judge import judge
 
 LOOK_S = 0.02  # between two looks at time and memory
 OPEN_FILES = 64
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
-NAME = "<code>"  # of the code, in tracebacks
+READY = "ready"
+SOCKET_BYTES = 2**18  # what others may have sent to a socket, by net.core.wmem_default
+NODE_BYTES = 2**10  # of a file, empty or not
 
 
-def main() -> None:
-    """Answer lines until there are no more, or until something had to be stopped."""
-    limits: dict[str, Any] = json.loads(sys.argv[1])
-    _prctl(PR_SET_DUMPABLE, 0)  # or code of the same user could change this process
+def main(limits: dict[str, Any]) -> None:
+    """Answer lines until there are no more, tests have run, or something had to be stopped."""
+    _prctl(PR_SET_DUMPABLE, 0)  # or code of the same user could read and change this process
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 gets no signal from within that it has no handler for
     os.nice(10)
     worker = Worker(limits)
+    print(READY, flush=True)
     for line in sys.stdin.buffer:
         _signal_others(signal.SIGCONT)
-        reply = worker.run(json.loads(line))
+        reply = worker.run(**json.loads(line))
         _signal_others(signal.SIGSTOP)  # nothing goes on between two pieces of code
         print(json.dumps(reply), flush=True)
         if reply["stopped"]:
@@ -53,44 +61,82 @@ def _signal_others(number: int) -> None:
             os.kill(-1, number)
 
 
+class JudgeStreams(NamedTuple):
+    """Descriptors: what its process prints, what tells it to begin, and what it has found."""
+
+    output: int
+    go: int
+    verdict: int
+
+
 class Worker:
     """The process that runs code. `limits` are those of `Sandbox`."""
 
     def __init__(self, limits: dict[str, Any]) -> None:
         self._limits = limits
-        self._output, name = tempfile.mkstemp()  # a pipe would have to be emptied all the time
-        os.unlink(name)
-        fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)
+        self._output = _file()
         requests, self._requests = os.pipe()
         self._status, status = os.pipe()
+        self._calls, calls = (end.detach() for end in socket.socketpair())
         self._pid = os.fork()
         if self._pid == 0:
-            try:
-                _serve(limits, requests, status, self._output)
-            finally:
-                os._exit(1)
-        os.close(requests)
-        os.close(status)
+            _begin(limits, self._output, (requests, status, calls), _serve)
+        for descriptor in (requests, status, calls):
+            os.close(descriptor)
+        self._judge = 0  # its process
 
-    def run(self, code: str) -> dict[str, Any]:
-        """Run `code`: its output, the exception that ended it, or what had it stopped."""
+    def run(self, code: str, setup: str = "", tests: str | None = None, objects: bool = False) -> dict[str, Any]:
+        """Run `code`, then `tests`: what was printed, the exception that ended it, or what had it stopped.
+
+        objects: whether the tests make objects of the program's classes.
+        """
         end = time.monotonic() + self._limits["timeout_s"]
-        password = os.urandom(8).hex()  # so that code cannot write its own verdict beforehand
+        password = os.urandom(8).hex()  # so that code cannot write its own end beforehand
         os.ftruncate(self._output, 0)
+        # Begun before the code, which might leave no place for it.
+        begun = None if tests is None else self._begin_judge(setup, tests, objects)
         with contextlib.suppress(BrokenPipeError):  # the worker has ended since
-            os.write(self._requests, json.dumps([password, code]).encode() + b"\n")
-        error = stopped = ""
-        while not (stopped := self._stopped(end)):
-            if select.select([self._status], [], [], LOOK_S)[0]:
-                said = os.read(self._status, 4096).decode(errors="backslashreplace").split()
-                if said[:1] == [password]:
-                    error = " ".join(said[1:])
-                    break
-        return {"output": self._shown(), "error": error, "stopped": stopped}
+            os.write(self._requests, json.dumps([password, f"{setup}\n{code}" if setup else code]).encode() + b"\n")
+        error, stopped = self._said(self._status, password, end)
+        if begun and not error and not stopped:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._requests, json.dumps([password, None]).encode() + b"\n")
+            os.write(begun.go, b"\n")
+            error, stopped = self._said(begun.verdict, "judged", end)
+        output = self._shown(self._output) + (self._shown(begun.output) if begun else "")
+        return {"output": output, "error": error, "stopped": stopped}
 
-    def _shown(self) -> str:
-        """What the code has printed; both ends of it where it is long."""
-        file, half = self._output, self._limits["output_bytes"] // 2
+    def _begin_judge(self, setup: str, tests: str, objects: bool) -> JudgeStreams:
+        """Start the judge, which waits."""
+        output = _file()
+        told, go = os.pipe()
+        verdict, found = os.pipe()
+        self._judge = os.fork()
+        if self._judge == 0:
+
+            def work(_: dict[str, Any], told: int, found: int, calls: int) -> None:
+                os.read(told, 1)
+                error = judge(setup, tests, objects, calls, execute)
+                os.write(found, f"judged {error}\n".encode())
+                signal.pause()
+
+            _begin(self._limits, output, (told, found, self._calls), work)
+        for descriptor in (told, found, self._calls):
+            os.close(descriptor)
+        return JudgeStreams(output, go, verdict)
+
+    def _said(self, status: int, password: str, end: float) -> tuple[str, str]:
+        """The name of the exception that a process says it has ended with, or why it had to be stopped."""
+        while not (stopped := self._stopped(end)):
+            if select.select([status], [], [], LOOK_S)[0]:
+                said = os.read(status, 4096).decode(errors="backslashreplace").split()
+                if said[:1] == [password]:
+                    return " ".join(said[1:]), ""
+        return "", stopped
+
+    def _shown(self, file: int) -> str:
+        """What was printed into `file`; both ends of it where it is long."""
+        half = self._limits["output_bytes"] // 2
         size = os.fstat(file).st_size
         head, tail = os.pread(file, half, 0), os.pread(file, half, max(half, size - half))
         if size <= 2 * half:
@@ -102,13 +148,12 @@ class Worker:
     def _stopped(self, end: float) -> str:
         """Why the code cannot go on; "" = it can."""
         late = f"it took longer than {self._limits['timeout_s']:g} s"
-        try:
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                if found[0] == self._pid:
-                    code = os.waitstatus_to_exitcode(found[1])
-                    return late if code == -signal.SIGXCPU else f"its process ended with code {code}"
-        except ChildProcessError:
-            pass
+        watched = {self._pid: "its process", self._judge: "the process of its tests"}
+        with contextlib.suppress(ChildProcessError):
+            while (exited := os.waitpid(-1, os.WNOHANG))[0]:
+                code = os.waitstatus_to_exitcode(exited[1])
+                if who := watched.get(exited[0]):
+                    return late if code == -signal.SIGXCPU else f"{who} ended with code {code}"
         if time.monotonic() > end:
             return late
         if os.getpid() == 1 and _memory() > self._limits["memory_bytes"]:
@@ -116,42 +161,70 @@ class Worker:
         return ""
 
 
+def _file() -> int:
+    """A file without a name, for what is printed: a pipe would have to be emptied all the time."""
+    descriptor, name = tempfile.mkstemp()
+    os.unlink(name)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
+    return descriptor
+
+
 def _memory() -> int:
-    """Bytes that all processes but the first hold."""
+    """Bytes that all processes but the first hold, with sockets at their most and the nodes of files in the kernel."""
     pages = 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
-            with (
-                contextlib.suppress(OSError, IndexError),
-                open(f"/proc/{name}/statm") as file,
-            ):  # it may just have ended
+            with contextlib.suppress(OSError, IndexError), open(f"/proc/{name}/statm") as file:  # it may have ended
                 pages += int(file.read().split()[1])
-    return pages * resource.getpagesize()
+    with open("/proc/net/unix") as file:
+        sockets = sum(1 for _ in file) - 1
+    nodes = sum(found.f_files - found.f_ffree for found in map(os.statvfs, ("/tmp", "/dev/shm")))
+    return pages * resource.getpagesize() + sockets * SOCKET_BYTES + nodes * NODE_BYTES
 
 
-def _serve(limits: dict[str, Any], requests: int, status: int, output: int) -> None:
+def _begin(limits: dict[str, Any], output: int, kept: tuple[int, ...], work: Any) -> NoReturn:
+    """Do `work` in this new process, with limits, and with no descriptor but those of `kept` and its output."""
+    try:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        for first, last in zip((2, *sorted(kept)), (*sorted(kept), 2**16), strict=True):
+            os.closerange(first + 1, last)
+        cast(Any, sys.stdout).reconfigure(line_buffering=True, errors="backslashreplace")  # nothing is lost by a stop
+        for kind, most in (
+            (resource.RLIMIT_AS, limits["memory_bytes"]),
+            (resource.RLIMIT_FSIZE, limits["file_bytes"]),
+            (resource.RLIMIT_NPROC, limits["processes"] and limits["processes"] + 2),  # the first and the judge count
+            (resource.RLIMIT_NOFILE, OPEN_FILES),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            if most is not None:
+                resource.setrlimit(kind, (most, most))
+        work(limits, *kept)
+    except BaseException as error:
+        show(error)
+    finally:
+        os._exit(1)
+
+
+def _serve(limits: dict[str, Any], requests: int, status: int, calls: int) -> None:
     """What the worker does."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(PR_SET_DUMPABLE, 1)
     with open("/proc/self/oom_score_adj", "w") as file:  # what the kernel ends first where memory is short
         file.write("1000")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    cast(Any, sys.stdout).reconfigure(line_buffering=True, errors="backslashreplace")  # nothing is lost by a stop
-    for kind, most in (
-        (resource.RLIMIT_AS, limits["memory_bytes"]),
-        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
-        (resource.RLIMIT_NPROC, limits["processes"] + 1),  # the first process counts
-        (resource.RLIMIT_NOFILE, OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(kind, (most, most))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main_module = sys.modules["__main__"] = types.ModuleType("__main__")
     own = os.getpid()
     with os.fdopen(requests) as lines:
         for line in lines:
-            password, code = json.loads(line)
+            password, code = cast("tuple[str, Any]", json.loads(line))
+            if code is None:
+                named = functools.partial(_named, main_module)
+                with contextlib.suppress(EOFError, OSError):  # the judge has ended
+                    Peer(calls, {**OPERATIONS, "name": named}, judges=False).serve()
+                while True:
+                    signal.pause()
             used_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
             resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used_s + limits["timeout_s"]), resource.RLIM_INFINITY))
             error = execute(code, vars(main_module))
@@ -160,21 +233,25 @@ def _serve(limits: dict[str, Any], requests: int, status: int, output: int) -> N
             os.write(status, f"{password} {error}\n".encode())
 
 
-def execute(code: str, names: dict[str, Any]) -> str:
+def _named(module: types.ModuleType, name: str) -> Any:
+    if name not in vars(module):
+        raise NameError(f"name {name!r} is not defined")
+    return vars(module)[name]
+
+
+def execute(code: str | ast.Module, names: dict[str, Any]) -> str:
     """Run `code`, show the value of its last line and what it raises. Gives the name of the exception, "" = none."""
     error = ""
     try:
-        tree = ast.parse(code, NAME)
+        tree = ast.parse(code, NAME) if isinstance(code, str) else code
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, NAME, "exec"), names)
         if last is not None:
             exec(compile(ast.Interactive([last]), NAME, "single"), names)
     except BaseException as raised:
-        error, where = type(raised).__name__, raised.__traceback__
-        while where is not None and where.tb_frame.f_code.co_filename != NAME:
-            where = where.tb_next
+        error = type(raised).__name__ or "an exception without a name"
         if not isinstance(raised, SystemExit):
-            traceback.print_exception(type(raised), raised, where)
+            show(raised)
     with contextlib.suppress(Exception):  # the code may have put something of its own there, or closed it
         sys.stdout.flush()
         sys.stderr.flush()
@@ -183,7 +260,3 @@ def execute(code: str, names: dict[str, Any]) -> str:
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-if __name__ == "__main__":
-    main()

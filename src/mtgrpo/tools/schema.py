@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 import reprlib
 import textwrap
@@ -21,12 +22,14 @@ from referencing import Resource
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from mtgrpo.errors import ConfigError
-from mtgrpo.extension import place
+from mtgrpo.errors import ConfigError, PolicyError
+from mtgrpo.parts.extension import place
 from mtgrpo.types import ToolSpec
 
+_MAX_LEVELS = 100  # of arguments
 
-class ToolError(Exception):
+
+class ToolError(PolicyError):
     """A tool refuses what the model asked for; the model sees the text as its observation."""
 
 
@@ -84,18 +87,31 @@ class ArgumentCheck:
 
     def __call__(self, arguments: Mapping[str, Any]) -> None:
         """Check them."""
+        if not isinstance(cast(Any, arguments), Mapping):
+            raise ToolError(f"{self._spec.name}: the arguments must be an object")
         try:
             errors = sorted(self._validator.iter_errors(dict(arguments)), key=_importance)
             explained = _explained(errors[0], self._spec.name) if errors else ""
+            json.dumps(dict(arguments), ensure_ascii=False, allow_nan=False, default=str).encode()
+            if _deeper(arguments, _MAX_LEVELS):  # than what servers and other processes take
+                raise RecursionError
         except OverflowError:
             raise ToolError(f"{self._spec.name}: a number is too large") from None
         except RecursionError:
             raise ToolError(f"{self._spec.name}: the arguments are nested too deeply") from None
+        except Exception:  # the schema is valid: whatever else it is, the arguments alone have caused it
+            raise ToolError(f"{self._spec.name}: the arguments are no JSON: half a character, or no number") from None
         if explained:
             raise ToolError(explained)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ArgumentCheck, (self._spec, self._closed)
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested in one another more than `levels` deep."""
+    inner: Any = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_deeper(one, levels - 1) for one in inner)
 
 
 def _resolve(tool: str, resource: Resource[Any], resolver: Any) -> None:

@@ -7,26 +7,17 @@ import copy
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, Self, cast
 
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
-from mtgrpo.part import RunContext
+from mtgrpo.parts import File, Folder, Network, Option, RunContext, Text, extension
 from mtgrpo.sequence_classifier import SequenceClassifier
 from mtgrpo.tools import Tool, ToolError, schema
-from mtgrpo.tools.lucene import LuceneIndex
-from mtgrpo.tools.passages import Passage, PassageIndex
+from mtgrpo.tools.passages import Passage, SearchIndex
 from mtgrpo.types import ToolSpec
 
 _TOGETHER = 16  # passages that it reads at once
-
-
-class Backend(Enum):
-    """What searches. Both rank by BM25 with the same constants."""
-
-    bm25s = "bm25s"
-    lucene = "lucene"  # by way of Anserini, which pyserini brings; extra `lucene`
 
 
 @dataclass
@@ -40,21 +31,22 @@ class Search(Tool):
     Example: `environment.tools={search: {corpus: passages.jsonl}}`.
     """
 
-    corpus: str = ""  # the .jsonl file
-    index: str = ""  # the folder of its index; "" = one for this corpus in ~/.cache/mtgrpo/search
-    backend: Backend = Backend.bm25s
-    rerank: str = ""  # a sequence-classification model of transformers with one output, a folder or a name on the hub
+    corpus: File = ""  # the .jsonl file
+    index: Folder = ""  # the folder of its index; "" = one for this corpus in ~/.cache/mtgrpo/search
+    backend: Option = "bm25s"  # or lucene, by way of Anserini, which pyserini brings; both rank alike; extra `lucene`
+    # a sequence-classification model of transformers with one output, a folder or a name on the hub
+    rerank: Network = ""
     candidates: int = 50  # passages that it reads for each search, as far as it can; and more where more are wanted
-    device: str = ""  # where it computes: cpu, cuda, cuda:1; "" = a GPU where there is one
+    device: Text = ""  # where it computes: cpu, cuda, cuda:1; "" = a GPU where there is one
     results: int = 5  # of a search that does not say how many
     max_results: int = 10  # that a search may ask for
     snippet_chars: int = 300  # of each passage that a search shows; 0 = all of it
 
-    _index = cast("PassageIndex | LuceneIndex | None", None)
+    _index = cast("SearchIndex | None", None)
     _ranker = cast("SequenceClassifier | None", None)
 
     def __post_init__(self) -> None:
-        if not self.corpus and not (self.index and self.backend is Backend.lucene):
+        if (self._backend.needs_corpus and not self.corpus) or not (self.corpus or self.index):
             raise ConfigError(
                 "the tool search needs a corpus: environment.tools={search: {corpus: FILE}}, a .jsonl file with id, "
                 "text and perhaps title"
@@ -72,12 +64,8 @@ class Search(Tool):
     def with_index(self) -> Self:
         """A copy that has opened its index, and its model. Raises ConfigError as `open` does."""
         running = copy.copy(self)
-        folder, corpus = Path(self.index).expanduser() if self.index else None, Path(self.corpus).expanduser()
-        if folder and not self.corpus:
-            running._index = LuceneIndex(folder)
-        else:
-            kind = LuceneIndex if self.backend is Backend.lucene else PassageIndex
-            running._index = kind.open(corpus, folder)
+        corpus, folder = (Path(place).expanduser() if place else None for place in (self.corpus, self.index))
+        running._index = self._backend.open(corpus, folder)
         if self.rerank:
             running._ranker = SequenceClassifier(self.rerank, "environment.tools.search.rerank", self.device)
         return running
@@ -131,7 +119,11 @@ class Search(Tool):
         return [found[number] for number in sorted(range(len(found)), key=lambda number: -scores[number])[:k]]
 
     @property
-    def _passages(self) -> PassageIndex | LuceneIndex:
+    def _backend(self) -> type[SearchIndex]:
+        return extension.find_class("mtgrpo.tools", self.backend, SearchIndex, "search backend")
+
+    @property
+    def _passages(self) -> SearchIndex:
         if self._index is None:
             raise RuntimeError("the tool search is not open")
         return self._index

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import textwrap
-from contextlib import nullcontext
+from contextlib import aclosing, nullcontext
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.tools.sandbox import Result, Sandbox
+from mtgrpo.tools.sandbox_judge import uses_objects
 from mtgrpo.types import Task
 
 _FENCE = re.compile(r"[ \t]*(?P<fence>`{3,}(?=[^`]*$)|~{3,})(?P<info>.*)")
@@ -38,17 +39,21 @@ def tests_of(task: Task) -> str:
     return tests
 
 
-async def run_tests(sandbox: Sandbox, task: Task, code: str) -> Result:
-    """What the task's tests say of `code`: a fresh interpreter runs the task's `setup`, the code, then the tests.
+def objects_in(task: Task) -> bool:
+    """Whether the task's tests make objects of the program's classes: see `uses_objects`. Raises ConfigError."""
+    try:
+        return uses_objects(task.metadata.get("setup", ""), tests_of(task))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"the `tests` of task {task.id}, or its `setup`, are no Python: {error}") from error
 
-    In a sandbox that was opened as many programs run at once as there are processors. Raises ConfigError where the task
-    has no tests, OSError or RuntimeError where the sandbox itself fails.
+
+async def run_tests(sandbox: Sandbox, task: Task, code: str) -> Result:
+    """What the task's tests say of `code`: a fresh interpreter runs the task's `setup` and the code.
+
+    The tests run in another process, which calls the code's functions and gets plain data. In a sandbox that was opened
+    as many programs run at once as there are processors. Raises ConfigError where the task has no tests, OSError or
+    RuntimeError where the sandbox does not start.
     """
-    tests = tests_of(task)
-    async with sandbox.slots or nullcontext():
-        session = sandbox.session()
-        try:
-            result = await session.run(f"{task.metadata.get('setup', '')}\n{code}")
-            return await session.run(tests) if result.passed else result
-        finally:
-            await session.close()
+    tests, objects = tests_of(task), objects_in(task)
+    async with sandbox.slots or nullcontext(), aclosing(sandbox.session()) as session:
+        return await session.run(code, setup=task.metadata.get("setup", ""), tests=tests, objects=objects)

@@ -1,10 +1,11 @@
 """Writes ifeval.json: what lm-eval 0.4.13 says of made-up answers to every prompt of IFEval.
 
     pip install --no-deps --target FOLDER lm-eval==0.4.13 nltk immutabledict
+    python -m nltk.downloader punkt_tab
     python tests/goldens/lm_eval/ifeval.py --source FOLDER --data FOLDER_WITH_ALL_DATA_SETS
 
-Stored are the verdicts alone, one sign for each answer. Left out are the two kinds that need data of NLTK which cannot
-be had without a network, and letter_frequency of signs that are no letters, for which lm-eval draws a random letter.
+Stored are the verdicts alone, one sign for each answer. Left out is letter_frequency of signs that are no letters, for
+which lm-eval draws a random letter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 FILE = Path(__file__).with_suffix(".json")
-UNSEEN = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
 ANSWERS = 8  # for each prompt
 SENTENCES = (
     "The old bridge was closed last winter, and nobody knows why.",
@@ -48,6 +48,9 @@ SENTENCES = (
     "my answer is maybe",
     "SECTION 1\nfirst\nSection 2 second PARAGRAPH3 Day 4 Audience 5",
     "QUITE LOUD WORDS",
+    "DON'T panic: NASA's well-known U.S. plan, I'M told, is OK",
+    'Dr. Ann E. Smith paid 3.50 dollars at 5 p.m. in St. Louis... "Really?!" she asked. Yes (vs. no).',
+    "*\nnot a point\n*\n* a point\n-\n\n  - another",
     "",
 )
 
@@ -60,6 +63,8 @@ def asked_for(kind: str, given: Mapping[str, Any], rng: random.Random) -> str:
         return " ".join(given.get("keywords") or given["forbidden_words"])
     made = {
         "frequency": f"{given.get('keyword')} " * count,
+        "number_sentences": "It was so. " * count,
+        "capital_word_frequency": "LOUD " * count,
         "letter_frequency": str(given.get("letter")) * count,
         "number_words": "word " * count,
         "number_paragraphs": "\n***\n".join(["a part"] * count),
@@ -95,7 +100,7 @@ def answers(row: Mapping[str, Any]) -> list[str]:
 def covered(row: Mapping[str, Any]) -> list[int]:
     """Which of its instructions are compared."""
     pairs = enumerate(zip(row["instruction_id_list"], row["kwargs"], strict=True))
-    return [at for at, (kind, given) in pairs if kind not in UNSEEN and given.get("letter", "a").isalpha()]
+    return [at for at, (kind, given) in pairs if given.get("letter", "a").isalpha()]
 
 
 def read(data: Path) -> list[dict[str, Any]]:
@@ -109,9 +114,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     options = parser.parse_args()
     sys.path.insert(0, str(options.source))
-    langdetect, nltk = (importlib.import_module(name) for name in ("langdetect", "nltk"))
+    langdetect = importlib.import_module("langdetect")
 
-    nltk.data.find = lambda *_: None  # else its import asks the network
     langdetect.DetectorFactory.seed = 0
     for package in ("lm_eval", "lm_eval.tasks"):  # without what they import
         stand_in = sys.modules[package] = ModuleType(package)

@@ -10,9 +10,9 @@ from mtgrpo.engines import Engine
 from mtgrpo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from mtgrpo.engines.local.engine import LocalEngine
+    from mtgrpo.model.traits import Limit
+    from mtgrpo.weights.source import WeightSource
 
 DEFAULT_FRACTION = 0.3
 
@@ -39,14 +39,17 @@ class Local(Engine):
     def exact(self) -> bool:
         return not self.keep_stale_cache
 
+    def limit(self, source: WeightSource) -> Limit:
+        return source.traits.limit_without_windows
+
     def start(
-        self, model: PreTrainedModel, deterministic: bool, longest_context: int, folder: Path | None = None
+        self, source: WeightSource, deterministic: bool, longest_context: int, folder: Path | None = None
     ) -> LocalEngine:
-        """An engine over `model`'s own weights.
+        """An engine over the trainer's own weights, which must be in this process.
 
         Raises ConfigError for models that keep more than a KV cache, or whose attention cannot be replaced, for
         contexts that the model computes in another way, and for a budget that does not hold one of them.
         """
         from mtgrpo.engines.local.engine import start_engine  # noqa: PLC0415  settings alone import no library
 
-        return start_engine(model, deterministic, longest_context, self.fraction, self.keep_stale_cache)
+        return start_engine(source, deterministic, longest_context, self.fraction, self.keep_stale_cache)

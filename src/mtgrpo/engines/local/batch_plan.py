@@ -178,9 +178,7 @@ class _Parts:
         self.parts: list[Part] = []
         self._results = 0
         self._planner, self._kv_cache, self._flat, self._decoding = planner, planner.blocks, flat, decoding
-        self._own = np.ones(
-            len(flat.rows), np.int64
-        )  # how many results the tokens of each row have of their own blocks
+        self._own = np.ones(len(flat.rows), np.int64)  # results that the tokens of each row have of their own blocks
         self._own[:decoding] = flat.block_counts[:decoding]
         shared = [len(row.block_table.prefix.blocks) if row.block_table.prefix else 0 for row in flat.rows]
         self.table = np.full((flat.real, int((self._own + shared).max())), -1)
@@ -191,41 +189,34 @@ class _Parts:
         if count:
             sizes = flat.block_counts[:count]
             owner = np.arange(count).repeat(sizes)
-            place = self._add_blocks(
-                self._kv_cache.own, flat.blocks[: len(owner)], sizes, flat.lengths[:count], owner[:, None]
-            )
+            blocks, lengths = flat.blocks[: len(owner)], flat.lengths[:count]
+            place = self._add_blocks(self._kv_cache.own, blocks, sizes, lengths, owner[:, None])
             self.table[owner, np.arange(len(owner)) - flat.block_starts[owner]] = place
 
     def add_rows(self, begin: int, end: int) -> None:
         """Parts of the rows [begin, end), which come by width and number of blocks: those that are alike together."""
         counts, blocks = self._flat.counts, self._flat.block_counts
         while begin < end:
-            stop = begin + 1
-            while (
-                stop < end
-                and counts[stop] <= 2 * counts[begin]
-                and blocks[begin] / 2 <= blocks[stop] <= 2 * blocks[begin]
-            ):
-                stop += 1
-            self._add_rows(begin, stop)
-            begin = stop
+            wide = counts[begin + 1 : end] > 2 * counts[begin]
+            long = np.maximum(blocks[begin + 1 : end] / blocks[begin], blocks[begin] / blocks[begin + 1 : end]) > 2
+            alike = int(np.append(wide | long, True).argmax()) + 1
+            self._add_rows(begin, begin + alike)
+            begin += alike
 
     def add_prefixes(self, end: int) -> None:
         """A part of the blocks of all prefixes of the rows [0, end)."""
         flat = self._flat
-        users: dict[int, list[int]] = {}  # tokens
-        prefixes: dict[int, Prefix] = {}
+        users: dict[Prefix, list[int]] = {}  # tokens
         for row, count, last in zip(flat.rows[:end], flat.counts.tolist(), flat.ends.tolist(), strict=False):
             if prefix := row.block_table.prefix:
-                prefixes[id(prefix)] = prefix
-                users.setdefault(id(prefix), []).extend(range(last + 1 - count, last + 1))
+                users.setdefault(prefix, []).extend(range(last + 1 - count, last + 1))
         if not users:
             return
         before, width = self._results, max(map(len, users.values()))
         query = np.array([tokens + tokens[:1] * (width - len(tokens)) for tokens in users.values()])
-        sizes = np.array([len(prefix.blocks) for prefix in prefixes.values()])
-        blocks = np.fromiter(chain.from_iterable(prefix.blocks for prefix in prefixes.values()), np.int64)
-        lengths = np.array([len(prefix.tokens) for prefix in prefixes.values()])
+        sizes = np.array([len(prefix.blocks) for prefix in users])
+        blocks = np.fromiter(chain.from_iterable(prefix.blocks for prefix in users), np.int64)
+        lengths = np.array([len(prefix.tokens) for prefix in users])
         place = self._add_blocks(self._kv_cache.prefixes, blocks, sizes, lengths, query.repeat(sizes, axis=0))
         for tokens, places in zip(users.values(), np.split(place, sizes.cumsum()[:-1]), strict=True):
             columns = self._own[flat.row[tokens]][:, None] + np.arange(len(places))
@@ -252,14 +243,7 @@ class _Parts:
             where, place = self._planner.put(blocks), np.arange(len(blocks))
         # Conversations grow, and the plan with them; prefixes are read as far as the longest goes.
         length = pool.length if pool is self._kv_cache.own else -(-int(filled.max()) // 16) * 16
-        self._add(
-            Part(
-                pool,
-                where,
-                self._planner.put(query.ravel()),
-                self._mask(filled[:, None, None] - 1, length),
-            )
-        )
+        self._add(pool, where, query, self._mask(filled[:, None, None] - 1, length))
         return place
 
     def _add_rows(self, begin: int, end: int) -> None:
@@ -276,11 +260,11 @@ class _Parts:
         place = np.where(real, (flat.lengths[begin:end] - counts)[:, None] + column, 0)  # among the row's own tokens
         self.table[query[real], 0] = self._results + real.ravel().nonzero()[0]
         mask = self._mask(place[:, None], blocks.shape[1] * pool.length)
-        self._add(Part(pool, self._planner.put(blocks), self._planner.put(query.ravel()), mask))
+        self._add(pool, self._planner.put(blocks), query, mask)
 
-    def _add(self, part: Part) -> None:
-        self.parts.append(part)
-        self._results += len(part.query)
+    def _add(self, pool: BlockPool, blocks: slice | Tensor, query: _Numbers, mask: Tensor) -> None:
+        self.parts.append(Part(pool, blocks, self._planner.put(query.ravel()), mask))
+        self._results += query.size
 
     def _mask(self, last: _Numbers, places: int) -> Tensor:
         """Up to the place `last` of each query 0, and -inf beyond; made where the model is."""

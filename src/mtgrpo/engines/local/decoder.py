@@ -8,6 +8,7 @@ with the model's own forward pass each time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, cast
@@ -19,10 +20,10 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from mtgrpo.model.attention import of_one_size
 from mtgrpo.model.load import computes_in
-from mtgrpo.model.logprobs import head_logits
+from mtgrpo.model.logprobs import head_logits, head_of
 from mtgrpo.model.lora import merged
 from mtgrpo.model.onednn_linear import multiply, pack, packs
-from mtgrpo.model.traits import EXTRAS, attending_by
+from mtgrpo.model.traits import EXTRAS, LONG, attending_by, flat_states, ordinary_tokens
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(number of the call, query [tokens, heads, size], key and value [tokens, key heads, size], scale) -> like query
@@ -34,7 +35,7 @@ DELEGATED = "delegated"  # the attention of transformers models while they decod
 QUERIED = 8  # tokens
 # the same of queries, root mean square
 SAME_QUERIES = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
-FAR = 2**17  # tokens, where a configuration names no last position
+RECENT = 16  # tokens whose attention is measured: the last of the context, from which the policy would go on
 
 
 class Forward:
@@ -42,28 +43,9 @@ class Forward:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._fused = _Fused(model) if _like_llama(model) else None
-        if self._fused and not self._same_queries(self._fused):
-            self._fused = None  # alike by name alone
-
-    @property
-    def fused(self) -> bool:
-        """Whether the model takes the fast path."""
-        return self._fused is not None
-
-    def use_own_modules(self) -> None:
-        """Leave the fast path, for good."""
-        self._fused = None
-
-    def update(self) -> None:
-        """The weights have changed."""
-        if self._fused:
-            self._fused.copy_weights()
-
-    def release(self) -> None:
-        """Give the memory of the copied weights back until `update`."""
-        if self._fused:
-            self._fused.release()
+        self.fused = _Fused(model) if _like_llama(model) else None  # the fast path, where the model takes it
+        if self.fused and not self._same_queries(self.fused):
+            self.fused = None  # alike by name alone
 
     @torch.no_grad()
     def logprobs(self, context: Tensor) -> Tensor:
@@ -74,9 +56,9 @@ class Forward:
     @torch.no_grad()
     def _same_queries(self, fused: _Fused) -> bool:
         """Whether those of `fused` are the model's own at its last positions: some models scale them from one on."""
-        number = torch.arange(QUERIED, device=self._model.device)
-        ids = number + int(self._model.config.get_text_config().vocab_size) // 4  # the first are often special
-        positions = number + int(getattr(self._model.config, "max_position_embeddings", None) or FAR) - QUERIED
+        config, device = self._model.config, self._model.device
+        last = int(getattr(config, "max_position_embeddings", None) or LONG)
+        ids, positions = ordinary_tokens(config, QUERIED).to(device), torch.arange(last - QUERIED, last, device=device)
         expected, found = (_queries(forward, ids, positions) for forward in (self._through_modules, fused))
         if found.shape != expected.shape:  # the model attends more often
             return False
@@ -84,29 +66,21 @@ class Forward:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocabulary] in fp32 (fp64 for fp64 models)."""
-        return self._fused.head(hidden) if self._fused else head_logits(self._model, hidden)
+        return self.fused.head(hidden) if self.fused else head_logits(self._model, hidden)
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """ids, positions [tokens] int64 -> final hidden states [tokens, hidden]."""
-        return (self._fused or self._through_modules)(ids, positions, attend)
+        return (self.fused or self._through_modules)(ids, positions, attend)
 
     def _through_modules(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The same by the model's own forward."""
-        unused = torch.zeros(1, 1, 1, 1, device=ids.device)  # of four dimensions: transformers then builds no mask
         calls = count()
 
         def attend_next(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             return attend(next(calls), query, key, value, scale)
 
         with attending_by(self._model, DELEGATED):
-            output = self._model.base_model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                attention_mask=unused,
-                use_cache=False,
-                attend=attend_next,
-            )
-        return output.last_hidden_state[0]
+            return flat_states(self._model, ids, positions, attend=attend_next)
 
 
 def _queries(forward: Callable[[Tensor, Tensor, Attend], Tensor], ids: Tensor, positions: Tensor) -> Tensor:
@@ -126,6 +100,32 @@ def causal_attention(_layer: int, query: Tensor, key: Tensor, value: Tensor, sca
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query.to(value.dtype), key.to(value.dtype), value))
     found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return found[0].transpose(0, 1)
+
+
+@torch.inference_mode()
+def attention_scores(
+    forward: Forward, tokens: Sequence[int], spans: Sequence[tuple[int, int]], device: torch.device
+) -> list[float]:
+    """The share of attention that tokens [start, end) of each span get from the last `RECENT` tokens.
+
+    Mean over these tokens, over layers and heads; the shares of spans that cover the context once add up to 1. Takes
+    one forward pass over all `tokens`, whatever is cached of them. Raises ValueError for spans outside the context.
+    """
+    for start, end in spans:
+        if not 0 <= start <= end <= len(tokens):
+            raise ValueError(f"span [{start}, {end}) does not lie in the {len(tokens)} tokens of the context")
+    layers: list[Tensor] = []
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        recent, heads = query[-RECENT:].float(), query.shape[1] // key.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", recent, key.float().repeat_interleave(heads, dim=1)) * scale
+        hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(len(tokens) - len(recent) + 1)
+        layers.append(scores.masked_fill(hidden, -torch.inf).softmax(-1).mean((0, 1)))
+        return causal_attention(layer, query, key, value, scale)
+
+    forward(torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), attend)
+    share = torch.stack(layers).mean(0).double()
+    return [share[start:end].sum().item() for start, end in spans]
 
 
 def _delegate(
@@ -148,11 +148,9 @@ def copy_bytes(model: PreTrainedModel, device_type: str) -> int:
     if not _like_llama(model):
         return 0
     layers = cast(nn.ModuleList, model.base_model.layers).named_modules()
-    merged_in = ("lora_A.", "lora_B.")
-    products = [m for name, m in layers if isinstance(m, nn.Linear) and not any(part in name for part in merged_in)]
-    head = cast(nn.Linear, model.get_output_embeddings())
+    products = [part for name, part in layers if isinstance(part, nn.Linear) and not re.search(r"lora_[AB]\.", name)]
     weights = sum(product.weight.numel() for product in products if product.weight.is_floating_point())
-    packed_head = head.weight.nbytes if device_type == "cpu" else 0
+    packed_head = head_of(model).weight.nbytes if device_type == "cpu" else 0
     return weights * computes_in(model).itemsize + packed_head
 
 
@@ -183,20 +181,21 @@ class _Fused:
         self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
         self._size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._layers = [_Layer(layer, self._dtype, self._heads, self._groups) for layer in self._body.layers]
-        head = model.get_output_embeddings()
-        assert head is not None, "a causal language model has a head"
-        self.head = _Product([head], model.dtype)
+        self.head = _Product([head_of(model)], model.dtype)
+        self._products = [self.head, *(product for layer in self._layers for product in layer.products)]
         self.copy_weights()
 
     @torch.no_grad()
     def copy_weights(self) -> None:
         """Bring the products up to date; norms and embedding are the model's own."""
-        for part in (self.head, *self._layers):
-            part.copy_weights()
+        for product in self._products:
+            product.copy_weights()
+        for layer in self._layers:
+            layer.stack_norms()
 
     def release(self) -> None:
         """Drop the copies; without them every layer is computed as it is."""
-        for product in (self.head, *(product for layer in self._layers for product in layer.products)):
+        for product in self._products:
             product.release()
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -236,10 +235,8 @@ class _Layer:
         self.head_eps = _eps(self._norms[0]) if normed else 0.0
         self.head_norm: Tensor | None = None
 
-    def copy_weights(self) -> None:
+    def stack_norms(self) -> None:
         """The weights have changed."""
-        for product in self.products:
-            product.copy_weights()
         if self._norms:
             self.head_norm = torch.stack([norm.weight for norm in self._norms])  # [query and key heads, size]
 

@@ -9,62 +9,59 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from mtgrpo.engines import Key
-from mtgrpo.engines.local.attention_scores import attention_scores
-from mtgrpo.engines.local.batch_plan import BatchPlanner, Row
-from mtgrpo.engines.local.decoder import Forward
+from mtgrpo.engines import Answer, Key, RunningEngine
+from mtgrpo.engines.local.batch_plan import BatchPlan, BatchPlanner, Row
+from mtgrpo.engines.local.decoder import Forward, attention_scores
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, check_room, memory_bytes, token_bytes
 from mtgrpo.engines.local.paged_attention import attend
-from mtgrpo.engines.local.sampling import sample, stream_key, uniforms
+from mtgrpo.engines.local.sampling import sample, uniforms
 from mtgrpo.engines.local.scheduler import MAX_PREFILL_TOKENS, Conversation, Request, Scheduler
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.rounding import MARGIN, Reference, distance, plain_logprobs, reference
-from mtgrpo.model.traits import check_length, traits
-from mtgrpo.types import Completion, Finish, Sample, Sampling
+from mtgrpo.model.traits import ordinary_tokens, traits
+from mtgrpo.types import Attend, Completion, Finish, Sampling
+from mtgrpo.weights.source import ModelWeights, WeightSource
 
 CHECKED = 16  # tokens of a context that are computed again after each update
 PROBE = 3 * BLOCK_SIZE  # tokens that are computed again at the start
 
 
 def start_engine(
-    model: PreTrainedModel, deterministic: bool, longest_context: int, memory_fraction: float, keep_stale_cache: bool
+    source: WeightSource, deterministic: bool, longest_context: int, memory_fraction: float, keep_stale_cache: bool
 ) -> LocalEngine:
     """See `Local.start`."""
-    found = traits(model)
-    reason = found.unsupported_reason
-    if not reason and len(set(found.caches)) > 1:
+    if not isinstance(source, ModelWeights):
+        raise ConfigError(
+            f"engine=local samples from the trainer's own {source.model_name}, which is in another process: choose "
+            "engine=server"
+        )
+    model = source.model
+    model_traits = traits(model)
+    reason = model_traits.unsupported_reason
+    if not reason and len(set(model_traits.caches)) > 1:
         reason = f"the layers of {type(model).__name__} have keys of different shapes"
     if reason:
         raise ConfigError(f"engine=local cannot sample from this model: {reason}; choose another model or engine")
     total = memory_bytes(model.device)
     check_room(memory_fraction, total, token_bytes(model), longest_context)
-    check_length(model, longest_context)
+    model_traits.limit_without_windows.check(longest_context)
     kv_cache = KVCache(model, int(memory_fraction * total / token_bytes(model)), longest_context)
-    engine = LocalEngine(model, deterministic, kv_cache, longest_context, keep_stale_cache)
+    engine = LocalEngine(source, deterministic, kv_cache, longest_context, keep_stale_cache)
     engine.check()
     return engine
 
 
-def probe(model: PreTrainedModel, longest: int) -> Tensor:
-    """A context of up to `PROBE` ordinary tokens from all over the vocabulary, the first of which are often special."""
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    count = min(PROBE, longest)
-    numbers = torch.arange(count, device=model.device)
-    return vocabulary // 20 + (numbers * 2_654_435_761 % 2**32) * (vocabulary - vocabulary // 20) // 2**32
-
-
-class LocalEngine:
+class LocalEngine(RunningEngine):
     """A running engine. When the weights change, the KV cache is reset: contexts are prefilled again.
 
     With `keep_stale` open conversations keep theirs; new ones do not share it.
@@ -74,29 +71,24 @@ class LocalEngine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        source: ModelWeights,
         deterministic: bool,
         kv_cache: KVCache,
         longest_context: int,
         keep_stale: bool = False,
     ) -> None:
-        self.sync_s = 0.0
-        self.metrics: dict[str, float] = {}
-        self._version = 0
+        super().__init__(longest_context)
+        self.version = source.version
         self._keep_stale = keep_stale
-        self._model = model
-        self._parameters = list(model.parameters())
-        self._weights = self._weights_now()
-        self._device = model.device
+        self._model = model = source.model
+        self._source: WeightSource = source
+        self._changes = source.changes  # of the weights that caches and copies are of
         self._deterministic = deterministic
-        self._longest = longest_context
         self._forward = Forward(model)
         self._kv_cache = kv_cache
         self._scheduler = Scheduler(kv_cache, MAX_PREFILL_TOKENS[model.device.type])
         self._planner = BatchPlanner(kv_cache, model.device, computes_in(model))
-        self.notes: list[str] = []
         self._rounding = 0.0  # nats, that of the model when it was last measured
-        self._recent: Sequence[int] = probe(model, CHECKED).tolist()  # the beginning of a requested context
         self._changed = asyncio.Event()
         self._going = asyncio.Event()  # unset while paused
         self._going.set()
@@ -104,13 +96,7 @@ class LocalEngine:
         self._loop_task: asyncio.Task[None] | None = None
 
     @property
-    def version(self) -> int:
-        """Weight updates that the behaviour policy has seen, as `load_weights` last got it."""
-        return self._version
-
-    @property
     def requests(self) -> list[str]:
-        """The requests in flight, each as a line for people."""
         return [
             f"{r.conversation.key}: sampled {len(r.logprobs)} of at most {r.sampling.max_new_tokens} tokens, "
             f"{r.pending} of {len(r.tokens)} still to be computed"
@@ -122,7 +108,7 @@ class LocalEngine:
 
         Raises ConfigError when decoding through the model's own modules is wrong too.
         """
-        context = probe(self._model, self._longest)
+        context = ordinary_tokens(self._model.config, min(PROBE, self._longest)).to(self._model.device)
         expected = reference(self._model, context)
         self._rounding = expected.rounding
         apart = distance(expected.logprobs, self._through_cache(context))
@@ -136,59 +122,47 @@ class LocalEngine:
                 f"explains {expected.bound:.2g}; choose another model or engine"
             )
         path = "fused decoding" if self._forward.fused else "decoding through the model's own modules"
-        room = f"a KV cache of {self._kv_cache.tokens:,} tokens"
-        self.notes.append(f"engine: local, {path}; {room}")
+        self.notes.append(f"engine: local, {path}; a KV cache of {self._kv_cache.tokens:,} tokens")
 
     @torch.inference_mode()
     def _through_cache(self, context: Tensor) -> Tensor:
         """Log-probabilities [n, vocabulary] of the next token: two chunks of prefill, then one step of decoding."""
-        block_table, found = BlockTable(), []
+        block_table, logprobs = BlockTable(), list[Tensor]()
         for tokens in (context[: -len(context) // 3], context[-len(context) // 3 : -1], context[-1:]):
             if len(tokens):
                 self._kv_cache.own.reserve(block_table, len(tokens))
-                plan = self._planner.plan([Row(block_table, tokens.tolist())])
-                hidden = self._forward(plan.ids, plan.positions, partial(attend, self._kv_cache, plan))
-                found.append(self._forward.logits(hidden[: len(tokens)]).log_softmax(-1))
+                _, hidden = self._compute([Row(block_table, tokens.tolist())])
+                logprobs.append(self._forward.logits(hidden[: len(tokens)]).log_softmax(-1))
         self._kv_cache.own.cut(block_table, 0)
-        return torch.cat(found)
+        return torch.cat(logprobs)
+
+    def _compute(self, rows: Sequence[Row]) -> tuple[BatchPlan, Tensor]:
+        """One forward pass over new tokens: its plan, and their final hidden states."""
+        plan = self._planner.plan(rows)
+        return plan, self._forward(plan.ids, plan.positions, partial(attend, self._kv_cache, plan))
 
     def _leave_fused(self, apart: float, expected: Reference) -> None:
-        self._forward.use_own_modules()
+        self._forward.fused = None
         self.notes.append(
             f"engine: fused decoding differs from the model's own forward pass by {apart:.2g} nats, of which rounding "
             f"explains {expected.bound:.2g}: from here on the model decodes through its own modules, more slowly"
         )
 
-    @asynccontextmanager
-    async def conversation(self, key: Key) -> AsyncGenerator[Sample]:
-        """Open a conversation; its KV cache is released when the context ends."""
+    @contextmanager
+    def _open(self, key: Key) -> Generator[Answer]:
         conversation = Conversation(key)
         self._scheduler.open(conversation)
-
-        async def sample_turn(tokens: Sequence[int], sampling: Sampling) -> Completion:
-            return await self._ask(conversation, tokens, sampling)
-
         try:
-            yield sample_turn
+            yield partial(self._ask, conversation)
         finally:
             self._scheduler.close(conversation)
             self._changed.set()
 
-    async def _ask(self, conversation: Conversation, tokens: Sequence[int], sampling: Sampling) -> Completion:
-        """One turn. Raises TimeoutError when it takes longer than `sampling.timeout_s`."""
+    async def _ask(
+        self, conversation: Conversation, tokens: Sequence[int], sampling: Sampling, stream: int
+    ) -> Completion:
         if self._closed:
             raise EngineError("the engine is closed")
-        if not tokens:
-            raise EngineError("a turn was requested after an empty context: nothing predicts its first token")
-        if len(tokens) + sampling.max_new_tokens > self._longest:
-            raise EngineError(
-                f"a turn of up to {sampling.max_new_tokens} tokens after {len(tokens)} was requested, but the engine "
-                f"was started for conversations of at most {self._longest}"
-            )
-        key = conversation.key
-        stream = stream_key(key.seed, key.scope, key.task, key.sample_index, conversation.turns)
-        conversation.turns += 1
-        self._recent = tokens[:CHECKED]
         reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         request = Request(conversation, list(tokens), len(tokens), sampling, stream, reply)
         self._scheduler.ask(request)
@@ -197,58 +171,56 @@ class LocalEngine:
             self._loop_task = asyncio.create_task(self._run())
         self._changed.set()
         try:
-            async with asyncio.timeout(sampling.timeout_s or None):
-                return await reply
-        except TimeoutError as error:
-            raise TimeoutError(f"a turn took longer than sampling.timeout_s={sampling.timeout_s}") from error
+            return await reply
         finally:
             if request in self._scheduler.requests:  # nobody waits for it any more
                 self._scheduler.drop(request)
                 self._changed.set()
 
-    async def attend(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
+    @property
+    def attend(self) -> Attend:
+        """Measures attention, by the weights as they are."""
+        return self._attend
+
+    async def _attend(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
         """How much attention each of `spans` gets from the end of the context; see `attention_scores`."""
         self._notice_weights()
-        return attention_scores(self._forward, tokens, spans, self._device)
+        return attention_scores(self._forward, tokens, spans, self._model.device)
 
-    async def load_weights(self, source: PreTrainedModel, version: int) -> None:
+    async def load_weights(self, source: WeightSource) -> None:
         """The weights of `source`, the model that is shared, have changed: reset the KV cache, copy what is fused.
 
         Raises EngineError for any other model: nothing is sent here.
         """
-        if source is not self._model:
+        if not isinstance(source, ModelWeights) or source.model is not self._model:
             raise EngineError(
-                f"engine=local samples from the model it was started with, and was given another "
-                f"{type(source).__name__}: train that model, or start another engine"
+                f"engine=local samples from the model it was started with, and was given another {source.model_name}: "
+                "train that model, or start another engine"
             )
-        self._version = version
+        self._source, self.version = source, source.version
         self._take_over_weights()
 
     async def pause(self) -> None:
-        """Take no further step until `resume`; requests wait."""
         self._going.clear()
 
     async def resume(self) -> None:
-        """Go on with what waits."""
         self._going.set()
 
     async def sleep(self) -> None:
-        """Pause and give the memory of KV cache and copied weights back; open conversations prefill again later."""
         await self.pause()
         self._scheduler.reset_cache()
         self._kv_cache.release()
-        self._forward.release()
-        self._asleep, self._weights = True, -1  # which are taken over before the next step
+        if self._forward.fused:
+            self._forward.fused.release()
+        self._asleep, self._changes = True, -1  # which are taken over before the next step
 
     async def wake(self) -> None:
-        """Take the memory again and resume."""
         if self._asleep:
             self._kv_cache.allocate()
             self._asleep = False
         await self.resume()
 
     async def close(self) -> None:
-        """End for good: give the memory back; requests in flight raise EngineError."""
         self._closed = True
         if self._loop_task is not None and not self._loop_task.done():
             self._loop_task.cancel()
@@ -299,7 +271,7 @@ class LocalEngine:
 
     def _notice_weights(self) -> None:
         """Weights that several updates of one rollout batch change are sampled from at once, before they are loaded."""
-        if self._weights_now() != self._weights:
+        if self._source.changes != self._changes:
             self._take_over_weights()
 
     @torch.inference_mode()
@@ -310,24 +282,24 @@ class LocalEngine:
             self._scheduler.invalidate_prefix_cache()
         else:
             self._scheduler.reset_cache()
-        self._forward.update()
-        self._check_weights(torch.tensor(self._recent, device=self._device))
-        self._weights = self._weights_now()
+        if self._forward.fused:
+            self._forward.fused.copy_weights()
+        self._check_weights()
+        self._changes = self._source.changes
         self.sync_s += time.perf_counter() - began
 
-    def _check_weights(self, context: Tensor) -> None:
-        """Whether the fused path still computes what the model does."""
-        if self._forward.fused:
-            found = self._forward.logprobs(context)
-            if not distance(plain_logprobs(self._model, context), found) <= MARGIN * self._rounding:
-                expected = reference(self._model, context)
-                self._rounding = expected.rounding
-                if not (apart := distance(expected.logprobs, found)) <= expected.bound:
-                    self._leave_fused(apart, expected)
-
-    def _weights_now(self) -> int:
-        """How often torch has seen the weights written to."""
-        return sum(parameter._version for parameter in self._parameters)  # pyright: ignore[reportPrivateUsage]
+    def _check_weights(self) -> None:
+        """Whether the fused path still computes what the model does, on the beginning of a requested context."""
+        if not self._forward.fused:
+            return
+        recent = torch.tensor(self._recent[:CHECKED] or ordinary_tokens(self._model.config, CHECKED).tolist())
+        context = recent.to(self._model.device)
+        logprobs = self._forward.logprobs(context)
+        if not distance(plain_logprobs(self._model, context), logprobs) <= MARGIN * self._rounding:
+            expected = reference(self._model, context)
+            self._rounding = expected.rounding
+            if not (apart := distance(expected.logprobs, logprobs)) <= expected.bound:
+                self._leave_fused(apart, expected)
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -336,8 +308,7 @@ class LocalEngine:
         rows = self._scheduler.next()
         if not rows:
             return
-        plan = self._planner.plan([row for row, _ in rows])
-        hidden = self._forward(plan.ids, plan.positions, partial(attend, self._kv_cache, plan))
+        plan, hidden = self._compute([row for row, _ in rows])
         ready = [(i, request) for i, (_, request) in enumerate(rows) if request]
         if ready:
             self._sample([request for _, request in ready], hidden[plan.last[[i for i, _ in ready]]])
@@ -351,13 +322,12 @@ class LocalEngine:
         for request, token, logprob, kept in zip(requests, sampled.tokens, sampled.logprobs, sampled.kept, strict=True):
             request.tokens.append(token)
             request.logprobs.append(logprob)
-            request.versions.append(self._version)
+            request.versions.append(self.version)
             if kept is not None:
                 request.kept.append(kept)
-            if token in request.sampling.stop_ids:
-                self._finish(request, Finish.STOP)
-            elif len(request.logprobs) >= request.sampling.max_new_tokens:
-                self._finish(request, Finish.LENGTH)
+            stopped = token in request.sampling.stop_ids
+            if stopped or len(request.logprobs) >= request.sampling.max_new_tokens:
+                self._finish(request, Finish.STOP if stopped else Finish.LENGTH)
 
     def _finish(self, request: Request, finish: Finish) -> None:
         self._scheduler.drop(request)

@@ -72,10 +72,17 @@ class BlockPool:
 
     def allocate(self) -> None:
         """Take the memory: keys and values [count, heads, length, size] of every layer."""
-        shape = (self.count, self.heads, self.length, self.size)
         with explained("sampling"):
-            self.keys = [_zeros(shape, self._dtype, self._device) for _ in range(self._layers)]
-            self.values = [_zeros(shape, self._dtype, self._device) for _ in range(self._layers)]
+            self.keys, self.values = ([self._zeros() for _ in range(self._layers)] for _ in range(2))
+
+    def _zeros(self) -> Tensor:
+        """On a CPU without touching the memory, which the system gives when it is first written (numpy asks so)."""
+        shape = (self.count, self.heads, self.length, self.size)
+        if self._device.type != "cpu" or not self.count:
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return (
+            torch.from_numpy(np.zeros(math.prod(shape) * self._dtype.itemsize, np.uint8)).view(self._dtype).view(shape)
+        )
 
     def release(self) -> None:
         """Give the memory back; nobody may have a block."""
@@ -98,10 +105,9 @@ class BlockPool:
     def copy(self, source: BlockTable, target: BlockTable, count: int) -> None:
         """Give `target`, of which nothing is there yet but the room, the first `count` tokens of `source`."""
         for buffer in (*self.keys, *self.values):
-            for i, (block, own) in enumerate(zip(source.blocks, target.blocks, strict=False)):
-                filled = min(count - i * self.length, self.length)
-                if filled > 0:
-                    buffer[own, :, :filled] = buffer[block, :, :filled]
+            for start, block, copy in zip(range(0, count, self.length), source.blocks, target.blocks, strict=False):
+                filled = min(count - start, self.length)
+                buffer[copy, :, :filled] = buffer[block, :, :filled]
         target.tokens.extend(source.tokens[:count])
 
     def cut(self, block_table: BlockTable, count: int) -> None:
@@ -156,14 +162,14 @@ def memory_bytes(device: torch.device) -> int:
 
 def check_room(fraction: float, memory: int, one: int, longest: int) -> None:
     """Raise ConfigError unless `fraction` of `memory` bytes holds `longest` tokens of `one` byte count each."""
-    tokens = int(fraction * memory / one)
-    if tokens < whole_blocks(longest):
-        share = math.ceil(1e4 * whole_blocks(longest) * one / memory) / 1e4
+    tokens, needed = int(fraction * memory / one) // BLOCK_SIZE * BLOCK_SIZE, whole_blocks(longest)
+    if tokens < needed:
+        share = math.ceil(1e4 * needed * one / memory) / 1e4
         more = f"engine.memory_fraction to at least {share}, or " if share < 1 else ""
         raise ConfigError(
-            f"engine.memory_fraction={fraction} of {memory / 2**30:.1f} GiB holds the KV cache "
-            f"of a conversation of {tokens // BLOCK_SIZE * BLOCK_SIZE} tokens, but one may grow to {longest}; "
-            f"set {more}environment.max_context_length to at most {tokens // BLOCK_SIZE * BLOCK_SIZE}"
+            f"engine.memory_fraction={fraction} of {memory / 2**30:.1f} GiB holds the KV cache of a conversation of "
+            f"{tokens} tokens, but one may grow to {longest}; set {more}environment.max_context_length to at most "
+            f"{tokens}"
         )
 
 
@@ -178,10 +184,3 @@ def _shape(model: PreTrainedModel) -> tuple[int, int, int]:
     caches = traits(model).caches
     heads, size = caches[0]
     return len(caches), heads, size
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU without touching the memory, which the system gives when it is first written (numpy asks for it so)."""
-    if device.type != "cpu" or not shape[0]:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

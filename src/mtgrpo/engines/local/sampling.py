@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,12 +27,6 @@ class Sampled:
     kept: list[array[int] | None]  # the tokens that top-k, top-p or min-p kept, ascending; None = all
 
 
-def stream_key(*parts: int | str) -> int:
-    """A 64-bit key for one stream of random numbers, e.g. of (seed, task, sample, turn)."""
-    text = "\x1f".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
     """One uniform in [0, 1) for each (key, position): SplitMix64 (Steele, Lea, Flood 2014) at that counter."""
     with np.errstate(over="ignore"):
@@ -55,11 +48,9 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniform: NDArray[np.flo
         logits = logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
     cut = [i for i, s in enumerate(settings) if s.top_p < 1 or s.top_k or s.min_p]
     kept: list[array[int] | None] = [None] * len(settings)
-    probability = logits.softmax(-1)
-    if cut:
-        probability = truncate(logits.log_softmax(-1), settings).exp()
-        for i, tokens in zip(cut, _kept(probability[cut]), strict=True):
-            kept[i] = tokens
+    probability = truncate(logits.log_softmax(-1), settings).exp() if cut else logits.softmax(-1)
+    for i, tokens in zip(cut, _kept(probability[cut]), strict=True) if cut else ():
+        kept[i] = tokens
     tokens = _invert(probability, torch.from_numpy(uniform).to(logits.device))
     greedy = [s.temperature == 0 for s in settings]
     if any(greedy):

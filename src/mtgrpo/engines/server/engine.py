@@ -11,23 +11,23 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from mtgrpo.engines import Key
-from mtgrpo.engines.local.engine import probe
-from mtgrpo.engines.local.sampling import stream_key
-from mtgrpo.engines.server.replica import HANGS_S, HEALTH, LostError, Replica
+from mtgrpo.engines import Answer, Key, RunningEngine, stream_key
+from mtgrpo.engines.server.replica import HANGS_S, HEALTH, Replica
 from mtgrpo.errors import EngineError
-from mtgrpo.sync import PROVEN, TOP, Proof, ProofError, Push
-from mtgrpo.together import together
-from mtgrpo.types import Attend, Completion, Finish, Sample, Sampling
+from mtgrpo.model.traits import ordinary_tokens
+from mtgrpo.runtime.together import together
+from mtgrpo.types import Completion, Finish, Sampling
+from mtgrpo.weights.push import PROVEN, TOP, LostError, Proof, ProofError, Push
+from mtgrpo.weights.source import WeightSource
 
 HEALTH_S = 10.0  # between two looks at whether the servers answer
 ARRIVES_S = 0.05  # for a request that was sent to arrive, and for an answer
@@ -41,7 +41,6 @@ REACHED_S = 5.0  # for a server that is said to be running
 class _Conversation:
     key: Key
     replica: Replica | None = None  # that has its KV cache
-    turns: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -53,36 +52,26 @@ class _Request:
     asked: bool = False  # whether a server works on it
 
 
-class ServerEngine:
+class ServerEngine(RunningEngine):
     """A running engine; see the module. `load_weights` brings new weights to all servers, and has each prove them."""
 
     shares_weights = False
-    attend: Attend | None = None
 
     def __init__(
-        self,
-        replicas: Sequence[Replica],
-        push: Push,
-        longest_context: int,
-        start_timeout_s: float,
-        sleeps: bool,
+        self, replicas: Sequence[Replica], push: Push, longest_context: int, start_timeout_s: float, sleeps: bool,
         exchange: Path,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """An engine over servers that are not started yet.
 
         sleeps: they share a GPU with the trainer, and give its memory back while they sleep. exchange: the folder for
         weights, which is removed at the end.
         """
-        self.version = 0
-        self.sync_s = 0.0
-        self.notes: list[str] = []
-        self.metrics: dict[str, float] = {}
-        self._replicas, self._push, self._longest = list(replicas), push, longest_context
+        super().__init__(longest_context)
+        self._replicas, self._push = list(replicas), push
         self._start_timeout_s, self._exchange = start_timeout_s, exchange
         self._sleeps, self._asleep = sleeps, False
         self._config: dict[str, Any] = {}  # of the model
         self._proof: Proof | None = None  # of the present version
-        self._recent: Sequence[int] = ()  # a requested context
         self._requests: list[_Request] = []
         self._going = True
         self._changed = asyncio.Condition()  # of what requests wait for
@@ -92,40 +81,23 @@ class ServerEngine:
 
     @property
     def requests(self) -> list[str]:
-        """The requests in flight, each as a line for people."""
         return [
             f"{r.key}: sampled {r.sampled} of at most {r.sampling.max_new_tokens} tokens after a context of {r.tokens}"
             for r in self._requests
         ]
 
-    @asynccontextmanager
-    async def conversation(self, key: Key) -> AsyncGenerator[Sample]:
-        """Open a conversation; the servers' own prefix caches decide how long its KV cache stays."""
-        conversation = _Conversation(key)
+    @contextmanager
+    def _open(self, key: Key) -> Generator[Answer]:
+        """The servers' own prefix caches decide how long the KV cache of a conversation stays."""
+        yield partial(self._ask, _Conversation(key))
 
-        async def sample_turn(tokens: Sequence[int], sampling: Sampling) -> Completion:
-            return await self._ask(conversation, tokens, sampling)
-
-        yield sample_turn
-
-    async def _ask(self, conversation: _Conversation, tokens: Sequence[int], sampling: Sampling) -> Completion:
-        """One turn. Raises TimeoutError when it takes longer than `sampling.timeout_s`."""
-        if not tokens or len(tokens) + sampling.max_new_tokens > self._longest:
-            raise EngineError(
-                f"a turn of up to {sampling.max_new_tokens} tokens after {len(tokens)} was requested; the servers were "
-                f"started for conversations of 1 to {self._longest} tokens"
-            )
-        key = conversation.key
-        stream = stream_key(key.seed, key.scope, key.task, key.sample_index, conversation.turns)
-        conversation.turns += 1
-        self._recent = tokens
-        request = _Request(key, len(tokens), sampling)
+    async def _ask(
+        self, conversation: _Conversation, tokens: Sequence[int], sampling: Sampling, stream: int
+    ) -> Completion:
+        request = _Request(conversation.key, len(tokens), sampling)
         self._requests.append(request)
         try:
-            async with asyncio.timeout(sampling.timeout_s or None):
-                return await self._sample(conversation, request, tokens, stream)
-        except TimeoutError as error:
-            raise TimeoutError(f"a turn took longer than sampling.timeout_s={sampling.timeout_s}") from error
+            return await self._sample(conversation, request, tokens, stream)
         finally:
             self._requests.remove(request)
 
@@ -133,15 +105,17 @@ class ServerEngine:
         self, conversation: _Conversation, request: _Request, tokens: Sequence[int], stream: int
     ) -> Completion:
         """Until the turn has ended. What a server gives that is interrupted is kept; of one that is lost is nothing."""
-        found, losses = Completion([], [], [], Finish.LENGTH), 0
+        sampled, losses = Completion([], [], [], Finish.LENGTH), 0
         while True:
             await self._ready()
             replica = conversation.replica = self._route(conversation)
-            rest = replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(found.tokens))
+            rest = replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(sampled.tokens))
             load = len(tokens) + request.sampling.max_new_tokens
             version, request.asked = self.version, True
             replica.load += load
-            answer = asyncio.ensure_future(replica.sample([*tokens, *found.tokens], rest, stream + len(found.tokens)))
+            answer = asyncio.ensure_future(
+                replica.sample([*tokens, *sampled.tokens], rest, stream + len(sampled.tokens))
+            )
             try:
                 await asyncio.wait([answer, replica.lost], return_when=asyncio.FIRST_COMPLETED)
                 if not answer.done():
@@ -158,13 +132,13 @@ class ServerEngine:
                 replica.load -= load
                 request.asked = False
             replica.restarts = 0
-            found.tokens.extend(part.tokens)
-            found.logprobs.extend(part.logprobs)
-            found.versions.extend([version] * len(part.tokens))
-            found.kept.extend(part.kept)
-            request.sampled = len(found.tokens)
+            sampled.tokens.extend(part.tokens)
+            sampled.logprobs.extend(part.logprobs)
+            sampled.versions.extend([version] * len(part.tokens))
+            sampled.kept.extend(part.kept)
+            request.sampled = len(sampled.tokens)
             if part.finish is not None:
-                return replace(found, finish=part.finish)
+                return replace(sampled, finish=part.finish)
 
     async def _ready(self) -> None:
         """Wait until sampling goes on and a server is there."""
@@ -172,10 +146,16 @@ class ServerEngine:
         def is_ready() -> bool:
             return self._failed is not None or (self._going and any(r.alive for r in self._replicas))
 
-        async with self._changed:
-            await self._changed.wait_for(is_ready)
+        await self._until(is_ready)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self._failed is not None:
             raise EngineError(str(self._failed)) from self._failed
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(holds)
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -207,16 +187,14 @@ class ServerEngine:
         """Start it again, or wait until somebody has; after too many times in a row do without it."""
         try:
             while not replica.alive:
-                async with self._changed:
-                    await self._changed.wait_for(lambda: not self._asleep)  # the trainer has the memory
+                await self._until(lambda: not self._asleep)  # the trainer has the memory
                 replica.restarts += 1
                 if replica.restarts > RESTARTS:
                     raise EngineError(f"{replica.name} was lost {RESTARTS} times and answered nothing in between")
                 try:
                     await self._bring(replica, self._start_timeout_s)
                     while not replica.alive:
-                        async with self._changed:
-                            await self._changed.wait_for(lambda: self._push.current)
+                        await self._until(lambda: self._push.current)
                         async with self._syncing:
                             await self._update(replica)
                     self.notes.append(f"engine: {replica.name} is back")
@@ -233,7 +211,7 @@ class ServerEngine:
         """Until it answers and is known to serve this model."""
         if replica.process:
             await replica.process.stop()
-            replica.process.start()
+            await replica.process.start()
         await replica.wait_ready(timeout_s)
         await replica.check(self._config, self._longest)
         await self._push.meet(replica)
@@ -272,7 +250,7 @@ class ServerEngine:
         alive = [replica for replica in self._replicas if replica.alive]
         await together(map(one, alive if among is None else among))
 
-    async def load_weights(self, source: PreTrainedModel, version: int) -> None:
+    async def load_weights(self, source: WeightSource) -> None:
         """Bring the present weights of `source` to all servers. The first time they are started, or looked at.
 
         Requests in flight go on with the new weights, where they are. Raises ConfigError for what the user got wrong,
@@ -281,10 +259,10 @@ class ServerEngine:
         began, going = time.perf_counter(), self._going
         await self.pause()
         async with self._syncing:
-            first, self.version = self._proof is None, version
-            written = await asyncio.to_thread(self._push.write, source, version)
-            context = self._recent[:PROVEN] or probe(source, min(PROVEN, self._longest)).tolist()
-            self._proof = await asyncio.to_thread(Proof.of, source, version, context)
+            first, self.version = self._proof is None, source.version
+            written = await asyncio.to_thread(self._push.write, source)
+            context = self._recent[:PROVEN] or ordinary_tokens(source.config, min(PROVEN, self._longest)).tolist()
+            self._proof = await asyncio.to_thread(Proof.of, source, context)
             if first:
                 await self._start(source)
             await self._awake()
@@ -293,12 +271,11 @@ class ServerEngine:
         self.sync_s += seconds
         self.metrics |= {"push_s": seconds, "push_bytes": float(written)}
         self.metrics["servers"] = float(sum(replica.alive for replica in self._replicas))
-        if self._failed is not None:
-            raise EngineError(str(self._failed)) from self._failed
+        self._raise_failure()
         if going:
             await self.resume()
 
-    async def _start(self, source: PreTrainedModel) -> None:
+    async def _start(self, source: WeightSource) -> None:
         """All servers at once, so that what is wrong is told before anything is sampled."""
         self._config = source.config.to_dict()
         limits_s = [self._start_timeout_s if replica.process else REACHED_S for replica in self._replicas]
@@ -313,7 +290,6 @@ class ServerEngine:
             await asyncio.sleep(ARRIVES_S)
 
     async def resume(self) -> None:
-        """Go on with what waits."""
         self._going = True
         await self._notify()
 
@@ -326,7 +302,6 @@ class ServerEngine:
             self._asleep = True
 
     async def wake(self) -> None:
-        """Take the memory again and resume."""
         await self._awake()
         await self.resume()
 
@@ -338,7 +313,6 @@ class ServerEngine:
             await self._notify()
 
     async def close(self) -> None:
-        """End for good: stop the servers that were started; requests in flight raise EngineError."""
         self._failed = self._failed or EngineError("the engine is closed")
         for task in self._tasks:
             task.cancel()

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 import time
 from abc import abstractmethod
 from array import array
+from asyncio.subprocess import STDOUT
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import aiohttp
-
-from mtgrpo.engines.server import guard
 from mtgrpo.errors import ConfigError, EngineError
-from mtgrpo.sync import Server
+from mtgrpo.runtime import processes
+from mtgrpo.runtime.http import SHOWN, HttpClient, HttpError
 from mtgrpo.types import Finish, Sampling
+from mtgrpo.weights.push import LostError, Server
 
 HEALTH = "/health"
 HANGS_S = 60.0  # without an answer, and a server is lost
 POLL_S = 0.5  # between two questions whether a server that starts is ready
-SAID = 15  # lines of a server's log that are shown when it ends
-
-
-class LostError(EngineError):
-    """A server answers no more, or says that it is broken: others may answer in its place."""
+END_S = 20.0  # for a server to end by itself
+FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": None}
+SHOWN_LINES = 15  # lines of a server's log that are shown when it ends
 
 
 @dataclass(frozen=True)
@@ -51,36 +45,28 @@ class Process:
     log: Path  # is appended to
     folder: Path  # is removed when we are killed
     socket: Path  # in that folder, where it listens: whoever may enter the folder controls it
-    _guard: subprocess.Popen[bytes] | None = None
+    _program: processes.ProcessTree | None = None
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Start it, after the end of what ran before."""
         self.socket.unlink(missing_ok=True)  # it would not listen where another did
-        guarded = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(self.folder), *self.command]
         with self.log.open("ab") as log:
-            self._guard = subprocess.Popen(
-                guarded,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=dict(self.environment),
-                start_new_session=True,  # Ctrl-C reaches us alone
+            self._program = await processes.start(
+                self.command, self.environment, stdout=log, stderr=STDOUT, grace_s=END_S, remove=self.folder
             )
 
     @property
     def ended(self) -> str:
         """How it ended and what it said last; "" while it runs."""
-        if self._guard is None or self._guard.poll() is None:
+        if self._program is None or self._program.returncode is None:
             return ""
-        said = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-SAID:]
-        return "\n".join([f"it ended with exit code {self._guard.returncode}; the end of {self.log}:", *said])
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
+        return "\n".join([f"it ended with exit code {self._program.returncode}; the end of {self.log}:", *lines])
 
     async def stop(self) -> None:
         """End it, and return when all of it is gone."""
-        if self._guard is not None:
-            if self._guard.poll() is None:
-                self._guard.send_signal(signal.SIGTERM)
-            await asyncio.to_thread(self._guard.wait)
+        if self._program is not None:
+            await self._program.end()
 
 
 class Replica(Server):
@@ -97,35 +83,22 @@ class Replica(Server):
         self.restarts = 0  # since it answered last
         self.lost: asyncio.Future[None]  # done when it is found not to answer; new whenever it comes back
         self.load = 0  # tokens of the requests that it works on
-        self._url = url.rstrip("/")
-        self._session: aiohttp.ClientSession | None = None  # from the first request on, for it needs an event loop
+        self._client = HttpClient(url, socket=process.socket if process else None)
 
-    async def ask(self, method: str, path: str, timeout_s: float | None = 600.0, **more: Any) -> Any:
+    async def ask(
+        self, method: str, path: str, body: Any = None, timeout_s: float | None = 600.0, **params: str | int
+    ) -> Any:
         """The JSON that it answers, None for anything else. EngineError where it refuses, with what it says.
 
         LostError where it cannot be reached, or fails at what it is there for.
         """
-        self._session = self._session or self._connect()
-        limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.request(method, f"{self._url}{path}", timeout=limit, **more) as answer:
-                if answer.status < 400:
-                    return await answer.json() if "json" in answer.content_type else None
-                status, said = answer.status, await answer.text()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise LostError(f"{self.name}: {type(error).__name__} {error}".rstrip()) from error
-        lost = path == HEALTH or (status >= 500 and path == self.generates)
-        raise (LostError if lost else EngineError)(f"{self.name} answered {path} with {status}: {said[:500]}")
-
-    def _connect(self) -> aiohttp.ClientSession:
-        """For as many requests at once as there are.
-
-        A server drops connections that were idle for 5 s; one that is used just then would look like a lost server.
-        """
-        limits: dict[str, Any] = {"limit": 0, "keepalive_timeout": 1.0}
-        if self.process:
-            return aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self.process.socket), **limits))
-        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(**limits), trust_env=True)  # perhaps by a proxy
+            return await self._client.request(method, path, body, params or None, timeout_s)
+        except HttpError as error:
+            status = error.status
+            lost = not status or path == HEALTH or (status >= 500 and path == self.generates)
+            answer = f" answered {path} with {status}: {error.body[:SHOWN]}" if status else f": {error.body}"
+            raise (LostError if lost else EngineError)(f"{self.name}{answer}") from error
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when it answers. Raises ConfigError when it ends, or does not answer in time."""
@@ -147,15 +120,22 @@ class Replica(Server):
     async def label(self, version: int) -> None:
         """Call its weights `version`; answers sampled with others raise LostError from here on."""
         self._label = str(version)
-        await self.ask("POST", "/update_weight_version", json={"new_version": self._label})
+        await self.ask("POST", "/update_weight_version", {"new_version": self._label})
 
     async def close(self) -> None:
         """End what is ours."""
         self.alive = False
-        if self._session:
-            await self._session.close()
+        await self._client.close()
         if self.process:
             await self.process.stop()
+
+    def _check_length(self, length: int, longest: int, word: str) -> None:
+        """Raise ConfigError where it was started for contexts of `length` tokens, and the run's are longer."""
+        if length < longest:
+            raise ConfigError(
+                f"{self.name} serves contexts of {length} tokens, and the run's may grow to {longest}: start it with "
+                f"{word} {longest}, or set environment.max_context_length lower"
+            )
 
     @abstractmethod
     async def check(self, config: Mapping[str, Any], longest: int) -> None:

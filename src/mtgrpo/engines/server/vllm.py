@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from transformers.utils import CONFIG_NAME
 
-from mtgrpo.engines.server import MOST_KEPT, Server
-from mtgrpo.engines.server.replica import HANGS_S, LostError, Part, Replica
+from mtgrpo.engines.server import MOST_KEPT, Server, cuts
+from mtgrpo.engines.server.replica import FINISHES, HANGS_S, Part, Replica
 from mtgrpo.errors import ConfigError, EngineError
-from mtgrpo.sync import HOT
-from mtgrpo.types import Finish, Sampling
+from mtgrpo.runtime.resources import SLEEP
+from mtgrpo.types import Sampling
+from mtgrpo.weights.push import HOT, LostError
 
 NAME = "policy"  # of the model that a server of ours serves
 ADAPTERS = "policy-"  # what names of our adapters begin with
@@ -32,7 +33,6 @@ RESETS, RESET_S = 200, 0.05  # tries to reset the prefix cache, and the seconds 
 NOTHING = -9000.0  # vLLM writes -9999 for minus infinity
 CPU_CACHE = 0.1  # of the memory, for the KV cache of a server without a GPU
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM can be told to expect
-FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": None}
 
 
 class VLLM(Replica):
@@ -50,31 +50,24 @@ class VLLM(Replica):
                 await self._unload(name)
         served = next(model for model in models if not model.get("parent"))
         self._model, self._adapter, length = served["id"], "", served["max_model_len"]
-        theirs = Path(served["root"]) / CONFIG_NAME
-        found = json.loads(theirs.read_text()) if theirs.is_file() else config  # else the push finds out
-        if differing := [name for name in COMPARED if found.get(name) != config.get(name)]:
+        path = Path(served["root"]) / CONFIG_NAME
+        theirs = json.loads(path.read_text()) if path.is_file() else config  # else the push finds out
+        if differing := [name for name in COMPARED if theirs.get(name) != config.get(name)]:
             raise ConfigError(
                 f"{self.name} serves another model, {served['root']}: its {differing[0]} is "
-                f"{found.get(differing[0])}, and that of the model which is trained {config.get(differing[0])}"
+                f"{theirs.get(differing[0])}, and that of the model which is trained {config.get(differing[0])}"
             )
-        if length < longest:
-            raise ConfigError(
-                f"{self.name} serves contexts of {length} tokens, and the run's may grow to {longest}: start it with "
-                f"--max-model-len {longest}, or set environment.max_context_length lower"
-            )
+        self._check_length(length, longest, "--max-model-len")
         try:
             await self.ask("GET", "/weight_info")
         except EngineError as error:
             raise ConfigError(f"{self.name} takes no weights: start it with VLLM_SERVER_DEV_MODE=1 set") from error
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
-        cut = sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
+        cut = cuts(sampling)
         settings: dict[str, Any] = {
+            **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
             "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
             "seed": seed % 2**63,
             "stop_token_ids": list(sampling.stop_ids),
             "ignore_eos": True,  # the stop tokens are those above
@@ -82,10 +75,8 @@ class VLLM(Replica):
         }
         (choice,) = (await self._generate(tokens, settings))["choices"]
         listed = choice["logprobs"]["content"]
-        kept = [_kept(entry) for entry in listed] if cut else []
-        return Part(
-            choice["token_ids"], [entry["logprob"] for entry in listed], kept, FINISHES[choice["finish_reason"]]
-        )
+        logprobs, kept = [entry["logprob"] for entry in listed], [_kept(entry) for entry in listed] if cut else []
+        return Part(choice["token_ids"], logprobs, kept, FINISHES[choice["finish_reason"]])
 
     async def likeliest(self, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
         settings = {"max_tokens": 1, "prompt_logprobs": count, "temperature": HOT, "logprobs": 0, "ignore_eos": True}
@@ -96,18 +87,18 @@ class VLLM(Replica):
 
     async def _generate(self, tokens: Sequence[int], settings: dict[str, Any]) -> Any:
         body = {"model": self._model, "token_ids": list(tokens), "sampling_params": {**settings, "detokenize": False}}
-        answer = await self.ask("POST", self.generates, timeout_s=None, json=body)
+        answer = await self.ask("POST", self.generates, body, timeout_s=None)
         labels = {span["version"] for choice in answer["choices"] for span in choice["weight_versions"] or []}
         if labels - {self._label}:
             raise LostError(f"{self.name} sampled with weights {labels} instead of {self._label}: was it restarted?")
         return answer
 
     async def abort(self) -> None:
-        await self.ask("POST", "/abort_requests", json={})
+        await self.ask("POST", "/abort_requests", {})
 
     async def reload(self, folder: Path) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self.ask("POST", "/collective_rpc", json=call)
+        await self.ask("POST", "/collective_rpc", call)
 
     async def reset_cache(self) -> None:
         for _ in range(RESETS):
@@ -118,17 +109,17 @@ class VLLM(Replica):
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """See `Replica.load_adapter`; the one before is let go."""
-        await self.ask("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
+        await self.ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         before, self._model, self._adapter = self._adapter, name, name
         if before:
             await self._unload(before)
 
     async def _unload(self, name: str) -> None:
-        await self.ask("POST", "/v1/unload_lora_adapter", timeout_s=HANGS_S, json={"lora_name": name})
+        await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, HANGS_S)
 
     async def sleep(self) -> None:
         """See `Replica.sleep`: the weights go to the CPU's memory."""
-        await self.ask("POST", "/sleep", params={"level": 1})
+        await self.ask("POST", "/sleep", level=1)
 
     async def wake(self) -> None:
         await self.ask("POST", "/wake_up")
@@ -163,11 +154,9 @@ def command(
     """
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", NAME, *place]
     words += ["--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log", "--dtype", dtype]
-    words += ["--generation-config", "vllm"]
+    words += ["--generation-config", "vllm", "--tensor-parallel-size", str(settings.tensor_parallel)]
     words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MOST_KEPT + TIED)]
-    words += ["--tensor-parallel-size", str(settings.tensor_parallel)]
-    if longest:
-        words += ["--max-model-len", str(longest)]
+    words += ["--max-model-len", str(longest)] if longest else []
     if lora_rank:
         rank = next((rank for rank in RANKS if rank >= lora_rank), lora_rank)
         words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"]
@@ -195,10 +184,11 @@ def environment(settings: Server, number: int) -> dict[str, str]:
 
 
 def _on_cpu(python: Path) -> dict[str, str]:
-    """All cores, of which vLLM would leave one free, and Intel's OpenMP, whose idle threads sleep, where it is there.
+    """All cores, of which vLLM would leave one free, and Intel's OpenMP where it is there, whose idle threads sleep.
 
     On two cores this made a server of 30 M weights 1.8 times as fast (benchmarks/server.py).
     """
     openmp = python.parent.parent / "lib" / "libiomp5.so"
     preload = {"LD_PRELOAD": str(openmp.absolute())} if openmp.is_file() else {}
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))), **preload}
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return {"VLLM_CPU_OMP_THREADS_BIND": cores, **SLEEP, **preload}

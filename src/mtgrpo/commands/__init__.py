@@ -1,0 +1,1 @@
+"""Commands about runs, files and machines; they take flags."""

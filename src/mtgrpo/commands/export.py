@@ -1,0 +1,100 @@
+"""`mtgrpo export CHECKPOINT --to hf|peft|merged --out DIR`: a checkpoint as a model for others, with a model card."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
+
+from mtgrpo.errors import Arguments, ConfigError
+from mtgrpo.model.lora import find_adapter
+from mtgrpo.model.settings import FROM_SCRATCH
+from mtgrpo.runtime.files import put_whole
+from mtgrpo.stages.resume import final_results
+from mtgrpo.weights import checkpoint
+from mtgrpo.weights.checkpoint import Checkpoint
+
+TO = {
+    "hf": "all weights, for transformers and servers",
+    "peft": "the adapter of a LoRA run alone",
+    "merged": "the base with the adapter added to its weights",
+}
+_ADAPTER = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
+_SHOWN = ("recipe", "task", "environment", "reward", "algorithm", "advantage", "seed", "optimizer.lr", "kl.coef")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the folder and say where it is. Raises ConfigError for a damaged checkpoint or one that does not fit."""
+    parser = Arguments("mtgrpo export", description=__doc__)
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step_000070")
+    parser.add_argument(
+        "--to", choices=TO, default="hf", help="; ".join(f"{name}: {what}" for name, what in TO.items())
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is not there yet")
+    parser.add_argument("--dry-run", action="store_true", help="verify the checkpoint, write nothing")
+    given = parser.parse_args(arguments)
+    out: Path = given.out
+    if out.exists():
+        raise ConfigError(f"--out {out}: it is there already; choose another name")
+    found = checkpoint.read(given.checkpoint)
+    adapted = ADAPTER_CONFIG_NAME in found.files
+    if adapted != (given.to != "hf"):
+        held, other = ("an adapter", "--to peft or --to merged") if adapted else ("all weights", "--to hf")
+        raise ConfigError(f"--to {given.to}: {given.checkpoint} holds {held}; give {other}")
+    try:
+        about = card(found, given.to, out.name)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{given.checkpoint}: its {checkpoint.STATE} is not that of a run") from error
+    if given.dry_run:
+        return 0
+    left_out = (*checkpoint.TRAINING_FILES, *(_ADAPTER if given.to == "merged" else ()))
+    with put_whole(out) as partial:
+        partial.mkdir()
+        for name in found.files:
+            if name not in left_out:
+                shutil.copyfile(given.checkpoint / name, partial / name)
+        if given.to == "merged":
+            merged(given.checkpoint).save_pretrained(partial)
+        (partial / "README.md").write_text(about, encoding="utf-8")
+    print(f"{TO[given.to]}: {out}")
+    return 0
+
+
+def merged(path: Path) -> PreTrainedModel:
+    """The base model with the adapter in `path` added to its weights, in fp32. Raises ConfigError without its base."""
+    config = find_adapter(str(path))
+    assert config is not None
+    base = str(config.base_model_name_or_path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the adapter's base {base} cannot be loaded ({error}); put that model back") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an older name
+        return PeftModel.from_pretrained(model, str(path)).merge_and_unload()  # pyright: ignore[reportCallIssue]
+
+
+def card(found: Checkpoint, to: str, name: str) -> str:
+    """The README.md of a model: what it was trained from, how, and how well it did."""
+    settings, state = found.state["settings"], found.state
+    base = str(settings.get("model.name", ""))
+    head = ["---", f"library_name: {'peft' if to == 'peft' else 'transformers'}", "pipeline_tag: text-generation"]
+    if base and base not in FROM_SCRATCH and not Path(base).exists():
+        head.append(f"base_model: {base}")
+    lines = [*head, "tags: [reinforcement-learning, grpo, mtgrpo]", "---", "", f"# {name}", ""]
+    lines.append(f"{base or 'A model'}, trained with mtgrpo for {found.step} steps of reinforcement learning.")
+    success = {int(step): value for step, value in state["success"].items()}
+    if after := final_results(found.path.parent.parent, found.step):  # measured when it was saved already
+        success[found.step] = after["eval/success/after"]
+    if success:
+        lines += ["", "| step | held-out success |", "| --- | --- |"]
+        lines += [f"| {step} | {value:.3f} |" for step, value in sorted(success.items()) if step <= found.step]
+    lines += ["", "| setting | value |", "| --- | --- |"]
+    lines += [f"| `{key}` | `{settings[key]}` |" for key in _SHOWN if settings.get(key)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,44 @@
+"""`mtgrpo launch vllm --model MODEL`: a vLLM server as `engine=server engine.url=[http://HOST:PORT]` needs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from mtgrpo.engines.server import PYTHON, Server
+from mtgrpo.engines.server.replica import END_S
+from mtgrpo.engines.server.vllm import command, environment, interpreter
+from mtgrpo.errors import Arguments
+from mtgrpo.runtime.processes import supervise
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Become the server in the foreground, its log on the terminal, until Ctrl-C; `--dry-run` alone returns.
+
+    Raises ConfigError where there is no interpreter for it.
+    """
+    parser = Arguments("mtgrpo launch", description=__doc__)
+    parser.add_argument("what", choices=["vllm"])
+    parser.add_argument("--model", required=True, help="the folder or name of the model that is trained")
+    parser.add_argument("--python", default=PYTHON, help="of the environment that has vLLM (%(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="where it listens; whoever reaches it controls it")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--dtype", default="auto", help="bfloat16, float32 or that of the model's files (auto)")
+    parser.add_argument("--max-length", type=int, help="tokens of the longest conversation; the model's if not given")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs")
+    parser.add_argument("--memory-fraction", type=float, help="of each GPU's memory")
+    parser.add_argument("--lora-rank", type=int, default=0, help="of adapters that are trained")
+    parser.add_argument("--argument", action="append", default=[], help="another word for the server; may be repeated")
+    parser.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
+    given = parser.parse_args(arguments)
+    settings = Server(
+        tensor_parallel=given.tensor_parallel, memory_fraction=given.memory_fraction, arguments=given.argument
+    )
+    place = ["--host", given.host, "--port", str(given.port)]
+    words = command(settings, given.model, given.dtype, given.max_length, place, given.lora_rank)
+    if given.dry_run:
+        print(" ".join([given.python, *words]))
+        return 0
+    variables = environment(settings, 0)
+    supervised = supervise([interpreter(given.python), *words], variables, parent=os.getppid(), grace_s=END_S)
+    os.execve(supervised[0], supervised, variables)

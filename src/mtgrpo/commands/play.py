@@ -1,0 +1,82 @@
+"""Talk to a policy and its tools in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mtgrpo.commands.serve import by_hand
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.environments import Environment, Opening, Reply
+from mtgrpo.environments.single_turn import SingleTurn
+from mtgrpo.rollout.conversation import run_rollout
+from mtgrpo.runtime.isolation import run_in_thread
+from mtgrpo.runtime.text import printable
+from mtgrpo.stages.run import open_run
+from mtgrpo.types import UNLIMITED, Limits, Message, Status, Task
+
+
+@dataclass
+class _Person(Environment):
+    """Shows what the model and `world` say; where the conversation would end, the person goes on, or ends it."""
+
+    world: Environment = field(default_factory=SingleTurn)
+
+    async def start(self, task: Task) -> Opening:
+        self.world = copy.copy(self.world)  # of this conversation
+        return await self.world.start(task)
+
+    async def stop(self) -> None:
+        await self.world.stop()
+
+    async def step(self, message: Message) -> Reply:
+        calls = [f"-> {call.name}({call.arguments})" for call in message.tool_calls]
+        _show("model", "\n".join(filter(None, [message.reasoning, message.content, *calls])))
+        reply = await self.world.step(message)
+        for answer in reply.messages:
+            _show(answer.name or answer.role, answer.content)
+        if not reply.done:
+            return reply
+        said = await _asked()
+        return Reply((*reply.messages, Message("user", said)), done=not said)
+
+
+def run_playing(experiment: Experiment, folder: Path) -> None:
+    """Talk to the model as it is: an empty line begins anew, another one ends it."""
+
+    async def play() -> None:
+        async with open_run(by_hand(experiment), folder, trains=False) as run:
+            runner = run.runner.at("play")
+            world = runner.environment
+            run.sinks.note("your words, then Enter; an empty line begins a new conversation, and two end it")
+            for number in itertools.count():
+                if not (said := await _asked()):
+                    return
+                task = Task(f"play/{number}", run.experiment.task.with_prompt((Message("user", said),)))
+                person = _Person(max_turns=UNLIMITED, max_tool_tokens=world.max_tool_tokens, world=world)
+                async with runner.open_conversation("play", task.id, 0) as sample:
+                    limits = Limits(runner.limits.context_tokens)
+                    shared = (sample, runner.sampling, limits, runner.condenser, runner.attend)
+                    ended = await run_rollout(task, person, run.chat, *shared)
+                if ended.status is Status.TRUNCATED:
+                    _show("model", ended.turns[-1].message.content if ended.turns else "")
+                    run.sinks.note(f"cut by {ended.reason}")
+                elif ended.status is Status.FAILED:
+                    run.sinks.note(f"it failed: {ended.reason}")
+
+    asyncio.run(play())
+
+
+async def _asked() -> str:
+    """What the person types; "" at the end of the input."""
+    try:
+        return (await run_in_thread(lambda: input("you: "))).strip()
+    except EOFError:
+        return ""
+
+
+def _show(who: str, text: str) -> None:
+    print(f"{who}: {printable(text)}")

@@ -1,0 +1,91 @@
+"""`mtgrpo show RUN`: conversations of a run in the terminal, as they went: calls, replies, rewards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from mtgrpo.errors import Arguments, ConfigError
+from mtgrpo.record import reading
+from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, facts, of_set
+from mtgrpo.record.shapes import Json
+from mtgrpo.runtime.text import number, printable, shorten
+
+_COLORS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what was asked for. Raises ConfigError where there is none."""
+    parser = Arguments("mtgrpo show", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--step", type=int, metavar="N", help="of training; default: the newest that there are")
+    place.add_argument("--before", action="store_true", help="the evaluation before training")
+    place.add_argument("--after", action="store_true", help="the evaluation after it")
+    parser.add_argument("--set", default="", metavar="NAME", help="of that evaluation, one of eval.sets, or no_tools")
+    parser.add_argument("--task", default="", metavar="ID", help="only of tasks whose id ends so")
+    parser.add_argument("--sample", type=int, metavar="N", help="only the sample of this number")
+    parser.add_argument("--failures", action="store_true", help="only those that are no success")
+    parser.add_argument("--count", type=int, default=2, metavar="N", help="how many at most, default 2")
+    given = parser.parse_args(arguments)
+    (run, *_) = reading.read_runs(reading.find_runs([given.run]))
+    name = "" if given.step is None else f"step_{given.step:06d}"
+    if given.before or given.after or given.set:
+        name = of_set(BEFORE if given.before else AFTER, given.set)
+    source, rows = _conversations(run, name)
+    out = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    out.print(Text(printable(f"{run.folder}, {source}"), "bold"))
+    shown = 0
+    for row in rows:
+        wanted = str(row.get("task")).endswith(given.task) and given.sample in (None, row.get("sample"))
+        if wanted and not (given.failures and run.succeeded(row)) and shown < given.count:
+            shown += 1
+            out.print()
+            for line in _lines(row):
+                out.print(line)
+    if not shown:
+        raise ConfigError(
+            f"{source} of {run.folder} has no such conversation; leave --task, --sample or --failures out"
+        )
+    return 0
+
+
+def _conversations(run: RunRecord, name: str) -> tuple[str, Iterator[Json]]:
+    """Where they come from, and the conversations."""
+    if not name:
+        found, rows = run.last_trajectories()
+        if not found:
+            raise ConfigError(f"{run.folder} has kept no conversations yet")
+        return found, rows
+    path = run.folder / "trajectories" / f"{name}.jsonl"
+    if not path.is_file():
+        kept = sorted(file.stem for file in path.parent.glob("*.jsonl"))
+        raise ConfigError(f"{run.folder} has kept no {name}; it has {', '.join(kept[:1] + kept[-1:]) or 'none'}")
+    return name, reading.conversations(path)
+
+
+def _lines(row: Json) -> Iterator[Text]:
+    """A conversation; each turn of the policy with its tokens and, where there is one, its reward."""
+    yield Text(f"{row.get('task')}, sample {row.get('sample')}: {facts(row)}", "bold")
+    if parts := row.get("components"):
+        yield Text("  " + ", ".join(f"{name} {number(value)}" for name, value in parts.items()), "dim")
+    messages, turns = row.get("messages", []), row.get("turns", [])
+    by_policy = [place for place, message in enumerate(messages) if message.get("role") == "assistant"][-len(turns) :]
+    numbers = {place: turn for turn, place in enumerate(by_policy)} if turns else {}
+    paid = row.get("turn_rewards", [])
+    for place, message in enumerate(messages):
+        role = str(message.get("role"))
+        name = f" {message['name']}" if message.get("name") else ""
+        said = [message.get("reasoning"), message.get("content"), *(f"-> {call}" for call in reading.calls(message))]
+        said.append(f"unreadable: {message['error']}" if message.get("error") else "")
+        text = Text(f"[{role}{name}] ", _COLORS.get(role, ""))
+        text.append(shorten("\n".join(part for part in said if part)), "default")
+        if (turn := numbers.get(place)) is not None:
+            about = f"  turn {turn + 1}: {turns[turn].get('output_tokens')} tokens"
+            about += f", reward {number(paid[turn])}" if turn < len(paid) else ""
+            text.append(about + ("" if turns[turn].get("parent", -1) != -1 or not turn else ", a new context"), "dim")
+        yield text

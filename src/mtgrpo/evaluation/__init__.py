@@ -1,0 +1,1 @@
+"""What an evaluation may claim: statistics and findings."""

@@ -1,0 +1,159 @@
+"""What an evaluation found, with intervals: the table that `mtgrpo eval` ends with, and `evaluation.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtgrpo.evaluation.statistics import (
+    Comparison,
+    Estimate,
+    Interval,
+    best_of_n,
+    compare_by_task,
+    majority_vote,
+    mean_over_tasks,
+    mean_pass_at_k,
+    wilson,
+)
+from mtgrpo.rewards import Reward
+from mtgrpo.types import CallOutcome, Group, Status, Trajectory
+
+NO_TOOLS = "no_tools"  # the name of the control beside the sets of tasks
+_DIFFICULTY = ("difficulty", "level")  # what data sets call it, in a task's metadata
+_MAX_PARTS = 8  # rows of a breakdown; the others are one
+
+
+def valid(groups: Sequence[Group]) -> list[Trajectory]:
+    """The trajectories that did not fail."""
+    return [t for group in groups for t in group.trajectories if t.status is not Status.FAILED]
+
+
+def is_success(status: str, reward: float, success_at: float) -> bool:
+    """Whether a conversation ended by itself, within all limits, with a reward of at least `success_at`."""
+    return status == Status.COMPLETED.value and reward >= success_at
+
+
+def succeeded(trajectory: Trajectory, success_at: float) -> bool:
+    """Whether a trajectory is a success; see `is_success`."""
+    return is_success(trajectory.status.value, trajectory.reward, success_at)
+
+
+@dataclass(frozen=True)
+class EvaluationGroups:
+    """What an evaluation sampled of a set of tasks."""
+
+    sampled: list[Group]  # several samples of each task
+    greedy: list[Group]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Estimates over the tasks of a set, with 95 % intervals, and means that have none."""
+
+    tasks: int
+    samples: int  # of every task, at least
+    shares: dict[str, Estimate]  # success, which is avg@k, pass@k, greedy
+    means: dict[str, float]  # the best reward of all samples, the success of a majority vote
+    breakdowns: dict[str, dict[str, Estimate]]  # success by turns, tools that were called, difficulty
+
+    @classmethod
+    def of(cls, groups: EvaluationGroups, reward: Reward, interval: Interval = wilson) -> Findings:
+        """Of groups of which one trajectory at least did not fail.
+
+        pass@k and best-of-n are estimated without bias from all samples of a task (`mtgrpo.evaluation.statistics`).
+        """
+        by_task = _by_task(groups.sampled)
+        outcomes = [_outcomes(trajectories, reward.success_at) for trajectories in by_task]
+        greedy = [_outcomes(trajectories, reward.success_at) for trajectories in _by_task(groups.greedy)]
+        samples = min(map(len, outcomes))
+        shares = {"success": mean_over_tasks(outcomes, interval=interval)}
+        for k in sorted({2**power for power in range(1, samples.bit_length())} | {samples} - {1}):
+            shares[f"pass@{k}"] = mean_pass_at_k(outcomes, k, interval=interval)
+        shares["greedy"] = mean_over_tasks(greedy, interval=interval)
+        best = [best_of_n([t.reward for t in trajectories], samples) for trajectories in by_task]
+        answers = [[reward.answer(t) for t in trajectories] for trajectories in by_task]
+        votes = list(map(majority_vote, answers, outcomes))
+        means = {f"best reward of {samples}": sum(best) / len(best), "majority vote": sum(votes) / len(votes)}
+        ways: dict[str, Callable[[Trajectory], str]] = {"turns": lambda t: str(len(t.turns)), "tool": _tools}
+        for name in _DIFFICULTY:
+            if any(name in trajectories[0].task.metadata for trajectories in by_task):
+                ways[name] = lambda t, name=name: str(t.task.metadata.get(name, "not given"))
+        breakdowns = {name: _break_down(by_task, reward.success_at, way, interval) for name, way in ways.items()}
+        several = {name: parts for name, parts in breakdowns.items() if len(parts) > 1}
+        return cls(len(by_task), samples, shares, means, several)
+
+
+def record(findings: Mapping[str, Findings], control: Comparison | None) -> dict[str, Any]:
+    """For JSON: what was found of the run's own tasks, and under `sets` of the others by their names."""
+    sets = {name: dataclasses.asdict(of_set) for name, of_set in findings.items() if name}
+    tools = {"tools_against_none": dataclasses.asdict(control)} if control else {}
+    return {**dataclasses.asdict(findings[""]), **tools, "sets": sets}
+
+
+def table(findings: Mapping[str, Findings], control: Comparison | None, interval: str = "wilson") -> str:
+    """For people; success by turns, tools and difficulty of the run's own tasks alone."""
+    blocks: dict[str, dict[str, str]] = {}
+    for name, of_set in findings.items():
+        shares = {key: str(estimate) for key, estimate in of_set.shares.items()}
+        rows = {f"success (avg@{of_set.samples})": shares.pop("success"), **shares}
+        rows |= {key: f"{value:.3f}" for key, value in of_set.means.items()}
+        blocks[(f"{name}: " if name else "") + f"{of_set.tasks} held-out tasks x {of_set.samples} samples"] = rows
+    broken_down = findings[""].breakdowns.items()
+    blocks["success by"] = {f"{way} {part}": str(parts[part]) for way, parts in broken_down for part in parts}
+    width = max(len(label) for rows in blocks.values() for label in rows)
+    lines = [f"95 % intervals ({interval}), over tasks"]
+    for head, rows in blocks.items():
+        lines += [head, *(f"  {label:<{width}}  {value}" for label, value in rows.items())] if rows else []
+    return "\n".join([*lines, *([f"with tools against without: {control}"] if control else [])])
+
+
+def control(groups: Mapping[str, EvaluationGroups], success_at: float) -> Comparison | None:
+    """How much tools change success, task by task; None where nothing was played without them."""
+    if NO_TOOLS not in groups:
+        return None
+    without, with_tools = (
+        {of_task[0].task.id: _outcomes(of_task, success_at) for of_task in _by_task(groups[name].sampled)}
+        for name in (NO_TOOLS, "")
+    )
+    return compare_by_task(without, with_tools)
+
+
+def _by_task(groups: Sequence[Group]) -> list[list[Trajectory]]:
+    """Those of each task that did not fail; tasks without one are left out."""
+    return [trajectories for group in groups if (trajectories := valid([group]))]
+
+
+def _outcomes(trajectories: Sequence[Trajectory], success_at: float) -> list[float]:
+    """1 for each success, 0 for each other."""
+    return [float(succeeded(trajectory, success_at)) for trajectory in trajectories]
+
+
+def _tools(trajectory: Trajectory) -> str:
+    """Which tools it called."""
+    names = {call.name if call.outcome is not CallOutcome.unknown else "" for call in trajectory.calls}
+    return ", ".join(sorted(name or "no such tool" for name in names)) or "none"
+
+
+def _break_down(
+    by_task: Sequence[Sequence[Trajectory]],
+    success_at: float,
+    way: Callable[[Trajectory], str],
+    interval: Interval,
+) -> dict[str, Estimate]:
+    """Success by what `way` says of a trajectory; the largest parts, in the order of their names."""
+    parts: dict[str, list[list[float]]] = defaultdict(list)
+    for trajectories in by_task:
+        of_task: dict[str, list[Trajectory]] = defaultdict(list)
+        for trajectory in trajectories:
+            of_task[way(trajectory)].append(trajectory)
+        for name, inside in of_task.items():
+            parts[name].append(_outcomes(inside, success_at))
+    by_size = sorted(parts, key=lambda name: -sum(map(len, parts[name])))
+    largest = by_size[:_MAX_PARTS] if len(by_size) <= _MAX_PARTS else by_size[: _MAX_PARTS - 1]
+    rest = [outcomes for name in by_size if name not in largest for outcomes in parts[name]]
+    shown = {name: parts[name] for name in sorted(largest, key=lambda name: (len(name), name))} | {"other": rest}
+    return {name: mean_over_tasks(outcomes, interval=interval) for name, outcomes in shown.items() if outcomes}

@@ -1,0 +1,1 @@
+"""IFEval: instructions that a program can check, and the checks."""

@@ -1,0 +1,299 @@
+"""Are instructions followed that a program can check? The 25 kinds of IFEval."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.rewards import Reward
+from mtgrpo.types import Task, Trajectory
+
+Check = Callable[..., bool]
+
+CHECKS: dict[str, Check] = {}  # by the kind of instruction; called with a text and the instruction's own arguments
+
+
+class Level(Enum):
+    """What is counted."""
+
+    prompt = "prompt"  # 1 when all instructions are followed, else 0
+    instruction = "instruction"  # the share of the instructions that are followed
+
+
+@dataclass
+class IFEval(Reward):
+    """Whether the final message follows all instructions of its prompt, or which share it follows.
+
+    The instructions stand in the task's metadata, as task=ifeval has them: `instruction_id_list` and, in the same
+    order, their `kwargs`. This is the strict accuracy of Zhou et al. 2023 (arXiv:2311.07911): the message counts as it
+    stands, and an empty one follows nothing. Sentences are told apart by NLTK's model where its data are installed
+    (`python -m nltk.downloader punkt_tab`), else by a rule, which a note says.
+    """
+
+    level: Level = Level.prompt
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for package in ("langdetect", "nltk"):
+            refuse_without_package(package, "reward=ifeval", "ifeval")
+
+    def reward(self, trajectory: Trajectory) -> float:
+        """From 0.0 to 1.0. Raises ConfigError when the task has no instructions, or some of an unknown kind."""
+        kept = followed(trajectory.task, trajectory.final)
+        return float(all(kept)) if self.level is Level.prompt else sum(kept) / len(kept)
+
+    def note(self, divide_by_std: bool) -> str:
+        """That sentences are told apart by a rule, where that is so."""
+        if _punkt() is not None:
+            return ""
+        return (
+            "reward=ifeval: without NLTK's model of sentences a rule tells them apart, which gave another verdict for "
+            "1 of 416 answers to the 52 instructions that count sentences; python -m nltk.downloader punkt_tab"
+        )
+
+
+def followed(task: Task, text: str) -> list[bool]:
+    """Which of the task's instructions `text` follows. Raises ConfigError as `IFEval.reward` does."""
+    kinds, arguments = task.metadata.get("instruction_id_list"), task.metadata.get("kwargs")
+    if not kinds or not arguments or len(kinds) != len(arguments):
+        raise ConfigError(
+            f"task {task.id} has no instructions: reward=ifeval is for task=ifeval, or rows with instruction_id_list "
+            "and as many kwargs"
+        )
+    return [_follows(task, text, kind, given) for kind, given in zip(kinds, arguments, strict=True)]
+
+
+def _follows(task: Task, text: str, kind: str, arguments: Mapping[str, Any]) -> bool:
+    if kind not in CHECKS:
+        raise ConfigError(f"task {task.id}: the instruction {kind!r} is unknown; known: {', '.join(sorted(CHECKS))}")
+    given = {name: value for name, value in arguments.items() if value is not None}  # tables fill up with null
+    try:
+        return bool(text.strip()) and CHECKS[kind](text, **given)
+    except TypeError as error:
+        raise ConfigError(f"task {task.id}: the instruction {kind} does not take {given}: {error}") from error
+
+
+def _kind(name: str) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        CHECKS[name] = check
+        return check
+
+    return register
+
+
+def _related(count: int, relation: str, number: int) -> bool:
+    if relation not in ("at least", "less than"):
+        raise ConfigError(f"an instruction's relation must be 'at least' or 'less than', got {relation!r}")
+    return count >= number if relation == "at least" else count < number
+
+
+# --- words that must occur, or must not; they are regular expressions, as in the data ---
+
+
+@_kind("keywords:existence")
+def _keywords(text: str, keywords: list[str]) -> bool:
+    return all(re.search(keyword, text, re.IGNORECASE) for keyword in keywords)
+
+
+@_kind("keywords:forbidden_words")
+def _forbidden_words(text: str, forbidden_words: list[str]) -> bool:
+    return not any(re.search(rf"\b{word}\b", text, re.IGNORECASE) for word in forbidden_words)
+
+
+@_kind("keywords:frequency")
+def _keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
+    return _related(len(re.findall(keyword, text, re.IGNORECASE)), relation, frequency)
+
+
+@_kind("keywords:letter_frequency")
+def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return _related(text.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+# --- how long it is ---
+
+
+@_kind("length_constraints:number_words")
+def _number_words(text: str, num_words: int, relation: str) -> bool:
+    return _related(len(re.findall(r"\w+", text)), relation, num_words)
+
+
+@_kind("length_constraints:number_sentences")
+def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
+    return _related(len(_sentences(text)), relation, num_sentences)
+
+
+@_kind("length_constraints:number_paragraphs")
+def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
+    """Parted by ***; only the first and the last part may be empty, and then do not count."""
+    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
+    return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
+
+
+@_kind("length_constraints:nth_paragraph_first_word")
+def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Parted by blank lines; the first word counts up to a sign of punctuation."""
+    parts = text.split("\n\n")
+    count = sum(bool(part.strip()) for part in parts)
+    if count != num_paragraphs or nth_paragraph > count or not parts[nth_paragraph - 1].strip():
+        return False
+    word = parts[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
+    return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
+
+
+# --- how it is laid out ---
+
+
+@_kind("detectable_content:number_placeholders")
+def _placeholders(text: str, num_placeholders: int) -> bool:
+    """[parts] that are not broken over lines."""
+    closed = [part for line in text.split("\n") for part in line.split("]")[:-1]]
+    return sum("[" in part for part in closed) >= num_placeholders
+
+
+@_kind("detectable_content:postscript")
+def _postscript(text: str, postscript_marker: str) -> bool:
+    spelled = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
+    return re.search(spelled.get(postscript_marker, re.escape(postscript_marker.lower())), text.lower()) is not None
+
+
+@_kind("detectable_format:number_bullet_lists")
+def _bullets(text: str, num_bullets: int) -> bool:
+    """Lines that begin with a dash, or with a single star; a bare star takes the next line with it."""
+    return len(re.findall(r"^[^\S\n]*+(?:-|\*[^*]).*$", text, re.MULTILINE)) == num_bullets
+
+
+@_kind("detectable_format:number_highlighted_sections")
+def _highlights(text: str, num_highlights: int) -> bool:
+    """*parts* and **parts** that hold something."""
+    single = [part.strip("*").strip() for part in re.findall(r"\*[^\n*]*\*", text)]
+    double = [part.strip() for part in re.findall(r"\*\*([^\n*]*)\*\*", text)]
+    return sum(map(bool, single + double)) >= num_highlights
+
+
+@_kind("detectable_format:multiple_sections")
+def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    return len(re.findall(rf"{section_spliter.strip()}\s?\d+", text)) >= num_sections
+
+
+@_kind("detectable_format:json_format")
+def _json(text: str) -> bool:
+    """Also between the lines of a fenced code block."""
+    inside = re.sub(r"^```(?:json|Json|JSON)?", "", text.strip()).removesuffix("```")
+    try:
+        json.loads(inside)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+@_kind("detectable_format:title")
+def _title(text: str) -> bool:
+    """Something between << and >>, on one line."""
+    titles = [line.partition("<<")[2].rpartition(">>")[0] for line in text.split("\n")]
+    return any(title.lstrip("<").rstrip(">").strip() for title in titles)
+
+
+@_kind("detectable_format:constrained_response")
+def _constrained(text: str) -> bool:
+    return any(f"My answer is {answer}." in text for answer in ("yes", "no", "maybe"))
+
+
+@_kind("combination:two_responses")
+def _two_responses(text: str) -> bool:
+    """Two different texts parted by six stars; only the first and the last part may be empty."""
+    parts = [part.strip() for part in text.split("******")]
+    texts = [part for part in parts if part]
+    return all(parts[1:-1]) and len(texts) == 2 and texts[0] != texts[1]
+
+
+@_kind("combination:repeat_prompt")
+def _repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+@_kind("startend:end_checker")
+def _end(text: str, end_phrase: str) -> bool:
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+@_kind("startend:quotation")
+def _quotation(text: str) -> bool:
+    text = text.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+@_kind("punctuation:no_comma")
+def _no_comma(text: str) -> bool:
+    return "," not in text
+
+
+# --- in which letters and which language ---
+
+
+@_kind("change_case:capital_word_frequency")
+def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
+    """Words as NLTK has them: DON'T is two, WELL-KNOWN is one."""
+    from nltk.tokenize import NLTKWordTokenizer  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+
+    words: list[list[str]] = [NLTKWordTokenizer().tokenize(sentence) for sentence in _sentences(text)]
+    return _related(sum(word.isupper() for some in words for word in some), capital_relation, capital_frequency)
+
+
+@_kind("change_case:english_capital")
+def _english_capital(text: str) -> bool:
+    return text.isupper() and _in_language(text, "en")
+
+
+@_kind("change_case:english_lowercase")
+def _english_lowercase(text: str) -> bool:
+    return text.islower() and _in_language(text, "en")
+
+
+@_kind("language:response_language")
+def _in_language(text: str, language: str) -> bool:
+    """Also true of a text in which no language can be recognised."""
+    return recognised_language(text) in (language, "")
+
+
+@functools.lru_cache(maxsize=1024)
+def recognised_language(text: str) -> str:
+    """The ISO 639-1 code of a text's language, the same in every run; "" where it has none, such as digits."""
+    import langdetect  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+
+    langdetect.DetectorFactory.seed = 0
+    try:
+        return str(langdetect.detect(text))
+    except langdetect.LangDetectException:
+        return ""
+
+
+@functools.cache
+def _punkt() -> Any:
+    """NLTK's model of English sentences; None where its data are not installed."""
+    from nltk.tokenize import PunktTokenizer  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+
+    try:
+        return PunktTokenizer("english")
+    except LookupError:
+        return None
+
+
+_ABBREVIATIONS = re.compile(
+    r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|etc|Inc|Ltd|Co|No|Fig|e\.g|i\.e|a\.m|p\.m|U\.S|[A-Z])\.(?=\s+\S)"
+)
+_SENTENCE_END = re.compile(r"[.!?][\"'\u201d\u2019)\]*_]*(?=\s)")
+
+
+def _sentences(text: str) -> list[str]:
+    """By NLTK's model; without it what ends in . ! or ?, but not at an abbreviation or within a number."""
+    if (model := _punkt()) is not None:
+        return model.tokenize(text)
+    parts = _SENTENCE_END.split(_ABBREVIATIONS.sub(lambda found: found[0][:-1], text))
+    return [part for part in parts if part.strip("\"') \n")]

@@ -1,0 +1,1 @@
+"""Generated puzzles of the package reasoning-gym, and its own grading of them."""

@@ -1,0 +1,39 @@
+"""Trackio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mtgrpo.log import Tracker
+from mtgrpo.parts import Network, RunContext
+
+
+@dataclass
+class Trackio(Tracker):
+    """A run of Trackio, https://huggingface.co/docs/trackio, kept on this machine under TRACKIO_DIR: `trackio show`."""
+
+    space_id: Network = ""  # a Space at Hugging Face that shows it, such as me/runs
+
+    def begin(self, context: RunContext) -> None:
+        """See `Tracker.begin`."""
+        import trackio  # noqa: PLC0415
+
+        self._run = trackio.init(
+            self.project,
+            self.name,
+            space_id=self.space_id or None,
+            config=dict(context.settings),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """See `Tracker.write`."""
+        self._run.log(dict(metrics), step)
+
+    def end(self) -> None:
+        """See `Tracker.end`."""
+        self._run.finish()

@@ -1,0 +1,1 @@
+"""Environments written for verifiers: their tasks, their harness and rewards, our tokens."""

@@ -1,0 +1,142 @@
+"""What runs in the interpreter of verifiers, and imports nothing of ours: lists an environment's tasks, or plays them.
+
+    python program.py list|play SETTINGS
+
+SETTINGS is a JSON object: `environment`, `settings` and `select`. `list` writes a task on each line. `play` says when
+it is ready, then reads what it is asked from its input, a line each, and answers in lines; it ends when its input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+KNOWN = "0.4"  # the minor version whose interface this is
+LONGEST_LINE = 2**28  # bytes
+OWN_MODEL = "agent.settings={NAME: {client: {type: eval, base_url: ...}, model: ...}} gives an agent a model of its own"
+Say = Callable[[Mapping[str, Any]], None]
+
+
+def library() -> Any:
+    """The package verifiers. Raises ImportError where there is none, or another version."""
+    try:
+        found = importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(f"{sys.executable} has no package verifiers: pip install 'verifiers>=0.4,<0.5' uv") from None
+    if found.split(".")[:2] != KNOWN.split("."):
+        raise ImportError(f"{sys.executable} has verifiers {found}: pip install 'verifiers>=0.4,<0.5'")
+    return importlib.import_module("verifiers.v1")
+
+
+def environment_of(vf: Any, taskset: str, settings: Mapping[str, Any]) -> Any:
+    """The environment. An agent of it that has neither harness nor runtime is played by a chat loop on this machine.
+
+    That is verifiers' own harness `null`, which runs no code of the model. Their default runs it in a rented sandbox.
+    """
+    given: dict[str, Any] = {**settings, "taskset": {**settings.get("taskset", {}), "id": taskset}}
+    fields = vf.env_config_type(taskset, given.get("id", "")).model_fields
+    seats = {name: field.default for name, field in fields.items() if isinstance(field.default, vf.AgentConfig)}
+    for name, seat in seats.items() if vf.default_harness_id(taskset) == "bash" else ():
+        if not {"harness", "runtime"} & {*given.get(name, {}), *seat.model_fields_set}:
+            given[name] = {**given.get(name, {}), "harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    return vf.load_environment(vf.resolve_env_config(given))
+
+
+def row(task: Any) -> dict[str, Any]:
+    """A task as a row of a file: its messages and all of its data; an id and an answer where it names them."""
+    data = task.data.model_dump(mode="json", exclude_defaults=True)
+    prompt = data.get("prompt") or ""
+    said = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    system = [{"role": "system", "content": data["system_prompt"]}] if data.get("system_prompt") else []
+    named = {name: data[name] for name in ("id", "answer") if isinstance(data.get(name), str | int | float)}
+    return {"messages": [*system, *said], "verifiers": data, **named}
+
+
+async def played(vf: Any, env: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """One episode of a task against the endpoint that is asked for; what their rewards and metrics say of it."""
+    kind = type(env.taskset).task_type()
+    task = kind(kind.data_type().model_validate(asked["data"]), env.config.taskset.task)
+    client = vf.EvalClientConfig(base_url=asked["url"], api_key_var="MTGRPO_KEY")  # the key is part of the URL
+    episode = await env.run_episode(task, vf.ModelContext(client=client, model=asked["model"], sampling=vf.Sampling()))
+    errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
+    if errors or not episode.ok:
+        why = [f"{error.type}: {error.message}" for error in errors]
+        return {"error": why[0] if why else f"the episode ended by {[t.stop_condition for t in episode.traces]}"}
+    ours = [trace for trace in episode.traces if trace.agent.config.client.base_url == asked["url"]]
+    if len(ours) != 1:
+        names = [trace.agent.name for trace in ours]
+        return {"error": f"the policy played {names}: an episode has one reward only where it plays once; {OWN_MODEL}"}
+    (trace,) = ours
+    components = {name: value for name, value in trace.metrics.items() if value is not None}
+    components |= {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    return {"reward": trace.reward, "components": components, "output": trace.last_reply}
+
+
+async def play(vf: Any, env: Any, say: Say) -> None:
+    """Answer every line of the input, all at once, until it ends; what is then under way is cancelled."""
+    lines = asyncio.StreamReader(limit=LONGEST_LINE)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def answer(asked: dict[str, Any]) -> None:
+        try:
+            found = await played(vf, env, asked)
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            del running[asked["number"]]
+        say({"number": asked["number"], **found})
+
+    async with env.serving():
+        say({"ready": True})
+        try:
+            while line := await lines.readline():
+                asked = json.loads(line)
+                number = asked["number"]
+                if "data" in asked:
+                    running[number] = asyncio.create_task(answer(asked))
+                elif number in running:
+                    running[number].cancel()
+        finally:
+            left = list(running.values())
+            for one in left:
+                one.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+
+def main() -> None:
+    """Do what the arguments say; a mistake is the last line that is written to stderr."""
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an environment prints is no answer
+
+    def say(answer: Mapping[str, Any]) -> None:
+        output.write(json.dumps(answer) + "\n")
+        output.flush()
+
+    what, given = sys.argv[1], json.loads(sys.argv[2])
+    try:
+        vf = library()
+        env = environment_of(vf, given["environment"], given["settings"])
+        if what == "play":
+            asyncio.run(play(vf, env, say))
+            return
+        tasks = env.taskset.select(vf.SelectConfig(**given["select"]))
+        if not tasks.bounded:
+            raise ValueError("it has no end: task.select={limit: 1000} takes a thousand of its tasks")
+        for task in tasks:
+            say(row(task))
+    except Exception as error:
+        print(" ".join(f"{type(error).__name__}: {error}".split()), file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

@@ -1,0 +1,230 @@
+"""Whether a model's gradient is the derivative of its log-probabilities, and that of a walk what a plain pass has.
+
+Log-probabilities that are right say nothing of the gradient: it has kernels of its own, and a tree beyond the token
+budget gathers it over several passes. Both checks compute some dozens of tokens with copies of a few small weights, so
+that no weight, gradient or random number of the run is touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle, pairwise
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mtgrpo.batch.forest import Batch, build_batch
+from mtgrpo.batch.packing import Layout, pack
+from mtgrpo.errors import RunError
+from mtgrpo.model.attention import cuts_trees
+from mtgrpo.model.checkpointing import decoder_layers
+from mtgrpo.model.load import computes_in
+from mtgrpo.model.prefix import Pass, passes
+from mtgrpo.model.rounding import HARMLESS, MARGIN, last_bits_changed
+from mtgrpo.model.scorer import Scorer, flops_of, layout_of
+from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
+
+LARGEST = 2**22  # numbers in a weight whose gradient is compared
+TRUNK, BRANCH = 12, 8  # tokens of the tree that is computed
+ROUNDING = 4.0  # how many times what the last bits do to a gradient is still rounding
+BUDGETS = (40, 15)  # tokens: its chains are held, or computed again
+WALK_APART = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}  # of the norm
+STEPS = (0.03, 0.003, 0.0003)  # nats by which one changes the mean log-probability
+ROUNDED_STEPS = (0.1, 0.2)  # the same in 16 bits
+TOLERANCE = 0.05  # of that change
+UNCUT = 10**6  # tokens
+PARTS = 4  # of a step, whose deviation is that of noise
+NODES = {-math.sqrt(0.6): 5 / 18, 0.0: 4 / 9, math.sqrt(0.6): 5 / 18}  # of Gauss and Legendre, on [-1, 1]
+FLOAT16_SCALE = 2.0**10  # of a loss in float16, whose small gradients would vanish
+
+
+_Found = tuple[Tensor, dict[str, Tensor]]  # log-probabilities, and the gradient of their mean by weight
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """The mean log-probability of a batch's tokens as a function of a few weights."""
+
+    scorer: Scorer
+    weights: dict[str, Tensor]  # by name, detached
+    batch: Batch
+    budget: int
+    layout: Layout
+
+    def __call__(self, weights: dict[str, Tensor], grad: bool = True) -> _Found:
+        """Log-probabilities [entries] in fp64 at `weights`, and the gradient of their mean, 0 without `grad`."""
+        model = self.scorer.model
+        leaves = {name: weight.clone().requires_grad_(grad) for name, weight in weights.items()}
+        scale = FLOAT16_SCALE if computes_in(model) is torch.float16 else 1.0
+        logp = torch.full((len(self.batch),), torch.nan, dtype=torch.float64)
+        cost = flops_of(model)
+        (packing,) = pack(self.batch, torch.arange(len(self.batch)), self.budget, cost, self.layout)
+        with _in_place_of_weights(model, leaves), torch.set_grad_enabled(grad):
+            for micro, prefix, step in passes(packing.micro_batches):
+                if step is Pass.keys:
+                    with torch.no_grad():
+                        self.scorer(micro.unread(cost), 1.0, prefix)
+                elif step is Pass.loss:
+                    scores = self.scorer(micro, 1.0, prefix)
+                    logp[micro.entries] = scores.logp.detach().double().cpu()[micro.target]
+                    prefix.loss = scores.at(micro.target).logp.sum() * (scale / len(logp))
+                elif grad:
+                    prefix.backward()
+        reached = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+        return logp, {name: gradient.double() / scale for name, gradient in reached.items()}
+
+    def along(self, direction: dict[str, Tensor], step: float) -> dict[str, Tensor]:
+        """The weights `step` further in `direction`."""
+        moved = {name: self.weights[name] + (step * part).to(self.weights[name]) for name, part in direction.items()}
+        return self.weights | moved
+
+
+def check_derivative(model: PreTrainedModel, context: Tensor) -> None:
+    """Raise RunError unless log-probabilities change along the gradient by what the gradient adds up to.
+
+    Rounding spoils short steps, and another choice of experts long ones. So one step has to agree; where none does, the
+    last decides, unless its parts differ by as much. `context` [n]: token ids; those that are computed are of them.
+    """
+    if _cuts_gradient(model, context):
+        return
+    probe = _probe(model, context)
+    _, gradient = probe(probe.weights)
+    norm = _norm(gradient)
+    if not 0 < norm < math.inf:  # what is not finite is found in the update
+        return
+    direction = {name: part / norm for name, part in gradient.items()}
+    steps = [change / norm for change in (ROUNDED_STEPS if computes_in(model).itemsize == 2 else STEPS)]
+    if any(abs(_ratio(probe, direction, -step, step) - 1) <= TOLERANCE for step in steps):
+        return
+    ends = torch.linspace(-steps[-1], steps[-1], PARTS + 1).tolist()
+    ratios = torch.tensor([_ratio(probe, direction, *part) for part in pairwise(ends)])
+    if abs(ratios.mean().item() - 1) > TOLERANCE + 3 * ratios.std().item() / PARTS**0.5:
+        raise RunError(
+            f"the gradient of {type(model).__name__} is not that of its log-probabilities, which change along it by "
+            f"{ratios.mean():.3g} times what it says: choose another model, model.dtype or model.quantization"
+        )
+
+
+def check_walk(model: PreTrainedModel, context: Tensor) -> str:
+    """How a forest, walked where that is possible, differs from plain rows by more than rounding; "" = it does not."""
+    if layout_of(model) is Layout.padded:
+        return ""
+    plain = _probe(model, context)
+    expected = plain(plain.weights)
+    if not math.isfinite(_norm(expected[1])):  # as at first in float16
+        return ""
+    nats = share = 0.0
+    for by in (1.0, -1.0):
+        with last_bits_changed(model, [by]):
+            moved = _distance(expected, plain(plain.weights))
+        nats, share = max(nats, moved[0]), max(share, moved[1])
+    for budget in BUDGETS if cuts_trees(model) else (UNCUT,):
+        found = _probe(model, context, budget, Layout.forest)(plain.weights)
+        nats_apart, apart = _distance(expected, found)
+        bound = max(WALK_APART[computes_in(model)], ROUNDING * share)
+        if not (apart <= bound and nats_apart <= max(HARMLESS, MARGIN * nats)):
+            return (
+                f"the gradient of a tree in micro-batches of {budget} tokens differs from that of plain rows by "
+                f"{apart:.2g} of its norm, of which rounding explains {bound:.2g}, and log-probabilities by "
+                f"{nats_apart:.2g} nats"
+            )
+    return ""
+
+
+def _ratio(probe: _Probe, direction: dict[str, Tensor], start: float, end: float) -> float:
+    """How much the mean log-probability changes from one place to another, as a multiple of its gradient's integral."""
+    first, last = (probe(probe.along(direction, place), grad=False)[0].mean().item() for place in (start, end))
+    slope = 0.0
+    for node, weight in NODES.items():
+        _, gradient = probe(probe.along(direction, (start + end + node * (end - start)) / 2))
+        slope += weight * sum((gradient[name] * part).sum().item() for name, part in direction.items())
+    return (last - first) / (slope * (end - start)) if slope else math.inf
+
+
+def _distance(expected: _Found, found: _Found) -> tuple[float, float]:
+    """Of log-probabilities in nats, root mean square, and of gradients as a share of the norm."""
+    nats = (found[0] - expected[0]).square().mean().sqrt().item()
+    apart = _norm({name: found[1][name] - part for name, part in expected[1].items()})
+    return nats, apart / max(_norm(expected[1]), 1e-300)
+
+
+def _probe(model: PreTrainedModel, context: Tensor, budget: int = UNCUT, layout: Layout = Layout.padded) -> _Probe:
+    return _Probe(Scorer(model), _first_weights(model), _tree(context.tolist()), budget, layout)
+
+
+@contextmanager
+def _in_place_of_weights(model: PreTrainedModel, leaves: dict[str, Tensor]) -> Generator[None]:
+    """Within, the model computes with `leaves`, by name, and no other weight gets a gradient.
+
+    The backward pass is to be within as well, for it may compute layers again.
+    """
+    trained = {id(weight): leaves.get(name, weight.detach()) for name, weight in model.named_parameters()}
+    places = [
+        (module._parameters, name, weight)  # pyright: ignore[reportPrivateUsage]  as functional_call does
+        for module in model.modules()
+        for name, weight in module.named_parameters(recurse=False)
+        if weight.requires_grad
+    ]
+    try:
+        for parameters, name, weight in places:
+            parameters[name] = trained[id(weight)]  # pyright: ignore[reportArgumentType]
+        yield
+    finally:
+        for parameters, name, weight in places:
+            parameters[name] = weight
+
+
+def _first_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The small ones that are trained in the first layer that has any: their gradient comes through all layers above.
+
+    Without layers, or where they are all large, those of the whole body.
+    """
+    for part in (*decoder_layers(model), model.base_model):
+        inside = {id(weight) for weight in part.parameters() if weight.requires_grad and weight.numel() <= LARGEST}
+        if inside:
+            return {name: weight.detach() for name, weight in model.named_parameters() if id(weight) in inside}
+    return {}
+
+
+def _tree(context: Sequence[int]) -> Batch:
+    """Three branches after a trunk, of which two branch again, of the tokens of `context`."""
+    tokens = cycle(context)
+
+    def take(count: int) -> list[int]:
+        return [next(tokens) for _ in range(count)]
+
+    def turn(new_context: list[int], output: list[int], parent: int) -> Turn:
+        unknown = [0.0] * len(output), [0] * len(output)
+        return Turn(new_context, output, *unknown, Finish.STOP, Message("assistant"), parent)
+
+    trunk, task = take(TRUNK), Task("gradient", (Message("user", ""),))
+    found: list[Trajectory] = []
+    for below in (2, 2, 1):
+        first = turn(trunk, take(BRANCH), -1)
+        for _ in range(below):
+            found.append(Trajectory(task, turns=[first, turn(take(2), take(BRANCH - 2), 0)]))
+    return build_batch(found)
+
+
+def _cuts_gradient(model: PreTrainedModel, context: Tensor) -> bool:
+    """Whether layers run without gradient by design, as the first cycles of some looped models do."""
+    cut: list[bool] = []
+
+    def note(_layer: nn.Module, _inputs: object) -> None:
+        cut.append(not torch.is_grad_enabled())
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in decoder_layers(model)]
+    try:
+        model.base_model(input_ids=context[None, :1].to(model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return any(cut)
+
+
+def _norm(gradient: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(part.square().sum().item() for part in gradient.values()))

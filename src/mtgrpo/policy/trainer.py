@@ -1,0 +1,157 @@
+"""What trains, in a process that has the model: arrays in, new weights and numbers out. It knows no event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.algorithms import PerToken
+from mtgrpo.batch.forest import Batch
+from mtgrpo.model.attention import describe_attention
+from mtgrpo.model.liger import use_liger
+from mtgrpo.model.load import load_model
+from mtgrpo.model.out_of_memory import explained
+from mtgrpo.model.scorer import Scores
+from mtgrpo.model.settings import ModelSettings
+from mtgrpo.policy.optimizer import Optimizer, note_of_lr
+from mtgrpo.policy.reference import ReferencePolicy
+from mtgrpo.policy.settings import OptimizerSettings, UpdateConfig
+from mtgrpo.policy.step import CooperativeTask, Metrics, Policy
+from mtgrpo.policy.updater import PolicyUpdater
+from mtgrpo.policy.witness import Evidence
+from mtgrpo.profile import Profile, Profiler
+from mtgrpo.weights.checkpoint import ModelSnapshot, read_training
+from mtgrpo.weights.source import ModelWeights
+
+
+class Stage(Enum):
+    """What is learned from."""
+
+    imitation = "imitation"  # demonstrations
+    reinforcement = "reinforcement"  # rewards
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """All that a trainer must know of a run; it can be sent to another process."""
+
+    model: ModelSettings
+    seed: int
+    stop_ids: Sequence[int]  # tokens at which the model ends its turns
+    imitation: OptimizerSettings
+    imitation_steps: int  # optimiser steps, for the schedule
+    optimizer: OptimizerSettings
+    optimizer_steps: int
+    learning: UpdateConfig
+    token_budget: int
+    temperature: float
+    profile: Profile
+    folder: Path  # of the run, for traces
+
+
+class TrainerRank:
+    """Loads a model and trains it, one stage after the other. Work is a generator that pauses between micro-batches."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        with explained("loading"):
+            self.model = load_model(config.model, config.seed)
+            kernels = use_liger(self.model)
+        self.model.generation_config.eos_token_id = list(config.stop_ids)
+        self.notes = [describe_attention(self.model), *kernels]  # for the user, not shown yet
+        self.policy: Policy | None = None
+        self._config = config
+        self._profiler = Profiler(config.profile)
+        self._updater: PolicyUpdater | None = None
+        self._version = 0  # training steps that the weights have seen
+        self._earlier = (0, 0)  # changes of the weights, and of all, in the stages before
+        self._snapshot: ModelSnapshot | None = None
+
+    def begin(self, stage: Stage) -> None:
+        """Train by the settings of `stage` from here on; a reference policy has the weights of this moment."""
+        config, model = self._config, self.model
+        self._earlier = self._weight_changes, self.changes + 1
+        self._updater = self.policy = None  # their moments and reference are given back first
+        if stage is Stage.imitation:
+            optimizer = Optimizer(model, config.imitation, config.imitation_steps)
+            self.policy = Policy(model, optimizer, config.token_budget, temperature=1.0)
+        else:
+            optimizer = Optimizer(model, config.optimizer, config.optimizer_steps)
+            self.policy = Policy(model, optimizer, config.token_budget, config.temperature, self._profiler)
+            reference = ReferencePolicy(model) if config.learning.kl.coef else None
+            self._updater = PolicyUpdater(self.policy, config.learning, reference)
+            if note := note_of_lr(model, config.optimizer.lr):
+                self.notes.append(note)
+        self.policy.notes = self.notes
+
+    @property
+    def _weight_changes(self) -> int:
+        return self._earlier[0] + (self.policy.optimizer.changes if self.policy else 0)
+
+    @property
+    def changes(self) -> int:
+        """How often what a snapshot holds has changed."""
+        training = self._updater or (self.policy.optimizer if self.policy else None)
+        return self._earlier[1] + (training.changes if training else 0)
+
+    def updating(
+        self, batch: Batch, rewards: Rewards, version: int, seed: int, evidence: Evidence | None
+    ) -> CooperativeTask[Metrics]:
+        """Train the policy, which has seen `version` training steps, on a rollout batch; see `PolicyUpdater`."""
+        updater = self._reinforcement
+        with self._profiler.trace(version + 1, self._config.folder):
+            metrics = yield from updater.training(batch, rewards, version, seed, evidence)
+        if not metrics["updates"]:
+            updater.policy.optimizer.check_unchanged()
+        self._version = version + 1
+        return {f"policy/{name}": value for name, value in metrics.items()}
+
+    def skip(self, version: int) -> None:
+        """A training step without anything to train. Raises RunError where the weights are not those of the last."""
+        self._reinforcement.move_reference(version + 1)
+        self._reinforcement.policy.optimizer.check_unchanged()
+        self._version = version + 1
+
+    def imitating(self, batch: Batch, weights: Tensor) -> CooperativeTask[Metrics]:
+        """One optimiser step on the cross-entropy of all tokens of `batch`, weighted by `weights` [tokens]."""
+        assert self.policy is not None, "a stage has begun"
+        return self.policy.updating(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
+
+    @property
+    def _reinforcement(self) -> PolicyUpdater:
+        assert self._updater is not None, "the stage has begun"
+        return self._updater
+
+    def weights(self) -> ModelWeights:
+        """The present weights."""
+        return ModelWeights(self.model, self._version, lambda: self._weight_changes)
+
+    def snapshot(self) -> ModelSnapshot:
+        """A copy of all that the stage goes on from; the memory of the one before, written by now, is used again."""
+        training = self._updater or (self.policy.optimizer if self.policy else None)
+        state = training.state_dict() if training else {}
+        self._snapshot = ModelSnapshot(self.model, state, self._snapshot)
+        return self._snapshot
+
+    def load(self, path: Path, version: int) -> None:
+        """Go on with the stage from checkpoint `path`, of which the weights are loaded already.
+
+        Raises ConfigError where the settings ask for what it does not hold.
+        """
+        assert self.policy is not None, "a stage has begun"
+        (self._updater or self.policy.optimizer).load_state_dict(read_training(path))
+        self._version = version
+
+    def take_phases(self) -> dict[str, float]:
+        """The seconds of each phase of training since this was asked last."""
+        return self._profiler.take()
+
+
+def negative_log_likelihood(_entries: Tensor, scores: Scores) -> PerToken:
+    """Cross-entropy of the demonstrations, per token."""
+    return PerToken(-scores.logp, torch.zeros_like(scores.logp, dtype=torch.bool))

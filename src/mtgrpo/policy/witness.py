@@ -1,0 +1,219 @@
+"""One trajectory of each batch is followed from its rewards to the gradient of its tokens, apart from what trains.
+
+In the first update of a batch the derivative of the loss by a log-probability is -advantage * the token's share, in
+every algorithm, for the ratio is 1; where it is not, the signs are compared. So a sign, a shift or a division that is
+wrong anywhere between rewards and gradient is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from statistics import fmean, stdev
+
+import torch
+from torch import Tensor
+
+from mtgrpo.advantages import AdvantageEstimator, advantages
+from mtgrpo.advantages.rewards import Rewards, rewards_of
+from mtgrpo.advantages.trajectory import WholeTrajectory
+from mtgrpo.algorithms import Algorithm, Tokens
+from mtgrpo.algorithms.average import Average
+from mtgrpo.algorithms.grpo import GroupRelative
+from mtgrpo.algorithms.kl import Place
+from mtgrpo.algorithms.rloo import RLOO
+from mtgrpo.errors import RunError
+from mtgrpo.policy.settings import Control, UpdateConfig
+from mtgrpo.types import Group
+
+MAX_RATIO_1_NATS = 0.01  # from the old policy, up to which the ratio is taken for 1
+TOLERANCE = 0.05  # relative; what a ratio that is taken for 1 may do, and rounding in 16 bits
+MIN_ADVANTAGE = 1e-6  # of a trajectory that may be chosen
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the groups of a batch say by themselves, in numbers: laid out apart from the batch that is trained."""
+
+    names: list[str]  # [trajectories], for people
+    group: list[int]  # [trajectories]
+    sampled: list[int]  # tokens of each trajectory
+    plain: list[float]  # the advantage of each trajectory by the plain formula; [] where it is computed from `rewards`
+    rewards: Rewards | None
+
+
+def evidence_of(groups: Sequence[Group], learning: UpdateConfig) -> Evidence | None:
+    """That of `groups`; None where nobody knows what the loss should be: of a user's own code, and of controls."""
+    algorithm, estimator = learning.algorithm, learning.advantage
+    owners = [_owner(algorithm, method) for method in ("baseline", "normalise", "loss")]
+    owners += [_owner(estimator, method) for method in ("assign", "weigh")]
+    if learning.control is not Control.normal or any(not owner.__module__.startswith("mtgrpo.") for owner in owners):
+        return None
+    baseline, normalise, _, assign, _ = owners
+    is_plain = baseline in (GroupRelative, RLOO) and normalise is Algorithm and assign is WholeTrajectory
+    is_plain = is_plain and not (learning.kl.coef and learning.kl.place is Place.reward)
+    trajectories = [t for group in groups for t in group.trajectories]
+    return Evidence(
+        names=[f"sample {t.sample_index} of task {t.task.id!r} (reward {t.reward:.4g})" for t in trajectories],
+        group=[number for number, group in enumerate(groups) for _ in group.trajectories],
+        sampled=[t.sampled_tokens for t in trajectories],
+        plain=[a for group in groups for a in _plain(group, algorithm, estimator)] if is_plain else [],
+        rewards=None if is_plain else _rewards(groups, algorithm),
+    )
+
+
+def _rewards(groups: Sequence[Group], algorithm: Algorithm) -> Rewards:
+    """Those of `groups`, with the tokens in the order of trajectories and turns."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    turns = [(n, k, len(turn.output)) for n, t in enumerate(trajectories) for k, turn in enumerate(t.turns)]
+    trajectory, turn, counts = torch.tensor(turns, dtype=torch.long).reshape(-1, 3).unbind(1)
+    return rewards_of(groups, algorithm, trajectory.repeat_interleave(counts), turn.repeat_interleave(counts))
+
+
+@dataclass
+class Witness:
+    """A trajectory of the first update of a batch, and what the gradient at its tokens must be."""
+
+    name: str
+    first: int  # its first token in the batch
+    advantage: Tensor  # [its tokens] fp64
+    share: float  # of each of its tokens in the loss
+    trained: dict[int, str]  # the names of all of the update whose advantage is not 0, by number
+    seen: int = 0  # tokens whose gradient was compared
+    wrong: list[str] = field(default_factory=list[str])
+
+    def watch(
+        self,
+        entries: Tensor,
+        tokens: Tokens,
+        algorithm: Algorithm,
+        penalty: Callable[[Tensor, Tensor], Tensor | float],
+        factor: Tensor,
+        clipped: Tensor,
+        scale: float,
+    ) -> None:
+        """Have the gradient of the loss of `entries` [n] compared where they are its own.
+
+        penalty: what is added to the loss for (log-probabilities, which of the entries). factor [n]: of corrections
+        and masks. scale: what the loss is multiplied by.
+        """
+        own = (entries >= self.first) & (entries < self.first + len(self.advantage))
+        if not own.any():
+            return
+        mine, logp, old = entries[own], tokens.logp.detach()[own].requires_grad_(), tokens.old_logp[own]
+        sequence = None if tokens.sequence is None else tokens.sequence[own]
+        rest = algorithm.loss(Tokens(logp, old, torch.zeros_like(old), sequence)).loss * factor[own]
+        rest = rest + penalty(logp, own)
+        (without_advantage,) = torch.autograd.grad(rest.sum(), logp)
+        log_ratio = (logp.detach() - old).abs()
+        log_ratio = log_ratio if sequence is None else log_ratio.maximum(sequence.abs())
+        exact = (log_ratio <= MAX_RATIO_1_NATS) & ~clipped[own]
+        expected = factor[own].double().cpu(), without_advantage.double().cpu(), exact.cpu()
+
+        def compare(gradient: Tensor) -> None:
+            self._compare(mine, gradient[own].double().cpu() / scale, *expected)
+
+        tokens.logp.register_hook(compare)
+
+    def _compare(self, entries: Tensor, gradient: Tensor, factor: Tensor, rest: Tensor, exact: Tensor) -> None:
+        """At some of its tokens [n]; `rest` is the derivative of what is lost whatever the advantage."""
+        self.seen += len(entries)
+        advantage, derivative = self.advantage[entries - self.first], gradient / self.share - rest
+        expected, most = -advantage * factor, TOLERANCE * self.advantage.abs().max()
+        fits = torch.where(exact, (derivative - expected).abs() <= most, derivative * expected >= -most.square())
+        for place in (~fits).nonzero()[:1, 0].tolist():
+            self.wrong.append(
+                f"the loss has the derivative {derivative[place].item():.4g} by the log-probability of token "
+                f"{int(entries[place]) - self.first} of {self.name}, in which its reward asks for "
+                f"{expected[place].item():.4g}"
+            )
+
+    def check(self, weights: Tensor, trajectories: Tensor, complete: bool) -> None:
+        """Raise RunError where a gradient was wrong, or where there was none.
+
+        weights [all tokens] fp64: the share of each. trajectories [n] int64: those of the tokens with a loss.
+        complete: whether all micro-batches were seen.
+        """
+        left_out = self.trained.keys() - set(trajectories.unique().tolist())
+        self.wrong += [f"{self.trained[number]} is not trained" for number in sorted(left_out)]
+        share = weights[self.first : self.first + len(self.advantage)]
+        if not torch.allclose(share, torch.full_like(share, self.share), rtol=1e-9, atol=0.0):
+            self.wrong.append(
+                f"a token of {self.name} weighs {share[0].item():.6g} of the loss, and should weigh {self.share:.6g}"
+            )
+        if complete and not self.seen:
+            self.wrong.append(f"{self.name} has no gradient")
+        if self.wrong:
+            raise RunError(f"what is trained is not what the rewards ask for: {self.wrong[0]}")
+
+
+def choose(
+    evidence: Evidence,
+    learning: UpdateConfig,
+    rewards: Rewards,
+    values: Tensor | None,
+    update: Sequence[int],
+    seed: int,
+) -> Witness | None:
+    """One of the trajectories with the numbers `update`, whose advantage is not 0; None where there is none.
+
+    Its advantage is by the plain formula with advantage=trajectory and a baseline of the group; by the other shipped
+    estimators and algorithms it is computed again from the rewards of `evidence`.
+    rewards, values: as the estimator got them. seed: decides which.
+    """
+    starts, again = [0, *accumulate(evidence.sampled)], None
+    if evidence.rewards is not None:
+        fresh = replace(learning.advantage.weigh(evidence.rewards), per_token=rewards.per_token)
+        again = advantages(learning.advantage, learning.algorithm, fresh, values).advantage
+
+    def advantage(number: int) -> Tensor:
+        if again is not None:
+            return again[starts[number] : starts[number + 1]]
+        return torch.full((evidence.sampled[number],), evidence.plain[number], dtype=torch.float64)
+
+    def matters(number: int) -> bool:
+        if not evidence.sampled[number]:
+            return False
+        size = abs(evidence.plain[number]) if again is None else float(advantage(number).abs().max())
+        return size > MIN_ADVANTAGE
+
+    is_trained: list[bool] = rewards.trained.tolist()
+    candidates = [number for number in update if is_trained[number] and matters(number)]
+    if not candidates:
+        return None
+    chosen = candidates[seed % len(candidates)]
+    share = _share(learning, [number for number in update if evidence.sampled[number]], chosen, evidence)
+    trained = {number: evidence.names[number] for number in candidates}
+    return Witness(evidence.names[chosen], starts[chosen], advantage(chosen), share, trained) if share else None
+
+
+def _plain(group: Group, algorithm: Algorithm, estimator: AdvantageEstimator) -> list[float]:
+    """The advantage of each trajectory among its siblings."""
+    returns: list[float] = []
+    for t in group.trajectories:
+        turns = sum(min(0.0, reward) if algorithm.penalises(t) else reward for reward in t.turn_rewards)
+        returns.append(estimator.outcome_weight * algorithm.shaped_reward(t) + estimator.turn_weight * turns)
+    if not isinstance(algorithm, GroupRelative):  # each is compared with the mean of the others
+        others = [[*returns[:number], *returns[number + 1 :]] or returns for number in range(len(returns))]
+        return [value - fmean(rest) for value, rest in zip(returns, others, strict=True)]
+    mean, deviation = fmean(returns), stdev(returns) if len(returns) > 1 else 0.0
+    return [(value - mean) / (deviation + algorithm.epsilon if algorithm.divide_by_std else 1.0) for value in returns]
+
+
+def _share(learning: UpdateConfig, members: Sequence[int], chosen: int, evidence: Evidence) -> float:
+    """Of each token of `chosen` in the loss of `members`; 0 = not known."""
+    average, group = learning.algorithm.average, evidence.group
+    if average is Average.trajectory_mean:
+        return 1 / (len(members) * evidence.sampled[chosen])
+    if average is Average.prompt_mean:
+        tokens = sum(evidence.sampled[number] for number in members if group[number] == group[chosen])
+        return 1 / (len({group[number] for number in members}) * tokens)
+    if average is Average.constant:
+        return 1 / (len(members) * learning.length)
+    return 1 / sum(evidence.sampled[number] for number in members) if average is Average.token_mean else 0.0
+
+
+def _owner(part: Algorithm | AdvantageEstimator, method: str) -> type:
+    """The class whose `method` a part has."""
+    return next(kind for kind in type(part).__mro__ if method in vars(kind))

@@ -1,0 +1,109 @@
+"""What is asked of others over HTTP: one client, JSON in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from mtgrpo.runtime.strict_json import strict_json
+
+if TYPE_CHECKING:
+    import aiohttp
+    from yarl import URL
+
+SHOWN = 500  # characters of an answer that an error shows
+_JSON = {"Content-Type": "application/json"}
+
+
+class HttpError(RuntimeError):
+    """A request that was refused with `status`, or, where that is 0, not answered; `body` is what the server says."""
+
+    def __init__(self, url: str, status: int, body: str) -> None:
+        said = f"answered with {status}: {body[:SHOWN]}" if status else f"does not answer: {body}"
+        super().__init__(f"{url} {said}")
+        self.status, self.body = status, body
+
+
+class HttpClient:
+    """Requests to one server, by connections that are kept open. It opens none before its first request.
+
+    A server may drop connections that were idle for 5 s; they are kept for 1 s, for one that is used just then would
+    look like a server that is lost.
+    """
+
+    def __init__(
+        self, url: str, headers: Mapping[str, str] | None = None, max_concurrent: int = 0, socket: Path | None = None
+    ) -> None:
+        """max_concurrent: requests at once, 0 = any number; socket: of Unix, in place of a port."""
+        self.url = url.rstrip("/")
+        self._headers, self._socket = dict(headers or {}), socket
+        self._turn = asyncio.Semaphore(max_concurrent) if max_concurrent else contextlib.nullcontext()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        params: Mapping[str, str | int] | None = None,
+        timeout_s: float | None = 600.0,
+    ) -> Any:
+        """The JSON that is answered, None for anything else, to `body` as JSON.
+
+        timeout_s: from the moment when it is the request's turn; None = no limit. A redirect is not followed: what is
+        sent is for this server alone. Raises HttpError for an answer whose status is 300 or more, and for none.
+        """
+        import aiohttp  # noqa: PLC0415  half a second, which settings alone need not take
+
+        url, data = f"{self.url}{path}", None if body is None else strict_json(body)
+        sent: dict[str, Any] = {"data": data, "headers": _JSON if data else None, "params": params}
+        sent |= {"allow_redirects": False, "proxy": None if self._socket else _proxy_for(url)}
+        async with self._turn:
+            self._session = self._session or self._open()
+            try:
+                limit = aiohttp.ClientTimeout(total=timeout_s)
+                async with self._session.request(method, url, timeout=limit, **sent) as answer:
+                    status, said = answer.status, await answer.read()
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                raise HttpError(url, 0, f"{type(error).__name__} {error}".rstrip()) from error
+        if status >= 300:
+            raise HttpError(url, status, said.decode(errors="replace"))
+        try:
+            return json.loads(said)
+        except (ValueError, RecursionError):
+            return None
+
+    def _open(self) -> aiohttp.ClientSession:
+        import aiohttp  # noqa: PLC0415
+
+        limits: dict[str, Any] = {"limit": 0, "keepalive_timeout": 1.0}
+        if self._socket:
+            return aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self._socket), **limits))
+        connector = aiohttp.TCPConnector(**limits)
+        return aiohttp.ClientSession(connector=connector, headers=self._headers)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session:
+            await self._session.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def _proxy_for(url: str) -> URL | None:
+    """The proxy of the environment for it. Not by `trust_env`, which would send the passwords in ~/.netrc too."""
+    from aiohttp.helpers import get_env_proxy_for_url  # noqa: PLC0415
+    from yarl import URL  # noqa: PLC0415
+
+    try:
+        return get_env_proxy_for_url(URL(url))[0]
+    except LookupError:
+        return None

@@ -1,0 +1,170 @@
+"""What a machine has left of memory, of disk and of its cores."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtgrpo.errors import RunError
+
+_CGROUP = Path("/sys/fs/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
+_PROC = Path("/proc")
+_SAMPLE_S = 0.3  # the least for which the use of the cores is looked at: 30 of the kernel's ticks
+_LONGEST_S = 2.0  # where others use them: what ends soon, as a compiler does, costs no thread for a whole run
+_SPARED = 0.25  # of a core that others may use before a thread is given up for them
+THREADS_SET = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}  # a user who sets one of them chooses the number of threads
+WAITING_SET = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # how they wait
+# Threads wait for one another at every product of matrices. Where cores are free they spin meanwhile, for up to half a
+# millisecond: asleep they made a step 1.6 times as long. Beside other processes spinning made it 3 times as long.
+_SPIN = {"GOMP_SPINCOUNT": "10000"}
+SLEEP = {"OMP_WAIT_POLICY": "passive"}
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """How long the cores have worked since the machine was started, in ticks of the kernel's clock."""
+
+    at_s: float
+    cores: Mapping[int, tuple[int, int]]  # idle and all ticks of those that this process may use; {}: not known
+    own: int  # ticks in which this process worked, and those that it started
+
+
+def memory_left() -> tuple[int, int]:
+    """Bytes that processes may still take, and may have in all: of the machine, or of a container with less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not (meminfo := Path("/proc/meminfo")).exists():  # a system that is not Linux does not say what is left
+        return total, total
+    lines = (line.split() for line in meminfo.read_text().splitlines())
+    left = next(int(line[1]) * 1024 for line in lines if line[0] == "MemAvailable:")
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return left, total
+    free = limit - used + int(stat["inactive_file"])  # the kernel gives up cached files first
+    return (free, limit) if free < left else (left, total)
+
+
+def resident_bytes() -> int:
+    """Bytes of memory that this process holds; 0 where the system does not say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Raise RunError where the disk of `folder` has not `needed` bytes left."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise RunError(
+            f"{folder} needs {needed / 2**30:.2f} GiB for a checkpoint and its disk has {free / 2**30:.2f} left; make "
+            "room; nothing was written"
+        )
+
+
+def cores() -> int:
+    """Those that this process may use; two hardware threads of a core count as one."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    files = [_CPUS / f"cpu{number}" / "topology" / "thread_siblings_list" for number in usable]
+    return len({path.read_text() if path.exists() else str(path) for path in files})
+
+
+def read_cpu_times() -> CpuTimes:
+    """How long the cores have worked until now."""
+    found: dict[int, tuple[int, int]] = {}
+    if (stat := _PROC / "stat").exists():  # Linux
+        usable = os.sched_getaffinity(0)
+        for line in stat.read_text().splitlines():
+            name, *ticks = line.split()
+            if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in usable:
+                _, _, _, idle, iowait, *_ = spent = list(map(int, ticks[:8]))  # what follows is contained in these
+                found[int(name[3:])] = idle + iowait, sum(spent)
+    return CpuTimes(time.monotonic(), found, _ticks_of(_PROC / str(os.getpid())))
+
+
+def _ticks_of(process: Path) -> int:
+    """Ticks in which a process has worked, those that it started included."""
+    with suppress(OSError):  # it has ended, or this is not Linux
+        ticks = sum(map(int, (process / "stat").read_text().rpartition(")")[2].split()[11:15]))
+        lists = [(thread / "children").read_text().split() for thread in (process / "task").iterdir()]
+        return ticks + sum(_ticks_of(process.parent / child) for children in lists for child in children)
+    return 0
+
+
+def free_cores(since: CpuTimes, longest_s: float = _LONGEST_S) -> float:
+    """Cores that no other process has used since then, of those that this one may use.
+
+    .3 s are looked at, and where that is not all of them up to `longest_s`.
+    """
+    wait_s = since.at_s + _SAMPLE_S - time.monotonic()
+    while True:
+        time.sleep(max(0.0, wait_s))
+        now = read_cpu_times()
+        free = free_between(since, now)
+        if threads_for(free) == threads_for(_given_cores()) or now.at_s - since.at_s >= longest_s:
+            return free
+        wait_s = 0.1
+
+
+def _given_cores() -> float:
+    """Cores that this process may use, as a container's quota too has it."""
+    return min(float(cores()), _cpu_quota())
+
+
+def free_between(before: CpuTimes, after: CpuTimes) -> float:
+    """Cores that no other process used between two readings, of those that this one may use."""
+    spent = [(i - before.cores[n][0], a - before.cores[n][1]) for n, (i, a) in after.cores.items() if n in before.cores]
+    longest = max((ticks for _, ticks in spent), default=0)
+    if longest <= 0:  # the system does not say
+        return _given_cores()
+    idle = sum(min(1.0, max(0.0, idle / ticks)) if ticks > 0 else 1.0 for idle, ticks in spent)
+    own = max(0, after.own - before.own)  # what a process did whose parent has gone is lost
+    return min(idle + own / longest, float(len(spent)), _cpu_quota())
+
+
+def _cpu_quota() -> float:
+    """Cores' worth of time that a container is given (cgroup v2, v1)."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with suppress(OSError, ValueError):  # "max": without a limit
+            quota, period = map(int, " ".join((_CGROUP / name).read_text() for name in names).split())
+            if quota > 0:
+                return quota / period
+    return math.inf
+
+
+def threads_for(free: float) -> int:
+    """As many threads as `free` cores have room for."""
+    return max(1, min(cores(), int(free + _SPARED)))
+
+
+@contextmanager
+def fit_openmp(since: CpuTimes) -> Generator[None]:
+    """Whatever imports torch within: OpenMP takes a thread for each core that has been free since then.
+
+    With several free cores its threads spin as they wait for one another. It reads that from the environment as it is
+    loaded; afterwards the environment is as it was, for the processes that are started then. What the user has set
+    there stays.
+    """
+    added: dict[str, str] = {}
+    if "torch" not in sys.modules and since.cores and os.environ.get("OMP_NUM_THREADS") != "1":  # which waits for none
+        threads = threads_for(free_cores(since))
+        if not os.environ.keys() & THREADS_SET:
+            added["OMP_NUM_THREADS"] = str(threads)
+        if not os.environ.keys() & WAITING_SET:
+            added |= _SPIN if threads > 1 else SLEEP
+    os.environ |= added
+    try:
+        yield
+        if torch := sys.modules.get("torch"):
+            torch.get_num_threads()  # Intel's OpenMP begins when it is first asked
+    finally:
+        for name in added:
+            del os.environ[name]

@@ -1,0 +1,262 @@
+"""Calls between two processes in the sandbox that do not trust one another. It needs the standard library alone.
+
+A message is a line of JSON. Values go as data, by their built-in type, and come out as the receiver's own objects. What
+is no data stays where it is: the other end gets a `Remote`, and asks for what it wants of it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import itertools
+import json
+import operator
+import os
+import sys
+import traceback
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from typing import Any, cast
+
+MOST_BYTES = 2**25  # of a message
+NAME, OWN = "<code>", "<sandbox>"  # files in tracebacks: the code that runs, and what runs it
+_SAFE = 2**53
+_BINARY = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_OF_OBJECTS: dict[str, Callable[..., Any]] = {
+    **{"len": len, "bool": bool, "str": str, "repr": repr, "abs": abs, "neg": operator.neg},
+    **{"getitem": operator.getitem, "setitem": operator.setitem, "delitem": operator.delitem},
+}
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    **_OF_OBJECTS,
+    **{name: getattr(operator, name) for name in _BINARY},
+    **{"call": operator.call, "next": next, "iter": iter},
+    **{"getattr": getattr, "setattr": setattr, "isinstance": isinstance},
+}
+_GATHERED: dict[str, Callable[[list[Any]], Any]] = {
+    **{"list": list, "tuple": tuple, "set": set, "frozenset": frozenset},
+    "range": lambda items: range(*items),
+    "dict": lambda items: dict(zip(items[::2], items[1::2], strict=True)),
+}
+_SPELLED: dict[str, Callable[[str], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": float.fromhex,
+    "complex": lambda text: complex(*map(float.fromhex, text.split())),
+    "bytes": bytes.fromhex,
+    "Decimal": lambda text: importlib.import_module("decimal").Decimal(text),
+    "Fraction": lambda text: importlib.import_module("fractions").Fraction(text),
+}
+
+
+class Peer:
+    """One end of the calls. `operations`: what the other end may have done here, by name."""
+
+    def __init__(self, descriptor: int, operations: Mapping[str, Callable[..., Any]], judges: bool) -> None:
+        self._reader, self._writer = os.fdopen(os.dup(descriptor), "rb"), os.fdopen(descriptor, "wb")
+        self._operations, self._judges = operations, judges
+        self._lent: list[Any] = []
+        self.takes_objects = True  # whether results may be objects that stay there, beside functions by their names
+        self.takes_changes = True  # whether lists, dictionaries and sets are afterwards as the other end has them
+
+    def ask(self, operation: str, /, *operands: Any, **named: Any) -> Any:
+        """What `operation` gives at the other end, whose calls are answered meanwhile. Raises what it raises."""
+        self._say("do", operation, self._coded(operands), self._coded(named))
+        while True:
+            kind, *said = self._hear()
+            if kind == "do":
+                self._do(*said)
+            elif kind == "gave":
+                if self.takes_changes:
+                    for operand, changed in zip(operands, said[1], strict=False):
+                        _take_over(operand, self._meant(changed))
+                return self._meant(said[0])
+            else:
+                raise _raised(operation, said[0], self._meant(said[1]))
+
+    def serve(self) -> None:
+        """Answer until the other end has gone."""
+        while True:
+            self._do(*self._hear()[1:])
+
+    def _do(self, operation: str, operands: Any, named: Any) -> None:
+        try:
+            given = self._meant(operands)
+            found = self._operations[operation](*given, **self._meant(named))
+            after = [self._coded(one) if type(one) in (list, dict, set) else None for one in given]
+            before = operands[1]
+            changed = [new if new != old else None for old, new in zip(before, after, strict=True)]
+            answer = "gave", self._coded(found), changed
+        except BaseException as error:
+            if not self._judges:
+                show(error)
+            names = [kind.__name__ for kind in type(error).__mro__]
+            answer = "raised", names, self._coded([str(error)])
+        self._say(*answer)
+
+    def _say(self, *said: Any) -> None:
+        self._writer.write(json.dumps(said).encode() + b"\n")
+        self._writer.flush()
+
+    def _hear(self) -> list[Any]:
+        line = self._reader.readline(MOST_BYTES)
+        if not line.endswith(b"\n"):
+            raise EOFError("the program has ended, or said too much")
+        return json.loads(line)
+
+    def _coded(self, value: Any) -> Any:
+        """`value` as JSON. Subclasses of built-in types go as what they are derived from."""
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, Remote):
+            return ["yours", value.__dict__["_number"]]
+        for kind in (str, int, float, complex, bytes):
+            if isinstance(value, kind):
+                return _spelled(kind, value)
+        for kind in (list, tuple, set, frozenset, range):
+            if isinstance(value, kind):
+                items = (value.start, value.stop, value.step) if isinstance(value, range) else value
+                return [kind.__name__, [self._coded(item) for item in cast(Iterable[Any], items)]]
+        if isinstance(value, dict):
+            pairs = cast("dict[Any, Any]", value).items()
+            return ["dict", [self._coded(each) for pair in pairs for each in pair]]
+        module = type(value).__module__
+        if module in ("decimal", "fractions") and type(value).__name__ in _SPELLED:
+            return [type(value).__name__, str(value)]
+        if module == "numpy" and hasattr(value, "tolist"):
+            return self._coded(value.tolist())
+        if isinstance(value, (KeysView, ValuesView, ItemsView)):
+            return self._coded(list(cast(Iterable[Any], value)))
+        if isinstance(value, Iterator):
+            return ["iterator", self._lend(value)]
+        if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
+            return ["type", value.__name__]
+        if self._judges and not callable(value):
+            raise TypeError(f"a program can be given data and functions, not an object of class {type(value).__name__}")
+        return ["object", self._lend(value)]
+
+    def _lend(self, value: Any) -> int:
+        self._lent.append(value)
+        return len(self._lent) - 1
+
+    def _meant(self, said: Any) -> Any:
+        """The value that JSON of the other end stands for. Raises ValueError or TypeError for what stands for none."""
+        if said is None or type(said) in (bool, str, int):
+            return said
+        kind, what = said
+        if kind in _GATHERED:
+            return _GATHERED[kind]([self._meant(item) for item in what])
+        if kind in _SPELLED:
+            return _SPELLED[kind](what)
+        if kind == "type" and isinstance(found := vars(builtins).get(what), type):
+            return found
+        if kind == "yours":
+            return self._lent[what]
+        if kind == "iterator":
+            return _pulled(Remote(self, int(what)))
+        if kind == "object" and self.takes_objects:
+            return Remote(self, int(what))
+        raise TypeError(
+            "the result is no plain data: no number, text, list, tuple, set, dictionary or iterator of such"
+        )
+
+
+class Remote:
+    """An object that stays at the other end. Operators work between two such; with data nothing is ever equal."""
+
+    def __init__(self, peer: Peer, number: int) -> None:
+        self.__dict__.update(_peer=peer, _number=number)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._peer.ask("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._peer.ask("setattr", self, name, value)
+
+    def __call__(self, /, *given: Any, **named: Any) -> Any:
+        return self._peer.ask("call", self, *given, **named)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._peer.ask("iter", self)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, Remote) and self._peer.ask("isinstance", instance, self) is True
+
+    __hash__ = object.__hash__
+
+
+def _asked(operation: str) -> Callable[..., Any]:
+    def method(self: Remote, *given: Any) -> Any:
+        return self._peer.ask(operation, self, *given)
+
+    return method
+
+
+def _binary(operation: str) -> Callable[[Remote, Any], Any]:
+    def method(self: Remote, other: Any) -> Any:
+        return self._peer.ask(operation, self, other) if isinstance(other, Remote) else NotImplemented
+
+    return method
+
+
+for _name in _OF_OBJECTS:
+    setattr(Remote, f"__{_name}__", _asked(_name))
+for _name in _BINARY:
+    setattr(Remote, f"__{_name}__", _binary(_name))
+
+
+def _pulled(remote: Remote) -> Iterator[Any]:
+    """The items of an iterator of the other end, each when it is wanted."""
+    while True:
+        try:
+            item = remote.__dict__["_peer"].ask("next", remote)
+        except StopIteration:
+            return
+        yield item
+
+
+def _spelled(kind: type, value: Any) -> Any:
+    if kind is str:
+        return str.__str__(value)
+    if kind is int:
+        whole = int.__int__(value)
+        return whole if -_SAFE < whole < _SAFE else ["int", hex(whole)]
+    if kind is float:
+        return ["float", float.hex(value)]
+    if kind is complex:
+        return ["complex", f"{float.hex(value.real)} {float.hex(value.imag)}"]
+    return ["bytes", bytes.hex(value)]
+
+
+def _take_over(operand: Any, changed: Any) -> None:
+    """Change a list, dictionary or set in place to what the other end has made of it."""
+    if changed is None or type(changed) is not type(operand):
+        return
+    if isinstance(operand, list):
+        operand[:] = changed
+    elif isinstance(operand, (dict, set)):
+        cast("dict[Any, Any]", operand).clear()
+        cast("dict[Any, Any]", operand).update(changed)
+
+
+def _raised(operation: str, names: Sequence[Any], said: Sequence[Any]) -> BaseException:
+    """An exception of this process' own class: the first of `names` that is a built-in one.
+
+    Only the end of an iterator may be told as such: elsewhere it would end a loop over tests.
+    """
+    for name in names:
+        kind = vars(builtins).get(name) if isinstance(name, str) else None
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            if issubclass(kind, (StopIteration, StopAsyncIteration)) and operation != "next":
+                break
+            return kind.__new__(kind, *said)
+    return RuntimeError(f"the program raised {names[:1]}")
+
+
+def show(error: BaseException) -> None:
+    """Print the traceback from where the code begins, without the sandbox's own frames."""
+    found: traceback.TracebackException | None
+    first = found = traceback.TracebackException.from_exception(error)
+    while found is not None:
+        code = itertools.dropwhile(lambda frame: frame.filename != NAME, found.stack)
+        kept = [frame for frame in code if frame.filename != OWN]
+        cast(Any, found).stack = traceback.StackSummary.from_list(kept) if kept else None
+        found = found.__cause__ or found.__context__
+    print("".join(first.format()), end="", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""How weights leave the trainer: checkpoints on disk, pushes to servers."""

@@ -1,0 +1,135 @@
+"""The trained weights as engines, pushes and checkpoints see them: numbers and arrays, wherever the model is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from peft import LoraConfig
+from torch import Size, Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import CONFIG_NAME
+
+from mtgrpo.model.attention import cuts_trees
+from mtgrpo.model.load import computes_in, save_weights, saved_weights
+from mtgrpo.model.lora import has_adapter
+from mtgrpo.model.rounding import Reference, reference
+from mtgrpo.model.traits import Traits, traits
+from mtgrpo.model.value import split_value_head
+
+
+class WeightSource(Protocol):
+    """Gives the present weights, under the names of other libraries; of a model with adapters, the adapters alone."""
+
+    version: int  # training steps that the weights have seen
+    model_name: str  # its class
+    config: PreTrainedConfig
+    dtype: torch.dtype  # of the forward pass
+    lora: LoraConfig | None  # of the adapters, where they alone are trained
+    size: int  # weights in all, the frozen ones among them
+
+    @property
+    def changes(self) -> int:
+        """How often the optimiser has changed the weights; any number of times within a training step."""
+        ...
+
+    @property
+    def traits(self) -> Traits:
+        """What an engine must know of the model's attention."""
+        ...
+
+    @property
+    def cuts_trees(self) -> bool:
+        """Whether a tree of contexts may be trained in parts that are smaller than its longest context."""
+        ...
+
+    def shapes(self) -> dict[str, Size]:
+        """Those of `tensors`, in the same order."""
+        ...
+
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """One at a time, in `dtype`, on the trainer's device: as the weights are at that moment."""
+        ...
+
+    def logprobs(self, context: Sequence[int]) -> Reference:
+        """What the model's own forward pass says after each of the tokens of `context`."""
+        ...
+
+    def save(self, folder: Path, dtype: torch.dtype | None = None) -> int:
+        """Write `folder` as other libraries read it; returns the bytes of the weights. None: in the weights' own dtype.
+
+        With a dtype it is for servers: the head is a matrix of its own, also where it is tied to the embeddings.
+        """
+        ...
+
+    def save_config(self, folder: Path) -> None:
+        """Write the configuration alone, for servers."""
+
+
+class ModelWeights:
+    """The weights of a model that is in this process."""
+
+    def __init__(self, model: PreTrainedModel, version: int = 0, changes: Callable[[], int] = lambda: 0) -> None:
+        self.model, self.version, self._changes = model, version, changes
+        self.model_name, self.config = type(model).__name__, model.config
+        self.dtype = computes_in(model)
+        self.lora: LoraConfig | None = None
+        if has_adapter(model):
+            self.lora = cast(Any, next(iter(model.peft_config.values())))
+        self.size = sum(weight.numel() for weight in model.parameters())
+
+    @property
+    def changes(self) -> int:
+        """See `WeightSource`, as all of these."""
+        return self._changes()
+
+    @property
+    def traits(self) -> Traits:
+        return traits(self.model)
+
+    @property
+    def cuts_trees(self) -> bool:
+        return cuts_trees(self.model)
+
+    def shapes(self) -> dict[str, Size]:
+        return {name: weight.shape for name, weight in self._named().items()}
+
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self._named().items():
+            yield name, weight.detach().to(dtype)
+
+    def _named(self) -> dict[str, Tensor]:
+        return revert_weight_conversion(self.model, split_value_head(saved_weights(self.model))[0])
+
+    def logprobs(self, context: Sequence[int]) -> Reference:
+        return reference(self.model, context)
+
+    def save(self, folder: Path, dtype: torch.dtype | None = None) -> int:
+        weights = saved_weights(self.model)
+        if dtype is not None:
+            head = next(n for n, part in self.model.named_modules() if part is self.model.get_output_embeddings())
+            weights = {name: weight.to("cpu", dtype) for name, weight in weights.items()}
+            weights[f"{head}.weight"] = weights[f"{head}.weight"].clone()
+        folder.mkdir(parents=True, exist_ok=True)
+        save_weights(self.model, folder, weights)
+        if dtype is not None:
+            self._untie_config(folder)
+        return sum(weight.nbytes for weight in weights.values())
+
+    def save_config(self, folder: Path) -> None:
+        self.model.config.save_pretrained(folder)
+        self._untie_config(folder)
+
+    def _untie_config(self, folder: Path) -> None:
+        """Say in the configuration in `folder` that the head has weights of its own.
+
+        vLLM 0.32 leaves a head that is tied to the embeddings at its old values when it takes new weights, so that the
+        head is always pushed as a matrix of its own.
+        """
+        config = json.loads((folder / CONFIG_NAME).read_text())
+        config |= {"architectures": [self.model_name], "tie_word_embeddings": False}
+        (folder / CONFIG_NAME).write_text(json.dumps(config))
