@@ -36,8 +36,7 @@ from mtgrpo.batch.forest import Batch, Forest, build_batch, build_forest
 from mtgrpo.batch.packing import Cost, Packing, pack
 from mtgrpo.model import tiny
 from mtgrpo.model.attention import Attention, choose_attention
-from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
-from mtgrpo.model.onednn_linear import use_onednn
+from mtgrpo.model.cpu_kernels import use_cpu_kernels
 from mtgrpo.model.scorer import Scorer, flops_of
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
@@ -131,8 +130,7 @@ class Sides:
         self.padded_rows = scenario.padded_rows
         self.model = tiny.build_model(self._shape, 0).eval()
         choose_attention(self.model, Attention.forest)
-        use_onednn(self.model)
-        use_fused_rms_norm(self.model)
+        use_cpu_kernels(self.model)
         self.cost = flops_of(self.model)
         self._rival: PreTrainedModel | None = None
         self.turns = [

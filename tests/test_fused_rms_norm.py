@@ -9,7 +9,7 @@ import torch
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
+from mtgrpo.model.cpu_kernels import use_cpu_kernels
 
 
 def norm(size: int) -> torch.nn.ModuleList:
@@ -24,8 +24,8 @@ def norm(size: int) -> torch.nn.ModuleList:
 def test_values_and_gradients_are_those_of_the_plain_norm(shape: tuple[int, ...], strided: bool) -> None:
     plain = norm(shape[-1])
     lean = copy.deepcopy(plain)
-    use_fused_rms_norm(lean)
-    assert "forward" in vars(lean[0])
+    use_cpu_kernels(lean)
+    assert type(lean[0]) is not Qwen3RMSNorm
     lean = copy.deepcopy(lean)  # a copy has its own weights
     generator = torch.Generator().manual_seed(0)
     x, grad = torch.randn(2, *shape, generator=generator)
@@ -43,10 +43,9 @@ def test_values_and_gradients_are_those_of_the_plain_norm(shape: tuple[int, ...]
 
 def test_other_norms_and_other_precisions_are_left_alone() -> None:
     gemma, double = torch.nn.ModuleList([GemmaRMSNorm(8)]), norm(8).double()
-    for modules in (gemma, double):
-        use_fused_rms_norm(modules)
-        assert "forward" not in vars(modules[0])
+    use_cpu_kernels(torch.nn.ModuleList([gemma, double]))
+    assert type(gemma[0]) is GemmaRMSNorm and type(double[0]) is Qwen3RMSNorm
     lean = norm(8)
-    use_fused_rms_norm(lean)
+    use_cpu_kernels(lean)
     half = torch.ones(2, 8, dtype=torch.bfloat16)
     assert lean[0](half).dtype == norm(8)[0](half).dtype

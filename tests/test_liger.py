@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.engines.local import Local
 from mtgrpo.model import liger
-from mtgrpo.model.checkpointing import checkpoint_layers
+from mtgrpo.model.checkpointing import checkpoint_layers, subclass
 from mtgrpo.model.liger import ROPE, fuse, use_liger
 from mtgrpo.model.settings import DType
 from mtgrpo.weights.source import ModelWeights
@@ -131,7 +131,7 @@ def test_many_rows_of_few_numbers() -> None:
 
 
 def norm_of(module: nn.Module) -> nn.Module:
-    module.__class__ = liger._with(liger._Norm, module)
+    module.__class__ = subclass("Liger", liger._Norm, type(module))
     return module
 
 

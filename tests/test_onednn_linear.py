@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from mtgrpo.model import onednn_linear
-from mtgrpo.model.onednn_linear import GRID, OneDNNLinear, multiply, onednn, pack, packs, use_onednn
+from mtgrpo.model import cpu_kernels
+from mtgrpo.model.cpu_kernels import GRID, OneDNNLinear, multiply, onednn, pack, packs, use_cpu_kernels
 
 HERE = onednn(torch.device("cpu"), torch.float32)
 needs_onednn = pytest.mark.skipif(not HERE, reason="oneDNN multiplies fp32 matrices on x86 alone")
@@ -27,7 +27,7 @@ def layer(bias: bool) -> nn.Linear:
 def test_values_and_gradients_are_those_of_a_plain_layer(shape: tuple[int, ...], bias: bool) -> None:
     plain = layer(bias)
     fast = copy.deepcopy(plain)
-    use_onednn(fast)
+    use_cpu_kernels(fast)
     assert type(fast) is OneDNNLinear
     x = torch.randn(*shape, 24)
     found: list[list[torch.Tensor]] = []
@@ -45,9 +45,9 @@ def test_values_and_gradients_are_those_of_a_plain_layer(shape: tuple[int, ...],
 def test_onednn_is_used_on_the_grid_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other numbers of rows, other dtypes and autocast are torch's own business."""
     fast = layer(True)
-    use_onednn(fast)
+    use_cpu_kernels(fast)
     calls: list[int] = []
-    monkeypatch.setattr(onednn_linear, "multiply", lambda x, w, b=None: calls.append(len(x)) or multiply(x, w, b))
+    monkeypatch.setattr(cpu_kernels, "multiply", lambda x, w, b=None: calls.append(len(x)) or multiply(x, w, b))
     fast(torch.randn(GRID, 24))
     fast(torch.randn(GRID + 1, 24))
     fast(torch.randn(0, 24))
@@ -61,12 +61,12 @@ def test_onednn_is_used_on_the_grid_alone(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_needs_no_gradient_is_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen base under adapters."""
     fast = layer(False)
-    use_onednn(fast)
+    use_cpu_kernels(fast)
     fast.requires_grad_(False)
     x = torch.randn(GRID, 24, requires_grad=True)
     out = fast(x)
     calls: list[tuple[int, ...]] = []
-    monkeypatch.setattr(onednn_linear, "multiply", lambda x, w, b=None: calls.append(w.shape) or multiply(x, w, b))
+    monkeypatch.setattr(cpu_kernels, "multiply", lambda x, w, b=None: calls.append(w.shape) or multiply(x, w, b))
     out.sum().backward()
     assert calls == [(24, 40)]
     assert fast.weight.grad is None
@@ -83,7 +83,7 @@ def test_packed_weights_multiply_any_number_of_rows(rows: int) -> None:
 
 def test_double_precision_is_left_alone() -> None:
     double = layer(True).double()
-    use_onednn(double)
+    use_cpu_kernels(double)
     assert type(double) is nn.Linear
 
 
@@ -93,9 +93,9 @@ def test_on_intels_processors_small_matrices_are_not_packed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vendor: str, small: bool
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nvendor_id : {vendor}\n")
-    monkeypatch.setattr(onednn_linear, "CPU_INFO", tmp_path / "cpuinfo")
-    onednn_linear._made_by_intel.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(cpu_kernels, "CPU_INFO", tmp_path / "cpuinfo")
+    cpu_kernels._made_by_intel.cache_clear()  # pyright: ignore[reportPrivateUsage]
     assert packs(torch.empty(64, 64)) is small
     assert packs(torch.empty(1024, 512))
     assert not packs(torch.empty(1024, 512, dtype=torch.bfloat16))
-    onednn_linear._made_by_intel.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    cpu_kernels._made_by_intel.cache_clear()  # pyright: ignore[reportPrivateUsage]

@@ -30,10 +30,9 @@ from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.model import smollm2, tiny
 from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
-from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
+from mtgrpo.model.cpu_kernels import use_cpu_kernels
 from mtgrpo.model.logprobs import RoundedHead, head_logits
 from mtgrpo.model.lora import add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
-from mtgrpo.model.onednn_linear import use_onednn
 from mtgrpo.model.settings import DType, Head, ModelSettings, Quantization
 from mtgrpo.model.value import add_value_head, save_value_head, split_value_head
 from mtgrpo.runtime.hub import refuse_offline, rights, try_hub
@@ -104,8 +103,7 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
     model.to(device=device)  # pyright: ignore[reportCallIssue, reportArgumentType]
     choose_attention(model, settings.attention)  # runs the model, in the precision of its weights
     round_frozen(model)
-    use_onednn(model)
-    use_fused_rms_norm(model)
+    use_cpu_kernels(model)
     if settings.checkpointing:
         checkpoint_layers(model)
     _check_head(model, settings)

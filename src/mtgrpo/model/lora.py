@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, find_adapter_config_file
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.onednn_linear import OneDNNLinear
+from mtgrpo.model.cpu_kernels import OneDNNLinear
 from mtgrpo.model.settings import LoRA
 
 _ADAPTER = "default"  # peft can hold several, by name; here there is one

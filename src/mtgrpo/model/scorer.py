@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from mtgrpo.batch.forest import Forest
 from mtgrpo.batch.packing import Cost, Layout, MicroBatch
 from mtgrpo.model.attention import Visibility, eagerly, uses_forest
+from mtgrpo.model.cpu_kernels import GRID, onednn
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import Kept, head_logits, head_of, sampled_logprobs
-from mtgrpo.model.onednn_linear import GRID, onednn
 from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.traits import flat_states
 from mtgrpo.model.value import has_value_head, values

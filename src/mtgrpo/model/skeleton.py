@@ -23,11 +23,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from mtgrpo.model import tiny
 from mtgrpo.model.attention import check_attention, of_one_size
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
-from mtgrpo.model.fused_rms_norm import use_fused_rms_norm
+from mtgrpo.model.cpu_kernels import use_cpu_kernels
 from mtgrpo.model.load import compute_in, computes_in, find_base, refusing, resolved, round_frozen, weights_dtype
 from mtgrpo.model.logprobs import KEPT_BYTES, TILE_BYTES, head_of
 from mtgrpo.model.lora import add_adapter, add_peft_adapter
-from mtgrpo.model.onednn_linear import use_onednn
 from mtgrpo.model.settings import ModelSettings, Quantization
 from mtgrpo.model.traits import attending_by, flat_states
 from mtgrpo.model.value import add_value_head
@@ -54,8 +53,7 @@ class Skeleton:
         with self._mode:
             _to_cpu(self.model)
         if self._cpu:
-            use_onednn(self.model)
-            use_fused_rms_norm(self.model)
+            use_cpu_kernels(self.model)
         if settings.checkpointing:
             checkpoint_layers(self.model)
         self._caches: list[int] = []  # numbers that each attention call caches for a token

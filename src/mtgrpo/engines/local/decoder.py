@@ -19,10 +19,10 @@ from torch.nn.functional import linear, rms_norm, silu
 from transformers import AttentionInterface, PreTrainedModel
 
 from mtgrpo.model.attention import of_one_size
+from mtgrpo.model.cpu_kernels import multiply, pack, packs
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import head_logits, head_of
 from mtgrpo.model.lora import merged
-from mtgrpo.model.onednn_linear import multiply, pack, packs
 from mtgrpo.model.traits import EXTRAS, LONG, attending_by, flat_states, ordinary_tokens
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
