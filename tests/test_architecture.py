@@ -35,8 +35,8 @@ TWICE = {  # class names that two modules have; none is added
         "Form",
         "FunctionCalls",
     ),
-    *("GuessNumber", "IFEval", "Jsonl", "Judge", "Kept", "Kind", "Level", "Part", "Prefix", "Python"),
-    *("ReasoningGym", "Row", "Server", "Verifiers", "_Norm", "_Plan"),
+    *("GuessNumber", "IFEval", "Jsonl", "Judge", "Kind", "Level", "Part", "Prefix", "Python"),
+    *("ReasoningGym", "Row", "Server", "Verifiers", "_Plan"),
 }
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|Users|work|opt/(?:wheels|pypi))/\w")
 

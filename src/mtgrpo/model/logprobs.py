@@ -27,20 +27,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from mtgrpo.batch.forest import Kept
 from mtgrpo.model.settings import Head
 
 ROWS = 2048  # of a tile, at most; enough for the matrix products to run at full speed
 TILE_BYTES = 16 * 2**20  # the forward and the backward each work on two tiles
 KEPT_BYTES = 64 * 2**20  # of tiles that the backward does not compute again
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The tokens that top-k, top-p or min-p kept: of distribution i, token[offset[i]:offset[i + 1]], one at least."""
-
-    offset: Tensor  # [distributions + 1] int64
-    token: Tensor  # [total] int64
-    row: Tensor | None = None  # [distributions] int64, which hidden state each follows; None = one each, in order
 
 
 class RoundedHead(nn.Linear):
@@ -93,23 +85,20 @@ def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 def sampled_logprobs(
     hidden: Tensor, head: nn.Linear, row: Tensor, token: Tensor, temperature: float, kept: Kept | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of token[i] after hidden[row[i]], and the entropy of the distribution after every row.
+    """Log-probability of token[i] after hidden[row[i]], and the entropy of the distribution it is drawn from, [n] each.
 
     hidden [rows, hidden_size]; row, token [n] int64, in any order, several tokens of a row allowed. The distribution
-    is softmax(head(hidden) / temperature). With `kept` it is renormalised over what was kept, and `row` and the
-    entropies are those of the distributions of `kept`. Computed in fp32, or in fp64 if hidden or head is; autocast is
-    ignored. Returns logp [n] and entropy [rows] in nats; both carry gradient, once.
+    is softmax(head(hidden) / temperature), renormalised over what was `kept` when the token was sampled. Computed in
+    fp32, or in fp64 if hidden or head is; autocast is ignored. Both results are in nats and carry gradient, once.
 
     Raises ValueError for a row or token out of range, a row that keeps no token, a sampled token that is not kept.
     """
     device, vocabulary, weight = hidden.device, head.out_features, head.weight
     bias = cast("Tensor | None", head.bias)
+    _check(row, token, len(hidden), vocabulary)
+    cut = None if kept is None else _Cut.of(kept, row, token, len(hidden), vocabulary, device)
     row, token = row.to(device), token.to(device)
-    cut = None
-    if kept is None:
-        _check(row, token, len(hidden), vocabulary)
-    else:
-        cut = _Cut.of(kept, row, token, len(hidden), vocabulary)
+    if cut is not None:
         row, token = cut.row, cut.token
         union, index = token.unique(return_inverse=True)
         if 0 < len(union) < vocabulary // 2:  # the rest of the head is not needed
@@ -122,7 +111,10 @@ def sampled_logprobs(
     with torch.autocast(device.type, enabled=False):
         bias = None if bias is None else bias.to(dtype)
         inputs = (hidden.to(dtype), weight.to(dtype), bias, plan)
-        return _Tiled.apply(*inputs, torch.is_grad_enabled()) if cut is None else cut.scores(_Read.apply(*inputs))
+        if cut is not None:
+            return cut.scores(_Read.apply(*inputs))
+        logp, entropy = _Tiled.apply(*inputs, torch.is_grad_enabled())
+        return logp, entropy[row]
 
 
 def _check(row: Tensor, token: Tensor, rows: int, vocabulary: int) -> None:
@@ -134,45 +126,42 @@ def _check(row: Tensor, token: Tensor, rows: int, vocabulary: int) -> None:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The kept tokens of all distributions, by distribution and token; tensors [total] int64."""
+    """The kept tokens of all distributions, which differ in row or set, by distribution; tensors [total] int64."""
 
     distribution: Tensor
     row: Tensor  # of the hidden state
     token: Tensor
+    drawn: Tensor  # [n], the distribution of each sampled token
     sampled: Tensor  # [n], the place of each sampled token
     count: int  # of distributions
 
     @staticmethod
-    def of(kept: Kept, row: Tensor, token: Tensor, rows: int, vocabulary: int) -> _Cut:
-        """`row` [n] is the distribution of each sampled token; there are `rows` hidden states."""
-        offset, found = kept.offset.to(row.device), kept.token.to(row.device)
-        follows = torch.arange(rows, device=row.device) if kept.row is None else kept.row.to(row.device)
-        count = len(follows)
-        if len(offset) != count + 1 or offset[0] != 0 or offset[-1] != len(found):
-            span = f"from 0 to {len(found)} in {count + 1} values"
-            raise ValueError(f"kept.offset must lead {span}, is {offset.tolist()}")
-        each = offset.diff()
+    def of(kept: Kept, row: Tensor, token: Tensor, rows: int, vocabulary: int, device: torch.device) -> _Cut:
+        """What was kept when each `token` [n] was sampled after hidden state `row` [n], of which there are `rows`."""
+        pairs, drawn = torch.unique(row.cpu() * kept.sets + kept.number, return_inverse=True)
+        offset, tokens = kept.listed(pairs % kept.sets)
+        row, each, tokens = (pairs // kept.sets).to(device), offset.diff().to(device), tokens.to(device)
         for i in (each <= 0).nonzero()[:1, 0].tolist():
-            raise ValueError(f"row {i} keeps {each[i].item()} tokens, must keep one at least")
-        _check(row, token, count, vocabulary)
-        _check(follows.repeat_interleave(each), found, rows, vocabulary)
-        key = torch.arange(count, device=row.device).repeat_interleave(each) * vocabulary + found
+            raise ValueError(f"row {row[i].item()} keeps {each[i].item()} tokens, must keep one at least")
+        _check(row.repeat_interleave(each), tokens, rows, vocabulary)
+        key = torch.arange(len(row), device=device).repeat_interleave(each) * vocabulary + tokens
         if (key.diff() <= 0).any():  # in another order, or twice
             key = key.unique()
-        wanted = row * vocabulary + token
+        drawn, token = drawn.to(device), token.to(device)
+        wanted = drawn * vocabulary + token
         sampled = torch.searchsorted(key, wanted)
         for i in (key[sampled.clamp(max=len(key) - 1)] != wanted).nonzero()[:1, 0].tolist():
-            pair = f"pair {i}, token {token[i].item()} of row {row[i].item()},"
+            pair = f"pair {i}, token {token[i].item()} of row {row[drawn[i]].item()},"
             raise ValueError(f"{pair} is not among the tokens that the row keeps: its log-probability is -inf")
         distribution = key // vocabulary
-        return _Cut(distribution, follows[distribution], key % vocabulary, sampled, count)
+        return _Cut(distribution, row[distribution], key % vocabulary, drawn, sampled, len(row))
 
     def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [n] of the sampled tokens and entropies of the distributions; `logits` [total]."""
+        """Log-probabilities [n] of the sampled tokens and entropies [n] of their distributions; `logits` [total]."""
         top = logits.new_full((self.count,), -torch.inf)
         logits = logits - top.scatter_reduce(0, self.distribution, logits.detach(), "amax")[self.distribution]
         logp = logits - self._sum(logits.exp()).log()[self.distribution]
-        return logp[self.sampled], -self._sum(logp.exp() * logp)
+        return logp[self.sampled], -self._sum(logp.exp() * logp)[self.drawn]
 
     def _sum(self, amounts: Tensor) -> Tensor:
         """Over each distribution, one after the other: many small ones would be lost in fp32."""
@@ -338,13 +327,13 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
-        found = hidden.new_empty(len(plan.row))
+        logits = hidden.new_empty(len(plan.row))
         room = plan.buffer(hidden)
         for tile in plan.tiles:
-            found[tile.pairs] = plan.logits(tile, hidden, weight, bias, room)[tile.pair_at]
+            logits[tile.pairs] = plan.logits(tile, hidden, weight, bias, room)[tile.pair_at]
         ctx.save_for_backward(hidden, weight, bias)
         ctx.plan = plan
-        return found
+        return logits
 
     @staticmethod
     @once_differentiable

@@ -19,7 +19,7 @@ from mtgrpo.batch.packing import Cost, Layout, MicroBatch
 from mtgrpo.model.attention import Visibility, eagerly, uses_forest
 from mtgrpo.model.cpu_kernels import GRID, onednn
 from mtgrpo.model.load import computes_in
-from mtgrpo.model.logprobs import Kept, head_logits, head_of, sampled_logprobs
+from mtgrpo.model.logprobs import head_logits, head_of, sampled_logprobs
 from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.traits import flat_states
 from mtgrpo.model.value import has_value_head, values
@@ -63,15 +63,10 @@ class Scorer(nn.Module):
             nothing = self.hidden(micro, torch.tensor([micro.given]), prefix).sum(-1)[:0]
             return Scores(nothing, nothing, nothing if has_value_head(self.model) else None)
         hidden = self.hidden(micro, parents, prefix)
-        drawn, kept = row, None  # the distribution that each target was drawn from
-        if micro.kept is not None:  # several may follow one parent
-            sets = micro.kept.sets
-            pairs, drawn = torch.unique(row * sets + micro.kept.number, return_inverse=True)
-            kept = Kept(*micro.kept.listed(pairs % sets), row=pairs // sets)
-        drawn, token = drawn.to(hidden.device), micro.token.to(hidden.device)
-        logp, entropy = eagerly(sampled_logprobs, hidden, head_of(self.model), drawn, token, temperature, kept)
+        head = head_of(self.model)
+        logp, entropy = eagerly(sampled_logprobs, hidden, head, row, micro.token, temperature, micro.kept)
         expected = values(self.model, hidden)[row.to(hidden.device)] if has_value_head(self.model) else None
-        return Scores(logp, entropy[drawn], expected)
+        return Scores(logp, entropy, expected)
 
     def next_logprobs(self, micro: MicroBatch, positions: Tensor, prefix: Prefix | None = None) -> Tensor:
         """Log-probabilities of the next token at flat `positions` [n], each given once: [n, vocabulary]."""
