@@ -114,10 +114,10 @@ def pack(
         return [Packing([], distinct=0, computed=0) for _ in range(ranks)]
     needed = _Needed.of(batch, entries)
     if layout is Layout.forest:
-        laid_out = _as_forests(needed, token_budget, cost, ranks)
+        places = _as_forests(needed, token_budget, cost, ranks)
     else:
-        laid_out = _as_padded_rows(needed, token_budget, ranks)
-    by_rank = _share_out(needed.read_from(laid_out, cost), cost, ranks)
+        places = _as_padded_rows(needed, token_budget, ranks)
+    by_rank = _share_out(needed.read_from(*places, cost), cost, ranks)
     computed = sum(micro.computed * (1 if micro.held else 2) for of_rank in by_rank for micro in of_rank)
     return [Packing(of_rank, len(needed.forest), computed) for of_rank in by_rank]
 
@@ -172,13 +172,8 @@ def _empty(like: MicroBatch) -> MicroBatch:
     return MicroBatch(NONE[None], NONE[None], forest, kept=like.unread(Cost(0, 0, 0)).kept)
 
 
-@dataclass(frozen=True)
-class _LaidOut:
-    """The inputs of the micro-batches, and where each node is in them."""
-
-    inputs: list[MicroBatch]  # in which nothing is read yet
-    home: Tensor  # [nodes], the micro-batch where the hidden state of each node is read
-    index: Tensor  # [nodes], row * width + column there
+_Places = tuple[list[MicroBatch], Tensor, Tensor]
+"""Micro-batches in which nothing is read yet; [nodes] where each hidden state is read: micro-batch, row*width+column"""
 
 
 @dataclass(frozen=True)
@@ -220,29 +215,28 @@ class _Needed:
         of_node[self.parent.unique()] += cost.read
         return of_node
 
-    def read_from(self, laid_out: _LaidOut, cost: Cost) -> list[MicroBatch]:
+    def read_from(self, inputs: list[MicroBatch], home: Tensor, index: Tensor, cost: Cost) -> list[MicroBatch]:
         """The micro-batches with the targets and entries that are read in each."""
-        home = laid_out.home[self.parent]
-        targets = _by_label(home, len(laid_out.inputs))
-        places = _by_label(home[self.target], len(laid_out.inputs))
+        home = home[self.parent]
+        targets, places = _by_label(home, len(inputs)), _by_label(home[self.target], len(inputs))
         micro_batches: list[MicroBatch] = []
-        for inputs, mine, place in zip(laid_out.inputs, targets, places, strict=True):
-            pairs, reads = int((inputs.position.flatten()[inputs.given :] + 1).sum()), len(self.parent[mine].unique())
+        for micro, mine, place in zip(inputs, targets, places, strict=True):
+            pairs, reads = int((micro.position.flatten()[micro.given :] + 1).sum()), len(self.parent[mine].unique())
             micro_batches.append(
                 replace(
-                    inputs,
-                    parent=laid_out.index[self.parent[mine]],
+                    micro,
+                    parent=index[self.parent[mine]],
                     token=self.token[mine],
                     entries=self.entries[place],
                     target=torch.searchsorted(mine, self.target[place]),
-                    cost=cost.token * inputs.computed + cost.pair * pairs + cost.read * reads,
+                    cost=cost.token * micro.computed + cost.pair * pairs + cost.read * reads,
                     kept=None if self.kept is None else replace(self.kept, number=self.kept.number[mine]),
                 )
             )
         return micro_batches
 
 
-def _as_forests(needed: _Needed, token_budget: int, cost: Cost, ranks: int) -> _LaidOut:
+def _as_forests(needed: _Needed, token_budget: int, cost: Cost, ranks: int) -> _Places:
     forest = needed.forest
     roots = [*(forest.depth == 0).nonzero()[:, 0].tolist(), len(forest)]
     trees = list(pairwise(roots))
@@ -266,10 +260,10 @@ def _as_forests(needed: _Needed, token_budget: int, cost: Cost, ranks: int) -> _
             for members in _group(branches, needed.costs(cost), room, ranks):
                 add(NONE, torch.cat([trunk, *(torch.arange(*branches[i]) for i in sorted(members))]))
             continue
-        for part in _parts(forest, root, stop, token_budget):
-            path = root + (forest.subtree_end[root : part.start] > part.start).nonzero()[:, 0]
-            add(path, torch.arange(part.start, part.stop), part.opens, part.held)
-    return _LaidOut(inputs, home, index)
+        for start, end, opens, held in _parts(forest, root, stop, token_budget):
+            path = root + (forest.subtree_end[root:start] > start).nonzero()[:, 0]
+            add(path, torch.arange(start, end), opens, held)
+    return inputs, home, index
 
 
 def _branches(forest: Forest, root: int, stop: int) -> tuple[Tensor, list[tuple[int, int]]]:
@@ -292,27 +286,16 @@ def _group(trees: list[tuple[int, int]], costs: Tensor, token_budget: int, ranks
     return groups
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The nodes [start, stop) of a tree beyond the budget: a micro-batch, given the path to the first of them."""
+def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> Iterator[tuple[int, int, bool, bool]]:
+    """Cut the tree [root, stop), which the budget does not hold, into micro-batches: start, stop, opens and held.
 
-    start: int
-    stop: int
-    opens: bool = False  # a chain, below which the walk goes on; else whole subtrees, with nothing below them
-    held: bool = True  # of a chain: its activations wait for what is below it; else it is computed once more then
+    The walk is depth first. The chains above the node `start` hold a part of the budget, and the rest is the room. If
+    the next subtree fits into the room, as many subtrees as fit are one micro-batch. If it does not fit, the nodes up
+    to its first branching, or as many of them as fit, are a chain, and the walk goes on below that chain.
 
-
-def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> Iterator[_Part]:
-    """Cut the tree [root, stop) into parts, depth first.
-
-    The walk stands at the node `start`, below chains that are still open. Their activations are held within the budget,
-    what they leave of it is the room here. The subtrees that follow are one part, as many as there is room for. Where
-    there is no room for the first of them, the nodes from `start` to its first branching, or as many as there is room
-    for, are a chain, and the walk goes on below it.
-
-    A chain is held where there is room for the longest path below it, so that the walk never gets stuck. Keys and
-    values of the path to a held chain are copied for it; the copies of chains below one another may amount to the
-    longest path of the tree, and a chain beyond that is not held.
+    A chain is held only if the longest path below it fits too, so that the walk never gets stuck. Each held chain
+    needs a copy of the keys and values of the path above it. The copies for chains below one another together may have
+    the length of the tree's longest path; a chain that exceeds this length is not held.
     """
     continues = (forest.depth[1:] == forest.depth[:-1] + 1) & (forest.subtree_end[1:] == forest.subtree_end[:-1])
     branchings: list[int] = [*((~continues).nonzero()[:, 0] + 1).tolist(), len(forest)]  # one past each unbranched run
@@ -328,18 +311,18 @@ def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> Iterator[
         while end < chains[-1][0] and ends[end] - start <= room:
             end = ends[end]
         if end > start:
-            yield _Part(start, end)
+            yield start, end, False, True
         else:
             path = int(forest.depth[start])
             copied = path + sum(copied for *_, copied in chains)
             held = int(forest.depth[start : ends[start]].max()) - path < room and copied <= longest
             end = min(branchings[bisect_right(branchings, start)], start + room)
             chains.append((ends[start], end - start, path) if held else (ends[start], 0, 0))
-            yield _Part(start, end, opens=True, held=held)
+            yield start, end, True, held
         start = end
 
 
-def _as_padded_rows(needed: _Needed, token_budget: int, ranks: int) -> _LaidOut:
+def _as_padded_rows(needed: _Needed, token_budget: int, ranks: int) -> _Places:
     forest = needed.forest
     paths = sorted(forest.leaf_paths(), key=len, reverse=True)
     if len(paths[0]) > token_budget:
@@ -369,7 +352,7 @@ def _as_padded_rows(needed: _Needed, token_budget: int, ranks: int) -> _LaidOut:
             home[path] = number
             index[path] = row * width + torch.arange(len(path))
         inputs.append(MicroBatch(ids, torch.arange(width).expand(len(group), width), None))
-    return _LaidOut(inputs[::-1], home, index)
+    return inputs[::-1], home, index
 
 
 def _spread(costs: Sequence[float], sizes: Sequence[int], bins: int, capacity: int) -> list[list[int]] | None:
