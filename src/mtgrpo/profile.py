@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -53,11 +53,19 @@ class Profiler:
         finally:
             self._seconds[phase] += self._now() - began
 
-    def trace(self, step: int, folder: Path) -> AbstractContextManager[object]:
+    @contextmanager
+    def trace(self, step: int, folder: Path) -> Generator[None]:
         """Around the update of step number `step`: writes its trace into the run's `folder` where that is set."""
         if step not in self._settings.trace_steps:
-            return nullcontext()
-        return _traced(folder / "traces" / f"step_{step:06d}.json")
+            yield
+            return
+        import torch  # noqa: PLC0415  settings alone import no library
+
+        with torch.profiler.profile() as profiler:
+            yield
+        path = folder / "traces" / f"step_{step:06d}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
 
     def take(self) -> dict[str, float]:
         """The seconds of the phases since it was asked last."""
@@ -65,18 +73,17 @@ class Profiler:
         return seconds
 
     def step(self, conversations: Mapping[str, float], trained: Mapping[str, float], sync_s: float) -> dict[str, float]:
-        """The measurements of a step: what is known of its conversations, and seconds of the phases of its update.
+        """The measurements of a step: those of its `conversations`, and the seconds of the phases of its update.
 
-        trained: seconds of phases, as the trainer took them. sync_s: seconds that the engine has spent on taking over
-        weights since the run began.
+        The trainer took `trained` seconds of phases; the engine has spent `sync_s` on new weights since the run began.
         """
         if not self._settings.enabled:
             return {}
         phases = {f"{phase}_s": seconds + trained[phase] for phase, seconds in self.take().items()}
-        found = {**conversations, **phases, "sync_s": sync_s - self._sync_s}
+        measured = {**conversations, **phases, "sync_s": sync_s - self._sync_s}
         self._sync_s = sync_s
-        self._steps.append(found)
-        return {f"profile/{name}": value for name, value in found.items()}
+        self._steps.append(measured)
+        return {f"profile/{name}": value for name, value in measured.items()}
 
     def summary(self) -> str:
         """The means over all steps as lines of text; "" without steps."""
@@ -91,13 +98,3 @@ class Profiler:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # kernels count for the phase that launched them
         return time.perf_counter()
-
-
-@contextmanager
-def _traced(path: Path) -> Generator[None]:
-    import torch  # noqa: PLC0415  settings alone import no library
-
-    with torch.profiler.profile() as profiler:
-        yield
-    path.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(path))

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.runtime.hub import refuse_offline, rights, try_hub
@@ -36,28 +36,23 @@ class SequenceClassifier:
         from transformers.utils.import_utils import is_torch_cuda_available  # noqa: PLC0415
 
         path = Path(name).expanduser()
-        where, kind = str(path) if path.exists() else name, cast("Any", AutoModelForSequenceClassification)
+        where = str(path) if path.exists() else name
         try_hub(where)
         try:
             config: Any = AutoConfig.from_pretrained(where, trust_remote_code=False)
             self.tokenizer: Any = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
             if config.num_labels != 1:
                 raise ConfigError(f"{option}={name} has {config.num_labels} outputs; give a model with one")
-            model, report = kind.from_pretrained(
-                where,
-                trust_remote_code=False,
-                dtype=precision.value,
-                output_loading_info=True,
-                use_safetensors=True,
-            )
+            options = {"dtype": precision.value, "output_loading_info": True, "use_safetensors": True}
+            loaded: Any = AutoModelForSequenceClassification.from_pretrained(where, trust_remote_code=False, **options)
+            model, report = loaded
             self._model = model.to(device or ("cuda" if is_torch_cuda_available() else "cpu")).eval()
         except ConfigError:
             raise
         except Exception as error:  # a missing name, a missing network and a broken file have no common base
             refuse_offline(where, f"{option}={name}", "give a folder")
-            said = str(error).partition("\n")[0]
-            said += rights(error, where)
-            raise ConfigError(f"{option}={name} cannot be loaded on {device or 'this machine'}: {said}") from error
+            reason = str(error).partition("\n")[0] + rights(error, where)
+            raise ConfigError(f"{option}={name} cannot be loaded on {device or 'this machine'}: {reason}") from error
         if missing := sorted(report["missing_keys"]):
             raise ConfigError(f"{option}={name} lacks the weights {missing[0]}; they would be drawn at random")
         self._model.requires_grad_(False)
@@ -68,12 +63,11 @@ class SequenceClassifier:
         self._pads = text_config.pad_token_id is not None and text_config.pad_token_id == self.tokenizer.pad_token_id
 
     def scores(self, texts: Sequence[Encoded], batch_size: int) -> list[float]:
-        """The model's output for each of the texts.
+        """The model's output for each of the texts. At most `batch_size` of similar length are computed together.
 
-        Those of similar length are computed together, padded on the right, at most `batch_size`; one by one where the
-        model and its tokenizer do not agree on a token for padding.
+        They are padded on the right, or computed one by one where model and tokenizer name different padding tokens.
         """
-        found = [0.0] * len(texts)
+        scores = [0.0] * len(texts)
         by_length = sorted(range(len(texts)), key=lambda number: len(texts[number]["input_ids"]))
         size = batch_size if self._pads else 1
         with self.turn:
@@ -81,7 +75,7 @@ class SequenceClassifier:
                 chosen = by_length[start : start + size]
                 rows = [dict(texts[number]) for number in chosen]
                 padded = self.tokenizer.pad(rows, padding=size > 1, padding_side="right", return_tensors="pt")
-                given = self._model(**padded.to(self._model.device)).logits[:, 0].tolist()
-                for number, score in zip(chosen, given, strict=True):
-                    found[number] = score
-        return found
+                outputs = self._model(**padded.to(self._model.device)).logits[:, 0].tolist()
+                for number, score in zip(chosen, outputs, strict=True):
+                    scores[number] = score
+        return scores

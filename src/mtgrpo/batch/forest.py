@@ -43,16 +43,11 @@ class Forest:
 
     def leaf_paths(self) -> Iterator[Tensor]:
         """The node numbers [length] int64 from root to leaf, one path for each leaf, depth-first."""
-        path, start = torch.empty(0, dtype=torch.long), 0
-        for stop in self.leaf_ends().tolist():  # a leaf follows what is new on its path
+        path, start, after = torch.empty(0, dtype=torch.long), 0, torch.arange(1, len(self) + 1)
+        for stop in after[self.subtree_end == after].tolist():  # past each leaf, which follows what is new on its path
             path = torch.cat([path[: self.depth[start]], torch.arange(start, stop)])
             yield path
             start = stop
-
-    def leaf_ends(self) -> Tensor:
-        """One past each leaf, [leaves] int64."""
-        after = torch.arange(1, len(self) + 1)
-        return after[self.subtree_end == after]
 
     def with_ancestors(self, nodes: Tensor) -> Tensor:
         """`nodes` [n] and their ancestors, each once, in order; [m] int64."""
