@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from peft import LoraConfig
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -34,7 +35,8 @@ from mtgrpo.model.cpu_kernels import use_cpu_kernels
 from mtgrpo.model.logprobs import RoundedHead, head_logits
 from mtgrpo.model.lora import add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
 from mtgrpo.model.settings import DType, Head, ModelSettings, Quantization
-from mtgrpo.model.value import add_value_head, save_value_head, split_value_head
+from mtgrpo.model.value import FILE as VALUE_HEAD
+from mtgrpo.model.value import add_value_head, split_value_head
 from mtgrpo.runtime.hub import refuse_offline, rights, try_hub
 
 AUTOCAST = {DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
@@ -304,7 +306,8 @@ def save_weights(model: PreTrainedModel, folder: Path, weights: Mapping[str, Ten
     else:
         model.save_pretrained(folder, state_dict=own)
         _write_index(folder)
-    save_value_head(of_head, folder)
+    if of_head:
+        save_file(of_head, folder / VALUE_HEAD)
 
 
 def _write_index(folder: Path) -> None:

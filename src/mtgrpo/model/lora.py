@@ -23,7 +23,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.model.cpu_kernels import OneDNNLinear
 from mtgrpo.model.settings import LoRA
 
-_ADAPTER = "default"  # peft can hold several, by name; here there is one
+ADAPTER = "default"  # peft can hold several, by name; here there is one
 
 
 def find_adapter(name: str) -> LoraConfig | None:
@@ -52,12 +52,7 @@ def add_adapter(model: PreTrainedModel, settings: LoRA, seed: int) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        add_peft_adapter(model, config)
-
-
-def add_peft_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Freeze the model and put adapters as `config` says beside its linear layers."""
-    model.add_adapter(config, _ADAPTER)
+        model.add_adapter(config, ADAPTER)
 
 
 def load_adapter(model: PreTrainedModel, config: LoraConfig, name: str, settings: LoRA) -> None:
@@ -75,7 +70,7 @@ def load_adapter(model: PreTrainedModel, config: LoraConfig, name: str, settings
             )
     with torch.random.fork_rng(devices=[]):  # the adapter is first drawn, then read
         try:
-            report = model.load_adapter(name, _ADAPTER, is_trainable=True, ignore_mismatched_sizes=True)
+            report = model.load_adapter(name, ADAPTER, is_trainable=True, ignore_mismatched_sizes=True)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model.name={name}: the adapter cannot be read ({error}); use another") from error
     if strange := report.missing_keys | report.unexpected_keys | {key for key, *_ in report.mismatched_keys}:
@@ -94,7 +89,7 @@ def merged(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of the linear layer that `layer` amounts to, its adapter included; None where there is none."""
     if type(layer) is AdaptedLinear and not layer.lora_variant and not any(layer.lora_bias.values()):
         base = merged(layer.get_base_layer())
-        return base and (base[0] + layer.get_delta_weight(_ADAPTER), base[1])
+        return base and (base[0] + layer.get_delta_weight(ADAPTER), base[1])
     if isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, OneDNNLinear):
         return layer.weight, layer.bias
     return None
@@ -108,7 +103,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Ten
     tensors = get_peft_model_state_dict(model, weights and dict(weights), save_embedding_layers=False)
     prefixed = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
     save_file(prefixed, folder / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-    config = cast(LoraConfig, model.peft_config[_ADAPTER])
+    config = cast(LoraConfig, model.peft_config[ADAPTER])
     ordered = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
     (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(ordered, indent=2, sort_keys=True) + "\n")
 

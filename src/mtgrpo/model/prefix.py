@@ -32,9 +32,9 @@ class Prefix:
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [1, heads, nodes, size] of a pass, after those of the path above it."""
         if self._count and layer not in self._own:
-            own = key[:, :, : self._count], value[:, :, : self._count]
-            self._own[layer] = own
-            self._leaves.setdefault(layer, (_leaf(own[0]), _leaf(own[1])))
+            keys, values = key[:, :, : self._count], value[:, :, : self._count]
+            self._own[layer] = keys, values
+            self._leaves.setdefault(layer, (keys.detach().requires_grad_(), values.detach().requires_grad_()))
         path, chain = [(key, value)], self.above
         while chain is not None:
             path.insert(0, chain._leaves[layer])
@@ -89,7 +89,3 @@ def passes(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Pr
             yield micro, prefix, Pass.loss
         if not (entered and micro.opens):
             yield micro, prefix, Pass.backward
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_()

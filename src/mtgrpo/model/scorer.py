@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from mtgrpo.batch.forest import Forest
 from mtgrpo.batch.packing import Cost, Layout, MicroBatch
 from mtgrpo.model.attention import Visibility, eagerly, uses_forest
+from mtgrpo.model.checkpointing import subclass
 from mtgrpo.model.cpu_kernels import GRID, onednn
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import head_logits, head_of, sampled_logprobs
@@ -47,7 +48,7 @@ class Scorer(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        _AtRead.register(model)
+        _compute_where_read(model)
 
     def forward(self, micro: MicroBatch, temperature: float, prefix: Prefix | None = None) -> Scores:
         """Log-probability, entropy and value of every target; the head runs once at each distinct parent.
@@ -98,42 +99,40 @@ class Scorer(nn.Module):
             return functional_call(self, named, (micro, temperature, prefix))
 
 
-class _AtRead:
-    """The last layer's MLP runs at the nodes that are read alone: nobody reads the final states of the others.
+class _WhereRead(nn.Module):
+    """Before the class of the last layer's MLP, which runs at the nodes that are read alone.
 
     Which these are comes with the keyword arguments of the layer, also when activation checkpointing runs it again.
     Where the MLP gives more than one tensor, it computes everything.
     """
 
-    def __init__(self, mlp: nn.Module) -> None:
-        self._mlp, self._whole = mlp, type(mlp).forward
-        self._read: Tensor | None = None  # [n] nodes, of the pass that the layer has begun; None = all
+    read: Tensor | None = None  # [n] nodes, of the pass that the layer has begun; None = all
 
-    @staticmethod
-    def register(model: PreTrainedModel) -> None:
-        """Wrap the `mlp` of the last layer, if it has one; once, however many scorers a model has."""
-        layers = getattr(model.base_model, "layers", None)
-        layer = layers[-1] if isinstance(layers, nn.ModuleList) and len(layers) else None
-        mlp = getattr(layer, "mlp", None)
-        if layer is None or not isinstance(mlp, nn.Module) or isinstance(vars(mlp).get("forward"), _AtRead):
-            return
-        mlp.forward = _AtRead(mlp)
-        layer.register_forward_pre_hook(mlp.forward.begin, with_kwargs=True)
-
-    def begin(self, _layer: nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
-        """Before the layer."""
-        forest = named.get("forest")
-        self._read = forest.read if isinstance(forest, Visibility) else None
-
-    def __call__(self, hidden: Tensor, *rest: Any, **named: Any) -> Any:
+    def forward(self, hidden: Tensor, *rest: Any, **named: Any) -> Any:
         """hidden [1, nodes, size] -> alike, 0 at the nodes that are not computed."""
-        if self._read is None or rest or named:
-            return self._whole(self._mlp, hidden, *rest, **named)
-        rows = _on_grid(self._read, hidden)
-        found = self._whole(self._mlp, hidden[:, rows])
-        if not isinstance(found, Tensor):
-            return self._whole(self._mlp, hidden)
-        return found.new_zeros(hidden.shape).index_copy(1, rows, found)
+        if self.read is None or rest or named:
+            return super().forward(hidden, *rest, **named)
+        rows = _on_grid(self.read, hidden)
+        output = super().forward(hidden[:, rows])
+        if not isinstance(output, Tensor):
+            return super().forward(hidden)
+        return output.new_zeros(hidden.shape).index_copy(1, rows, output)
+
+
+def _compute_where_read(model: PreTrainedModel) -> None:
+    """Wrap the `mlp` of the last layer, if it has one; once, however many scorers a model has."""
+    layers = getattr(model.base_model, "layers", None)
+    layer = layers[-1] if isinstance(layers, nn.ModuleList) and len(layers) else None
+    mlp = getattr(layer, "mlp", None)
+    if layer is not None and isinstance(mlp, nn.Module) and not isinstance(mlp, _WhereRead):
+        mlp.__class__ = subclass("WhereRead", _WhereRead, type(mlp))
+        layer.register_forward_pre_hook(_hand_on_read, with_kwargs=True)
+
+
+def _hand_on_read(layer: Any, _inputs: Any, named: dict[str, Any]) -> None:
+    """Before the layer."""
+    forest = named.get("forest")
+    layer.mlp.read = forest.read if isinstance(forest, Visibility) else None
 
 
 def _on_grid(rows: Tensor, hidden: Tensor) -> Tensor:

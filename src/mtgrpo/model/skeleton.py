@@ -26,7 +26,7 @@ from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.cpu_kernels import use_cpu_kernels
 from mtgrpo.model.load import compute_in, computes_in, find_base, refusing, resolved, round_frozen, weights_dtype
 from mtgrpo.model.logprobs import KEPT_BYTES, TILE_BYTES, head_of
-from mtgrpo.model.lora import add_adapter, add_peft_adapter
+from mtgrpo.model.lora import ADAPTER, add_adapter
 from mtgrpo.model.settings import ModelSettings, Quantization
 from mtgrpo.model.traits import attending_by, flat_states
 from mtgrpo.model.value import add_value_head
@@ -151,7 +151,7 @@ def _architecture(settings: ModelSettings) -> PreTrainedModel:
             layer.__class__ = _Quantized
             layer.weight = nn.Parameter(torch.empty(layer.weight.numel() * 33 // 64, dtype=torch.uint8), False)
     if adapter:
-        add_peft_adapter(model, adapter)
+        model.add_adapter(adapter, ADAPTER)
     elif settings.lora.rank:
         add_adapter(model, settings.lora, 0)
     return model

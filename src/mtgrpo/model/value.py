@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -42,9 +42,3 @@ def split_value_head(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
     prefix = f"{_NAME}."
     head = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     return {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)}, head
-
-
-def save_value_head(weights: dict[str, Tensor], folder: Path) -> None:
-    """Write the weights of the value head, where the model has one."""
-    if weights:
-        save_file(weights, folder / FILE)
