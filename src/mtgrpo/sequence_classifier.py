@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.runtime.hub import refuse_offline, rights, try_hub
+from mtgrpo.runtime.hub import refuse_unloadable
 
 Encoded = Mapping[str, Sequence[int]]  # what a tokenizer makes of one text
 
@@ -37,8 +37,8 @@ class SequenceClassifier:
 
         path = Path(name).expanduser()
         where = str(path) if path.exists() else name
-        try_hub(where)
-        try:
+        cure = f"give a folder, or another device than {device}" if device else "give a folder"
+        with refuse_unloadable(f"{option}={name}", where, cure):
             config: Any = AutoConfig.from_pretrained(where, trust_remote_code=False)
             self.tokenizer: Any = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
             if config.num_labels != 1:
@@ -47,12 +47,6 @@ class SequenceClassifier:
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(where, trust_remote_code=False, **options)
             model, report = loaded
             self._model = model.to(device or ("cuda" if is_torch_cuda_available() else "cpu")).eval()
-        except ConfigError:
-            raise
-        except Exception as error:  # a missing name, a missing network and a broken file have no common base
-            refuse_offline(where, f"{option}={name}", "give a folder")
-            reason = str(error).partition("\n")[0] + rights(error, where)
-            raise ConfigError(f"{option}={name} cannot be loaded on {device or 'this machine'}: {reason}") from error
         if missing := sorted(report["missing_keys"]):
             raise ConfigError(f"{option}={name} lacks the weights {missing[0]}; they would be drawn at random")
         self._model.requires_grad_(False)

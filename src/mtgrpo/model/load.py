@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -37,7 +37,7 @@ from mtgrpo.model.lora import add_adapter, find_adapter, has_adapter, load_adapt
 from mtgrpo.model.settings import DType, Head, ModelSettings, Quantization
 from mtgrpo.model.value import FILE as VALUE_HEAD
 from mtgrpo.model.value import add_value_head, split_value_head
-from mtgrpo.runtime.hub import refuse_offline, rights, try_hub
+from mtgrpo.runtime.hub import refuse_unloadable
 
 AUTOCAST = {DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
 
@@ -49,8 +49,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if name in tiny.SHAPES:
         return tiny.load_tokenizer()
     folder = place(name)
-    try_hub(folder)
-    with refusing(name):
+    with refuse_model(folder):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(f"model.name={name}: its tokenizer is {type(tokenizer).__name__}, a fast one is needed")
@@ -172,7 +171,7 @@ def weights_dtype(settings: ModelSettings) -> torch.dtype:
 def find_base(settings: ModelSettings) -> tuple[str, str, LoraConfig | None]:
     """Where the model lies, where its base does, which is itself but for an adapter, and the adapter that it is."""
     name = place(settings.name)
-    with refusing(name):
+    with refuse_model(name):
         adapter = find_adapter(name)
     return name, str(adapter.base_model_name_or_path) if adapter else name, adapter
 
@@ -187,7 +186,7 @@ def _load_pretrained(settings: ModelSettings, seed: int) -> PreTrainedModel:
         raise ConfigError(
             f"model.quantization={settings.quantization.value}: such layers are not trained; set model.lora.rank=16"
         )
-    with refusing(name, base if adapter else ""):
+    with refuse_model(name, base if adapter else ""):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             base, dtype=weights_dtype(settings), output_loading_info=True, trust_remote_code=False, **quantized
         )
@@ -224,30 +223,13 @@ def place(name: str) -> str:
     return str(folder)
 
 
-@contextmanager
-def refusing(name: str, base: str = "") -> Generator[None]:
-    """Within, whatever keeps model `name`, or the `base` of the adapter that it is, from being loaded is a ConfigError.
-
-    A missing name, a missing network and a damaged file have no common base. Raises UnreachableError where the model
-    may be on the hub, which is not asked.
-    """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        if base:
-            raise ConfigError(
-                f"model.name={name} is an adapter of {base}, which cannot be loaded ({reason}); put that model back, "
-                f"or write where it is now as base_model_name_or_path in {name}/adapter_config.json"
-            ) from error
-        known = ", ".join(tiny.SHAPES)
-        refuse_offline(name, f"model.name={name}", f"give a folder, smollm2 (mtgrpo data smollm2), or {known}")
-        raise ConfigError(
-            f"model.name={name} cannot be loaded ({reason}); give a folder, a name on the Hugging Face hub, or {known}"
-            + rights(error, name)
-        ) from error
+def refuse_model(name: str, base: str = "") -> AbstractContextManager[None]:
+    """As `refuse_unloadable`, of model `name`, or of the `base` of the adapter that it is."""
+    if base:
+        cure = f"put that model back, or write where it is as base_model_name_or_path in {name}/adapter_config.json"
+        return refuse_unloadable(f"model.name={name} is an adapter of {base}, which", base, cure)
+    cure = f"give a folder, a name on the Hugging Face hub, smollm2 (mtgrpo data smollm2), or {', '.join(tiny.SHAPES)}"
+    return refuse_unloadable(f"model.name={name}", name, cure)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from mtgrpo.model import tiny
 from mtgrpo.model.attention import check_attention, of_one_size
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.cpu_kernels import use_cpu_kernels
-from mtgrpo.model.load import compute_in, computes_in, find_base, refusing, resolved, round_frozen, weights_dtype
+from mtgrpo.model.load import compute_in, computes_in, find_base, refuse_model, resolved, round_frozen, weights_dtype
 from mtgrpo.model.logprobs import KEPT_BYTES, TILE_BYTES, head_of
 from mtgrpo.model.lora import ADAPTER, add_adapter
 from mtgrpo.model.settings import ModelSettings, Quantization
@@ -143,7 +143,7 @@ def _build(settings: ModelSettings) -> PreTrainedModel:
 
 def _architecture(settings: ModelSettings) -> PreTrainedModel:
     name, base, adapter = find_base(settings)
-    with refusing(name):
+    with refuse_model(name):
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=weights_dtype(settings))
     for layer in model.base_model.modules() if settings.quantization is not Quantization.none else []:

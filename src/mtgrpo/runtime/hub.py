@@ -7,9 +7,11 @@ import os
 import queue
 import re
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
-from mtgrpo.errors import UnreachableError
+from mtgrpo.errors import ConfigError, UnreachableError
 
 PATIENCE_S = 4.0  # for an answer; to resolve its name alone may take longer
 
@@ -21,15 +23,6 @@ def stay_offline() -> None:
     constants.HF_HUB_OFFLINE = True
 
 
-def try_hub(name: str) -> None:
-    """To be called before libraries look for `name`: where the hub does not answer in time, nothing asks it any more.
-
-    Left to themselves they would try again for a minute.
-    """
-    if _may_have(name):
-        _try()
-
-
 def _may_have(name: str) -> bool:
     """Whether it is no folder or file of this machine, but may be a name on the hub."""
     return not Path(name).exists() and re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) is not None
@@ -37,6 +30,7 @@ def _may_have(name: str) -> bool:
 
 @functools.cache
 def _try() -> None:
+    """Where the hub does not answer in time, no library asks it any more: they would try again for a minute."""
     import httpx  # noqa: PLC0415  as the hub's own library, so by the same proxies and certificates
     from huggingface_hub import constants  # noqa: PLC0415
 
@@ -59,24 +53,29 @@ def _try() -> None:
         stay_offline()
 
 
-def refuse_offline(name: str, what: str, cure: str) -> None:
-    """Raise UnreachableError where the hub was not asked for `what`, called `name`, which was not found."""
-    from huggingface_hub import constants  # noqa: PLC0415
+@contextmanager
+def refuse_unloadable(what: str, name: str, cure: str, kind: str = "") -> Generator[None]:
+    """Within, whatever keeps `what`, called `name`, from being loaded is a ConfigError that says the `cure`.
 
-    if constants.HF_HUB_OFFLINE and _may_have(name):
-        raise UnreachableError(
-            f"{what} is not on this machine, and {constants.ENDPOINT} does not answer or is not asked; {cure}"
-        )
-
-
-def rights(error: Exception, page: str) -> str:
-    """How to get at what the hub keeps for some, for the end of a message; "" where `error` is about something else.
-
-    page: of the repository on the hub, such as datasets/NAME.
+    A missing name, a missing network and a damaged file have no common base. Raises UnreachableError where it may be on
+    the hub, which does not answer or is not asked. kind: of the repository, such as "datasets/".
     """
     from huggingface_hub import constants  # noqa: PLC0415
 
-    if not re.search(r"gated|cannot be accessed|40[13] Client|Unauthorized|Forbidden", str(error)):
-        return ""
-    known = "HF_TOKEN is set: its account" if os.environ.get("HF_TOKEN") else "set HF_TOKEN to a token whose account"
-    return f"; if it is gated or private, {known} must have been given access at {constants.ENDPOINT}/{page}"
+    if _may_have(name):
+        _try()
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if constants.HF_HUB_OFFLINE and _may_have(name):
+            raise UnreachableError(
+                f"{what} is not on this machine, and {constants.ENDPOINT} does not answer or is not asked; {cure}"
+            ) from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        if re.search(r"gated|cannot be accessed|40[13] Client|Unauthorized|Forbidden", str(error)):
+            account = "HF_TOKEN is set: its" if os.environ.get("HF_TOKEN") else "set HF_TOKEN to a token whose"
+            page = f"{constants.ENDPOINT}/{kind}{name}"
+            cure += f"; if it is gated or private, {account} account must have been given access at {page}"
+        raise ConfigError(f"{what} cannot be loaded ({reason}); {cure}") from error

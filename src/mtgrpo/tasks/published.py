@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 
 from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.parts import Folder, Reach
-from mtgrpo.runtime.hub import refuse_offline, rights, try_hub
+from mtgrpo.runtime.hub import refuse_unloadable
 from mtgrpo.tasks import IndexedStream, Rows, Split, TaskSource, TaskStream
 from mtgrpo.tasks import user as user
 from mtgrpo.tasks.jsonl import JsonlRows
@@ -190,15 +190,9 @@ class HubRows(TableRows):
 
 def _load(path: str, subset: str, split: str, cure: str) -> Any:
     refuse_without_package("datasets", "a data set of the hub", "data")
-    try_hub(path)  # before the package reads whether the hub may be asked
-    import datasets  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+    what = f"the data set {path!r} (subset {subset or 'default'}, split {split})"
+    with refuse_unloadable(what, path, cure, "datasets/"):  # which finds out whether the hub answers before the import
+        import datasets  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 
-    try:
         load_dataset = cast("Any", datasets.load_dataset)  # pyright: ignore[reportUnknownMemberType]
         return load_dataset(path, subset or None, split=split)
-    except Exception as error:  # a missing name, a missing network and a broken file have no common base
-        refuse_offline(path, f"the data set {path!r}", cure)
-        raise ConfigError(
-            f"the data set {path!r} (subset {subset or 'default'}, split {split}) could not be loaded: "
-            f"{type(error).__name__}: {error}{rights(error, f'datasets/{path}')}; {cure}"
-        ) from error
