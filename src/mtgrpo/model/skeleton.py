@@ -44,7 +44,10 @@ class Skeleton:
     def __init__(self, settings: ModelSettings, device_type: str) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._cpu = device_type == "cpu"
-        self.model = _build(settings)
+        with torch.device("meta"):
+            self.model = _architecture(settings)
+        if settings.value_head:
+            add_value_head(self.model, self.model.dtype, Path())
         check_attention(self.model)
         self.model.eval()
         self.model.set_experts_implementation("eager")  # the others ask real tensors for their dtype
@@ -67,8 +70,9 @@ class Skeleton:
         """Of one token: its keys and values in all layers."""
         self._caches.clear()
         with self._mode, self._attending(), torch.no_grad():
+            ids = torch.zeros(2, dtype=torch.long)
             try:
-                self._body(2)
+                flat_states(self.model, ids, ids)
             except _LOOKED_AT_CONTENTS:  # in the first layer, after its attention
                 self._caches *= len(decoder_layers(self.model))
         return sum(self._caches) * computes_in(self.model).itemsize
@@ -101,12 +105,9 @@ class Skeleton:
         AttentionInterface.register(_COUNTED, self._attend)
         return attending_by(self.model, _COUNTED)
 
-    def _body(self, tokens: int) -> Tensor:
-        ids = torch.zeros(tokens, dtype=torch.long)
-        return flat_states(self.model, ids, ids)
-
     def _score(self, tokens: int) -> Tensor:
-        hidden = self._body(tokens).index_select(0, torch.zeros(tokens, dtype=torch.long))
+        ids = torch.zeros(tokens, dtype=torch.long)
+        hidden = flat_states(self.model, ids, ids).index_select(0, ids)
         weight = head_of(self.model).weight
         dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
         return _Head.apply(hidden.to(dtype), weight.to(dtype))
@@ -129,19 +130,9 @@ class Skeleton:
         return output[..., :size].transpose(1, 2), None
 
 
-def _build(settings: ModelSettings) -> PreTrainedModel:
-    """On the meta device."""
-    with torch.device("meta"):
-        if settings.name in tiny.SHAPES:
-            model: PreTrainedModel = tiny.build_model(tiny.SHAPES[settings.name], 0)
-        else:
-            model = _architecture(settings)
-    if settings.value_head:
-        add_value_head(model, model.dtype, Path())
-    return model
-
-
 def _architecture(settings: ModelSettings) -> PreTrainedModel:
+    if settings.name in tiny.SHAPES:
+        return tiny.build_model(tiny.SHAPES[settings.name], 0)
     name, base, adapter = find_base(settings)
     with refuse_model(name):
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
@@ -240,26 +231,17 @@ class _Counting(TorchDispatchMode):
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
         self.now = self.most = 0
-        self._living = {_identity(tensor.untyped_storage()) for tensor in known}
+        self._living = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for made in tree_iter(found):
-            if isinstance(made, Tensor):
-                self._count(made.untyped_storage())
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._living:
+                self._living.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._forget, storage.nbytes())
         self.most = max(self.most, self.now)
-        return found
+        return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if (identity := _identity(storage)) not in self._living:
-            self._living.add(identity)
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self._forget, identity, storage.nbytes())
-
-    def _forget(self, identity: int, size: int) -> None:
-        self._living.discard(identity)
+    def _forget(self, size: int) -> None:
         self.now -= size
-
-
-def _identity(storage: torch.UntypedStorage) -> int:
-    return storage._cdata  # pyright: ignore[reportPrivateUsage]  (fake ones have no address)

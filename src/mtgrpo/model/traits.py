@@ -64,14 +64,14 @@ class Traits:
     limit_without_windows: Limit  # of attention that lets every layer see the whole context
 
 
-_known: WeakKeyDictionary[PreTrainedModel, Traits] = WeakKeyDictionary()
+_examined: WeakKeyDictionary[PreTrainedModel, Traits] = WeakKeyDictionary()
 
 
 def traits(model: PreTrainedModel) -> Traits:
     """Those of `model`, which must be in evaluation mode."""
-    if model not in _known:
-        _known[model] = _examine(model)
-    return _known[model]
+    if model not in _examined:
+        _examined[model] = _examine(model)
+    return _examined[model]
 
 
 @contextmanager
@@ -88,10 +88,12 @@ def attending_by(model: PreTrainedModel, implementation: str) -> Generator[None]
 
 def flat_states(model: PreTrainedModel, ids: Tensor, positions: Tensor, **named: Any) -> Tensor:
     """Final states [tokens, hidden] of one flat sequence, whose attention is told by `named` who sees whom."""
+    return model.base_model(**_flat(ids, positions), use_cache=False, **named).last_hidden_state[0]
+
+
+def _flat(ids: Tensor, positions: Tensor) -> dict[str, Tensor]:
     unused = torch.zeros(1, 1, 1, 1, device=ids.device)  # of four dimensions: transformers then builds no mask itself
-    body = model.base_model
-    output = body(input_ids=ids[None], position_ids=positions[None], attention_mask=unused, use_cache=False, **named)
-    return output.last_hidden_state[0]
+    return {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": unused}
 
 
 def ordinary_tokens(config: PreTrainedConfig, count: int) -> Tensor:
@@ -120,15 +122,16 @@ def _examine(model: PreTrainedModel) -> Traits:
         obstacle = _obstacle(model, ids, expected, recorder)
     except Exception as error:  # whatever a model does that nobody has foreseen
         obstacle = _line(error)
+    sees, only_servers = (
+        f"layers of {name} see no more than",
+        "and engine=local has no such windows (engine=server has)",
+    )
+    windows = [Limit(window, f"{sees} {window} tokens, {only_servers}") for window in recorder.windows]
     limits = [
         Limit(positions, f"the configuration of {name} names {positions} positions"),
         Limit(independent, f"{name} changes the positions of all tokens in longer ones"),
+        *(Limit(window, f"{sees} {window} tokens") for window in recorder.masked if not obstacle),
     ]
-    sees = f"layers of {name} see no more than"
-    if not obstacle:
-        limits += [Limit(window, f"{sees} {window} tokens") for window in recorder.masked]
-    only_servers = "and engine=local has no such windows (engine=server has)"
-    windows = [Limit(window, f"{sees} {window} tokens, {only_servers}") for window in recorder.windows]
     return Traits(
         f"the attention of {name} cannot be replaced ({obstacle})" if obstacle else "",
         tuple(recorder.caches),
@@ -148,17 +151,15 @@ def _obstacle(model: PreTrainedModel, ids: Tensor, expected: Tensor, recorder: _
         return f"it has layers of another kind: {others}"
     if not model._supports_attention_backend:  # pyright: ignore[reportPrivateUsage]
         return "transformers has no interface for it"
-    recorder.register()
+    AttentionInterface.register(_RECORDED, recorder.attend)
+    AttentionMaskInterface.register(_RECORDED, recorder.mask)
     with attending_by(model, _RECORDED):
         _hidden(model, input_ids=ids[None, :2])  # for the masks
         recorder.caches.clear()
         recorder.layers.clear()
         recorder.depth = torch.tensor(DEPTH, device=ids.device)
-        unused = torch.zeros(1, 1, 1, 1, device=ids.device)  # of four dimensions: transformers then builds no mask
-        found = _hidden(
-            model, input_ids=ids[None], position_ids=recorder.depth[None], attention_mask=unused, forest=recorder.depth
-        )
-    if not recorder.unsupported_reason and not _same(found[0, torch.tensor(CONTEXTS)], expected):
+        states = _hidden(model, **_flat(ids, recorder.depth), forest=recorder.depth)
+    if not recorder.unsupported_reason and not _same(states[0, torch.tensor(CONTEXTS)], expected):
         return "branches of a conversation that share their beginning come out otherwise than by themselves"
     return recorder.unsupported_reason
 
@@ -177,8 +178,8 @@ def _independent(model: PreTrainedModel, ids: Tensor, alone: Tensor, high: int) 
         """In a pass that ends at position `length` - 1."""
         positions = torch.tensor([[*range(SHARED), length - 1]], device=ids.device)
         everything = torch.ones_like(positions)  # else a gap would be taken for the end of a sequence
-        found = _hidden(model, input_ids=ids[None, : SHARED + 1], position_ids=positions, attention_mask=everything)
-        return _same(found[0, :-1], alone)
+        states = _hidden(model, input_ids=ids[None, : SHARED + 1], position_ids=positions, attention_mask=everything)
+        return _same(states[0, :-1], alone)
 
     try:
         if high <= SHARED + 1 or same(high):
@@ -195,8 +196,8 @@ def _longest(holds: Callable[[int], bool], low: int, high: int) -> int:
     return bisect_left(range(high), True, low + 1, key=lambda number: not holds(number)) - 1
 
 
-def _same(found: Tensor, expected: Tensor) -> bool:
-    return bool((found - expected).norm() <= APART * expected.norm())
+def _same(states: Tensor, expected: Tensor) -> bool:
+    return bool((states - expected).norm() <= APART * expected.norm())
 
 
 def _line(error: Exception) -> str:
@@ -225,11 +226,6 @@ class _Recorder:
     unsupported_reason: str = ""
     _masks: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])  # and how far each reaches
 
-    def register(self) -> None:
-        """Make this the attention of models that attend by `_RECORDED`."""
-        AttentionInterface.register(_RECORDED, self.attend)
-        AttentionMaskInterface.register(_RECORDED, self.mask)
-
     def mask(self, *, mask_function: Rule, **shape: Any) -> Tensor:
         """transformers' own mask."""
         shape["allow_is_causal_skip"] = False
@@ -255,10 +251,9 @@ class _Recorder:
             elif attention_mask is not None and (attention_mask.numel() > 1 or attention_mask.any()):
                 self.unsupported_reason = "it makes masks of its own"
             attention_mask = _sees(self.depth, sliding_window)
-        found = scaled_dot_product_attention(
-            query, key, value, attention_mask, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
-        )
-        return found.transpose(1, 2), None
+        grouped = key.shape[1] != query.shape[1]
+        output = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=grouped)
+        return output.transpose(1, 2), None
 
     def _note_windows(self, mask: Tensor | None, sliding_window: int | None) -> None:
         """Of one call; a mask that was changed on its way may be any of those that were made."""
