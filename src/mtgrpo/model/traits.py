@@ -122,10 +122,8 @@ def _examine(model: PreTrainedModel) -> Traits:
         obstacle = _obstacle(model, ids, expected, recorder)
     except Exception as error:  # whatever a model does that nobody has foreseen
         obstacle = _line(error)
-    sees, only_servers = (
-        f"layers of {name} see no more than",
-        "and engine=local has no such windows (engine=server has)",
-    )
+    sees = f"layers of {name} see no more than"
+    only_servers = "and engine=local has no such windows (engine=server has)"
     windows = [Limit(window, f"{sees} {window} tokens, {only_servers}") for window in recorder.windows]
     limits = [
         Limit(positions, f"the configuration of {name} names {positions} positions"),
