@@ -128,10 +128,11 @@ def _share_out(micro_batches: list[MicroBatch], cost: Cost, ranks: int) -> list[
     A walk that several ranks share is cut between two micro-batches, and the open chains are computed by both.
     """
     units: list[list[MicroBatch]] = []
-    total = sum(micro.cost for micro in micro_batches)
-    for walk in _walks(micro_batches):
+    share = max(sum(micro.cost for micro in micro_batches) / ranks, 1e-9)
+    starts = [i for i, micro in enumerate(micro_batches) if not micro.given]  # of each walk, where nothing is given
+    for start, stop in pairwise([*starts, len(micro_batches)]):
+        walk = micro_batches[start:stop]
         before = [0.0, *accumulate(micro.cost for micro in walk)]
-        share = max(total / ranks, 1e-9)
         for number in range(ranks):
             part = [i for i in range(len(walk)) if min(int(before[i] / share), ranks - 1) == number]
             if part:
@@ -144,13 +145,6 @@ def _share_out(micro_batches: list[MicroBatch], cost: Cost, ranks: int) -> list[
     longest = max(map(len, shared))
     nothing = _empty(micro_batches[0])
     return [[*of_rank, *[nothing] * (longest - len(of_rank))] for of_rank in shared]
-
-
-def _walks(micro_batches: list[MicroBatch]) -> Iterator[list[MicroBatch]]:
-    """Runs of micro-batches that belong together: the first is given nothing, the others are."""
-    starts = [i for i, micro in enumerate(micro_batches) if not micro.given]
-    for start, stop in zip(starts, [*starts[1:], len(micro_batches)], strict=True):
-        yield micro_batches[start:stop]
 
 
 def open_before(walk: list[MicroBatch], place: int) -> list[MicroBatch]:

@@ -151,10 +151,10 @@ class Visibility:
         continues = (self.depth[1:] == self.depth[:-1] + 1) & (ends[1:] == ends[:-1])
         starts = [0, *((~continues).nonzero()[:, 0] + 1).tolist()]
         runs = list(zip(starts, [*starts[1:], len(ends)], strict=True))
-        own = [piece for a, b in runs for piece in _causal(a, b)]
+        causal = [piece for a, b in runs for piece in _causal(a, b)]
         below = ends[starts].tolist()
         above = [Piece(b, e, slice(a, b), first=False) for (a, b), e in zip(runs, below, strict=True) if e > b]
-        return own + above
+        return causal + above
 
     def _row_pieces(self, only_read: bool) -> list[Piece]:
         """The runs' pieces, without nodes before the first and after the last one in each that is a row, or is read."""

@@ -36,7 +36,7 @@ def use_liger(model: PreTrainedModel) -> list[str]:
 
 def fuse(model: PreTrainedModel) -> str:
     """As `use_liger`, on any device that runs the kernels."""
-    why: dict[str, str] = {}  # something is left as it is, by its name; "" = it is fused
+    reasons: dict[str, str] = {}  # why something is left as it is, by its name; "" = it is fused
     device, dtype = model.device, computes_in(model)
     rows = partial(torch.randn, 1, generator=torch.Generator(device).manual_seed(0), device=device)
     modules: list[Any] = list(model.base_model.modules())
@@ -44,47 +44,47 @@ def fuse(model: PreTrainedModel) -> str:
         name, home = type(module).__name__, sys.modules[type(module).__module__]
         if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             kind, hidden = subclass("Liger", _Norm, type(module)), rows(ROWS, len(module.weight))
-            why[name] = why.get(name) or _replace(module, "__class__", kind, module, hidden)
+            reasons[name] = reasons.get(name) or _replace(module, "__class__", kind, module, hidden)
         elif all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
             hidden = rows(ROWS, module.gate_proj.in_features).to(dtype)
             kind = subclass("Liger", _SwiGLU, type(module))
-            why[name] = why.get(name) or _replace(module, "__class__", kind, module, hidden)
-        elif hasattr(home, ROPE) and hasattr(module, "head_dim") and ROPE not in why:
-            if isinstance(own := getattr(home, ROPE), partial):  # as another model has left it
-                setattr(home, ROPE, own := own.args[0])
+            reasons[name] = reasons.get(name) or _replace(module, "__class__", kind, module, hidden)
+        elif hasattr(home, ROPE) and hasattr(module, "head_dim") and ROPE not in reasons:
+            if isinstance(original := getattr(home, ROPE), partial):  # as another model has left it
+                setattr(home, ROPE, original := original.args[0])
             query, key = (rows(heads, ROWS, module.head_dim).to(dtype) for heads in (4, 2))
-            call = partial(_turned, home, model.base_model)
-            why[ROPE] = _replace(home, ROPE, partial(_turn, own, device.type), call, query, key)
-    fused = ", ".join(name for name, reason in why.items() if not reason)
-    left = "".join(f"; {name} is left as it is: {reason}" for name, reason in why.items() if reason)
+            call = partial(_turn_first, home, model.base_model)
+            reasons[ROPE] = _replace(home, ROPE, partial(_turn, original, device.type), call, query, key)
+    fused = ", ".join(name for name, reason in reasons.items() if not reason)
+    left = "".join(f"; {name} is left as it is: {reason}" for name, reason in reasons.items() if reason)
     return f"kernels: liger-kernel {version('liger-kernel')} for {fused or 'nothing'}{left}"
 
 
-def _replace(owner: Any, name: str, new: object, call: Callable[..., Any], *given: Tensor) -> str:
+def _replace(owner: Any, name: str, new: object, call: Callable[..., Any], *inputs: Tensor) -> str:
     """Set `name` of `owner` to `new`, and back where `call` then gives something else; "" or why it was set back."""
-    own = getattr(owner, name)
+    original = getattr(owner, name)
     try:
-        expected = _results(call, given)
+        expected = _results(call, inputs)
         setattr(owner, name, new)
-        found = _results(call, given)
-        apart = [(a - b).norm() / b.norm().clamp(min=1e-9) for a, b in zip(found, expected, strict=True)]
-        most = max(APART[tensor.dtype] for tensor in (*given, *expected))
-        why = "" if all(distance <= most for distance in apart) else f"it differs by {max(apart).item():.1g}"
+        results = _results(call, inputs)
+        apart = [(a - b).norm() / b.norm().clamp(min=1e-9) for a, b in zip(results, expected, strict=True)]
+        most = max(APART[tensor.dtype] for tensor in (*inputs, *expected))
+        reason = "" if all(distance <= most for distance in apart) else f"it differs by {max(apart).item():.1g}"
     except Exception as error:  # whatever a model or a kernel does that nobody has foreseen
-        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    if why:
-        setattr(owner, name, own)
-    return why
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if reason:
+        setattr(owner, name, original)
+    return reason
 
 
 @torch.enable_grad()
-def _results(call: Callable[..., Any], given: tuple[Tensor, ...]) -> list[Tensor]:
-    """What `call` gives, and the gradients of what it is given and of its weights."""
-    leaves = [tensor.detach().requires_grad_() for tensor in given]
-    dtype, device = given[0].dtype, given[0].device.type
+def _results(call: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """What `call` gives for `inputs`, and the gradients of these and of its weights."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    dtype, device = inputs[0].dtype, inputs[0].device.type
     with torch.autocast(device, dtype, enabled=dtype.itemsize == 2):
-        found = call(*(leaf * 1 for leaf in leaves))  # a kernel may write into its input
-    results: list[Tensor] = [*found] if isinstance(found, tuple) else [found]
+        output = call(*(leaf * 1 for leaf in leaves))  # a kernel may write into its input
+    results: list[Tensor] = [*output] if isinstance(output, tuple) else [output]
     weights = [weight for weight in call.parameters() if weight.requires_grad] if isinstance(call, nn.Module) else []
     seeds = [torch.linspace(-1, 1, result.numel()).view_as(result).to(result) for result in results]
     return [*results, *torch.autograd.grad(results, [*leaves, *weights], seeds)]
@@ -108,17 +108,17 @@ class _SwiGLU(nn.Module):
 
 
 def _turn(
-    own: Callable[..., Any], device: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
+    original: Callable[..., Any], device: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
 ) -> Any:
-    """In the place of `own`, a module's function, which other models, elsewhere or in fp64, still run."""
+    """In the place of `original`, a module's function, which other models, elsewhere or in fp64, still run."""
     from liger_kernel.ops.rope import LigerRopeFunction  # noqa: PLC0415  an extra  # pyright: ignore
 
     if rest or named or q.device.type != device or cos.dtype is torch.float64:
-        return own(q, k, cos, sin, *rest, **named)
+        return original(q, k, cos, sin, *rest, **named)
     return LigerRopeFunction.apply(q.to(cos.dtype), k.to(cos.dtype), cos, sin)
 
 
-def _turned(home: Any, body: Any, query: Tensor, key: Tensor) -> Any:
+def _turn_first(home: Any, body: Any, query: Tensor, key: Tensor) -> Any:
     """What the attention of `home` makes of them at the first positions."""
     cos, sin = body.rotary_emb(query.float(), torch.arange(query.shape[2], device=query.device)[None])
     return getattr(home, ROPE)(query, key, cos, sin)

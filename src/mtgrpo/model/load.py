@@ -282,11 +282,11 @@ def saved_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def save_weights(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write `weights`, which may be a copy of the model's, with its configuration."""
-    own, of_head = split_value_head(weights)
+    of_model, of_head = split_value_head(weights)
     if has_adapter(model):
-        save_adapter(model, folder, own)
+        save_adapter(model, folder, of_model)
     else:
-        model.save_pretrained(folder, state_dict=own)
+        model.save_pretrained(folder, state_dict=of_model)
         _write_index(folder)
     if of_head:
         save_file(of_head, folder / VALUE_HEAD)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,17 +25,11 @@ MARGIN = 6.0  # how many times what the last bits do is still rounding
 HARMLESS = 0.01  # nats; a smaller difference is noted, but is no reason to end a run
 
 
-@dataclass(frozen=True)
-class Reference:
+class Reference(NamedTuple):
     """What a model says of one context, computed by its own forward pass over that context alone."""
 
     logprobs: Tensor  # [positions, vocabulary], of the next token
-    rounding: float  # nats, how far they move when the inputs change in their last bits
-
-    @property
-    def bound(self) -> float:
-        """The largest distance from `logprobs` that rounding explains, in nats."""
-        return MARGIN * self.rounding
+    bound: float  # nats, the largest distance from `logprobs` that rounding explains
 
 
 def ends_the_run(apart: float, bound: float) -> bool:
@@ -52,7 +45,8 @@ def reference(model: PreTrainedModel, context: Sequence[int] | Tensor, first: in
         hidden = model.base_model(input_ids=ids.expand(3, -1), use_cache=False).last_hidden_state
     measured = head_logits(model, hidden[:, -MEASURED:]).log_softmax(-1)
     moved = max(distance(measured[0], changed) for changed in measured[1:])
-    return Reference(head_logits(model, hidden[0, first:]).log_softmax(-1), max(moved, _unit(computes_in(model))))
+    rounding = max(moved, _unit(computes_in(model)))
+    return Reference(head_logits(model, hidden[0, first:]).log_softmax(-1), MARGIN * rounding)
 
 
 @contextmanager
@@ -79,13 +73,13 @@ def plain_logprobs(model: PreTrainedModel, context: Tensor) -> Tensor:
     return head_logits(model, hidden).log_softmax(-1)
 
 
-def distance(expected: Tensor, found: Tensor) -> float:
+def distance(expected: Tensor, actual: Tensor) -> float:
     """Root mean square of the difference in nats, each token of the vocabulary weighted by its probability.
 
     Both [positions, vocabulary] log-probabilities; NaN where one of them is not finite.
     """
-    squares = (expected.exp() * (found - expected).square()).nansum(-1)  # 0 * inf where nothing is expected is 0
-    return squares.mean().sqrt().item() if found.isfinite().any() and not found.isnan().any() else torch.nan
+    squares = (expected.exp() * (actual - expected).square()).nansum(-1)  # 0 * inf where nothing is expected is 0
+    return squares.mean().sqrt().item() if actual.isfinite().any() and not actual.isnan().any() else torch.nan
 
 
 def _unit(dtype: torch.dtype) -> float:

@@ -255,9 +255,9 @@ class _Recorder:
 
     def _note_windows(self, mask: Tensor | None, sliding_window: int | None) -> None:
         """Of one call; a mask that was changed on its way may be any of those that were made."""
-        made = [reach for own, reach in self._masks if own is mask] or [reach for _, reach in self._masks]
+        reaches = [reach for made, reach in self._masks if made is mask] or [reach for _, reach in self._masks]
         self.windows |= {sliding_window or 0} - {0}
-        self.masked |= {*(made if mask is not None else [])} - {0, sliding_window}
+        self.masked |= {*(reaches if mask is not None else [])} - {0, sliding_window}
 
 
 def _sees(depth: Tensor, window: int | None) -> Tensor:

@@ -27,7 +27,7 @@ from mtgrpo.engines.local.scheduler import MAX_PREFILL_TOKENS, Conversation, Req
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.out_of_memory import explained
-from mtgrpo.model.rounding import MARGIN, Reference, distance, plain_logprobs, reference
+from mtgrpo.model.rounding import Reference, distance, plain_logprobs, reference
 from mtgrpo.model.traits import ordinary_tokens, traits
 from mtgrpo.types import Attend, Completion, Finish, Sampling
 from mtgrpo.weights.source import ModelWeights, WeightSource
@@ -88,7 +88,7 @@ class LocalEngine(RunningEngine):
         self._kv_cache = kv_cache
         self._scheduler = Scheduler(kv_cache, MAX_PREFILL_TOKENS[model.device.type])
         self._planner = BatchPlanner(kv_cache, model.device, computes_in(model))
-        self._rounding = 0.0  # nats, that of the model when it was last measured
+        self._bound = 0.0  # nats that rounding explained when it was last measured
         self._changed = asyncio.Event()
         self._going = asyncio.Event()  # unset while paused
         self._going.set()
@@ -110,7 +110,7 @@ class LocalEngine(RunningEngine):
         """
         context = ordinary_tokens(self._model.config, min(PROBE, self._longest)).to(self._model.device)
         expected = reference(self._model, context)
-        self._rounding = expected.rounding
+        self._bound = expected.bound
         apart = distance(expected.logprobs, self._through_cache(context))
         if self._forward.fused and not apart <= expected.bound:
             self._leave_fused(apart, expected)
@@ -295,9 +295,9 @@ class LocalEngine(RunningEngine):
         recent = torch.tensor(self._recent[:CHECKED] or ordinary_tokens(self._model.config, CHECKED).tolist())
         context = recent.to(self._model.device)
         logprobs = self._forward.logprobs(context)
-        if not distance(plain_logprobs(self._model, context), logprobs) <= MARGIN * self._rounding:
+        if not distance(plain_logprobs(self._model, context), logprobs) <= self._bound:
             expected = reference(self._model, context)
-            self._rounding = expected.rounding
+            self._bound = expected.bound
             if not (apart := distance(expected.logprobs, logprobs)) <= expected.bound:
                 self._leave_fused(apart, expected)
 
