@@ -112,14 +112,42 @@ def pack(
     """
     if len(entries) == 0:
         return [Packing([], distinct=0, computed=0) for _ in range(ranks)]
-    needed = _Needed.of(batch, entries)
+    # A target is a sampled node with the set of tokens that was kept there; entries that agree in both share it.
+    sampled, kept = batch.node[entries], batch.kept
+    if kept is not None:
+        sampled = sampled * kept.sets + kept.number[entries]
+    sampled, target = sampled.unique(return_inverse=True)
+    if kept is not None:
+        kept, sampled = replace(kept, number=sampled % kept.sets), sampled // kept.sets
+    parent, token = batch.forest.parent[sampled], batch.forest.token[sampled]
+    needed = batch.forest.with_ancestors(parent)
+    forest, parent = batch.forest.subset(needed), torch.searchsorted(needed, parent)
+
     if layout is Layout.forest:
-        places = _as_forests(needed, token_budget, cost, ranks)
+        node_costs = cost.token + cost.pair * (forest.depth.double() + 1)
+        node_costs[parent.unique()] += cost.read
+        inputs, home, index = _as_forests(forest, node_costs, token_budget, ranks)
     else:
-        places = _as_padded_rows(needed, token_budget, ranks)
-    by_rank = _share_out(needed.read_from(*places, cost), cost, ranks)
+        inputs, home, index = _as_padded_rows(forest, token_budget, ranks)
+    home = home[parent]
+    targets_read, entries_read = _by_label(home, len(inputs)), _by_label(home[target], len(inputs))
+    micro_batches: list[MicroBatch] = []
+    for micro, targets, places in zip(inputs, targets_read, entries_read, strict=True):
+        pairs, reads = int((micro.position.flatten()[micro.given :] + 1).sum()), len(parent[targets].unique())
+        micro_batches.append(
+            replace(
+                micro,
+                parent=index[parent[targets]],
+                token=token[targets],
+                entries=entries[places],
+                target=torch.searchsorted(targets, target[places]),
+                cost=cost.token * micro.computed + cost.pair * pairs + cost.read * reads,
+                kept=None if kept is None else replace(kept, number=kept.number[targets]),
+            )
+        )
+    by_rank = _share_out(micro_batches, cost, ranks)
     computed = sum(micro.computed * (1 if micro.held else 2) for of_rank in by_rank for micro in of_rank)
-    return [Packing(of_rank, len(needed.forest), computed) for of_rank in by_rank]
+    return [Packing(of_rank, len(forest), computed) for of_rank in by_rank]
 
 
 def _share_out(micro_batches: list[MicroBatch], cost: Cost, ranks: int) -> list[list[MicroBatch]]:
@@ -170,72 +198,11 @@ _Places = tuple[list[MicroBatch], Tensor, Tensor]
 """Micro-batches in which nothing is read yet; [nodes] where each hidden state is read: micro-batch, row*width+column"""
 
 
-@dataclass(frozen=True)
-class _Needed:
-    """The nodes that have to be computed, and what is read from them.
-
-    A target is a sampled node with the set of tokens that was kept there; entries that agree in both share it.
-    """
-
-    forest: Forest
-    parent: Tensor  # [targets], node of `forest`
-    token: Tensor  # [targets]
-    entries: Tensor  # [n]
-    target: Tensor  # [n]
-    kept: Kept | None  # [targets]
-
-    @classmethod
-    def of(cls, batch: Batch, entries: Tensor) -> _Needed:
-        wanted, kept = batch.node[entries], batch.kept
-        if kept is not None:
-            wanted = wanted * kept.sets + kept.number[entries]
-        sampled, target = wanted.unique(return_inverse=True)
-        if kept is not None:
-            kept, sampled = replace(kept, number=sampled % kept.sets), sampled // kept.sets
-        parent = batch.forest.parent[sampled]
-        nodes = batch.forest.with_ancestors(parent)
-        return cls(
-            forest=batch.forest.subset(nodes),
-            parent=torch.searchsorted(nodes, parent),
-            token=batch.forest.token[sampled],
-            entries=entries,
-            target=target,
-            kept=kept,
-        )
-
-    def costs(self, cost: Cost) -> Tensor:
-        """Of every node."""
-        of_node = cost.token + cost.pair * (self.forest.depth.double() + 1)
-        of_node[self.parent.unique()] += cost.read
-        return of_node
-
-    def read_from(self, inputs: list[MicroBatch], home: Tensor, index: Tensor, cost: Cost) -> list[MicroBatch]:
-        """The micro-batches with the targets and entries that are read in each."""
-        home = home[self.parent]
-        targets, places = _by_label(home, len(inputs)), _by_label(home[self.target], len(inputs))
-        micro_batches: list[MicroBatch] = []
-        for micro, mine, place in zip(inputs, targets, places, strict=True):
-            pairs, reads = int((micro.position.flatten()[micro.given :] + 1).sum()), len(self.parent[mine].unique())
-            micro_batches.append(
-                replace(
-                    micro,
-                    parent=index[self.parent[mine]],
-                    token=self.token[mine],
-                    entries=self.entries[place],
-                    target=torch.searchsorted(mine, self.target[place]),
-                    cost=cost.token * micro.computed + cost.pair * pairs + cost.read * reads,
-                    kept=None if self.kept is None else replace(self.kept, number=self.kept.number[mine]),
-                )
-            )
-        return micro_batches
-
-
-def _as_forests(needed: _Needed, token_budget: int, cost: Cost, ranks: int) -> _Places:
-    forest = needed.forest
+def _as_forests(forest: Forest, node_costs: Tensor, token_budget: int, ranks: int) -> _Places:
     roots = [*(forest.depth == 0).nonzero()[:, 0].tolist(), len(forest)]
     trees = list(pairwise(roots))
     small = [(start, stop) for start, stop in trees if stop - start <= token_budget]
-    groups = _group(small, needed.costs(cost), token_budget, ranks)
+    groups = _group(small, node_costs, token_budget, ranks)
     home, index = torch.empty(2, len(forest), dtype=torch.long)
     inputs: list[MicroBatch] = []
 
@@ -251,7 +218,7 @@ def _as_forests(needed: _Needed, token_budget: int, cost: Cost, ranks: int) -> _
         trunk, branches = _branches(forest, root, stop)
         room = token_budget - len(trunk)
         if len(trunk) <= MAX_TRUNK_SHARE * token_budget and all(end - start <= room for start, end in branches):
-            for members in _group(branches, needed.costs(cost), room, ranks):
+            for members in _group(branches, node_costs, room, ranks):
                 add(NONE, torch.cat([trunk, *(torch.arange(*branches[i]) for i in sorted(members))]))
             continue
         for start, end, opens, held in _parts(forest, root, stop, token_budget):
@@ -316,8 +283,7 @@ def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> Iterator[
         start = end
 
 
-def _as_padded_rows(needed: _Needed, token_budget: int, ranks: int) -> _Places:
-    forest = needed.forest
+def _as_padded_rows(forest: Forest, token_budget: int, ranks: int) -> _Places:
     paths = sorted(forest.leaf_paths(), key=len, reverse=True)
     if len(paths[0]) > token_budget:
         raise ConfigError(
