@@ -195,7 +195,9 @@ class _Plan:
     temperature: float
     precision: Head
     tiles: list[_Tile]
-    tile_size: int  # logits of the largest one
+    tile_size: (
+        int  # logits of the largest one: a buffer of so many serves all, for fresh memory is slower than the work
+    )
 
     @staticmethod
     def of(
@@ -216,10 +218,6 @@ class _Plan:
             across, down = slice(left, min(left + width, vocabulary)), slice(top, min(top + height, rows))
             tiles.append(_Tile(down, across, i % columns, pairs, (row[pairs] - top, token[pairs] - left)))
         return _Plan(row, token // width, columns, temperature, precision, tiles, height * width)
-
-    def buffer(self, like: Tensor) -> Tensor:
-        """Room for any one tile: fresh memory for each costs more than what is computed in it."""
-        return like.new_empty(self.tile_size)
 
     def logits(self, tile: _Tile, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
         """head(hidden) / temperature of one tile, in `buffer`."""
@@ -261,20 +259,20 @@ class _Tiled(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         maximum, log_sum, entropy = hidden.new_empty(3, plan.columns, len(hidden))
         logp = hidden.new_empty(len(plan.row))
-        room, more = plan.buffer(hidden), plan.buffer(hidden)
+        buffer, scratch = (hidden.new_empty(plan.tile_size) for _ in range(2))
         keep = keep and any(ctx.needs_input_grad)
-        saved = plan.tiles[-max(1, KEPT_BYTES // max(1, room.nbytes)) :] if keep else []
+        saved = plan.tiles[-max(1, KEPT_BYTES // max(1, buffer.nbytes)) :] if keep else []
         stored: list[Tensor] = []
         for number, tile in enumerate(plan.tiles, len(saved) - len(plan.tiles)):
             at = (tile.column, tile.rows)
-            logits = plan.logits(tile, hidden, weight, bias, room)
+            logits = plan.logits(tile, hidden, weight, bias, buffer)
             maximum[at] = logits.amax(-1)
             logits.sub_(maximum[at][:, None])
             logp[tile.pairs] = logits[tile.pair_at]
             if number >= 0:
-                more = torch.empty_like(room)
-                stored.append(more)
-            weights = torch.exp(logits, out=tile.view(more))
+                scratch = torch.empty_like(buffer)
+                stored.append(scratch)
+            weights = torch.exp(logits, out=tile.view(scratch))
             total = weights.sum(-1)
             log_sum[at] = total.log()
             entropy[at] = log_sum[at] - logits.mul_(weights).sum(-1) / total
@@ -304,15 +302,15 @@ class _Tiled(torch.autograd.Function):
         if grad_entropy is not None:
             grad_entropy = grad_entropy / plan.temperature
             spread.addcmul_(grad_entropy, entropy)
-        room, more = plan.buffer(hidden), plan.buffer(hidden)
+        buffer, scratch = (hidden.new_empty(plan.tile_size) for _ in range(2))
         with torch.autocast(hidden.device.type, enabled=False):
             for number, tile in enumerate(plan.tiles, len(stored) - len(plan.tiles)):
                 rows = tile.rows
                 if number >= 0:
-                    d = torch.mul(tile.view(stored[number]), share[tile.column, rows, None], out=tile.view(room))
+                    d = torch.mul(tile.view(stored[number]), share[tile.column, rows, None], out=tile.view(buffer))
                 else:
-                    d = plan.logits(tile, hidden, weight, bias, room).sub_(normaliser[rows, None]).exp_()
-                p_log_p = None if grad_entropy is None else torch.xlogy(d, d, out=tile.view(more))
+                    d = plan.logits(tile, hidden, weight, bias, buffer).sub_(normaliser[rows, None]).exp_()
+                p_log_p = None if grad_entropy is None else torch.xlogy(d, d, out=tile.view(scratch))
                 d.mul_(-spread[rows, None])
                 if grad_entropy is not None and p_log_p is not None:
                     d.addcmul_(p_log_p, grad_entropy[rows, None], value=-1)
@@ -328,9 +326,9 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
         logits = hidden.new_empty(len(plan.row))
-        room = plan.buffer(hidden)
+        buffer = hidden.new_empty(plan.tile_size)
         for tile in plan.tiles:
-            logits[tile.pairs] = plan.logits(tile, hidden, weight, bias, room)[tile.pair_at]
+            logits[tile.pairs] = plan.logits(tile, hidden, weight, bias, buffer)[tile.pair_at]
         ctx.save_for_backward(hidden, weight, bias)
         ctx.plan = plan
         return logits
@@ -341,9 +339,9 @@ class _Read(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         plan: _Plan = ctx.plan
         gradients = _Gradients((hidden, weight, bias), ctx.needs_input_grad, plan.precision)
-        room, grad = plan.buffer(hidden), grad / plan.temperature
+        buffer, grad = hidden.new_empty(plan.tile_size), grad / plan.temperature
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in plan.tiles:
-                d = tile.view(room).zero_()
+                d = tile.view(buffer).zero_()
                 gradients.add(tile, d.index_put_(tile.pair_at, grad[tile.pairs], accumulate=True))
         return gradients.hidden, gradients.weight, gradients.bias, None
