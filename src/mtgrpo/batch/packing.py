@@ -189,7 +189,7 @@ def open_before(walk: list[MicroBatch], place: int) -> list[MicroBatch]:
 
 
 def _empty(like: MicroBatch) -> MicroBatch:
-    """One with nothing to compute, laid out like another."""
+    """A micro-batch with nothing to compute, laid out like another."""
     forest = None if like.forest is None else like.forest.subset(NONE)
     return MicroBatch(NONE[None], NONE[None], forest, kept=like.unread(Cost(0, 0, 0)).kept)
 

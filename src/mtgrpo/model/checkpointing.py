@@ -50,7 +50,7 @@ def subclass(prefix: str, kernel: type[nn.Module], kind: type[nn.Module]) -> typ
 
 
 class _Checkpointed(nn.Module):
-    """Before the class of a layer. No state of random numbers is kept: nothing in a layer draws any."""
+    """Stands before the class of a layer. It keeps no state of random numbers, for nothing in a layer draws any."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         layer = super().__call__

@@ -95,7 +95,7 @@ class _Multiply(torch.autograd.Function):
 
 @torch.no_grad()
 def _is_plain_norm(norm: nn.Module) -> bool:
-    """By what it does: some families scale by 1 + weight, or compute in another way."""
+    """Whether `norm` computes x / rms(x) * weight; it is run, for some families scale by 1 + weight, or otherwise."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
     if not isinstance(weight, Tensor) or eps is None or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return False
@@ -105,7 +105,7 @@ def _is_plain_norm(norm: nn.Module) -> bool:
 
 
 class _FusedNorm(nn.Module):
-    """Before the class of a norm."""
+    """Stands before the class of a norm."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if hidden_states.dtype != torch.float32 or hidden_states.device.type != "cpu" or torch.compiler.is_compiling():

@@ -164,7 +164,7 @@ class _Cut:
         return logp[self.sampled], -self._sum(logp.exp() * logp)[self.drawn]
 
     def _sum(self, amounts: Tensor) -> Tensor:
-        """Over each distribution, one after the other: many small ones would be lost in fp32."""
+        """The sum over each distribution, in fp64: many small amounts would be lost in fp32."""
         total = amounts.new_zeros(self.count, dtype=torch.float64).index_add(0, self.distribution, amounts.double())
         return total.to(amounts)
 
@@ -229,7 +229,7 @@ class _Plan:
 
 
 class _Gradients:
-    """Those of hidden, weight and bias, where they are needed, added up tile by tile."""
+    """The gradients of hidden, weight and bias, where they are needed, added up tile by tile."""
 
     def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], needed: tuple[bool, ...], precision: Head) -> None:
         self._hidden, self._weight, _ = inputs

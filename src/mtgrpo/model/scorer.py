@@ -100,7 +100,7 @@ class Scorer(nn.Module):
 
 
 class _WhereRead(nn.Module):
-    """Before the class of the last layer's MLP, which runs at the nodes that are read alone.
+    """Stands before the class of the last layer's MLP, which then runs at the nodes that are read alone.
 
     Which these are comes with the keyword arguments of the layer, also when activation checkpointing runs it again.
     Where the MLP gives more than one tensor, it computes everything.
@@ -130,7 +130,7 @@ def _compute_where_read(model: PreTrainedModel) -> None:
 
 
 def _hand_on_read(layer: Any, _inputs: Any, named: dict[str, Any]) -> None:
-    """Before the layer."""
+    """A hook before the last layer: tells its MLP which nodes are read."""
     forest = named.get("forest")
     layer.mlp.read = forest.read if isinstance(forest, Visibility) else None
 

@@ -67,7 +67,7 @@ class Skeleton:
         return [weight for weight in self.model.parameters() if weight.requires_grad]
 
     def kv_cache_bytes(self) -> int:
-        """Of one token: its keys and values in all layers."""
+        """The bytes of one token's keys and values in all layers."""
         self._caches.clear()
         with self._mode, self._attending(), torch.no_grad():
             ids = torch.zeros(2, dtype=torch.long)
@@ -95,7 +95,7 @@ class Skeleton:
         return counting.most
 
     def head_bytes(self, tokens: int) -> int:
-        """What of `training_bytes` is tiles of logits."""
+        """The bytes of `training_bytes` that are tiles of logits."""
         with self._mode:
             hidden = torch.empty(tokens, 0, dtype=torch.promote_types(self.model.dtype, torch.float32))
             return sum(_tile_bytes(hidden, head_of(self.model).weight))
@@ -220,7 +220,7 @@ class _Head(torch.autograd.Function):
 
 
 def _tile_bytes(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
-    """Of the tiles that are worked on, and of those that are kept."""
+    """The bytes of the tiles that are worked on, and of those that are kept."""
     logits = len(hidden) * len(weight) * hidden.itemsize
     return 2 * min(TILE_BYTES, logits), min(KEPT_BYTES, logits)
 

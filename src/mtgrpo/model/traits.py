@@ -68,7 +68,7 @@ _examined: WeakKeyDictionary[PreTrainedModel, Traits] = WeakKeyDictionary()
 
 
 def traits(model: PreTrainedModel) -> Traits:
-    """Those of `model`, which must be in evaluation mode."""
+    """The traits of `model`, which must be in evaluation mode; they are found once."""
     if model not in _examined:
         _examined[model] = _examine(model)
     return _examined[model]
@@ -254,7 +254,7 @@ class _Recorder:
         return output.transpose(1, 2), None
 
     def _note_windows(self, mask: Tensor | None, sliding_window: int | None) -> None:
-        """Of one call; a mask that was changed on its way may be any of those that were made."""
+        """Note the windows of one call; a mask that was changed on its way may be any of those that were made."""
         reaches = [reach for made, reach in self._masks if made is mask] or [reach for _, reach in self._masks]
         self.windows |= {sliding_window or 0} - {0}
         self.masked |= {*(reaches if mask is not None else [])} - {0, sliding_window}
