@@ -34,7 +34,7 @@ class Prefix:
         if self._count and layer not in self._own:
             keys, values = key[:, :, : self._count], value[:, :, : self._count]
             self._own[layer] = keys, values
-            self._leaves.setdefault(layer, (keys.detach().requires_grad_(), values.detach().requires_grad_()))
+            self._leaves.setdefault(layer, (_leaf(keys), _leaf(values)))
         path, chain = [(key, value)], self.above
         while chain is not None:
             path.insert(0, chain._leaves[layer])
@@ -89,3 +89,7 @@ def passes(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Pr
             yield micro, prefix, Pass.loss
         if not (entered and micro.opens):
             yield micro, prefix, Pass.backward
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
