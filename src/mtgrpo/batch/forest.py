@@ -123,8 +123,19 @@ def build_forest(rows: Sequence[Sequence[int]]) -> tuple[Forest, list[Tensor]]:
     lengths = np.array([len(rows[i]) for i in order], dtype=np.int64)
     row = np.repeat(np.arange(len(rows)), lengths)  # of each token; rows in sorted order from here on
     column = np.arange(len(tokens)) - np.repeat(lengths.cumsum() - lengths, lengths)
-    new = column >= _common_prefixes(tokens, lengths, row, column)[row]
-    node = _number(new, column)
+    length_before = np.concatenate([[0], lengths[:-1]])[row]
+    above = np.arange(len(tokens)) - length_before  # the token of the row before in the same column, if it has one
+    differs = (column >= length_before) | (tokens != tokens[above])
+    common = lengths.copy()  # how many tokens each row has in common with the row before it
+    np.minimum.at(common, row[differs], column[differs])
+    new = column >= common[row]
+
+    # A new token is the next node, any other one the node of the last new token in its column. Small integer types sort
+    # fastest. The first token of each column is new, so none is filled from another column.
+    by_column = np.argsort(column.astype(np.min_scalar_type(column.max(initial=0))), kind="stable")
+    last_new = np.maximum.accumulate(np.where(new[by_column], np.arange(len(new)), 0))
+    node = new.cumsum() - 1
+    node[by_column] = node[by_column][last_new]
 
     count = int(new.sum())
     forest = {name: np.empty(count, dtype=np.int64) for name in ("token", "parent", "depth", "subtree_end")}
@@ -151,28 +162,6 @@ def _sort(rows: Sequence[Sequence[int]]) -> tuple[list[int], NDArray[np.int64]]:
         start = stop
     order = sorted(range(len(rows)), key=keys.__getitem__)
     return order, np.frombuffer(b"".join(keys[i] for i in order), dtype=">u4").astype(np.int64)
-
-
-def _common_prefixes(
-    tokens: NDArray[np.int64], lengths: NDArray[np.int64], row: NDArray[np.int64], column: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """How many tokens each row has in common with the row before it, [rows]."""
-    length_before = np.concatenate([[0], lengths[:-1]])[row]
-    above = np.arange(len(tokens)) - length_before  # the token of the row before in the same column, if it has one
-    differs = (column >= length_before) | (tokens != tokens[above])
-    common = lengths.copy()
-    np.minimum.at(common, row[differs], column[differs])
-    return common
-
-
-def _number(new: NDArray[np.bool_], column: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The node of each token: the next number for a new one, else that of the last new token in its column."""
-    # Small integer types sort fastest. The first token of each column is new, so none is filled from another column.
-    by_column = np.argsort(column.astype(np.min_scalar_type(column.max(initial=0))), kind="stable")
-    last_new = np.maximum.accumulate(np.where(new[by_column], np.arange(len(new)), 0))
-    node = new.cumsum() - 1
-    node[by_column] = node[by_column][last_new]
-    return node
 
 
 def build_batch(trajectories: Sequence[Trajectory]) -> Batch:

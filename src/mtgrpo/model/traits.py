@@ -145,8 +145,10 @@ def _smallest(limits: list[Limit]) -> Limit:
 
 def _obstacle(model: PreTrainedModel, ids: Tensor, expected: Tensor, recorder: _Recorder) -> str:
     """Replace the attention by `recorder`, over a forest; why that does not give the states that are `expected`."""
-    if others := _other_layers(model):
-        return f"it has layers of another kind: {others}"
+    mixers = {*(getattr(model.config, "layer_types", None) or [])}
+    others = sorted(mixers - {"full_attention", "sliding_attention", "chunked_attention"})
+    if others or model._is_stateful:  # pyright: ignore[reportPrivateUsage]
+        return f"it has layers of another kind: {', '.join(others) or 'recurrent'}"
     if not model._supports_attention_backend:  # pyright: ignore[reportPrivateUsage]
         return "transformers has no interface for it"
     AttentionInterface.register(_RECORDED, recorder.attend)
@@ -160,13 +162,6 @@ def _obstacle(model: PreTrainedModel, ids: Tensor, expected: Tensor, recorder: _
     if not recorder.unsupported_reason and not _same(states[0, torch.tensor(CONTEXTS)], expected):
         return "branches of a conversation that share their beginning come out otherwise than by themselves"
     return recorder.unsupported_reason
-
-
-def _other_layers(model: PreTrainedModel) -> str:
-    """The kinds of layers that mix tokens in another way than by softmax attention; "" when there are none."""
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    others = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
-    return ", ".join(others) or ("recurrent" if model._is_stateful else "")  # pyright: ignore[reportPrivateUsage]
 
 
 def _independent(model: PreTrainedModel, ids: Tensor, alone: Tensor, high: int) -> int:
