@@ -64,7 +64,7 @@ class Served(Ours):
         self._runner = asyncio.Runner()
         self._runner.run(self._engine.load_weights(ModelWeights(model, 0)))
         (self._replica,) = self._engine._replicas
-        guard = self._replica.process._guard.pid
+        guard = self._replica.process.program.pid
         self._group = int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
         self._signal(signal.SIGSTOP)
 

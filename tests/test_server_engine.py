@@ -23,6 +23,8 @@ from mtgrpo.engines.auto import Auto
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.server import Server, Sync
 from mtgrpo.engines.server import engine as server_engine
+from mtgrpo.engines.server.push import Adapter, Files, Nothing, Proof, ProofError
+from mtgrpo.engines.server.replica import HOT
 from mtgrpo.engines.server.vllm import VLLM, environment
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.memory import Phase, estimate
@@ -30,7 +32,6 @@ from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.rounding import plain_logprobs
 from mtgrpo.model.settings import DType, LoRA
 from mtgrpo.model.traits import ordinary_tokens
-from mtgrpo.weights.push import HOT, Adapter, Files, Nothing, Proof, ProofError
 from mtgrpo.weights.source import ModelWeights
 from saving import save_model
 from test_memory import named, row
@@ -65,10 +66,10 @@ def adapted(folder: Path) -> PreTrainedModel:
 def test_a_proof_accepts_the_same_weights_and_names_both_numbers_for_others() -> None:
     model = load_model(ModelSettings("tiny"), 0)
     tokens = ordinary_tokens(model.config, 64).tolist()
-    proof = Proof.of(ModelWeights(model, 7), tokens)
+    proof = Proof(ModelWeights(model, 7), tokens)
     assert proof.check(listed(model, tokens), "server 0") < 1e-5
     stale = listed(model, tokens)
-    proof = Proof.of(ModelWeights(changed(model, 1e-3), 8), tokens)  # about one optimiser step
+    proof = Proof(ModelWeights(changed(model, 1e-3), 8), tokens)  # about one optimiser step
     with pytest.raises(ProofError, match="server 0 does not hold the trainer's weights: after update 8") as failed:
         proof.check(stale, "server 0")
     found = re.search(r"by (\S+) nats, and (\S+) are accepted", str(failed.value))
@@ -77,7 +78,7 @@ def test_a_proof_accepts_the_same_weights_and_names_both_numbers_for_others() ->
 
 def test_a_proof_fails_where_nothing_is_known() -> None:
     model = load_model(ModelSettings("tiny"), 0)
-    proof = Proof.of(ModelWeights(model, 0), [5, 6, 7])
+    proof = Proof(ModelWeights(model, 0), [5, 6, 7])
     right = listed(model, [5, 6, 7])
     cold = plain_logprobs(model, torch.tensor([5, 6, 7]))[-1, 343].item()  # not at the temperature that is sampled with
     for found in ([], right[1:], [*right[:-1], {343: math.nan}], [*right[:-1], {343: cold}]):
@@ -88,7 +89,7 @@ def test_a_proof_fails_where_nothing_is_known() -> None:
 def test_the_tolerance_follows_the_dtype() -> None:
     kinds = (DType.float32, DType.bfloat16, DType.float16)
     exact, *rounded = (
-        Proof.of(ModelWeights(load_model(ModelSettings("tiny", kind), 0), 0), [5, 6, 7]).bound for kind in kinds
+        Proof(ModelWeights(load_model(ModelSettings("tiny", kind), 0), 0), [5, 6, 7]).bound for kind in kinds
     )
     assert exact == 1e-4 and min(rounded) >= 1e-2
 
@@ -98,7 +99,7 @@ def test_the_tolerance_follows_the_dtype() -> None:
 
 def test_files_are_a_model_whose_head_is_its_own(tmp_path: Path) -> None:
     model = load_model(ModelSettings("tiny", value_head=True), 0)
-    push = Files(tmp_path, torch.float32)
+    push = Files(tmp_path, ModelWeights(model))
     for version in (1, 2):
         written = push.write(ModelWeights(changed(model), version))
     config = json.loads((tmp_path / "served/config.json").read_text())
@@ -111,7 +112,7 @@ def test_files_are_a_model_whose_head_is_its_own(tmp_path: Path) -> None:
 
 def test_files_are_written_in_the_dtype_of_the_servers(tmp_path: Path) -> None:
     model = load_model(ModelSettings("tiny", DType.bfloat16), 0)
-    Files(tmp_path, torch.bfloat16).write(ModelWeights(model, 1))
+    Files(tmp_path, ModelWeights(model)).write(ModelWeights(model, 1))
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype="bfloat16")
     assert torch.equal(served.model.norm.weight, model.base_model.norm.weight.bfloat16())
 
@@ -130,9 +131,10 @@ def test_an_adapter_alone_is_pushed_under_the_name_of_its_version(tmp_path: Path
 
 
 def test_each_way_refuses_what_it_cannot_push(tmp_path: Path) -> None:
+    source = ModelWeights(load_model(ModelSettings("tiny"), 0))
     with pytest.raises(ConfigError, match=r"engine\.sync=adapter: the model has no adapter"):
-        Adapter(tmp_path, ModelWeights(load_model(ModelSettings("tiny"), 0)))
-    assert Nothing().write(ModelWeights(load_model(ModelSettings("tiny"), 0), 1)) == 0
+        Adapter(tmp_path, source)
+    assert Nothing(tmp_path, source).write(source) == 0
 
 
 # --- settings ---

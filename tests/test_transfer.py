@@ -26,18 +26,16 @@ from mtgrpo.config.helptext import help_text
 from mtgrpo.engines.auto import Auto
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.engines.server import Server, Sync
-from mtgrpo.engines.server.engine import ServerEngine
-from mtgrpo.engines.server.replica import HEALTH
-from mtgrpo.engines.server.start import started
+from mtgrpo.engines.server import transfer as module
+from mtgrpo.engines.server.engine import ServerEngine, started
+from mtgrpo.engines.server.push import Files
+from mtgrpo.engines.server.replica import HEALTH, LostError
+from mtgrpo.engines.server.transfer import IPC, NCCL, Transfer, buckets
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.settings import DType, LoRA
 from mtgrpo.types import Sampling
-from mtgrpo.weights import transfer as module
-from mtgrpo.weights.push import Files, LostError
-from mtgrpo.weights.push import Server as Receiver
 from mtgrpo.weights.source import ModelWeights
-from mtgrpo.weights.transfer import IPC, NCCL, Transfer, buckets
 from saving import save_model
 from test_engine import make_model
 from test_vllm import CLOSE, LONGEST, SMALL, apart, nudge, python, turn, until
@@ -47,8 +45,8 @@ __all__ = ["python"]  # a fixture
 SMALL_BUCKET = 2**19
 
 
-class Recorder(Receiver):
-    """Takes everything, and keeps what it was sent."""
+class Recorder:
+    """In the place of a server: takes everything, and keeps what it was sent."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
@@ -57,22 +55,16 @@ class Recorder(Receiver):
         self.asked.append((path, body))
         return {"world_size": 2}
 
-    async def reload(self, folder: Path) -> None:
-        raise AssertionError("nothing is read from files")
-
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        raise AssertionError("there is no adapter")
-
 
 class Mapped(IPC):
     """Through a file that both sides map, where there is no GPU; the other side is `vllm_mapped.py`."""
 
     backend = "mapped"
 
-    async def load(self, server: Receiver) -> None:
+    async def load(self, server: Any) -> None:
         await Transfer.load(self, server)
 
-    async def _send(self, server: Receiver, info: dict[str, Any], filled: torch.Tensor) -> None:
+    async def _send(self, server: Any, info: dict[str, Any], filled: torch.Tensor) -> None:
         path, sizes = self._folder.with_name("bucket"), [self._sizes[name] for name in info["names"]]
         filled.numpy().tofile(path)
         info |= {"tensor_sizes": sizes, "ipc_handles": {"cpu": [str(path), len(filled)]}}
@@ -164,7 +156,7 @@ def test_buckets_hold_every_weight_of_the_files_once_and_byte_for_byte(
     kind: DType, tmp_path: Path, small_buckets: None
 ) -> None:
     model, dtype = load_model(ModelSettings("tiny", kind, value_head=True), 0), getattr(torch, kind.value)
-    push, files = Mapped(tmp_path / "a", dtype), Files(tmp_path / "b", dtype)
+    push, files = Mapped(tmp_path / "a", ModelWeights(model)), Files(tmp_path / "b", ModelWeights(model))
     pushed = push.write(ModelWeights(model, 1))
     files.write(ModelWeights(model, 1))
     expected = load_file(tmp_path / "b/served/model.safetensors")
@@ -202,7 +194,7 @@ def test_a_weight_larger_than_a_bucket_has_one_of_its_own() -> None:
 
 def test_what_was_trained_since_is_not_current(tmp_path: Path) -> None:
     model, changes = load_model(ModelSettings("tiny"), 0), [0]
-    push = Mapped(tmp_path, torch.float32)
+    push = Mapped(tmp_path, ModelWeights(model))
     push.write(ModelWeights(model, 1, lambda: changes[0]))
     assert push.current
     changes[0] += 1
@@ -212,9 +204,9 @@ def test_what_was_trained_since_is_not_current(tmp_path: Path) -> None:
 
 
 def test_a_push_is_one_update_from_start_to_finish(tmp_path: Path, small_buckets: None) -> None:
-    server, push = Recorder(), Mapped(tmp_path, torch.bfloat16)
-    push.write(ModelWeights(load_model(ModelSettings("tiny"), 0), 1))
-
+    server, source = Recorder(), ModelWeights(load_model(ModelSettings("tiny"), 0), 1)
+    push = Mapped(tmp_path, source)
+    push.write(source)
     asyncio.run(meet_and_load(push, server))
     first, start, *sent, finish = [path for path, _ in server.asked]
     assert first == "/init_weight_transfer_engine" and server.asked[0][1] == {"init_info": {"packed": True}}
@@ -240,8 +232,9 @@ def test_a_server_and_the_trainer_do_their_parts_of_nccl_at_once(
     tmp_path: Path, small_buckets: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_gpu(monkeypatch)
-    joined, push = threading.Event(), NCCL(tmp_path, torch.bfloat16)
-    push.write(ModelWeights(load_model(ModelSettings("tiny"), 0), 1))
+    source = ModelWeights(load_model(ModelSettings("tiny"), 0), 1)
+    joined, push = threading.Event(), NCCL(tmp_path, source)
+    push.write(source)
 
     class Refusing(Recorder):
         refused = ""
@@ -270,7 +263,7 @@ def test_a_server_and_the_trainer_do_their_parts_of_nccl_at_once(
     assert set(sent) == {"/update_weights"} and len(sent) > 1
 
 
-async def meet_and_load(push: Transfer, server: Receiver) -> None:
+async def meet_and_load(push: Transfer, server: Any) -> None:
     await push.meet(server)
     await push.load(server)
 
@@ -299,12 +292,13 @@ for words in told["words"]:
 @pytest.mark.real
 @pytest.mark.timeout(600)
 def test_vllm_accepts_what_it_is_told(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, ways = Recorder(), (IPC(tmp_path, torch.bfloat16), NCCL(tmp_path, torch.bfloat16))
+    source = ModelWeights(load_model(ModelSettings("tiny", DType.bfloat16), 0), 1)
+    server, ways = Recorder(), (IPC(tmp_path, source), NCCL(tmp_path, source))
     without_gpu(monkeypatch)
 
     async def tell() -> None:
         for push in ways:
-            push.write(ModelWeights(load_model(ModelSettings("tiny"), 0), 1))
+            push.write(source)
             await meet_and_load(push, server)
 
     asyncio.run(tell())
@@ -335,8 +329,8 @@ def test_a_server_that_begins_without_weights_takes_them_in_buckets_and_proves_i
 
 async def pushed(settings: Server, folder: Path) -> None:
     model = make_model()
-    push = Mapped(folder, torch.float32)
-    replicas = started(settings, push, ModelWeights(model), LONGEST, folder, folder)
+    push = Mapped(folder, ModelWeights(model))
+    replicas = started(settings, push, LONGEST, folder, folder)
     engine = ServerEngine(replicas, push, LONGEST, 900, False, folder)
     try:
         await samples_after_each_push(engine, model)
@@ -383,7 +377,7 @@ print(found.long().sum().item(), len(found))
 def test_another_process_reads_what_a_handle_names() -> None:
     space = torch.arange(2**22, device="cuda").to(torch.uint8)
     filled = space[: 2**21 + 7]
-    server, push = Recorder(), IPC(Path(), torch.uint8)
+    server, push = Recorder(), IPC(Path(), ModelWeights(load_model(ModelSettings("tiny"), 0)))
     push._sizes = {"a": len(filled)}
     asyncio.run(push._send(server, {"names": ["a"]}, filled))
     ((_, body),) = server.asked

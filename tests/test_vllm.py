@@ -24,14 +24,13 @@ from mtgrpo.engines import Key
 from mtgrpo.engines.local.sampling import truncate
 from mtgrpo.engines.server import Server
 from mtgrpo.engines.server.engine import ServerEngine
+from mtgrpo.engines.server.push import Nothing, ProofError
 from mtgrpo.engines.server.replica import Replica
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.rounding import plain_logprobs
 from mtgrpo.model.settings import LoRA
 from mtgrpo.types import Completion, Finish, Sampling
-from mtgrpo.weights.push import Nothing, ProofError
-from mtgrpo.weights.push import Server as WeightServer
 from mtgrpo.weights.source import ModelWeights, WeightSource
 from saving import save_model
 from test_engine import make_model
@@ -101,8 +100,8 @@ async def until(true: Callable[[], bool], seconds: float = 900) -> None:
 
 def server_of(replica: Replica) -> int:
     """The process id of the program under the reaper, which is its group's too."""
-    assert replica.process and replica.process._program
-    return child_of(child_of(replica.process._program.pid))
+    assert replica.process and replica.process.program
+    return child_of(child_of(replica.process.program.pid))
 
 
 def child_of(process: int) -> int:
@@ -202,7 +201,7 @@ async def loses_a_server(engine: ServerEngine, model: PreTrainedModel) -> None:
 async def loses_a_server_in_mid_push(engine: ServerEngine, model: PreTrainedModel) -> None:
     push, load, sampling = engine._push, engine._push.load, Sampling(max_new_tokens=400)
 
-    async def load_and_kill(server: WeightServer) -> None:
+    async def load_and_kill(server: Replica) -> None:
         loading = asyncio.ensure_future(load(server))
         if server is engine._replicas[0]:
             await asyncio.sleep(0.02)  # it reads the files
@@ -230,7 +229,7 @@ async def loses_a_server_in_mid_push(engine: ServerEngine, model: PreTrainedMode
 
 
 async def notices_what_was_not_pushed(engine: ServerEngine, model: PreTrainedModel) -> None:
-    push, engine._push = engine._push, Nothing()
+    push, engine._push = engine._push, Nothing(engine._exchange, ModelWeights(model))
     nudge(model)
     with pytest.raises(ProofError, match=r"server \d does not hold the trainer's weights: after update 3"):
         await engine.load_weights(ModelWeights(model, 3))
@@ -332,7 +331,7 @@ async def use(url: str, base: Path, folder: Path, process: subprocess.Popen[byte
             assert found.versions == [version] * 20 and apart(model, [20, 30, 40], found, Sampling()) < CLOSE
             nudge(model, 1e-2)
         assert engine.metrics["push_bytes"] < 2e5 if rank else engine.metrics["push_bytes"] > 1e6
-        engine._push = Nothing()
+        engine._push = Nothing(folder, ModelWeights(model))
         with pytest.raises(ProofError, match=f"the server at {url} does not hold .* after update 3"):
             await engine.load_weights(ModelWeights(model, 3))
         await engine.close()

@@ -19,12 +19,12 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import copy_bytes
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, check_room, memory_bytes, whole_blocks
 from mtgrpo.engines.server import Server
+from mtgrpo.engines.server.transfer import BUCKET_BYTES
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.settings import FROM_SCRATCH, Quantization
 from mtgrpo.model.skeleton import Skeleton
 from mtgrpo.policy.optimizer import make_optimizers
 from mtgrpo.policy.settings import Kind
-from mtgrpo.weights.transfer import BUCKET_BYTES
 
 USABLE = 0.92  # of the device's memory; the rest is lost between the blocks of the allocator
 LIBRARIES = {"cpu": 600_000_000, "cuda": 1_000_000_000}  # bytes that torch and transformers, or the CUDA context, take

@@ -151,6 +151,11 @@ class Sampling:
         require(self, temperature=">= 0 and <= 100 (0 = greedy)", top_p="> 0 and <= 1", top_k=">= 0 (0 = off)")
         require(self, min_p=">= 0 and < 1", max_new_tokens=">= 1", timeout_s=">= 0 (0 = none)")
 
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are cut off before one is sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtgrpo.engines.server.replica import FINISHES, Part, Replica
-from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.engines.server.replica import FINISHES, HOT, LostError, Part, Replica
+from mtgrpo.errors import EngineError
 from mtgrpo.types import Sampling
-from mtgrpo.weights.push import HOT, LostError
 
 
 class SGLang(Replica):
@@ -59,7 +58,3 @@ class SGLang(Replica):
         answer = await self.ask("POST", "/update_weights_from_disk", {"model_path": str(folder)})
         if not answer["success"]:
             raise EngineError(f"{self.name} could not read {folder}: {answer['message']}")
-
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        """Raises ConfigError: not built."""
-        raise ConfigError("engine.kind=sglang takes no adapters: set engine.kind=vllm, or train all weights")

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from peft import LoraConfig
-from torch import Size, Tensor
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import CONFIG_NAME
@@ -31,24 +31,12 @@ class WeightSource(Protocol):
     dtype: torch.dtype  # of the forward pass
     lora: LoraConfig | None  # of the adapters, where they alone are trained
     size: int  # weights in all, the frozen ones among them
+    traits: Traits  # what an engine must know of the model's attention
+    cuts_trees: bool  # whether a tree of contexts may be trained in parts that are smaller than its longest context
 
     @property
     def changes(self) -> int:
         """How often the optimiser has changed the weights; any number of times within a training step."""
-        ...
-
-    @property
-    def traits(self) -> Traits:
-        """What an engine must know of the model's attention."""
-        ...
-
-    @property
-    def cuts_trees(self) -> bool:
-        """Whether a tree of contexts may be trained in parts that are smaller than its longest context."""
-        ...
-
-    def shapes(self) -> dict[str, Size]:
-        """Those of `tensors`, in the same order."""
         ...
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -75,35 +63,22 @@ class ModelWeights:
 
     def __init__(self, model: PreTrainedModel, version: int = 0, changes: Callable[[], int] = lambda: 0) -> None:
         self.model, self.version, self._changes = model, version, changes
-        self.model_name, self.config = type(model).__name__, model.config
-        self.dtype = computes_in(model)
+        self.model_name, self.config, self.dtype = type(model).__name__, model.config, computes_in(model)
         self.lora: LoraConfig | None = None
         if has_adapter(model):
             self.lora = cast(Any, next(iter(model.peft_config.values())))
         self.size = sum(weight.numel() for weight in model.parameters())
+        self.traits, self.cuts_trees = traits(model), cuts_trees(model)
 
     @property
     def changes(self) -> int:
         """See `WeightSource`, as all of these."""
         return self._changes()
 
-    @property
-    def traits(self) -> Traits:
-        return traits(self.model)
-
-    @property
-    def cuts_trees(self) -> bool:
-        return cuts_trees(self.model)
-
-    def shapes(self) -> dict[str, Size]:
-        return {name: weight.shape for name, weight in self._named().items()}
-
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self._named().items():
+        weights = revert_weight_conversion(self.model, split_value_head(saved_weights(self.model))[0])
+        for name, weight in weights.items():
             yield name, weight.detach().to(dtype)
-
-    def _named(self) -> dict[str, Tensor]:
-        return revert_weight_conversion(self.model, split_value_head(saved_weights(self.model))[0])
 
     def logprobs(self, context: Sequence[int]) -> Reference:
         return reference(self.model, context)

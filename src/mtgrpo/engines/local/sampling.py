@@ -46,7 +46,7 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniform: NDArray[np.flo
     if any(s.temperature not in (0, 1) for s in settings):
         temperatures = [s.temperature or 1.0 for s in settings]
         logits = logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
-    cut = [i for i, s in enumerate(settings) if s.top_p < 1 or s.top_k or s.min_p]
+    cut = [i for i, s in enumerate(settings) if s.cuts]
     kept: list[array[int] | None] = [None] * len(settings)
     probability = truncate(logits.log_softmax(-1), settings).exp() if cut else logits.softmax(-1)
     for i, tokens in zip(cut, _kept(probability[cut]), strict=True) if cut else ():

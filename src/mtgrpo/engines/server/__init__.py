@@ -26,11 +26,6 @@ MOST_KEPT = 1008  # tokens that a server can name as those that top-k, top-p and
 SHARED = 0.5  # of a GPU's memory, for a server beside the trainer
 
 
-def cuts(sampling: Sampling) -> bool:
-    """Whether tokens are cut off before one is sampled."""
-    return sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
-
-
 class Sync(Enum):
     """How new weights reach the servers."""
 
@@ -128,12 +123,11 @@ class Server(Engine):
             )
         if (head := experiment.model.head) is not Head.fp32:
             raise ConfigError(f"model.head={head.value} is for engine=local; a server has its own head: leave it out")
-        cut = cuts(sampling)
-        if cut and self.kind != VLLM:
+        if sampling.cuts and self.kind != VLLM:
             raise ConfigError(
                 f"engine.kind={self.kind} samples from everything: leave sampling.top_p, top_k and min_p out"
             )
-        if cut and not 0 < sampling.top_k <= MOST_KEPT:
+        if sampling.cuts and not 0 < sampling.top_k <= MOST_KEPT:
             raise ConfigError(
                 f"sampling.top_k={sampling.top_k}: where top-p, min-p or top-k cut, a server tells of the likeliest "
                 f"tokens alone which were kept; set sampling.top_k between 1 and {MOST_KEPT}"
@@ -156,6 +150,6 @@ class Server(Engine):
 
         The servers' logs go to `folder`. Raises ConfigError where there is no such interpreter.
         """
-        from mtgrpo.engines.server.start import start_engine  # noqa: PLC0415  settings alone import no library
+        from mtgrpo.engines.server.engine import start_engine  # noqa: PLC0415  settings alone import no library
 
         return start_engine(self, source, longest_context, folder)

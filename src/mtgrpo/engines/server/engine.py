@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,16 @@ from typing import Any
 import torch
 
 from mtgrpo.engines import Answer, Key, RunningEngine, stream_key
-from mtgrpo.engines.server.replica import HANGS_S, HEALTH, Replica
+from mtgrpo.engines.server import Server, Sync
+from mtgrpo.engines.server.push import PROVEN, TOP, Adapter, Files, Nothing, Proof, ProofError, Push
+from mtgrpo.engines.server.replica import HANGS_S, HEALTH, LostError, Part, Process, Replica
+from mtgrpo.engines.server.transfer import IPC, NCCL
+from mtgrpo.engines.server.vllm import VLLM, command, environment, interpreter
 from mtgrpo.errors import EngineError
+from mtgrpo.model.load import device_of_process
 from mtgrpo.model.traits import ordinary_tokens
 from mtgrpo.runtime.together import together
 from mtgrpo.types import Completion, Finish, Sampling
-from mtgrpo.weights.push import PROVEN, TOP, LostError, Proof, ProofError, Push
 from mtgrpo.weights.source import WeightSource
 
 HEALTH_S = 10.0  # between two looks at whether the servers answer
@@ -35,6 +40,52 @@ LOSSES = 4  # servers that may be lost during one turn
 RESTARTS = 3  # of one server that answers nothing in between
 BUSIER = 1.5  # times the mean load: where a server has more, conversations of its tasks begin elsewhere
 REACHED_S = 5.0  # for a server that is said to be running
+SHARED_MEMORY = Path("/dev/shm")
+COPIES = 3  # of the weights that may lie there at once: the old ones, the new ones, and room
+PUSHES: dict[Sync, type[Push]] = {
+    Sync.none: Nothing, Sync.adapter: Adapter, Sync.files: Files, Sync.ipc: IPC, Sync.nccl: NCCL
+}  # fmt: skip
+
+
+def start_engine(settings: Server, source: WeightSource, longest_context: int, folder: Path | None) -> ServerEngine:
+    """See `Server.start`."""
+    if not settings.url:
+        settings = replace(settings, python=interpreter(settings.python))
+    sync, _ = settings.way(source.lora is not None)
+    exchange = _exchange(source, None if not settings.url else folder or Path.cwd())
+    push = PUSHES[sync](exchange, source)
+    if settings.url:
+        interface = settings.interface()
+        replicas: list[Replica] = [interface(f"the server at {url}", url) for url in settings.url]
+    else:
+        replicas = started(settings, push, longest_context, exchange, folder or exchange)
+    sleeps = device_of_process().type == "cuda" and settings.shares_gpu
+    return ServerEngine(replicas, push, longest_context, settings.start_timeout_s, sleeps, exchange)
+
+
+def started(settings: Server, push: Push, longest_context: int, exchange: Path, logs: Path) -> list[Replica]:
+    """Servers with processes that are not started yet, which listen on sockets in `exchange`."""
+    dtype, replicas = str(push.dtype).removeprefix("torch."), list[Replica]()
+    for number in range(settings.replicas):
+        socket = exchange / f"server_{number}"
+        place = ["--uds", str(socket), *push.words]
+        words = [settings.python, *command(settings, push.served, dtype, longest_context, place, push.rank)]
+        variables = {**environment(settings, number), **push.variables}
+        process = Process(words, variables, logs / f"server_{number}.log", exchange, socket)
+        replicas.append(VLLM(f"server {number}", "http://server", process))
+    return replicas
+
+
+def _exchange(source: WeightSource, shared: Path | None) -> Path:
+    """A new folder for weights: in memory where there is room; in `shared`, for servers elsewhere, always the same."""
+    if shared is not None:
+        place = shared.absolute() / "mtgrpo-exchange"
+        shutil.rmtree(place, ignore_errors=True)  # a run that was killed has left it
+        place.mkdir(parents=True)
+        return place
+    needed = COPIES * source.size * source.dtype.itemsize
+    in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > needed
+    return Path(tempfile.mkdtemp(prefix="mtgrpo-", dir=SHARED_MEMORY if in_memory else None))
 
 
 @dataclass(slots=True, eq=False)
@@ -46,10 +97,9 @@ class _Conversation:
 @dataclass(slots=True, eq=False)
 class _Request:
     key: Key
-    tokens: int
+    context: int  # tokens
     sampling: Sampling
-    sampled: int = 0
-    asked: bool = False  # whether a server works on it
+    sampled: Completion = field(default_factory=lambda: Completion([], [], [], Finish.LENGTH))  # so far
 
 
 class ServerEngine(RunningEngine):
@@ -82,7 +132,8 @@ class ServerEngine(RunningEngine):
     @property
     def requests(self) -> list[str]:
         return [
-            f"{r.key}: sampled {r.sampled} of at most {r.sampling.max_new_tokens} tokens after a context of {r.tokens}"
+            f"{r.key}: sampled {len(r.sampled.tokens)} of at most {r.sampling.max_new_tokens} tokens after a context "
+            f"of {r.context}"
             for r in self._requests
         ]
 
@@ -94,60 +145,48 @@ class ServerEngine(RunningEngine):
     async def _ask(
         self, conversation: _Conversation, tokens: Sequence[int], sampling: Sampling, stream: int
     ) -> Completion:
-        request = _Request(conversation.key, len(tokens), sampling)
+        """Until the turn has ended. What a server gives that is interrupted is kept; of one that is lost is nothing."""
+        request, losses = _Request(conversation.key, len(tokens), sampling), 0
+        sampled = request.sampled
         self._requests.append(request)
         try:
-            return await self._sample(conversation, request, tokens, stream)
+            while True:
+                await self._until(lambda: bool(self._failed or (self._going and any(r.alive for r in self._replicas))))
+                self._raise_failure()
+                replica = conversation.replica = self._route(conversation)
+                version, count = self.version, len(sampled.tokens)
+                rest = replace(sampling, max_new_tokens=sampling.max_new_tokens - count)
+                try:
+                    part = await self._sample(replica, [*tokens, *sampled.tokens], rest, stream + count)
+                except LostError as error:
+                    self._lose(replica, error)
+                    losses += 1
+                    if losses == LOSSES:
+                        raise EngineError(f"{losses} servers were lost during one turn; the last: {error}") from error
+                    continue
+                replica.restarts = 0
+                sampled.tokens.extend(part.tokens)
+                sampled.logprobs.extend(part.logprobs)
+                sampled.versions.extend([version] * len(part.tokens))
+                sampled.kept.extend(part.kept)
+                if part.finish is not None:
+                    return replace(sampled, finish=part.finish)
         finally:
             self._requests.remove(request)
 
-    async def _sample(
-        self, conversation: _Conversation, request: _Request, tokens: Sequence[int], stream: int
-    ) -> Completion:
-        """Until the turn has ended. What a server gives that is interrupted is kept; of one that is lost is nothing."""
-        sampled, losses = Completion([], [], [], Finish.LENGTH), 0
-        while True:
-            await self._ready()
-            replica = conversation.replica = self._route(conversation)
-            rest = replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(sampled.tokens))
-            load = len(tokens) + request.sampling.max_new_tokens
-            version, request.asked = self.version, True
-            replica.load += load
-            answer = asyncio.ensure_future(
-                replica.sample([*tokens, *sampled.tokens], rest, stream + len(sampled.tokens))
-            )
-            try:
-                await asyncio.wait([answer, replica.lost], return_when=asyncio.FIRST_COMPLETED)
-                if not answer.done():
-                    raise LostError(f"{replica.name} does not answer any more")
-                part = answer.result()
-            except LostError as error:
-                self._lose(replica, error)
-                losses += 1
-                if losses == LOSSES:
-                    raise EngineError(f"{losses} servers were lost during one turn; the last: {error}") from error
-                continue
-            finally:
-                answer.cancel()
-                replica.load -= load
-                request.asked = False
-            replica.restarts = 0
-            sampled.tokens.extend(part.tokens)
-            sampled.logprobs.extend(part.logprobs)
-            sampled.versions.extend([version] * len(part.tokens))
-            sampled.kept.extend(part.kept)
-            request.sampled = len(sampled.tokens)
-            if part.finish is not None:
-                return replace(sampled, finish=part.finish)
-
-    async def _ready(self) -> None:
-        """Wait until sampling goes on and a server is there."""
-
-        def is_ready() -> bool:
-            return self._failed is not None or (self._going and any(r.alive for r in self._replicas))
-
-        await self._until(is_ready)
-        self._raise_failure()
+    async def _sample(self, replica: Replica, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
+        """What `replica` gives after `tokens`. Raises LostError, also where others find out that it is lost."""
+        load = len(tokens) + sampling.max_new_tokens
+        replica.load += load
+        answer = asyncio.ensure_future(replica.sample(tokens, sampling, seed))
+        try:
+            await asyncio.wait([answer, replica.lost], return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise LostError(f"{replica.name} does not answer any more")
+            return answer.result()
+        finally:
+            answer.cancel()
+            replica.load -= load
 
     def _raise_failure(self) -> None:
         if self._failed is not None:
@@ -210,7 +249,6 @@ class ServerEngine(RunningEngine):
     async def _bring(self, replica: Replica, timeout_s: float) -> None:
         """Until it answers and is known to serve this model."""
         if replica.process:
-            await replica.process.stop()
             await replica.process.start()
         await replica.wait_ready(timeout_s)
         await replica.check(self._config, self._longest)
@@ -241,14 +279,14 @@ class ServerEngine(RunningEngine):
     async def _each(self, work: Callable[[Replica], Awaitable[None]], among: Sequence[Replica] | None = None) -> None:
         """Do `work` with all servers at once, those that are alive if not told otherwise."""
 
-        async def one(replica: Replica) -> None:
+        async def attempt(replica: Replica) -> None:
             try:
                 await work(replica)
             except LostError as error:
                 self._lose(replica, error)
 
         alive = [replica for replica in self._replicas if replica.alive]
-        await together(map(one, alive if among is None else among))
+        await together(map(attempt, alive if among is None else among))
 
     async def load_weights(self, source: WeightSource) -> None:
         """Bring the present weights of `source` to all servers. The first time they are started, or looked at.
@@ -262,9 +300,14 @@ class ServerEngine(RunningEngine):
             first, self.version = self._proof is None, source.version
             written = await asyncio.to_thread(self._push.write, source)
             context = self._recent[:PROVEN] or ordinary_tokens(source.config, min(PROVEN, self._longest)).tolist()
-            self._proof = await asyncio.to_thread(Proof.of, source, context)
-            if first:
-                await self._start(source)
+            self._proof = await asyncio.to_thread(Proof, source, context)
+            if first:  # all at once, so that what is wrong is told before anything is sampled
+                self._config = source.config.to_dict()
+                await together(
+                    self._bring(replica, self._start_timeout_s if replica.process else REACHED_S)
+                    for replica in self._replicas
+                )
+                self._spawn(self._watch())
             await self._awake()
             await self._each(self._update, self._replicas if first else None)
         seconds = time.perf_counter() - began
@@ -275,17 +318,10 @@ class ServerEngine(RunningEngine):
         if going:
             await self.resume()
 
-    async def _start(self, source: WeightSource) -> None:
-        """All servers at once, so that what is wrong is told before anything is sampled."""
-        self._config = source.config.to_dict()
-        limits_s = [self._start_timeout_s if replica.process else REACHED_S for replica in self._replicas]
-        await together(self._bring(replica, limit_s) for replica, limit_s in zip(self._replicas, limits_s, strict=True))
-        self._spawn(self._watch())
-
     async def pause(self) -> None:
         """Sample nothing until `resume`; what requests in flight have is kept."""
         self._going = False
-        while any(request.asked for request in self._requests):
+        while any(replica.load for replica in self._replicas):
             await self._each(lambda replica: replica.abort())  # once more for those that had not arrived
             await asyncio.sleep(ARRIVES_S)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from array import array
 from asyncio.subprocess import STDOUT
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,6 @@ from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.runtime import processes
 from mtgrpo.runtime.http import SHOWN, HttpClient, HttpError
 from mtgrpo.types import Finish, Sampling
-from mtgrpo.weights.push import LostError, Server
 
 HEALTH = "/health"
 HANGS_S = 60.0  # without an answer, and a server is lost
@@ -24,6 +23,11 @@ POLL_S = 0.5  # between two questions whether a server that starts is ready
 END_S = 20.0  # for a server to end by itself
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": None}
 SHOWN_LINES = 15  # lines of a server's log that are shown when it ends
+HOT = 2.0  # temperature at which one token is sampled: its log-probability must be that of the same distribution
+
+
+class LostError(EngineError):
+    """A server answers no more, or says that it is broken: others may answer in its place."""
 
 
 @dataclass(frozen=True)
@@ -45,31 +49,32 @@ class Process:
     log: Path  # is appended to
     folder: Path  # is removed when we are killed
     socket: Path  # in that folder, where it listens: whoever may enter the folder controls it
-    _program: processes.ProcessTree | None = None
+    program: processes.ProcessTree | None = None  # once it was started
 
     async def start(self) -> None:
         """Start it, after the end of what ran before."""
+        await self.stop()
         self.socket.unlink(missing_ok=True)  # it would not listen where another did
         with self.log.open("ab") as log:
-            self._program = await processes.start(
+            self.program = await processes.start(
                 self.command, self.environment, stdout=log, stderr=STDOUT, grace_s=END_S, remove=self.folder
             )
 
     @property
     def ended(self) -> str:
         """How it ended and what it said last; "" while it runs."""
-        if self._program is None or self._program.returncode is None:
+        if self.program is None or self.program.returncode is None:
             return ""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
-        return "\n".join([f"it ended with exit code {self._program.returncode}; the end of {self.log}:", *lines])
+        return "\n".join([f"it ended with exit code {self.program.returncode}; the end of {self.log}:", *lines])
 
     async def stop(self) -> None:
         """End it, and return when all of it is gone."""
-        if self._program is not None:
-            await self._program.end()
+        if self.program is not None:
+            await self.program.end()
 
 
-class Replica(Server):
+class Replica(ABC):
     """A server that is running, or that is started as `process`."""
 
     generates: ClassVar[str]  # the path of its requests for tokens
@@ -156,11 +161,22 @@ class Replica(Server):
     async def abort(self) -> None:
         """Answer the requests in flight with what they have."""
 
+    @abstractmethod
+    async def reload(self, folder: Path) -> None:
+        """Read all weights anew from the files in `folder`."""
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Sample with adapter `name`, which is in `folder`, from here on. By default it is refused."""
+        raise ConfigError(f"{self.name} takes no adapters: set engine.kind=vllm, or train all weights")
+
     async def reset_cache(self) -> None:
         """Forget keys and values that other weights computed, where taking new ones has not done so."""
+        return
 
     async def sleep(self) -> None:
         """Give the GPU's memory back, where it is shared."""
+        return
 
     async def wake(self) -> None:
         """Take it again; the weights are those from before."""
+        return

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from transformers.utils import CONFIG_NAME
 
-from mtgrpo.engines.server import MOST_KEPT, Server, cuts
-from mtgrpo.engines.server.replica import FINISHES, HANGS_S, Part, Replica
+from mtgrpo.engines.server import MOST_KEPT, Server
+from mtgrpo.engines.server.replica import FINISHES, HANGS_S, HOT, LostError, Part, Replica
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.runtime.resources import SLEEP
 from mtgrpo.types import Sampling
-from mtgrpo.weights.push import HOT, LostError
 
 NAME = "policy"  # of the model that a server of ours serves
 ADAPTERS = "policy-"  # what names of our adapters begin with
@@ -64,19 +63,18 @@ class VLLM(Replica):
             raise ConfigError(f"{self.name} takes no weights: start it with VLLM_SERVER_DEV_MODE=1 set") from error
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
-        cut = cuts(sampling)
         settings: dict[str, Any] = {
             **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
             "max_tokens": sampling.max_new_tokens,
             "seed": seed % 2**63,
             "stop_token_ids": list(sampling.stop_ids),
             "ignore_eos": True,  # the stop tokens are those above
-            "logprobs": sampling.top_k + TIED if cut else 0,
+            "logprobs": sampling.top_k + TIED if sampling.cuts else 0,
         }
         (choice,) = (await self._generate(tokens, settings))["choices"]
         listed = choice["logprobs"]["content"]
-        logprobs, kept = [entry["logprob"] for entry in listed], [_kept(entry) for entry in listed] if cut else []
-        return Part(choice["token_ids"], logprobs, kept, FINISHES[choice["finish_reason"]])
+        kept = [_kept(entry) for entry in listed] if sampling.cuts else []
+        return Part(choice["token_ids"], [e["logprob"] for e in listed], kept, FINISHES[choice["finish_reason"]])
 
     async def likeliest(self, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
         settings = {"max_tokens": 1, "prompt_logprobs": count, "temperature": HOT, "logprobs": 0, "ignore_eos": True}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import math
 import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -23,11 +22,12 @@ from torch import Tensor
 from torch.cuda import nccl
 from torch.multiprocessing.reductions import reduce_tensor
 
+from mtgrpo.engines.server.push import Push
+from mtgrpo.engines.server.replica import LostError, Replica
 from mtgrpo.errors import EngineError
 from mtgrpo.model.load import device_of_process
 from mtgrpo.runtime.isolation import run_in_thread
 from mtgrpo.runtime.together import together
-from mtgrpo.weights.push import LostError, Push, Server
 from mtgrpo.weights.source import WeightSource
 
 BUCKET_BYTES = 2**28  # of one bucket, unless a single weight is larger
@@ -46,21 +46,21 @@ def buckets(sizes: Mapping[str, int], capacity: int) -> Iterator[list[str]]:
 
 
 class Transfer(Push):
-    """All weights, out of the tensors that are trained: what is loaded is what they are at that moment."""
+    """All weights, out of the tensors that are trained: what is loaded is what they are at that moment.
+
+    `folder`/served is a model without weights, for servers to start with.
+    """
 
     backend: ClassVar[str]  # vLLM's name for it
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """`folder`/served is a model without weights, for servers to start with. dtype: what they compute in."""
-        self._folder = folder / "served"
-        self.served = str(self._folder)
+    def __init__(self, folder: Path, source: WeightSource) -> None:
+        super().__init__(folder, source)
         self.words = ["--load-format", "dummy", "--weight-transfer-config", json.dumps({"backend": self.backend})]
-        self._dtype = dtype
-        self._source: WeightSource | None = None
-        self._changes = 0  # that the weights had seen when they were written
-        self._shapes: dict[str, list[int]] = {}
-        self._sizes: dict[str, int] = {}  # in bytes
-        self._capacity = 0
+        self._source, self._changes = source, 0  # what the weights had seen when they were written
+        weights = {name: (list(weight.shape), weight.nbytes) for name, weight in source.tensors(self.dtype)}
+        self._shapes = {name: shape for name, (shape, _) in weights.items()}
+        self._sizes = {name: size for name, (_, size) in weights.items()}  # in bytes
+        self._capacity = max(BUCKET_BYTES, *self._sizes.values())
         self._turn = asyncio.Lock()
 
     def write(self, source: WeightSource) -> int:
@@ -68,24 +68,20 @@ class Transfer(Push):
         if not self._folder.exists():
             source.save_config(self._folder)
         self._source, self._changes = source, source.changes
-        self._shapes = {name: list(shape) for name, shape in source.shapes().items()}
-        self._sizes = {name: self._dtype.itemsize * math.prod(shape) for name, shape in self._shapes.items()}
-        self._capacity = max(BUCKET_BYTES, *self._sizes.values())
         return sum(self._sizes.values())
 
     @property
     def current(self) -> bool:
         """Whether nothing was trained since."""
-        return self._source is None or self._changes == self._source.changes
+        return self._changes == self._source.changes
 
-    async def load(self, server: Server) -> None:
+    async def load(self, server: Replica) -> None:
         """One server at a time."""
-        assert self._source is not None, "weights are written first"
-        kind = str(self._dtype).removeprefix("torch.")
+        kind = str(self.dtype).removeprefix("torch.")
         async with self._turn:
             space = torch.empty(self._capacity, dtype=torch.uint8, device=device_of_process())
             await server.ask("POST", "/start_weight_update")
-            tensors = self._source.tensors(self._dtype)
+            tensors = self._source.tensors(self.dtype)
             for names in buckets(self._sizes, self._capacity):
                 info = {"names": names, "shapes": [self._shapes[name] for name in names]}
                 info["dtype_names"] = [kind] * len(names)
@@ -98,11 +94,11 @@ class Transfer(Push):
         filled = space[: sum(sizes)]
         for part in filled.split(sizes):
             _, weight = next(tensors)
-            part.view(self._dtype).copy_(weight.reshape(-1))
+            part.view(self.dtype).copy_(weight.reshape(-1))
         return filled
 
     @abstractmethod
-    async def _send(self, server: Server, info: dict[str, Any], filled: Tensor) -> None:
+    async def _send(self, server: Replica, info: dict[str, Any], filled: Tensor) -> None:
         """Return when `server` has the bytes of a bucket, which are in `filled`; info: what weights they are."""
 
 
@@ -116,10 +112,10 @@ class IPC(Transfer):
     backend = "ipc"
     variables: Mapping[str, str] = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
-    async def meet(self, server: Server) -> None:
+    async def meet(self, server: Replica) -> None:
         await server.ask("POST", "/init_weight_transfer_engine", {"init_info": {"packed": True}})
 
-    async def load(self, server: Server) -> None:
+    async def load(self, server: Replica) -> None:
         """See `Push.load`. Raises EngineError where the server cannot map the memory."""
         try:
             await super().load(server)
@@ -129,7 +125,7 @@ class IPC(Transfer):
             raise EngineError(f"CUDA IPC does not reach a server, set engine.sync=files: {error}") from error
         torch.cuda.ipc_collect()  # the server has let go of the memory
 
-    async def _send(self, server: Server, info: dict[str, Any], filled: Tensor) -> None:
+    async def _send(self, server: Replica, info: dict[str, Any], filled: Tensor) -> None:
         await asyncio.to_thread(torch.cuda.synchronize, filled.device)
         _, handle = reduce_tensor(filled)
         handles = pickle.dumps({str(torch.cuda.get_device_properties(filled.device).uuid): handle})
@@ -146,11 +142,11 @@ class NCCL(Transfer):
 
     backend = "nccl"
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        super().__init__(folder, dtype)
-        self._groups: dict[Server, Any] = {}
+    def __init__(self, folder: Path, source: WeightSource) -> None:
+        super().__init__(folder, source)
+        self._groups: dict[Replica, Any] = {}
 
-    async def meet(self, server: Server) -> None:
+    async def meet(self, server: Replica) -> None:
         ranks, name = 1 + (await server.ask("GET", "/get_world_size"))["world_size"], nccl.unique_id()
         info = {"nccl_unique_id_b64": base64.b64encode(name).decode(), "rank_offset": 1, "world_size": ranks}
         info |= {"packed": True, "packed_buffer_size_bytes": self._capacity}
@@ -168,7 +164,7 @@ class NCCL(Transfer):
             raise EngineError(f"NCCL does not reach a server, set engine.sync=files: {error}") from error
         return group
 
-    async def _send(self, server: Server, info: dict[str, Any], filled: Tensor) -> None:
+    async def _send(self, server: Replica, info: dict[str, Any], filled: Tensor) -> None:
         def broadcast() -> None:
             stream = torch.cuda.Stream(filled.device)
             stream.wait_stream(torch.cuda.current_stream(filled.device))
