@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtgrpo.errors import EngineError
 from mtgrpo.parts import Reach
-from mtgrpo.types import Attend, Completion, Sample, Sampling
+from mtgrpo.types import Completion, Sample, Sampling
 
 if TYPE_CHECKING:
     from mtgrpo.model.settings import ModelSettings
     from mtgrpo.model.traits import Limit
     from mtgrpo.weights.source import WeightSource
 
-Answer = Callable[[Sequence[int], Sampling, int], Awaitable[Completion]]
-"""Samples one turn of a conversation: (context, settings, key of its random numbers) -> completion"""
+Answer = Callable[[Sequence[int], Sampling, int], Awaitable[Completion]]  # (context, .., key of its random numbers)
 
 
 def stream_key(*parts: int | str) -> int:
@@ -62,10 +61,9 @@ class RunningEngine(ABC):
         self._longest = longest_context
         self._recent: Sequence[int] = ()  # the context that was last requested
 
-    @property
-    def attend(self) -> Attend | None:
-        """Measures attention; None: this engine cannot."""
-        return None
+    async def attend(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
+        """See `mtgrpo.types.Attend`; of engines whose settings say that they measure attention."""
+        raise NotImplementedError
 
     @property
     def requests(self) -> list[str]:

@@ -202,6 +202,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         watchdog = stack.enter_context(open_watchdog(limit_s, folder, engine))
         trainer.connect(watchdog.moved, gives_way=engine.shares_weights)
         sampling = watchdog.sampling(engine.conversation)
+        attend = engine.attend if experiment.engine.attends else None
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through it for garbage takes longer than some training steps
         stack.callback(gc.unfreeze)
@@ -213,7 +214,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             chat=chat,
             trainer=trainer,
             engine=engine,
-            runner=make_runner(experiment, chat, sampling, engine.attend, longest, folder),
+            runner=make_runner(experiment, chat, sampling, attend, longest, folder),
             tasks=tasks,
             held_out=held_out,
             sets=sets,

@@ -68,6 +68,30 @@ class Forward:
         """[rows, hidden] -> [rows, vocabulary] in fp32 (fp64 for fp64 models)."""
         return self.fused.head(hidden) if self.fused else head_logits(self._model, hidden)
 
+    @torch.inference_mode()
+    def attention_scores(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
+        """The share of attention that tokens [start, end) of each span get from the last `RECENT` tokens.
+
+        Mean over these tokens, over layers and heads; the shares of spans that cover the context once add up to 1.
+        Takes one forward pass over all `tokens`, whatever is cached of them. Raises ValueError for spans outside them.
+        """
+        for start, end in spans:
+            if not 0 <= start <= end <= len(tokens):
+                raise ValueError(f"span [{start}, {end}) does not lie in the {len(tokens)} tokens of the context")
+        layers: list[Tensor] = []
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            recent, heads = query[-RECENT:].float(), query.shape[1] // key.shape[1]
+            scores = torch.einsum("qhd,khd->hqk", recent, key.float().repeat_interleave(heads, dim=1)) * scale
+            hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(len(tokens) - len(recent) + 1)
+            layers.append(scores.masked_fill(hidden, -torch.inf).softmax(-1).mean((0, 1)))
+            return causal_attention(layer, query, key, value, scale)
+
+        device = self._model.device
+        self(torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), attend)
+        share = torch.stack(layers).mean(0).double()
+        return [share[start:end].sum().item() for start, end in spans]
+
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """ids, positions [tokens] int64 -> final hidden states [tokens, hidden]."""
         return (self.fused or self._through_modules)(ids, positions, attend)
@@ -100,32 +124,6 @@ def causal_attention(_layer: int, query: Tensor, key: Tensor, value: Tensor, sca
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query.to(value.dtype), key.to(value.dtype), value))
     found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return found[0].transpose(0, 1)
-
-
-@torch.inference_mode()
-def attention_scores(
-    forward: Forward, tokens: Sequence[int], spans: Sequence[tuple[int, int]], device: torch.device
-) -> list[float]:
-    """The share of attention that tokens [start, end) of each span get from the last `RECENT` tokens.
-
-    Mean over these tokens, over layers and heads; the shares of spans that cover the context once add up to 1. Takes
-    one forward pass over all `tokens`, whatever is cached of them. Raises ValueError for spans outside the context.
-    """
-    for start, end in spans:
-        if not 0 <= start <= end <= len(tokens):
-            raise ValueError(f"span [{start}, {end}) does not lie in the {len(tokens)} tokens of the context")
-    layers: list[Tensor] = []
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        recent, heads = query[-RECENT:].float(), query.shape[1] // key.shape[1]
-        scores = torch.einsum("qhd,khd->hqk", recent, key.float().repeat_interleave(heads, dim=1)) * scale
-        hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(len(tokens) - len(recent) + 1)
-        layers.append(scores.masked_fill(hidden, -torch.inf).softmax(-1).mean((0, 1)))
-        return causal_attention(layer, query, key, value, scale)
-
-    forward(torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), attend)
-    share = torch.stack(layers).mean(0).double()
-    return [share[start:end].sum().item() for start, end in spans]
 
 
 def _delegate(

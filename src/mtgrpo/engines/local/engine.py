@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mtgrpo.engines import Answer, Key, RunningEngine
 from mtgrpo.engines.local.batch_plan import BatchPlan, BatchPlanner, Row
-from mtgrpo.engines.local.decoder import Forward, attention_scores
+from mtgrpo.engines.local.decoder import Forward
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, check_room, memory_bytes, token_bytes
 from mtgrpo.engines.local.paged_attention import attend
 from mtgrpo.engines.local.sampling import sample, uniforms
@@ -28,8 +28,8 @@ from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.rounding import Reference, distance, plain_logprobs, reference
-from mtgrpo.model.traits import ordinary_tokens, traits
-from mtgrpo.types import Attend, Completion, Finish, Sampling
+from mtgrpo.model.traits import ordinary_tokens
+from mtgrpo.types import Completion, Finish, Sampling
 from mtgrpo.weights.source import ModelWeights, WeightSource
 
 CHECKED = 16  # tokens of a context that are computed again after each update
@@ -45,16 +45,14 @@ def start_engine(
             f"engine=local samples from the trainer's own {source.model_name}, which is in another process: choose "
             "engine=server"
         )
-    model = source.model
-    model_traits = traits(model)
-    reason = model_traits.unsupported_reason
-    if not reason and len(set(model_traits.caches)) > 1:
+    model, reason = source.model, source.traits.unsupported_reason
+    if not reason and len(set(source.traits.caches)) > 1:
         reason = f"the layers of {type(model).__name__} have keys of different shapes"
     if reason:
         raise ConfigError(f"engine=local cannot sample from this model: {reason}; choose another model or engine")
     total = memory_bytes(model.device)
     check_room(memory_fraction, total, token_bytes(model), longest_context)
-    model_traits.limit_without_windows.check(longest_context)
+    source.traits.limit_without_windows.check(longest_context)
     kv_cache = KVCache(model, int(memory_fraction * total / token_bytes(model)), longest_context)
     engine = LocalEngine(source, deterministic, kv_cache, longest_context, keep_stale_cache)
     engine.check()
@@ -70,20 +68,15 @@ class LocalEngine(RunningEngine):
     shares_weights = True
 
     def __init__(
-        self,
-        source: ModelWeights,
-        deterministic: bool,
-        kv_cache: KVCache,
-        longest_context: int,
+        self, source: ModelWeights, deterministic: bool, kv_cache: KVCache, longest_context: int,
         keep_stale: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(longest_context)
         self.version = source.version
-        self._keep_stale = keep_stale
         self._model = model = source.model
         self._source: WeightSource = source
         self._changes = source.changes  # of the weights that caches and copies are of
-        self._deterministic = deterministic
+        self._deterministic, self._keep_stale = deterministic, keep_stale
         self._forward = Forward(model)
         self._kv_cache = kv_cache
         self._scheduler = Scheduler(kv_cache, MAX_PREFILL_TOKENS[model.device.type])
@@ -177,15 +170,10 @@ class LocalEngine(RunningEngine):
                 self._scheduler.drop(request)
                 self._changed.set()
 
-    @property
-    def attend(self) -> Attend:
-        """Measures attention, by the weights as they are."""
-        return self._attend
-
-    async def _attend(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
-        """How much attention each of `spans` gets from the end of the context; see `attention_scores`."""
+    async def attend(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
+        """See `Forward.attention_scores`, by the weights as they are."""
         self._notice_weights()
-        return attention_scores(self._forward, tokens, spans, self._model.device)
+        return self._forward.attention_scores(tokens, spans)
 
     async def load_weights(self, source: WeightSource) -> None:
         """The weights of `source`, the model that is shared, have changed: reset the KV cache, copy what is fused.
@@ -284,14 +272,12 @@ class LocalEngine(RunningEngine):
             self._scheduler.reset_cache()
         if self._forward.fused:
             self._forward.fused.copy_weights()
-        self._check_weights()
+            self._check_fused()
         self._changes = self._source.changes
         self.sync_s += time.perf_counter() - began
 
-    def _check_weights(self) -> None:
+    def _check_fused(self) -> None:
         """Whether the fused path still computes what the model does, on the beginning of a requested context."""
-        if not self._forward.fused:
-            return
         recent = torch.tensor(self._recent[:CHECKED] or ordinary_tokens(self._model.config, CHECKED).tolist())
         context = recent.to(self._model.device)
         logprobs = self._forward.logprobs(context)
