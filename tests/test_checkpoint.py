@@ -298,7 +298,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(saved: Save, tmp_path: P
     assert steps(tmp_path) == [f"step_{step:06d}"]
 
 
-@pytest.mark.parametrize("part", ["save_weights", "save_file", "_fingerprint", "_digest", "put_whole"])
+@pytest.mark.parametrize("part", ["save_weights", "save_file", "_sha256", "_digest", "put_whole"])
 def test_an_error_while_saving_leaves_nothing_behind(saved: Save, tmp_path: Path, part: str) -> None:
     saved(1)
 

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -50,17 +50,9 @@ class Snapshot(Protocol):
     """A copy of all that training goes on from, in the host's memory: training may go on while it is written."""
 
     @property
-    def bytes(self) -> int:
-        """The size of its tensors."""
-        ...
-
-    def not_finite(self) -> str:
-        """The name of a tensor that is not finite; "" where all are."""
-        ...
-
-    def save(self, folder: Path) -> Any:
-        """Write its tensors into `folder`, and the configuration of the model; returns the rest, for JSON."""
-        ...
+    def bytes(self) -> int: ...  # of its tensors
+    def not_finite(self) -> str: ...  # the name of a tensor that is not finite; "" where all are
+    def save(self, folder: Path) -> Any: ...  # writes tensors and the model's configuration; the rest, for JSON
 
 
 class ModelSnapshot:
@@ -73,25 +65,23 @@ class ModelSnapshot:
         """
         tensors, self._rest = flatten(training)
         self._model = model
-        self.weights = _copied(saved_weights(model), last.weights if last else {})
-        self.tensors = _copied(tensors, last.tensors if last else {})
+        self.weights = _copy(saved_weights(model), last.weights if last else {})
+        self.tensors = _copy(tensors, last.tensors if last else {})
 
     @property
     def bytes(self) -> int:
         """See `Snapshot`, as all of these."""
-        return sum({_place(tensor): tensor.nbytes for _, tensor in self._all()}.values())
+        tensors = [*self.weights.values(), *self.tensors.values()]
+        return sum({_place(tensor): tensor.nbytes for tensor in tensors}.values())
 
     def not_finite(self) -> str:
-        return next((name for name, tensor in self._all() if not tensor.isfinite().all()), "")
+        named = [*self.weights.items(), *self.tensors.items()]
+        return next((name for name, tensor in named if not tensor.isfinite().all()), "")
 
     def save(self, folder: Path) -> Any:
         save_weights(self._model, folder, self.weights)
         save_file(self.tensors, folder / _TENSORS)
         return self._rest
-
-    def _all(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.weights.items()
-        yield from self.tensors.items()
 
 
 def read_training(path: Path) -> Any:
@@ -135,11 +125,12 @@ def write(
     with put_whole(target) as partial:
         partial.mkdir()
         training = snapshot.save(partial)
-        for name, text in tokenizer.items():
-            (partial / name).write_bytes(text)
-        files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
-        content = {"step": step, "state": dict(state), "training": training, "files": files}
-        (partial / STATE).write_text(json.dumps({"sha256": _digest(content), **content}, indent=1))
+        for name, content in tokenizer.items():
+            (partial / name).write_bytes(content)
+        paths = sorted(partial.iterdir())
+        files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
+        record = {"step": step, "state": dict(state), "training": training, "files": files}
+        (partial / STATE).write_text(json.dumps({"sha256": _digest(record), **record}, indent=1))
         if target.exists():  # no folder can be renamed onto another; `_by_step` gives this one while there is no other
             sync_all(partial)  # so that there is none of this name for a moment only
             shutil.rmtree(replaced, ignore_errors=True)
@@ -177,29 +168,27 @@ def read(path: Path) -> Checkpoint:
         content = json.loads((path / STATE).read_bytes())
         digest = content.pop("sha256")
         files = {name: (expected["bytes"], expected["sha256"]) for name, expected in content["files"].items()}
-        found = Checkpoint(path, int(content["step"]), dict(content["state"]), content["files"])
-        if "training" not in content:
-            raise KeyError("training")
+        step, state, _ = int(content["step"]), dict(content["state"]), content["training"]
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{path} is not a checkpoint: it has no {STATE}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(_damaged(path / STATE, "it cannot be read")) from error
+        raise _damage(path / STATE, "it cannot be read") from error
     if digest != _digest(content):
-        raise ConfigError(_damaged(path / STATE, "its checksum differs"))
+        raise _damage(path / STATE, "its checksum differs")
     for name, (size, checksum) in files.items():
         file = path / name
         if Path(name).name != name:
-            raise ConfigError(_damaged(path / STATE, f"it names the file {name!r}, which is not in its folder"))
+            raise _damage(path / STATE, f"it names the file {name!r}, which is not in its folder")
         if not file.is_file():
-            raise ConfigError(_damaged(file, "it is missing"))
+            raise _damage(file, "it is missing")
         try:
             if file.stat().st_size != size:
-                raise ConfigError(_damaged(file, f"it has {file.stat().st_size} bytes instead of {size}"))
+                raise _damage(file, f"it has {file.stat().st_size} bytes instead of {size}")
             if _sha256(file) != checksum:
-                raise ConfigError(_damaged(file, "its checksum differs"))
+                raise _damage(file, "its checksum differs")
         except OSError as error:
-            raise ConfigError(_damaged(file, f"it cannot be read ({error})")) from error
-    return found
+            raise _damage(file, f"it cannot be read ({error})") from error
+    return Checkpoint(path, step, state, content["files"])
 
 
 def flatten(state_dict: Any) -> tuple[dict[str, Tensor], Any]:
@@ -249,19 +238,16 @@ def unflatten(tensors: Mapping[str, Tensor], rest: Any) -> Any:
     return {key: unflatten(tensors, inner) for key, inner in value.items()}
 
 
-def _copied(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU, where it fits in the memory of `into`; what is the same memory, as tied weights are, still is."""
     copies: dict[tuple[Any, ...], Tensor] = {}
-    found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        place = _place(tensor)
-        if place not in copies:
+        if (place := _place(tensor)) not in copies:
             old = into.get(name)
             if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
                 old = torch.empty(tensor.shape, dtype=tensor.dtype)
             copies[place] = old.copy_(tensor.detach())
-        found[name] = copies[place]
-    return found
+    return {name: copies[_place(tensor)] for name, tensor in tensors.items()}
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -278,17 +264,12 @@ def _by_step(checkpoints: Path) -> dict[int, Path]:
     return by_step
 
 
-def _prune(checkpoints: Path, keep_last: int, spared: set[int]) -> None:
+def _prune(checkpoints: Path, keep_last: int, keep: set[int]) -> None:
     by_step = _by_step(checkpoints)
-    for step in sorted(by_step)[:-keep_last] if keep_last else []:
-        if step not in spared:
-            hidden = checkpoints / f".{by_step[step].name}.removed"
-            os.replace(by_step[step], hidden)  # gone at once: a half-removed checkpoint is never seen
-            shutil.rmtree(hidden)
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    for step in sorted(set(sorted(by_step)[:-keep_last] if keep_last else []) - keep):
+        hidden = checkpoints / f".{by_step[step].name}.removed"
+        os.replace(by_step[step], hidden)  # gone at once: a half-removed checkpoint is never seen
+        shutil.rmtree(hidden)
 
 
 def _sha256(path: Path) -> str:
@@ -300,5 +281,5 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _damaged(file: Path, how: str) -> str:
-    return f"the checkpoint is damaged: {file}: {how}; use another checkpoint"
+def _damage(file: Path, how: str) -> ConfigError:
+    return ConfigError(f"the checkpoint is damaged: {file}: {how}; use another checkpoint")
