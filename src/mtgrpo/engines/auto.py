@@ -13,7 +13,6 @@ from mtgrpo.parts import Program, Reach
 
 if TYPE_CHECKING:
     from mtgrpo.model.settings import ModelSettings
-    from mtgrpo.model.traits import Limit
     from mtgrpo.weights.source import WeightSource
 
 LARGE = 500_000_000  # weights from which on a server's kernels are worth a second process
@@ -42,9 +41,6 @@ class Auto(Engine):
         if not Path(self.python).expanduser().exists():
             return Local(), f"engine=auto: local, for there is no engine.python={self.python}, though {size}"
         return Server(python=self.python), f"engine=auto: server, for {size}, and vLLM is there"
-
-    def limit(self, source: WeightSource) -> Limit:
-        return self._by_size(source.size)[0].limit(source)
 
     def start(
         self, source: WeightSource, deterministic: bool, longest_context: int, folder: Path | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mtgrpo.engines import Engine
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import require
 
 if TYPE_CHECKING:
     from mtgrpo.engines.local.engine import LocalEngine
@@ -27,8 +27,7 @@ class Local(Engine):
     attends: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.memory_fraction is not None and not 0 < self.memory_fraction < 1:
-            raise ConfigError(f"engine.memory_fraction must be in (0, 1), got {self.memory_fraction}")
+        require(self, memory_fraction="> 0 and < 1")
 
     @property
     def fraction(self) -> float:

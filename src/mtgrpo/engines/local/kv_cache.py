@@ -80,9 +80,8 @@ class BlockPool:
         shape = (self.count, self.heads, self.length, self.size)
         if self._device.type != "cpu" or not self.count:
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        return (
-            torch.from_numpy(np.zeros(math.prod(shape) * self._dtype.itemsize, np.uint8)).view(self._dtype).view(shape)
-        )
+        untouched = np.zeros(math.prod(shape) * self._dtype.itemsize, np.uint8)
+        return torch.from_numpy(untouched).view(self._dtype).view(shape)
 
     def release(self) -> None:
         """Give the memory back; nobody may have a block."""
@@ -91,7 +90,6 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """The number of blocks that nobody has."""
         return len(self._free)
 
     def missing(self, block_table: BlockTable, tokens: int) -> int:
@@ -130,21 +128,17 @@ class KVCache:
 
     @property
     def tokens(self) -> int:
-        """How many tokens there is room for."""
         return sum(pool.count * pool.length for pool in (self.own, self.prefixes))
 
     def allocate(self) -> None:
-        """Take the memory of both pools, after `release`."""
         self.prefixes.allocate()
         self.own.allocate()
 
     def release(self) -> None:
-        """Give the memory of both pools back; nobody may have a block."""
         self.prefixes.release()
         self.own.release()
 
     def pool(self, block_table: BlockTable) -> BlockPool:
-        """The pool that `block_table` lies in."""
         return self.prefixes if isinstance(block_table, Prefix) else self.own
 
 

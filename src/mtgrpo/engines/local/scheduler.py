@@ -76,22 +76,19 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """All requests in flight."""
         return [*self._running, *self._waiting]
 
     def open(self, conversation: Conversation) -> None:
-        """A conversation begins."""
         self._conversations.append(conversation)
 
     def close(self, conversation: Conversation) -> None:
-        """A conversation is over: release its blocks, drop its requests."""
+        """Release the conversation's blocks, drop its requests."""
         for request in [r for r in self.requests if r.conversation is conversation]:
             self.drop(request)
         self._conversations.remove(conversation)
         self._forget(conversation.block_table)
 
     def ask(self, request: Request) -> None:
-        """A turn is requested."""
         request.since = self._step
         if request.conversation.began < 0:
             request.conversation.began = self._step
@@ -99,7 +96,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def drop(self, request: Request) -> None:
-        """A request is answered, or nobody waits for it any more. Its blocks stay with the conversation."""
+        """The request is answered, or nobody waits for it any more. Its blocks stay with the conversation."""
         (self._running if request in self._running else self._waiting).remove(request)
 
     def reset_cache(self) -> None:
