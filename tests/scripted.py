@@ -64,23 +64,13 @@ class ScriptedEngine:
         self.version = source.version
         self.calls.append(f"load_weights {self.version}")
 
-    async def pause(self) -> None:
-        """Answer nothing until `resume`."""
-        self.calls.append("pause")
-        self._going.clear()
-
-    async def resume(self) -> None:
-        """Answer what waits."""
-        self.calls.append("resume")
-        self._going.set()
-
     async def sleep(self) -> None:
-        """As `pause`: there is no memory to give back."""
+        """Answer nothing until `wake`."""
         self.calls.append("sleep")
         self._going.clear()
 
     async def wake(self) -> None:
-        """As `resume`."""
+        """Answer what waits."""
         self.calls.append("wake")
         self._going.set()
 

@@ -806,8 +806,7 @@ def test_loading_weights_resets_the_cache_and_is_measured() -> None:
     assert engine.sync_s > 0
 
 
-@pytest.mark.parametrize("method", ["pause", "sleep"])
-def test_nothing_is_sampled_until_it_goes_on(method: str) -> None:
+def test_nothing_is_sampled_until_it_goes_on() -> None:
     """And then what would have been sampled anyway, also by a conversation that was open meanwhile."""
     model, sampling = make_model(DType.float64), Sampling(max_new_tokens=30)
 
@@ -818,12 +817,12 @@ def test_nothing_is_sampled_until_it_goes_on(method: str) -> None:
             while not any(request.logprobs for request in engine._scheduler.requests):
                 await asyncio.sleep(0)
             if stop:
-                await (engine.pause() if method == "pause" else engine.sleep())
+                await engine.sleep()
                 for _ in range(2):
                     lengths.append(sum(len(request.logprobs) for request in engine._scheduler.requests))
                     await asyncio.sleep(0.05)
-                assert bool(engine._kv_cache.own.keys) == (method == "pause")  # the memory is given back
-                await (engine.resume() if method == "pause" else engine.wake())
+                assert not engine._kv_cache.own.keys  # the memory is given back
+                await engine.wake()
             first = await asyncio.wait_for(asked, 20)
             return [first, await sample([*prompt_of(1), *first.tokens, 7], sampling)], lengths
 

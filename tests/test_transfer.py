@@ -26,11 +26,10 @@ from mtgrpo.config.helptext import help_text
 from mtgrpo.engines.auto import Auto
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.engines.server import Server, Sync
-from mtgrpo.engines.server import transfer as module
+from mtgrpo.engines.server import push as module
 from mtgrpo.engines.server.engine import ServerEngine, started
-from mtgrpo.engines.server.push import Files
+from mtgrpo.engines.server.push import IPC, NCCL, Files, Transfer, buckets
 from mtgrpo.engines.server.replica import HEALTH, LostError
-from mtgrpo.engines.server.transfer import IPC, NCCL, Transfer, buckets
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
 from mtgrpo.model.settings import DType, LoRA

@@ -235,8 +235,8 @@ async def notices_what_was_not_pushed(engine: ServerEngine, model: PreTrainedMod
         await engine.load_weights(ModelWeights(model, 3))
     engine._push = push
     await engine.load_weights(ModelWeights(model, 4))
-    await engine.resume()
-    await engine.pause()
+    await engine.wake()
+    await engine.sleep()
     write = push.write
 
     def half(source: WeightSource) -> int:

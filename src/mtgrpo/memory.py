@@ -19,7 +19,7 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import copy_bytes
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, check_room, memory_bytes, whole_blocks
 from mtgrpo.engines.server import Server
-from mtgrpo.engines.server.transfer import BUCKET_BYTES
+from mtgrpo.engines.server.push import BUCKET_BYTES
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.settings import FROM_SCRATCH, Quantization
 from mtgrpo.model.skeleton import Skeleton

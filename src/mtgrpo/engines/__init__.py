@@ -106,21 +106,16 @@ class RunningEngine(ABC):
         does not share its weights. Requests in flight go on with the new weights.
         """
 
-    async def pause(self) -> None:
-        """Sample nothing until `resume`; requests wait. Returns when no token is being computed any more."""
-        return
-
-    async def resume(self) -> None:
-        """Go on with what waits."""
-        return
-
     async def sleep(self) -> None:
-        """Pause and give back the memory of the KV cache, for others to use; open conversations stay open."""
-        await self.pause()
+        """Sample nothing until `wake`; requests wait, open conversations stay open.
+
+        Returns when no token is being computed any more and the memory of the KV cache is given back, for others.
+        """
+        return
 
     async def wake(self) -> None:
-        """Take the memory again and resume."""
-        await self.resume()
+        """Take the memory again and go on with what waits."""
+        return
 
     async def close(self) -> None:
         """End for good: give back all memory; requests in flight raise EngineError."""

@@ -35,31 +35,15 @@ class WeightSource(Protocol):
     cuts_trees: bool  # whether a tree of contexts may be trained in parts that are smaller than its longest context
 
     @property
-    def changes(self) -> int:
-        """How often the optimiser has changed the weights; any number of times within a training step."""
-        ...
-
-    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """One at a time, in `dtype`, on the trainer's device: as the weights are at that moment."""
-        ...
-
-    def logprobs(self, context: Sequence[int]) -> Reference:
-        """What the model's own forward pass says after each of the tokens of `context`."""
-        ...
-
-    def save(self, folder: Path, dtype: torch.dtype | None = None) -> int:
-        """Write `folder` as other libraries read it; returns the bytes of the weights. None: in the weights' own dtype.
-
-        With a dtype it is for servers: the head is a matrix of its own, also where it is tied to the embeddings.
-        """
-        ...
-
-    def save_config(self, folder: Path) -> None:
-        """Write the configuration alone, for servers."""
+    def changes(self) -> int: ...
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]: ...
+    def logprobs(self, context: Sequence[int]) -> Reference: ...
+    def save(self, folder: Path, dtype: torch.dtype | None = None) -> int: ...
+    def save_config(self, folder: Path) -> None: ...
 
 
 class ModelWeights:
-    """The weights of a model that is in this process."""
+    """The weights of a model that is in this process; what its methods say holds for every source."""
 
     def __init__(self, model: PreTrainedModel, version: int = 0, changes: Callable[[], int] = lambda: 0) -> None:
         self.model, self.version, self._changes = model, version, changes
@@ -72,18 +56,24 @@ class ModelWeights:
 
     @property
     def changes(self) -> int:
-        """See `WeightSource`, as all of these."""
+        """How often the optimiser has changed the weights; any number of times within a training step."""
         return self._changes()
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """One at a time, in `dtype`, on the trainer's device: as the weights are at that moment."""
         weights = revert_weight_conversion(self.model, split_value_head(saved_weights(self.model))[0])
         for name, weight in weights.items():
             yield name, weight.detach().to(dtype)
 
     def logprobs(self, context: Sequence[int]) -> Reference:
+        """What the model's own forward pass says after each of the tokens of `context`."""
         return reference(self.model, context)
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> int:
+        """Write `folder` as other libraries read it; returns the bytes of the weights. None: in the weights' own dtype.
+
+        With a dtype it is for servers: the head is a matrix of its own, also where it is tied to the embeddings.
+        """
         weights = saved_weights(self.model)
         if dtype is not None:
             head = next(n for n, part in self.model.named_modules() if part is self.model.get_output_embeddings())
@@ -96,6 +86,7 @@ class ModelWeights:
         return sum(weight.nbytes for weight in weights.values())
 
     def save_config(self, folder: Path) -> None:
+        """Write the configuration alone, for servers."""
         self.model.config.save_pretrained(folder)
         self._untie_config(folder)
 

@@ -83,9 +83,9 @@ class LocalEngine(RunningEngine):
         self._planner = BatchPlanner(kv_cache, model.device, computes_in(model))
         self._bound = 0.0  # nats that rounding explained when it was last measured
         self._changed = asyncio.Event()
-        self._going = asyncio.Event()  # unset while paused
+        self._going = asyncio.Event()  # unset while asleep
         self._going.set()
-        self._asleep = self._closed = False
+        self._closed = False
         self._loop_task: asyncio.Task[None] | None = None
 
     @property
@@ -188,25 +188,18 @@ class LocalEngine(RunningEngine):
         self._source, self.version = source, source.version
         self._take_over_weights()
 
-    async def pause(self) -> None:
-        self._going.clear()
-
-    async def resume(self) -> None:
-        self._going.set()
-
     async def sleep(self) -> None:
-        await self.pause()
+        self._going.clear()
         self._scheduler.reset_cache()
         self._kv_cache.release()
         if self._forward.fused:
             self._forward.fused.release()
-        self._asleep, self._changes = True, -1  # which are taken over before the next step
+        self._changes = -1  # which are taken over before the next step
 
     async def wake(self) -> None:
-        if self._asleep:
+        if not self._going.is_set():
             self._kv_cache.allocate()
-            self._asleep = False
-        await self.resume()
+            self._going.set()
 
     async def close(self) -> None:
         self._closed = True

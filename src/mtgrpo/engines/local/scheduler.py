@@ -190,24 +190,31 @@ class Scheduler:
         """
         self._waiting.sort(key=lambda request: (request.since, request.conversation.key))
         self._share([r for r in self._waiting if r.looked < 0 and not r.conversation.block_table.end])
-        own = self._kv_cache.own
-        promised = sum(own.missing(request.conversation.block_table, request.pending) for request in self._running)
+        promised = sum(map(self._missing, self._running))
         admitted: list[Request] = []
         for request in sorted(self._waiting, key=lambda request: request.conversation.age):
-            conversation = request.conversation
-            needed = own.missing(conversation.block_table, request.pending)
-            idle = sum(len(c.block_table.blocks) for c in self._idle(conversation))
-            while own.free < promised + needed <= own.free + idle:
-                idle -= self._evict(conversation)
-            if promised + needed > own.free and (self._running or admitted):
+            has_room = self._make_room(promised + self._missing(request), request.conversation)
+            if not has_room and (self._running or admitted):
                 break
-            if request.looked < self._step and not conversation.block_table.end:  # its prefix may have room now
+            if request.looked < self._step and not request.conversation.block_table.end:  # its prefix may have room now
                 waiting = (r for r in self._waiting if not r.conversation.block_table.end)
                 self._share([r for r in waiting if r.tokens == request.tokens])
-            promised += own.missing(conversation.block_table, request.pending)
+            promised += self._missing(request)
             admitted.append(request)
         self._running += [request for request in self._waiting if request in admitted]
         self._waiting = [request for request in self._waiting if request not in admitted]
+
+    def _missing(self, request: Request) -> int:
+        """How many more blocks what the request has pending takes."""
+        return self._kv_cache.own.missing(request.conversation.block_table, request.pending)
+
+    def _make_room(self, blocks: int, before: Conversation) -> bool:
+        """Whether there are so many free blocks, if idle conversations that began after `before` are evicted for it."""
+        pool = self._kv_cache.own
+        idle = sum(len(conversation.block_table.blocks) for conversation in self._idle(before))
+        while pool.free < blocks <= pool.free + idle:
+            idle -= self._evict(before)
+        return blocks <= pool.free
 
     def _align(self, request: Request) -> None:
         """Release what the conversation has cached and is not the beginning of the request; the last token is new."""

@@ -23,9 +23,8 @@ import torch
 
 from mtgrpo.engines import Answer, Key, RunningEngine, stream_key
 from mtgrpo.engines.server import Server, Sync
-from mtgrpo.engines.server.push import PROVEN, TOP, Adapter, Files, Nothing, Proof, ProofError, Push
+from mtgrpo.engines.server.push import IPC, NCCL, PROVEN, TOP, Adapter, Files, Nothing, Proof, ProofError, Push
 from mtgrpo.engines.server.replica import HANGS_S, HEALTH, LostError, Part, Process, Replica
-from mtgrpo.engines.server.transfer import IPC, NCCL
 from mtgrpo.engines.server.vllm import VLLM, command, environment, interpreter
 from mtgrpo.errors import EngineError
 from mtgrpo.model.load import device_of_process
@@ -295,7 +294,7 @@ class ServerEngine(RunningEngine):
         ProofError where a server does not hold the weights.
         """
         began, going = time.perf_counter(), self._going
-        await self.pause()
+        await self._pause()
         async with self._syncing:
             first, self.version = self._proof is None, source.version
             written = await asyncio.to_thread(self._push.write, source)
@@ -316,22 +315,22 @@ class ServerEngine(RunningEngine):
         self.metrics["servers"] = float(sum(replica.alive for replica in self._replicas))
         self._raise_failure()
         if going:
-            await self.resume()
+            await self._resume()
 
-    async def pause(self) -> None:
-        """Sample nothing until `resume`; what requests in flight have is kept."""
+    async def _pause(self) -> None:
+        """Sample nothing until `_resume`; what requests in flight have is kept."""
         self._going = False
         while any(replica.load for replica in self._replicas):
             await self._each(lambda replica: replica.abort())  # once more for those that had not arrived
             await asyncio.sleep(ARRIVES_S)
 
-    async def resume(self) -> None:
+    async def _resume(self) -> None:
         self._going = True
         await self._notify()
 
     async def sleep(self) -> None:
-        """Pause; servers that share the trainer's GPU give their memory back."""
-        await self.pause()
+        """See `RunningEngine.sleep`; servers that share the trainer's GPU give their memory back."""
+        await self._pause()
         if self._sleeps:
             async with self._syncing:  # one that is coming back sleeps too
                 await self._each(lambda replica: replica.sleep())
@@ -339,7 +338,7 @@ class ServerEngine(RunningEngine):
 
     async def wake(self) -> None:
         await self._awake()
-        await self.resume()
+        await self._resume()
 
     async def _awake(self) -> None:
         if self._asleep:
