@@ -27,7 +27,7 @@ from mtgrpo.engines.auto import Auto
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.engines.server import Server, Sync
 from mtgrpo.engines.server import push as module
-from mtgrpo.engines.server.engine import ServerEngine, started
+from mtgrpo.engines.server.engine import PUSHES, ServerEngine
 from mtgrpo.engines.server.push import IPC, NCCL, Files, Transfer, buckets
 from mtgrpo.engines.server.replica import HEALTH, LostError
 from mtgrpo.errors import ConfigError, EngineError
@@ -316,9 +316,10 @@ def test_vllm_accepts_what_it_is_told(python: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.real
 @pytest.mark.timeout(1800)
 def test_a_server_that_begins_without_weights_takes_them_in_buckets_and_proves_it(
-    python: str, tmp_path: Path, small_buckets: None
+    python: str, tmp_path: Path, small_buckets: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real vLLM, but for the memory that both sides map: a file here, which on a GPU is the GPU's own."""
+    monkeypatch.setitem(PUSHES, Sync.files, Mapped)
     wrapper = tmp_path / "python"
     wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={Path(__file__).parent} exec {python} "$@"\n')
     wrapper.chmod(0o755)
@@ -328,17 +329,17 @@ def test_a_server_that_begins_without_weights_takes_them_in_buckets_and_proves_i
 
 async def pushed(settings: Server, folder: Path) -> None:
     model = make_model()
-    push = Mapped(folder, ModelWeights(model))
-    replicas = started(settings, push, LONGEST, folder, folder)
-    engine = ServerEngine(replicas, push, LONGEST, 900, False, folder)
+    engine = settings.start(ModelWeights(model), True, LONGEST, folder)
     try:
         await samples_after_each_push(engine, model)
-        (replica,) = replicas
+        (replica,) = engine._replicas
         assert replica.process
         await replica.process.stop()
         await engine._each(lambda lost: lost.ask("GET", HEALTH))
         await until(lambda: not replica.lost.done())
-        assert not (replica.alive or push.current), "it is back, without weights, and those of the push are trained on"
+        assert not (replica.alive or engine._push.current), (
+            "it is back, without weights, and those of the push are trained on"
+        )
         await engine.load_weights(ModelWeights(model, 3))
         assert apart(model, [20, 30], await turn(engine, "b", [20, 30], Sampling()), Sampling()) < CLOSE
         assert engine.notes[-1] == "engine: server 0 is back"

@@ -21,7 +21,6 @@ from mtgrpo.types import Completion, Sample, Sampling
 
 if TYPE_CHECKING:
     from mtgrpo.model.settings import ModelSettings
-    from mtgrpo.model.traits import Limit
     from mtgrpo.weights.source import WeightSource
 
 Answer = Callable[[Sequence[int], Sampling, int], Awaitable[Completion]]  # (context, .., key of its random numbers)
@@ -127,6 +126,7 @@ class Engine(ABC):
     """Base of all engines' settings."""
 
     attends: ClassVar[bool] = False  # whether it measures attention, which some condensers ask for
+    has_windows: ClassVar[bool] = True  # whether it computes layers that see a part of the context alone
     reaches: ClassVar[Reach] = Reach.nothing  # by being chosen, with no further setting
 
     @property
@@ -137,10 +137,6 @@ class Engine(ABC):
     def check(self, experiment: Any) -> None:
         """Raise ConfigError for settings of `experiment` with which it cannot sample; by default there are none."""
         return
-
-    def limit(self, source: WeightSource) -> Limit:
-        """The longest context of the model that this engine samples from as the trainer computes it."""
-        return source.traits.limit
 
     def chosen(self, settings: ModelSettings) -> tuple[Engine, str]:
         """The engine that is meant for this model, by default itself, and why, for the user."""

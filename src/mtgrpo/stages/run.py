@@ -295,7 +295,8 @@ def longest_context(experiment: Experiment, source: WeightSource) -> int:
 
     Raises ConfigError when more is requested than the model can do, or than the engine can do with it.
     """
-    asked, limit = experiment.environment.max_context_length, experiment.engine.limit(source)
+    asked, traits = experiment.environment.max_context_length, source.traits
+    limit = traits.limit if experiment.engine.has_windows else traits.limit_without_windows
     if not limit.tokens and not asked:
         raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")
     limit.check(asked)

@@ -11,7 +11,6 @@ from mtgrpo.errors import require
 
 if TYPE_CHECKING:
     from mtgrpo.engines.local.engine import LocalEngine
-    from mtgrpo.model.traits import Limit
     from mtgrpo.weights.source import WeightSource
 
 DEFAULT_FRACTION = 0.3
@@ -25,6 +24,7 @@ class Local(Engine):
     keep_stale_cache: bool = False  # open conversations keep that of older weights; else it is reset at every update
 
     attends: ClassVar[bool] = True
+    has_windows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require(self, memory_fraction="> 0 and < 1")
@@ -37,9 +37,6 @@ class Local(Engine):
     @property
     def exact(self) -> bool:
         return not self.keep_stale_cache
-
-    def limit(self, source: WeightSource) -> Limit:
-        return source.traits.limit_without_windows
 
     def start(
         self, source: WeightSource, deterministic: bool, longest_context: int, folder: Path | None = None

@@ -150,6 +150,6 @@ class Server(Engine):
 
         The servers' logs go to `folder`. Raises ConfigError where there is no such interpreter.
         """
-        from mtgrpo.engines.server.engine import start_engine  # noqa: PLC0415  settings alone import no library
+        from mtgrpo.engines.server.engine import ServerEngine  # noqa: PLC0415  settings alone import no library
 
-        return start_engine(self, source, longest_context, folder)
+        return ServerEngine(self, source, longest_context, folder)

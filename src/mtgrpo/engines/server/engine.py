@@ -46,36 +46,7 @@ PUSHES: dict[Sync, type[Push]] = {
 }  # fmt: skip
 
 
-def start_engine(settings: Server, source: WeightSource, longest_context: int, folder: Path | None) -> ServerEngine:
-    """See `Server.start`."""
-    if not settings.url:
-        settings = replace(settings, python=interpreter(settings.python))
-    sync, _ = settings.way(source.lora is not None)
-    exchange = _exchange(source, None if not settings.url else folder or Path.cwd())
-    push = PUSHES[sync](exchange, source)
-    if settings.url:
-        interface = settings.interface()
-        replicas: list[Replica] = [interface(f"the server at {url}", url) for url in settings.url]
-    else:
-        replicas = started(settings, push, longest_context, exchange, folder or exchange)
-    sleeps = device_of_process().type == "cuda" and settings.shares_gpu
-    return ServerEngine(replicas, push, longest_context, settings.start_timeout_s, sleeps, exchange)
-
-
-def started(settings: Server, push: Push, longest_context: int, exchange: Path, logs: Path) -> list[Replica]:
-    """Servers with processes that are not started yet, which listen on sockets in `exchange`."""
-    dtype, replicas = str(push.dtype).removeprefix("torch."), list[Replica]()
-    for number in range(settings.replicas):
-        socket = exchange / f"server_{number}"
-        place = ["--uds", str(socket), *push.words]
-        words = [settings.python, *command(settings, push.served, dtype, longest_context, place, push.rank)]
-        variables = {**environment(settings, number), **push.variables}
-        process = Process(words, variables, logs / f"server_{number}.log", exchange, socket)
-        replicas.append(VLLM(f"server {number}", "http://server", process))
-    return replicas
-
-
-def _exchange(source: WeightSource, shared: Path | None) -> Path:
+def _make_folder(source: WeightSource, shared: Path | None) -> Path:
     """A new folder for weights: in memory where there is room; in `shared`, for servers elsewhere, always the same."""
     if shared is not None:
         place = shared.absolute() / "mtgrpo-exchange"
@@ -106,19 +77,22 @@ class ServerEngine(RunningEngine):
 
     shares_weights = False
 
-    def __init__(
-        self, replicas: Sequence[Replica], push: Push, longest_context: int, start_timeout_s: float, sleeps: bool,
-        exchange: Path,
-    ) -> None:  # fmt: skip
-        """An engine over servers that are not started yet.
-
-        sleeps: they share a GPU with the trainer, and give its memory back while they sleep. exchange: the folder for
-        weights, which is removed at the end.
-        """
+    def __init__(self, settings: Server, source: WeightSource, longest_context: int, folder: Path | None) -> None:
+        """See `Server.start`: an engine over servers that are not started yet."""
         super().__init__(longest_context)
-        self._replicas, self._push = list(replicas), push
-        self._start_timeout_s, self._exchange = start_timeout_s, exchange
-        self._sleeps, self._asleep = sleeps, False
+        way, _ = settings.way(source.lora is not None)
+        if not settings.url:
+            settings = replace(settings, python=interpreter(settings.python))
+        self._exchange = _make_folder(source, (folder or Path.cwd()) if settings.url else None)  # removed at the end
+        self._push = PUSHES[way](self._exchange, source)
+        if settings.url:
+            interface = settings.interface()
+            self._replicas = [interface(f"the server at {url}", url) for url in settings.url]
+        else:
+            self._replicas = [self._prepare(settings, number, folder) for number in range(settings.replicas)]
+        self._start_timeout_s = settings.start_timeout_s
+        self._sleeps = settings.shares_gpu and device_of_process().type == "cuda"  # gives the trainer's GPU back then
+        self._asleep = False
         self._config: dict[str, Any] = {}  # of the model
         self._proof: Proof | None = None  # of the present version
         self._requests: list[_Request] = []
@@ -127,6 +101,15 @@ class ServerEngine(RunningEngine):
         self._syncing = asyncio.Lock()  # of what servers hold
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: Exception | None = None  # why no more is sampled
+
+    def _prepare(self, settings: Server, number: int, logs: Path | None) -> Replica:
+        """Server `number`, whose process is not started yet; it listens on a socket in the folder of the exchange."""
+        socket, push = self._exchange / f"server_{number}", self._push
+        place, dtype = ["--uds", str(socket), *push.words], str(push.dtype).removeprefix("torch.")
+        words = [settings.python, *command(settings, push.served, dtype, self._longest, place, push.rank)]
+        variables = {**environment(settings, number), **push.variables}
+        log = (logs or self._exchange) / f"server_{number}.log"
+        return VLLM(f"server {number}", "http://server", Process(words, variables, log, self._exchange, socket))
 
     @property
     def requests(self) -> list[str]:

@@ -170,23 +170,19 @@ def command(
 
 
 def environment(settings: Server, number: int) -> dict[str, str]:
-    """The variables of server `number`."""
+    """The variables of server `number`.
+
+    On a CPU it gets all cores, of which vLLM would leave one free, and Intel's OpenMP where it is there, whose idle
+    threads sleep: on two cores this made a server of 30 M weights 1.8 times as fast (benchmarks/server.py).
+    """
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     variables |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
     if not torch.cuda.is_available():
-        variables = _on_cpu(Path(settings.python)) | variables
+        openmp = Path(settings.python).parent.parent / "lib" / "libiomp5.so"
+        preload = {"LD_PRELOAD": str(openmp.absolute())} if openmp.is_file() else {}
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        variables = {"VLLM_CPU_OMP_THREADS_BIND": cores, **SLEEP, **preload, **variables}
     if settings.devices:
         mine = settings.devices[number * settings.tensor_parallel :][: settings.tensor_parallel]
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
     return variables
-
-
-def _on_cpu(python: Path) -> dict[str, str]:
-    """All cores, of which vLLM would leave one free, and Intel's OpenMP where it is there, whose idle threads sleep.
-
-    On two cores this made a server of 30 M weights 1.8 times as fast (benchmarks/server.py).
-    """
-    openmp = python.parent.parent / "lib" / "libiomp5.so"
-    preload = {"LD_PRELOAD": str(openmp.absolute())} if openmp.is_file() else {}
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    return {"VLLM_CPU_OMP_THREADS_BIND": cores, **SLEEP, **preload}
