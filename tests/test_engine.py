@@ -814,12 +814,12 @@ def test_nothing_is_sampled_until_it_goes_on() -> None:
         engine, lengths = Local().start(ModelWeights(model), True, 1024), []
         async with engine.conversation(Key(0, "a", "t", 0)) as sample:
             asked = asyncio.create_task(sample(prompt_of(1), sampling))
-            while not any(request.logprobs for request in engine._scheduler.requests):
+            while not any(request.output.tokens for request in engine._scheduler.requests):
                 await asyncio.sleep(0)
             if stop:
                 await engine.sleep()
                 for _ in range(2):
-                    lengths.append(sum(len(request.logprobs) for request in engine._scheduler.requests))
+                    lengths.append(sum(len(request.output.tokens) for request in engine._scheduler.requests))
                     await asyncio.sleep(0.05)
                 assert not engine._kv_cache.own.keys  # the memory is given back
                 await engine.wake()

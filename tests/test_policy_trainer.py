@@ -136,7 +136,7 @@ class CopyingEngine(LocalEngine):
 class Copying(Local):
     def start(self, source: Any, deterministic: bool, longest_context: int, folder: Path | None = None) -> LocalEngine:
         model = load_model(ModelSettings("tiny"), 7)
-        engine = start_engine(ModelWeights(model), deterministic, longest_context, 0.1, False)
+        engine = start_engine(Local(memory_fraction=0.1), ModelWeights(model), deterministic, longest_context)
         engine.__class__ = CopyingEngine
         return engine
 

@@ -48,4 +48,4 @@ class Local(Engine):
         """
         from mtgrpo.engines.local.engine import start_engine  # noqa: PLC0415  settings alone import no library
 
-        return start_engine(source, deterministic, longest_context, self.fraction, self.keep_stale_cache)
+        return start_engine(self, source, deterministic, longest_context)

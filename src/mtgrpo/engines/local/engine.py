@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mtgrpo.engines import Answer, Key, RunningEngine
+from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.batch_plan import BatchPlan, BatchPlanner, Row
 from mtgrpo.engines.local.decoder import Forward
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, check_room, memory_bytes, token_bytes
@@ -36,9 +38,7 @@ CHECKED = 16  # tokens of a context that are computed again after each update
 PROBE = 3 * BLOCK_SIZE  # tokens that are computed again at the start
 
 
-def start_engine(
-    source: WeightSource, deterministic: bool, longest_context: int, memory_fraction: float, keep_stale_cache: bool
-) -> LocalEngine:
+def start_engine(settings: Local, source: WeightSource, deterministic: bool, longest_context: int) -> LocalEngine:
     """See `Local.start`."""
     if not isinstance(source, ModelWeights):
         raise ConfigError(
@@ -51,10 +51,10 @@ def start_engine(
     if reason:
         raise ConfigError(f"engine=local cannot sample from this model: {reason}; choose another model or engine")
     total = memory_bytes(model.device)
-    check_room(memory_fraction, total, token_bytes(model), longest_context)
+    check_room(settings.fraction, total, token_bytes(model), longest_context)
     source.traits.limit_without_windows.check(longest_context)
-    kv_cache = KVCache(model, int(memory_fraction * total / token_bytes(model)), longest_context)
-    engine = LocalEngine(source, deterministic, kv_cache, longest_context, keep_stale_cache)
+    kv_cache = KVCache(model, int(settings.fraction * total / token_bytes(model)), longest_context)
+    engine = LocalEngine(source, deterministic, kv_cache, longest_context, settings.keep_stale_cache)
     engine.check()
     return engine
 
@@ -91,7 +91,7 @@ class LocalEngine(RunningEngine):
     @property
     def requests(self) -> list[str]:
         return [
-            f"{r.conversation.key}: sampled {len(r.logprobs)} of at most {r.sampling.max_new_tokens} tokens, "
+            f"{r.conversation.key}: sampled {len(r.output.tokens)} of at most {r.sampling.max_new_tokens} tokens, "
             f"{r.pending} of {len(r.tokens)} still to be computed"
             for r in self._scheduler.requests
         ]
@@ -157,7 +157,7 @@ class LocalEngine(RunningEngine):
         if self._closed:
             raise EngineError("the engine is closed")
         reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        request = Request(conversation, list(tokens), len(tokens), sampling, stream, reply)
+        request = Request(conversation, list(tokens), sampling, stream, reply)
         self._scheduler.ask(request)
         if self._loop_task is None or self._loop_task.done():
             self._changed = asyncio.Event()  # of the event loop that runs now
@@ -295,21 +295,19 @@ class LocalEngine(RunningEngine):
     def _sample(self, requests: Sequence[Request], hidden: Tensor) -> None:
         """Sample one token for each request and answer those that are finished."""
         keys = np.array([request.stream for request in requests], dtype=np.uint64)
-        counters = np.array([len(request.logprobs) for request in requests], dtype=np.uint64)
+        counters = np.array([len(request.output.tokens) for request in requests], dtype=np.uint64)
         logits = self._forward.logits(hidden)
         sampled = sample(logits, [request.sampling for request in requests], uniforms(keys, counters))
         for request, token, logprob, kept in zip(requests, sampled.tokens, sampled.logprobs, sampled.kept, strict=True):
+            output = request.output
             request.tokens.append(token)
-            request.logprobs.append(logprob)
-            request.versions.append(self.version)
+            output.tokens.append(token)
+            output.logprobs.append(logprob)
+            output.versions.append(self.version)
             if kept is not None:
-                request.kept.append(kept)
+                output.kept.append(kept)
             stopped = token in request.sampling.stop_ids
-            if stopped or len(request.logprobs) >= request.sampling.max_new_tokens:
-                self._finish(request, Finish.STOP if stopped else Finish.LENGTH)
-
-    def _finish(self, request: Request, finish: Finish) -> None:
-        self._scheduler.drop(request)
-        if not request.reply.done():  # else it was given up, and is about to say so
-            output = request.tokens[request.context :]
-            request.reply.set_result(Completion(output, request.logprobs, request.versions, finish, request.kept))
+            if stopped or len(output.tokens) >= request.sampling.max_new_tokens:
+                self._scheduler.drop(request)
+                if not request.reply.done():  # else it was given up, and is about to say so
+                    request.reply.set_result(replace(output, finish=Finish.STOP if stopped else Finish.LENGTH))

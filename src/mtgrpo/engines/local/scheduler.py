@@ -8,7 +8,6 @@ All are computed in the same forward passes.
 from __future__ import annotations
 
 import asyncio
-from array import array
 from bisect import bisect, bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from mtgrpo.engines import Key
 from mtgrpo.engines.local.batch_plan import Row
 from mtgrpo.engines.local.kv_cache import BlockTable, KVCache, Prefix
-from mtgrpo.types import Completion, Sampling
+from mtgrpo.types import Completion, Finish, Sampling
 
 MAX_PREFILL_TOKENS = {"cpu": 512, "cuda": 2048}  # in a step, beside the decoding: longer ones are prefilled in chunks
 SHORTEST_PREFIX = 32  # tokens; sharing fewer is not worth it
@@ -42,13 +41,10 @@ class Request:
 
     conversation: Conversation
     tokens: list[int]  # the context and, so far, the output
-    context: int  # length of the context
     sampling: Sampling
     stream: int  # key of its random numbers
     reply: asyncio.Future[Completion]
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    kept: list[array[int]] = field(default_factory=list["array[int]"])
+    output: Completion = field(default_factory=lambda: Completion([], [], [], Finish.LENGTH))  # so far
     since: int = 0  # the step before which it came
     looked: int = -1  # the step in which a prefix was last looked for; -1 = not since its cache was emptied
 

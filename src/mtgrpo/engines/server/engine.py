@@ -69,7 +69,7 @@ class _Request:
     key: Key
     context: int  # tokens
     sampling: Sampling
-    sampled: Completion = field(default_factory=lambda: Completion([], [], [], Finish.LENGTH))  # so far
+    output: Completion = field(default_factory=lambda: Completion([], [], [], Finish.LENGTH))  # so far
 
 
 class ServerEngine(RunningEngine):
@@ -114,7 +114,7 @@ class ServerEngine(RunningEngine):
     @property
     def requests(self) -> list[str]:
         return [
-            f"{r.key}: sampled {len(r.sampled.tokens)} of at most {r.sampling.max_new_tokens} tokens after a context "
+            f"{r.key}: sampled {len(r.output.tokens)} of at most {r.sampling.max_new_tokens} tokens after a context "
             f"of {r.context}"
             for r in self._requests
         ]
@@ -129,17 +129,17 @@ class ServerEngine(RunningEngine):
     ) -> Completion:
         """Until the turn has ended. What a server gives that is interrupted is kept; of one that is lost is nothing."""
         request, losses = _Request(conversation.key, len(tokens), sampling), 0
-        sampled = request.sampled
+        output = request.output
         self._requests.append(request)
         try:
             while True:
                 await self._until(lambda: bool(self._failed or (self._going and any(r.alive for r in self._replicas))))
                 self._raise_failure()
                 replica = conversation.replica = self._route(conversation)
-                version, count = self.version, len(sampled.tokens)
+                version, count = self.version, len(output.tokens)
                 rest = replace(sampling, max_new_tokens=sampling.max_new_tokens - count)
                 try:
-                    part = await self._sample(replica, [*tokens, *sampled.tokens], rest, stream + count)
+                    part = await self._sample(replica, [*tokens, *output.tokens], rest, stream + count)
                 except LostError as error:
                     self._lose(replica, error)
                     losses += 1
@@ -147,12 +147,12 @@ class ServerEngine(RunningEngine):
                         raise EngineError(f"{losses} servers were lost during one turn; the last: {error}") from error
                     continue
                 replica.restarts = 0
-                sampled.tokens.extend(part.tokens)
-                sampled.logprobs.extend(part.logprobs)
-                sampled.versions.extend([version] * len(part.tokens))
-                sampled.kept.extend(part.kept)
+                output.tokens.extend(part.tokens)
+                output.logprobs.extend(part.logprobs)
+                output.versions.extend([version] * len(part.tokens))
+                output.kept.extend(part.kept)
                 if part.finish is not None:
-                    return replace(sampled, finish=part.finish)
+                    return replace(output, finish=part.finish)
         finally:
             self._requests.remove(request)
 

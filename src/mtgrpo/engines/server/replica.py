@@ -22,7 +22,7 @@ HANGS_S = 60.0  # without an answer, and a server is lost
 POLL_S = 0.5  # between two questions whether a server that starts is ready
 END_S = 20.0  # for a server to end by itself
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": None}
-SHOWN_LINES = 15  # lines of a server's log that are shown when it ends
+SHOWN_CHARACTERS = 2000  # of a server's log, when it ends
 HOT = 2.0  # temperature at which one token is sampled: its log-probability must be that of the same distribution
 
 
@@ -65,8 +65,8 @@ class Process:
         """How it ended and what it said last; "" while it runs."""
         if self.program is None or self.program.returncode is None:
             return ""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
-        return "\n".join([f"it ended with exit code {self.program.returncode}; the end of {self.log}:", *lines])
+        end = processes.read_end(self.log, SHOWN_CHARACTERS)
+        return f"it ended with exit code {self.program.returncode}; the end of {self.log}:\n{end}"
 
     async def stop(self) -> None:
         """End it, and return when all of it is gone."""
