@@ -24,7 +24,7 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.server import Server, Sync
 from mtgrpo.engines.server import engine as server_engine
 from mtgrpo.engines.server.push import Adapter, Files, Nothing, Proof, ProofError
-from mtgrpo.engines.server.replica import HOT
+from mtgrpo.engines.server.replica import HEAT
 from mtgrpo.engines.server.vllm import VLLM, environment
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.memory import Phase, estimate
@@ -50,7 +50,7 @@ def listed(model: PreTrainedModel, tokens: list[int], top: int = 20) -> list[dic
     logprobs = plain_logprobs(model, torch.tensor(tokens))[:-1]
     best = logprobs.topk(top, -1).indices.tolist()
     rows = zip(logprobs, best, tokens[1:], strict=True)
-    hot = (plain_logprobs(model, torch.tensor(tokens))[-1] / HOT).log_softmax(-1)
+    hot = (plain_logprobs(model, torch.tensor(tokens))[-1] / HEAT).log_softmax(-1)
     return [*({t: row[t].item() for t in {*likeliest, own}} for row, likeliest, own in rows), {343: hot[343].item()}]
 
 
@@ -186,7 +186,7 @@ def test_a_server_on_a_cpu_takes_all_cores_and_intels_openmp(tmp_path: Path, mon
 
 
 def test_no_server_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_engine, "REACHED_S", 0.0)
+    monkeypatch.setattr(server_engine, "CONNECT_S", 0.0)
     model = load_model(ModelSettings("tiny"), 0)
     with socket.socket() as taken:  # bound, so that nobody else listens there
         taken.bind(("127.0.0.1", 0))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtgrpo.engines.server.replica import FINISHES, HOT, LostError, Part, Replica
+from mtgrpo.engines.server.replica import FINISHES, HEAT, LostError, Part, Replica
 from mtgrpo.errors import EngineError
 from mtgrpo.types import Sampling
 
@@ -32,23 +32,23 @@ class SGLang(Replica):
             "stop_token_ids": list(sampling.stop_ids),
             "ignore_eos": True,  # the stop tokens are those above
         }
-        found = await self._generate(tokens, settings)
-        listed, finish = found["output_token_logprobs"], FINISHES[found["finish_reason"]["type"]]
+        meta = await self._generate(tokens, settings)
+        listed, finish = meta["output_token_logprobs"], FINISHES[meta["finish_reason"]["type"]]
         return Part([entry[1] for entry in listed], [entry[0] for entry in listed], [], finish)
 
     async def likeliest(self, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
-        settings = {"max_new_tokens": 1, "temperature": HOT, "ignore_eos": True}
-        found = await self._generate(tokens, settings, logprob_start_len=0, top_logprobs_num=count)
-        rows = zip(found["input_token_logprobs"][1:], found["input_top_logprobs"][1:], strict=True)
-        (sampled,) = found["output_token_logprobs"]
+        settings = {"max_new_tokens": 1, "temperature": HEAT, "ignore_eos": True}
+        meta = await self._generate(tokens, settings, logprob_start_len=0, top_logprobs_num=count)
+        rows = zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:], strict=True)
+        (sampled,) = meta["output_token_logprobs"]
         return [*({entry[1]: entry[0] for entry in (*top, own)} for own, top in rows), {sampled[1]: sampled[0]}]
 
     async def _generate(self, tokens: Sequence[int], settings: dict[str, Any], **more: Any) -> Any:
         body = {"input_ids": list(tokens), "sampling_params": settings, "return_logprob": True, **more}
-        found = (await self.ask("POST", self.generates, body, timeout_s=None))["meta_info"]
-        if found["weight_version"] != self._label:
-            raise LostError(f"{self.name} sampled with weights {found['weight_version']} instead of {self._label}")
-        return found
+        meta = (await self.ask("POST", self.generates, body, timeout_s=None))["meta_info"]
+        if meta["weight_version"] != self._label:
+            raise LostError(f"{self.name} sampled with weights {meta['weight_version']} instead of {self._label}")
+        return meta
 
     async def abort(self) -> None:
         await self.ask("POST", "/abort_request", {"abort_all": True})

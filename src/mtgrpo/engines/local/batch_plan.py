@@ -113,14 +113,14 @@ class BatchPlanner:
 
     def _writes(self, flat: _Flat, own: int) -> list[tuple[BlockPool, slice, Tensor]]:
         """Where keys go: the first `own` tokens are those of conversations, the others those of prefixes."""
-        found: list[tuple[BlockPool, slice, Tensor]] = []
+        writes: list[tuple[BlockPool, slice, Tensor]] = []
         for pool, tokens in ((self.blocks.own, slice(0, own)), (self.blocks.prefixes, slice(own, flat.real))):
             if tokens.start < tokens.stop:
                 within = flat.within[tokens]
                 block = flat.blocks[flat.block_starts[flat.row[tokens]] + within // pool.length]
                 block = block[:, None] * pool.heads + np.arange(pool.heads)
-                found.append((pool, tokens, self.put((block * pool.length + within[:, None] % pool.length).ravel())))
-        return found
+                writes.append((pool, tokens, self.put((block * pool.length + within[:, None] % pool.length).ravel())))
+        return writes
 
     def _advance(self, plan: BatchPlan, rows: Sequence[Row]) -> BatchPlan:
         """The plan of the next step, in place."""

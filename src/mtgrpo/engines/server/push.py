@@ -28,14 +28,14 @@ from torch import Tensor
 from torch.cuda import nccl
 from torch.multiprocessing.reductions import reduce_tensor
 
-from mtgrpo.engines.server.replica import HOT, LostError, Replica
+from mtgrpo.engines.server.replica import HEAT, LostError, Replica
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import device_of_process
 from mtgrpo.runtime.isolation import run_in_thread
 from mtgrpo.runtime.together import together
 from mtgrpo.weights.source import WeightSource
 
-PROVEN = 64  # tokens of a context that both sides compute
+PROOF_TOKENS = 64  # tokens of a context that both sides compute
 TOP = 20  # tokens of the vocabulary that are compared after each
 # nats; smaller differences between two implementations are accepted whatever the model's own rounding is
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float64: 1e-4}
@@ -54,21 +54,21 @@ class Proof:
         self.version, self.tokens = source.version, list(context)
         self.bound = max(TOLERANCE[source.dtype], reference.bound)  # nats, the largest distance that is accepted
         *rows, last = reference.logprobs.float().cpu()
-        self._expected = [*rows, (last / HOT).log_softmax(-1)]  # [vocabulary] after each token
+        self._expected = [*rows, (last / HEAT).log_softmax(-1)]  # [vocabulary] after each token
 
-    def check(self, found: Sequence[Mapping[int, float]], server: str) -> float:
+    def check(self, answers: Sequence[Mapping[int, float]], server: str) -> float:
         """The distance in nats of what `server` says, as `Replica.likeliest` gives it.
 
         It is the root mean square of the differences, each weighted by its token's probability. Raises ProofError
         where it is more than rounding explains.
         """
         squares = total = 0.0
-        for row, listed in zip(self._expected, found, strict=False):
+        for row, listed in zip(self._expected, answers, strict=False):
             expected = row[torch.tensor(list(listed))]
             weight = expected.exp()
             squares += (weight * (torch.tensor(list(listed.values())) - expected).square()).sum().item()
             total += weight.sum().item()
-        apart = (squares / total) ** 0.5 if total and len(found) == len(self._expected) else math.nan
+        apart = (squares / total) ** 0.5 if total and len(answers) == len(self._expected) else math.nan
         if not apart <= self.bound:
             raise ProofError(
                 f"{server} does not hold the trainer's weights: after update {self.version} its log-probabilities over "

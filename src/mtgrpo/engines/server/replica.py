@@ -18,12 +18,12 @@ from mtgrpo.runtime.http import SHOWN, HttpClient, HttpError
 from mtgrpo.types import Finish, Sampling
 
 HEALTH = "/health"
-HANGS_S = 60.0  # without an answer, and a server is lost
+ANSWER_TIMEOUT_S = 60.0  # without an answer, and a server is lost
 POLL_S = 0.5  # between two questions whether a server that starts is ready
-END_S = 20.0  # for a server to end by itself
+GRACE_S = 20.0  # for a server to end by itself
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": None}
 SHOWN_CHARACTERS = 2000  # of a server's log, when it ends
-HOT = 2.0  # temperature at which one token is sampled: its log-probability must be that of the same distribution
+HEAT = 2.0  # temperature of one more token: its log-probability must be that of the same distribution
 
 
 class LostError(EngineError):
@@ -57,7 +57,7 @@ class Process:
         self.socket.unlink(missing_ok=True)  # it would not listen where another did
         with self.log.open("ab") as log:
             self.program = await processes.start(
-                self.command, self.environment, stdout=log, stderr=STDOUT, grace_s=END_S, remove=self.folder
+                self.command, self.environment, stdout=log, stderr=STDOUT, grace_s=GRACE_S, remove=self.folder
             )
 
     @property
@@ -154,7 +154,7 @@ class Replica(ABC):
     async def likeliest(self, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
         """For each of `tokens` but the first, log-probabilities of it and of the `count` likeliest in its place.
 
-        At last the log-probability of one token that is sampled after them at temperature `HOT`.
+        At last the log-probability of one token that is sampled after them at the temperature `HEAT`.
         """
 
     @abstractmethod

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from transformers.utils import CONFIG_NAME
 
-from mtgrpo.engines.server import MOST_KEPT, Server
-from mtgrpo.engines.server.replica import FINISHES, HANGS_S, HOT, LostError, Part, Replica
+from mtgrpo.engines.server import MAX_NAMED_TOKENS, Server
+from mtgrpo.engines.server.replica import ANSWER_TIMEOUT_S, FINISHES, HEAT, LostError, Part, Replica
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.runtime.resources import SLEEP
 from mtgrpo.types import Sampling
 
 NAME = "policy"  # of the model that a server of ours serves
 ADAPTERS = "policy-"  # what names of our adapters begin with
-TIED = 16  # tokens that may be as likely as the last that top-k keeps, and are kept too
+EXTRA_TOKENS = 16  # tokens that may be as likely as the last that top-k keeps, and are kept too
 COMPARED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")  # of configurations
 RESETS, RESET_S = 200, 0.05  # tries to reset the prefix cache, and the seconds between them
 NOTHING = -9000.0  # vLLM writes -9999 for minus infinity
@@ -69,7 +69,7 @@ class VLLM(Replica):
             "seed": seed % 2**63,
             "stop_token_ids": list(sampling.stop_ids),
             "ignore_eos": True,  # the stop tokens are those above
-            "logprobs": sampling.top_k + TIED if sampling.cuts else 0,
+            "logprobs": sampling.top_k + EXTRA_TOKENS if sampling.cuts else 0,
         }
         (choice,) = (await self._generate(tokens, settings))["choices"]
         listed = choice["logprobs"]["content"]
@@ -77,9 +77,9 @@ class VLLM(Replica):
         return Part(choice["token_ids"], [e["logprob"] for e in listed], kept, FINISHES[choice["finish_reason"]])
 
     async def likeliest(self, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
-        settings = {"max_tokens": 1, "prompt_logprobs": count, "temperature": HOT, "logprobs": 0, "ignore_eos": True}
+        settings = {"max_tokens": 1, "prompt_logprobs": count, "temperature": HEAT, "logprobs": 0, "ignore_eos": True}
         answer = await self._generate(tokens, settings)
-        rows = [{int(token): found["logprob"] for token, found in row.items()} for row in answer["prompt_logprobs"][1:]]
+        rows = [{int(token): entry["logprob"] for token, entry in row.items()} for row in answer["prompt_logprobs"][1:]]
         (sampled,) = answer["choices"][0]["logprobs"]["content"]
         return [*rows, {sampled["token_id"]: sampled["logprob"]}]
 
@@ -113,7 +113,7 @@ class VLLM(Replica):
             await self._unload(before)
 
     async def _unload(self, name: str) -> None:
-        await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, HANGS_S)
+        await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, ANSWER_TIMEOUT_S)
 
     async def sleep(self) -> None:
         """See `Replica.sleep`: the weights go to the CPU's memory."""
@@ -153,7 +153,7 @@ def command(
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", NAME, *place]
     words += ["--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log", "--dtype", dtype]
     words += ["--generation-config", "vllm", "--tensor-parallel-size", str(settings.tensor_parallel)]
-    words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MOST_KEPT + TIED)]
+    words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_NAMED_TOKENS + EXTRA_TOKENS)]
     words += ["--max-model-len", str(longest)] if longest else []
     if lora_rank:
         rank = next((rank for rank in RANKS if rank >= lora_rank), lora_rank)
