@@ -19,9 +19,9 @@ from mtgrpo.batch.forest import Batch
 from mtgrpo.config.compose import preset
 from mtgrpo.engines.local import decoder, paged_attention
 from mtgrpo.engines.local import engine as local
-from mtgrpo.engines.local.batch_plan import BatchPlan, BatchPlanner, _Parts
 from mtgrpo.engines.local.decoder import _Product
 from mtgrpo.engines.local.kv_cache import KVCache
+from mtgrpo.engines.local.paged_attention import BatchPlan, BatchPlanner, _Parts
 from mtgrpo.engines.local.scheduler import Scheduler
 from mtgrpo.environments import Reply
 from mtgrpo.log import Sinks

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local, paged_attention, scheduler
 from mtgrpo.engines.local import engine as local
-from mtgrpo.engines.local.batch_plan import BatchPlan, BatchPlanner, Row
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, KVCache, token_bytes
+from mtgrpo.engines.local.paged_attention import BatchPlan, BatchPlanner, Row
 from mtgrpo.engines.local.scheduler import Scheduler
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import DType, ModelSettings, load_model

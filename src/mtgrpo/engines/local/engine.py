@@ -20,10 +20,9 @@ from torch import Tensor
 
 from mtgrpo.engines import Answer, Key, RunningEngine
 from mtgrpo.engines.local import Local
-from mtgrpo.engines.local.batch_plan import BatchPlan, BatchPlanner, Row
 from mtgrpo.engines.local.decoder import Forward
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, check_room, memory_bytes, token_bytes
-from mtgrpo.engines.local.paged_attention import attend
+from mtgrpo.engines.local.paged_attention import BatchPlan, BatchPlanner, Row, attend
 from mtgrpo.engines.local.sampling import sample, uniforms
 from mtgrpo.engines.local.scheduler import MAX_PREFILL_TOKENS, Conversation, Request, Scheduler
 from mtgrpo.errors import ConfigError, EngineError

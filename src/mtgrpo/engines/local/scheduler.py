@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mtgrpo.engines import Key
-from mtgrpo.engines.local.batch_plan import Row
 from mtgrpo.engines.local.kv_cache import BlockTable, KVCache, Prefix
+from mtgrpo.engines.local.paged_attention import Row
 from mtgrpo.types import Completion, Finish, Sampling
 
 MAX_PREFILL_TOKENS = {"cpu": 512, "cuda": 2048}  # in a step, beside the decoding: longer ones are prefilled in chunks
