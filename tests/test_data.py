@@ -11,8 +11,9 @@ import pytest
 
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations
-from mtgrpo.tasks.jsonl import Jsonl, JsonlRows
-from mtgrpo.tasks.parquet import Parquet, ParquetRows, write_parquet
+from mtgrpo.tasks.jsonl import Jsonl
+from mtgrpo.tasks.parquet import Parquet, write_parquet
+from mtgrpo.tasks.rows import JsonlRows, ParquetRows
 from mtgrpo.types import Task
 
 Run = Callable[..., tuple[int, str, str]]

@@ -19,9 +19,10 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.integrations.gymnasium import Gymnasium
 from mtgrpo.integrations.skyrl_gym import SkyRLGym
 from mtgrpo.integrations.textarena import TextArena
-from mtgrpo.tasks import Columns, Split, task_from_row
+from mtgrpo.tasks import Split
 from mtgrpo.tasks.game import Game
 from mtgrpo.tasks.guess_number import GuessNumber as Numbers
+from mtgrpo.tasks.rows import Columns, task_from_row
 from mtgrpo.types import Message, Task, ToolCall
 
 

@@ -78,7 +78,7 @@ def test_a_missing_file_is_named(make: Callable[..., TaskSource], tmp_path: Path
 
 def test_a_folder_without_its_files_is_said_to_be_one(tmp_path: Path) -> None:
     message = refusal(functools.partial(tasks, Gsm8k(path=str(tmp_path)), Split.train))
-    assert message.endswith("give the folder of train.jsonl")
+    assert message.endswith("give a folder with train.jsonl or train.parquet")
 
 
 @pytest.mark.parametrize("make", [IFEvalTasks, HumanEval, MBPP, TriviaQA, functools.partial(Math, path="nobody/math")])
@@ -188,7 +188,7 @@ def test_bad_trivia_is_named_with_its_line(change: dict[str, Any], part: str, tm
 def test_a_folder_without_the_split_is_named(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", TRIVIA)
     read = functools.partial(tasks, TriviaQA(path=str(tmp_path)), Split.eval)
-    assert "validation*.jsonl or validation*.parquet; it has neither of them" in refusal(read)
+    assert "there is no such file; give a folder with validation*.jsonl or validation*.parquet" in refusal(read)
     write(tmp_path / "validation.jsonl", TRIVIA)
     (tmp_path / "validation.parquet").touch()
     assert "it has both of them" in refusal(read)

@@ -21,14 +21,14 @@ from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts.extension import names, options
 from mtgrpo.rewards.numeric import Numeric
-from mtgrpo.tasks import Columns, IndexedStream, Split, TaskSource, held_out, permuted, published
+from mtgrpo.tasks import IndexedStream, Split, TaskSource, held_out, permuted, published
 from mtgrpo.tasks.gsm8k import Gsm8k, solve_with_calculator
 from mtgrpo.tasks.hub import Hub
 from mtgrpo.tasks.jsonl import BadRows, Jsonl
 from mtgrpo.tasks.ledger import PROMPT, Ledger
 from mtgrpo.tasks.mixed import Mixed, MixedStream
 from mtgrpo.tasks.parquet import Parquet
-from mtgrpo.tasks.published import HubRows
+from mtgrpo.tasks.rows import Columns, HubRows
 from mtgrpo.tasks.word_problems import WordProblems
 from mtgrpo.tools.calculator import Calculator
 from mtgrpo.types import SUMMARY, Finish, Message, Task, ToolCall, Trajectory, Turn
@@ -150,7 +150,7 @@ def test_a_state_of_other_data_is_refused() -> None:
 def test_every_file_in_the_folder_is_one_option() -> None:
     found = options("mtgrpo.tasks", TaskSource)
     assert {"gsm8k", "word_problems", "jsonl", "parquet", "hub"} <= set(found)
-    assert set(names("mtgrpo.tasks")) - set(found) == {"published", "stream"}  # no sources
+    assert set(names("mtgrpo.tasks")) - set(found) == {"published", "rows", "stream"}  # no sources
 
 
 def test_jsonl_maps_columns_and_keeps_the_rest_as_metadata(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.model import smollm2
 from mtgrpo.model.load import load_tokenizer
 from mtgrpo.runtime.text import printable, shorten
-from mtgrpo.tasks import Columns, Rows, cell
 from mtgrpo.tasks.conversations import Conversations
 from mtgrpo.tasks.jsonl import Jsonl
 from mtgrpo.tasks.parquet import Parquet, write_parquet
+from mtgrpo.tasks.rows import Columns, Rows, cell
 from mtgrpo.tools.bm25s import BM25S
 from mtgrpo.tools.passages import Passage, passage_from
 from mtgrpo.types import Message, Task

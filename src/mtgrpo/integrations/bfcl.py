@@ -11,9 +11,9 @@ from typing import Any, cast
 from mtgrpo.errors import ConfigError
 from mtgrpo.messages import message_from
 from mtgrpo.parts import Folder, Prompt, Text
-from mtgrpo.tasks import Rows, Split, held_out
-from mtgrpo.tasks.jsonl import JsonlRows
-from mtgrpo.tasks.published import Published, Row, data_folder
+from mtgrpo.tasks import Split, held_out
+from mtgrpo.tasks.published import Published
+from mtgrpo.tasks.rows import JsonlRows, Row, Rows
 from mtgrpo.types import Message, Task, ToolCall
 
 _CATEGORIES = ("simple_python", "multiple", "parallel")
@@ -36,6 +36,7 @@ class BFCL(Published):
     # one function; one of several; several calls
     categories: list[Text] = field(default_factory=lambda: [*_CATEGORIES])
 
+    place = "bfcl"
     layout = "BFCL rows have id, function and a question of one turn"
 
     def rows(self, split: Split) -> Rows:
@@ -45,8 +46,8 @@ class BFCL(Published):
         return JsonlRows({self._file(name): name for name in self.categories})
 
     def chosen(self, rows: Rows, split: Split) -> Sequence[int]:
-        ids = enumerate(rows.ids("id"))
-        return [row for row, name in ids if held_out(f"bfcl/{name}", _EVAL_FRACTION) is (split is Split.eval)]
+        wanted = split is Split.eval
+        return [n for n in range(len(rows)) if held_out(f"bfcl/{rows[n].get('id')}", _EVAL_FRACTION) is wanted]
 
     def task(self, row: Row, rows: Rows, index: int) -> Task:
         [turn] = row["question"]
@@ -67,9 +68,7 @@ class BFCL(Published):
         return {str(row.get("id")): row.get("ground_truth") for row in rows}
 
     def _file(self, name: str) -> Path:
-        local = data_folder()
-        folder = Path(self.path).expanduser() if self.path else local / "bfcl" if local else Path("bfcl")
-        file = folder / Path(name).parent / f"BFCL_v4_{Path(name).name}.json"
+        file = (self.copy or Path(self.place)) / Path(name).parent / f"BFCL_v4_{Path(name).name}.json"
         if not file.is_file():
             raise ConfigError(f"there is no file {file}; set task.path to a folder with the files of BFCL v4")
         return file

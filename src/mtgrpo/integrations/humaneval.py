@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Folder, Prompt
-from mtgrpo.tasks import Rows, Split
-from mtgrpo.tasks.published import Published, Row, in_code_block, text, user
+from mtgrpo.tasks import Split, user
+from mtgrpo.tasks.published import Published, in_code_block, text
+from mtgrpo.tasks.rows import Row, Rows
 from mtgrpo.types import Message, Task
 
 
@@ -24,8 +25,10 @@ class HumanEval(Published):
     system_prompt: Prompt = "Answer with the whole function in one fenced code block."
     path: Folder = ""  # the file HumanEval.jsonl
 
-    place = "humaneval/HumanEval.jsonl"
-    on_hub = ("openai/openai_humaneval", "", "test")
+    place = "humaneval"
+    stem = "HumanEval"
+    splits = ("test", "test")
+    on_hub = ("openai/openai_humaneval", "")
     layout = "HumanEval rows have task_id, prompt, entry_point, canonical_solution and test, all text"
 
     def chosen(self, rows: Rows, split: Split) -> Sequence[int]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from mtgrpo.parts import Folder, Prompt
-from mtgrpo.tasks import Rows, Split
-from mtgrpo.tasks.published import HubRows, Published, Row, folder_rows, text, texts, user
+from mtgrpo.tasks import user
+from mtgrpo.tasks.published import Published, text, texts
+from mtgrpo.tasks.rows import Row, Rows
 from mtgrpo.types import Task
 
 
@@ -15,23 +16,20 @@ from mtgrpo.types import Task
 class TriviaQA(Published):
     """138,384 questions to train on and 17,944 held out (Joshi et al. 2017, arXiv:1705.03551).
 
-    Read from the folder `path`, else from mandarjoshi/trivia_qa (rc.nocontext) on the Hugging Face hub. The metadata
-    have all accepted `answers`; graded by reward=em or reward=f1 with reward.convention=triviaqa.
+    Read from `path`, else from the folder triviaqa in $MTGRPO_DATA, else from mandarjoshi/trivia_qa (rc.nocontext) on
+    the Hugging Face hub. The metadata have all accepted `answers`; graded by reward=em or reward=f1 with
+    reward.convention=triviaqa.
     """
 
     system_prompt: Prompt = "Answer the question with a few words."
     path: Folder = ""  # a folder with train*.jsonl and validation*.jsonl, or .parquet
 
+    place = "triviaqa"
+    splits = ("train", "validation")
+    on_hub = ("mandarjoshi/trivia_qa", "rc.nocontext")
     layout = (
         "TriviaQA rows have question, question_id and an answer with value and lists of aliases and normalized_aliases"
     )
-
-    def rows(self, split: Split) -> Rows:
-        name = "train" if split is Split.train else "validation"
-        if self.path:
-            return folder_rows(self.path, name)
-        cure = "without a network, set task.path to a folder with its files"
-        return HubRows("mandarjoshi/trivia_qa", "rc.nocontext", name, cure)
 
     def task(self, row: Row, rows: Rows, index: int) -> Task:
         answer = text(row["answer"], "value")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.messages import messages_from
-from mtgrpo.tasks import Rows, cell
-from mtgrpo.tasks.jsonl import FileSource, JsonlRows
+from mtgrpo.tasks.jsonl import FileSource
+from mtgrpo.tasks.rows import Row, Rows, cell
 from mtgrpo.types import Message, Task
 
 _SAID = "said"
@@ -24,15 +22,10 @@ class Conversations(FileSource):
     `mtgrpo sft task=conversations task.path=FILE` learns from them; `sft.demonstrations=FILE` does beside other tasks.
     """
 
-    suffix: ClassVar[str] = ".jsonl"
-
-    def rows(self, files: Mapping[Path, str]) -> Rows:
-        return JsonlRows(files)
-
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
         return task.metadata[_SAID]
 
-    def _task(self, rows: Rows, number: int, row: Mapping[str, Any]) -> Task:
+    def task(self, rows: Rows, number: int, row: Row) -> Task:
         where, column = rows.where(number), self.columns.messages
         values: Any = cell(row, column)
         if not isinstance(values, list):
@@ -41,5 +34,5 @@ class Conversations(FileSource):
         first = next((n for n, message in enumerate(messages) if message.role == "assistant"), 0)
         if not first:
             raise ConfigError(f"{where}: needs a message before the first of an assistant, and one of an assistant")
-        task = super()._task(rows, number, {**row, self.columns.prompt: values[:first]})
-        return Task(task.id, task.messages, task.answer, {**task.metadata, _SAID: messages[first:]})
+        task = super().task(rows, number, {**row, self.columns.prompt: values[:first]})
+        return replace(task, metadata={**task.metadata, _SAID: messages[first:]})

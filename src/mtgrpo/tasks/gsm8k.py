@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from mtgrpo.parts import Folder, Prompt
-from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, Rows, Split, called
-from mtgrpo.tasks.published import Published, Row, file_rows, text, user
+from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, called, user
+from mtgrpo.tasks.published import Published, text
+from mtgrpo.tasks.rows import Row, Rows
 from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator
 from mtgrpo.types import Message, Task
@@ -27,12 +28,10 @@ class Gsm8k(Published):
     system_prompt: Prompt = MATHS_SYSTEM_PROMPT
     path: Folder = ""  # a folder with train.jsonl and test.jsonl
 
+    place = "gsm8k"
+    stem = "{}"
+    on_hub = ("openai/gsm8k", "main")
     layout = "GSM8K rows have a question and an answer that ends in '#### N'"
-
-    def rows(self, split: Split) -> Rows:
-        name = "train" if split is Split.train else "test"
-        file = self.path and f"{self.path}/{name}.jsonl"
-        return file_rows(file, f"gsm8k/{name}.jsonl", ("openai/gsm8k", "main", name), folder=True)
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
         """The gold solution as calculator calls; None where the calculator does not reproduce it."""
@@ -44,7 +43,7 @@ class Gsm8k(Published):
         reasoning, _, answer = solution.rpartition("####")
         if not reasoning:
             raise ValueError("answer")
-        name = rows.default_id(index).rpartition("/")[0]
+        _, name, _ = rows.place(index)
         number = answer.strip().replace(",", "")
         return Task(f"gsm8k/{name}/{index}", user(text(row, "question")), number, {"solution": solution})
 

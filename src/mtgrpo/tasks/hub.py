@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Network, Text
-from mtgrpo.tasks import Columns, Rows, Split, task_from_row
-from mtgrpo.tasks.published import HubRows, Published, Row
+from mtgrpo.tasks import Split
+from mtgrpo.tasks.published import Published
+from mtgrpo.tasks.rows import Columns, HubRows, Row, Rows, task_from_row
 from mtgrpo.types import Task
 
 

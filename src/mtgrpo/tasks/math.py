@@ -9,10 +9,9 @@ from pathlib import Path
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Folder, Prompt
-from mtgrpo.tasks import Rows, Split
-from mtgrpo.tasks.jsonl import JsonlRows
-from mtgrpo.tasks.parquet import ParquetRows
-from mtgrpo.tasks.published import HubRows, Published, Row, folder_rows, text, user
+from mtgrpo.tasks import Split, user
+from mtgrpo.tasks.published import Published, text
+from mtgrpo.tasks.rows import HubRows, Row, Rows, rows_of
 from mtgrpo.types import Message, Task
 
 _EVAL_FRACTION = 0.1  # of a single file
@@ -42,12 +41,12 @@ class Math(Published):
                 "task.path is not set; name the copy of MATH that you use: a .jsonl or .parquet file, a folder with "
                 "train* and test*, or a data set of the hub"
             )
-        path, name = Path(self.path).expanduser(), "train" if split is Split.train else "test"
+        path = Path(self.path).expanduser()
         if path.is_file():
-            return (ParquetRows if path.suffix == ".parquet" else JsonlRows)({path: path.stem})
+            return rows_of({path: path.stem})
         if path.is_dir():
-            return folder_rows(self.path, name)
-        return HubRows(self.path, "", name, "give a file or a folder")
+            return super().rows(split)
+        return HubRows(self.path, "", self.splits[split is Split.eval], "give a file or a folder")
 
     def chosen(self, rows: Rows, split: Split) -> Sequence[int]:
         single = Path(self.path).expanduser().is_file()

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtgrpo.parts import Folder, Prompt
-from mtgrpo.tasks import Rows, Split
-from mtgrpo.tasks.published import Published, Row, in_code_block, text, user
+from mtgrpo.tasks import Split, user
+from mtgrpo.tasks.published import Published, in_code_block, text
+from mtgrpo.tasks.rows import Row, Rows
 from mtgrpo.types import Message, Task
 
 _TRAIN, _EVAL = range(511, 975), range(11, 511)  # task_id; 1 to 10 are the examples of the paper's prompt
@@ -27,8 +28,9 @@ class MBPP(Published):
     system_prompt: Prompt = "Answer with the whole program in one fenced code block."
     path: Folder = ""  # the file mbpp.jsonl
 
-    place = "mbpp/mbpp.jsonl"
-    on_hub = ("google-research-datasets/mbpp", "full", "train+validation+test")
+    place = stem = "mbpp"
+    splits = ("train+validation+test",) * 2
+    on_hub = ("google-research-datasets/mbpp", "full")
     layout = "MBPP rows have task_id, text, code and a test_list"
 
     def chosen(self, rows: Rows, split: Split) -> Sequence[int]:

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Folder, Reach
-from mtgrpo.runtime.hub import refuse_unloadable
-from mtgrpo.tasks import IndexedStream, Rows, Split, TaskSource, TaskStream
-from mtgrpo.tasks import user as user
-from mtgrpo.tasks.jsonl import JsonlRows
-from mtgrpo.tasks.parquet import ParquetRows, TableRows
+from mtgrpo.tasks import Split, TaskSource, TaskStream
+from mtgrpo.tasks.rows import HubRows, Row, Rows, rows_of, stream_over
 from mtgrpo.types import Message, Task
-
-Row = Mapping[str, Any]
 
 
 @dataclass
 class Published(TaskSource):
-    """Base of published data sets. Write `task`, and `rows` or `chosen` where it is not one file with all rows."""
+    """Base of published data sets. Write `task`, and `rows` or `chosen` where a split is not all rows of its files."""
 
-    path: Folder = ""  # the file
+    path: Folder = ""  # the file, or the folder
 
-    place: ClassVar[str]  # of the file in $MTGRPO_DATA
+    place: ClassVar[str] = ""  # the folder in $MTGRPO_DATA
+    stem: ClassVar[str] = "{}*"  # of the files in it; {} is the split, without which they hold all rows
+    splits: ClassVar[tuple[str, str]] = ("train", "test")  # their names in files and on the hub
+    on_hub: ClassVar[tuple[str, str] | None] = None  # data set and subset
     reaches: ClassVar[Reach] = Reach.network  # by being chosen, where there is no copy
-    on_hub: ClassVar[tuple[str, str, str]]  # data set, subset and split
     layout: ClassVar[str]  # what its rows have, for messages
 
     @abstractmethod
@@ -43,7 +38,30 @@ class Published(TaskSource):
 
     def rows(self, split: Split) -> Rows:
         """All rows, of which `chosen` are those of `split`. Raises ConfigError where they are not to be found."""
-        return file_rows(self.path, self.place, self.on_hub)
+        name, local, copy, divided = self.splits[split is Split.eval], data_folder(), self.copy, "{}" in self.stem
+        if copy and copy.is_file() and not divided:
+            return rows_of({copy: copy.stem})
+        ends = [f"{self.stem.format(name)}{suffix}" for suffix in (".jsonl", ".parquet")]
+        jsonl, parquet = (sorted(copy.glob(end)) if copy else [] for end in ends)
+        wanted = f"a folder with {' or '.join(ends)}{'' if divided else ', or such a file'}"
+        if jsonl and parquet:
+            raise ConfigError(f"task.path={self.path}: {copy} must be {wanted}; it has both of them")
+        if jsonl or parquet:
+            return rows_of({file: file.stem for file in jsonl or parquet})
+        if self.path or not self.on_hub:
+            raise ConfigError(f"task.path={self.path}: there is no such file; give {wanted}")
+        lacks = "MTGRPO_DATA names the folder of all data sets and is not set"
+        if local:
+            lacks = f"{local} has no {self.place}/{ends[0]}"
+        return HubRows(*self.on_hub, name, f"set task.path to {wanted} ({lacks})")
+
+    @property
+    def copy(self) -> Path | None:
+        """Where the copy on disk is: `path`, else `place` in $MTGRPO_DATA; None where neither is set."""
+        local = data_folder()
+        if self.path:
+            return Path(self.path).expanduser()
+        return local / self.place if local and self.place else None
 
     def chosen(self, rows: Rows, split: Split) -> Sequence[int]:
         """The numbers of the rows of `split`, ascending."""
@@ -56,8 +74,7 @@ class Published(TaskSource):
         if not chosen:
             raise ConfigError(f"task.path={self.path} has no rows for split {split.value}")
         self.prompted(rows, chosen[0])
-        blocks = rows.blocks if len(chosen) == len(rows) else ()
-        stream = IndexedStream(len(chosen), lambda index: self.prompted(rows, chosen[index]), seed, repeat, blocks)
+        stream = stream_over(rows, chosen, lambda index: self.prompted(rows, index), seed, repeat)
         stream.notes += rows.notes()
         return stream
 
@@ -89,7 +106,7 @@ def text(row: Row, column: str) -> str:
 
 def texts(values: Any) -> list[str]:
     """`values`, where they are a list of texts. Raises TypeError otherwise."""
-    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise TypeError("not a list of texts")
     return values
 
@@ -97,40 +114,6 @@ def texts(values: Any) -> list[str]:
 def in_code_block(code: str) -> tuple[Message, ...]:
     """An assistant's message that holds nothing but `code`."""
     return (Message("assistant", f"```python\n{code.strip()}\n```"),)
-
-
-def file_rows(path: str, place: str, on_hub: tuple[str, str, str], folder: bool = False) -> Rows:
-    """The rows of the .jsonl file `path`, else of `place` in $MTGRPO_DATA, else of data set, subset and split `on_hub`.
-
-    folder: whether task.path is the file's folder. Raises ConfigError where `path` is no file, and where the data set
-    cannot be loaded.
-    """
-    local, name = data_folder(), Path(place).name
-    what = f"the folder of {name}" if folder else f"the file {name}"
-    file = Path(path).expanduser() if path else local and local / place
-    if file and file.is_file():
-        return JsonlRows({file: file.stem})
-    if path:
-        raise ConfigError(f"task.path={path}: there is no such file; give {what}")
-    lacks = f"{local} has no {place}" if local else "MTGRPO_DATA names the folder of all data sets and is not set"
-    cure = f"set task.path to {what} ({lacks})"
-    return HubRows(*on_hub, cure)
-
-
-def folder_rows(path: str, stem: str) -> Rows:
-    """The rows of the .jsonl or .parquet files in the folder `path` whose names begin with `stem`.
-
-    Raises ConfigError when there is none, or some of both kinds.
-    """
-    folder = Path(path).expanduser()
-    found = [sorted(folder.glob(f"{stem}*{suffix}")) for suffix in (".jsonl", ".parquet")]
-    if all(found) or not any(found):
-        what = "both" if all(found) else "neither"
-        raise ConfigError(
-            f"task.path={path} must be a folder with {stem}*.jsonl or {stem}*.parquet; it has {what} of them"
-        )
-    files = {file: file.stem for file in found[0] or found[1]}
-    return JsonlRows(files) if found[0] else ParquetRows(files)
 
 
 def data_folder() -> Path | None:
@@ -147,52 +130,3 @@ def data_folder() -> Path | None:
             f"MTGRPO_DATA={named} is not a folder; set it to the folder that holds the data sets, or unset it"
         )
     return None
-
-
-class HubRows(TableRows):
-    """The rows of one split of a data set, downloaded once and mapped from disk.
-
-    Raises ConfigError, ending in `cure`, when it cannot be loaded.
-    """
-
-    def __init__(self, path: str, subset: str, split: str, cure: str) -> None:
-        super().__init__()
-        self._data = _load(path, subset, split, cure)
-        self.blocks = [len(self)]  # one run: any row is as cheap to read as any other
-        self._name = f"{path} ({split})"
-        self._split = split
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._written(self._data[index])
-
-    def where(self, index: int) -> str:
-        """The data set and the row, counted from 1."""
-        return f"{self._name}, row {index + 1}"
-
-    def default_id(self, index: int) -> str:
-        """The split and the row's number."""
-        return f"{self._split}/{index + 1}"
-
-    def readings(self, column: str = "") -> Iterator[Callable[[], Mapping[str, Any]]]:
-        """Every row in order."""
-        self._left_out.clear()
-        return (functools.partial(self._written, row) for row in self._data)
-
-    def notes(self) -> list[str]:
-        """Of the first thousand rows."""
-        for read in islice(self.readings(), 1000):
-            read()
-        return super().notes()
-
-
-def _load(path: str, subset: str, split: str, cure: str) -> Any:
-    refuse_without_package("datasets", "a data set of the hub", "data")
-    what = f"the data set {path!r} (subset {subset or 'default'}, split {split})"
-    with refuse_unloadable(what, path, cure, "datasets/"):  # which finds out whether the hub answers before the import
-        import datasets  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
-
-        load_dataset = cast("Any", datasets.load_dataset)  # pyright: ignore[reportUnknownMemberType]
-        return load_dataset(path, subset or None, split=split)

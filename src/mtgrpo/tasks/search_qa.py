@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Folder, Prompt
-from mtgrpo.tasks import Rows, Split, called
-from mtgrpo.tasks.jsonl import JsonlRows
-from mtgrpo.tasks.published import Published, Row, data_folder, text, texts, user
+from mtgrpo.tasks import Split, called, user
+from mtgrpo.tasks.published import Published, text, texts
+from mtgrpo.tasks.rows import Row, Rows
 from mtgrpo.tools.search import Search
 from mtgrpo.types import Message, Task
 
@@ -41,13 +40,9 @@ class SearchQA(Published):
     results: int = 5  # of the searches in demonstrations; as the tool's
     snippet_chars: int = 300  # of a passage in these; as the tool's
 
+    place = "search_qa"
+    stem = "questions"
     layout = "a question has id, question, answers and gold (lists of texts) and source"
-
-    def rows(self, split: Split) -> Rows:
-        file = self._folder / "questions.jsonl"
-        if not file.is_file():
-            raise ConfigError(f"there is no file {file}; set task.path to a folder with questions.jsonl")
-        return JsonlRows({file: file.stem})
 
     def chosen(self, rows: Rows, split: Split) -> Sequence[int]:
         return [index for index in range(len(rows)) if self._belongs(rows, index, split)]
@@ -65,15 +60,8 @@ class SearchQA(Published):
         return (*messages, Message("assistant", task.answer)) if _shows(messages, task.answer) else None
 
     @functools.cached_property
-    def _folder(self) -> Path:
-        local = data_folder()
-        if not self.path and local is None:
-            raise ConfigError("task.path is not set; give a folder with questions.jsonl and passages.jsonl")
-        return Path(self.path).expanduser() if self.path else cast(Path, local) / "search_qa"
-
-    @functools.cached_property
     def _search(self) -> Search:
-        corpus = str(self._folder / "passages.jsonl")
+        corpus = str(cast(Path, self.copy) / "passages.jsonl")
         return Search(corpus=corpus, results=self.results, snippet_chars=self.snippet_chars).with_index()
 
     def _call(self, tool: str, **arguments: str) -> tuple[Message, Message]:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtgrpo.parts import Folder, Prompt
-from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, IndexedStream, Rows, Split, TaskStream, permuted
+from mtgrpo.tasks import MATHS_SYSTEM_PROMPT, IndexedStream, Split, TaskStream, permuted, user
 from mtgrpo.tasks.gsm8k import solve_with_calculator
-from mtgrpo.tasks.published import Published, Row, user
+from mtgrpo.tasks.published import Published
+from mtgrpo.tasks.rows import Row, Rows
 from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator
 from mtgrpo.types import Message, Task
@@ -32,8 +33,10 @@ class WordProblems(Published):
     path: Folder = ""  # a .jsonl file with Body, Question, Equation, Answer and ID
     vary_numbers: bool = False  # training problems get other numbers each time
 
-    place = "word_problems/svamp.jsonl"
-    on_hub = ("ChilleD/SVAMP", "", "train+test")
+    place = "word_problems"
+    stem = "svamp"
+    splits = ("train+test",) * 2
+    on_hub = ("ChilleD/SVAMP", "")
     layout = "SVAMP rows have ID, Body, Question, Equation and a number as Answer"
 
     def chosen(self, rows: Rows, split: Split) -> Sequence[int]:

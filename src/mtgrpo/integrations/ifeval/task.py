@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Folder
-from mtgrpo.tasks import Rows, Split, cell
-from mtgrpo.tasks.published import Published, Row, text, user
+from mtgrpo.tasks import Split, user
+from mtgrpo.tasks.published import Published, text
+from mtgrpo.tasks.rows import Row, Rows
 from mtgrpo.types import Task
 
 _HELD_OUT = 100  # prompts, of 541
@@ -25,8 +26,10 @@ class IFEvalTasks(Published):
 
     path: Folder = ""  # a .jsonl file with key, prompt, instruction_id_list and kwargs
 
-    place = "ifeval/input_data.jsonl"
-    on_hub = ("google/IFEval", "", "train")
+    place = "ifeval"
+    stem = "input_data"
+    splits = ("train", "train")
+    on_hub = ("google/IFEval", "")
     layout = "IFEval rows have key, prompt, instruction_id_list and as many kwargs"
 
     def chosen(self, rows: Rows, split: Split) -> Sequence[int]:
@@ -44,7 +47,7 @@ class IFEvalTasks(Published):
 
 
 def _digest(rows: Rows, index: int) -> str:
-    key = cell(rows[index], "key")
+    key = rows[index].get("key")
     if key is None:
         raise ConfigError(f"{rows.where(index)}: no column 'key', which says whether the prompt is held out")
     return hashlib.sha256(str(key).encode()).hexdigest()
