@@ -3,62 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
+import tempfile
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Self
 
 from mtgrpo.agents import Address, Agent, Outcome
 from mtgrpo.errors import ConfigError, refuse_without_effect
-from mtgrpo.integrations.verifiers.task import DATA, LOG, PYTHON, open_program, refuse_if_ended
+from mtgrpo.integrations.verifiers.task import DATA, LOG, LONGEST_LINE, PYTHON, open_program, refuse_if_ended
 from mtgrpo.parts import Code, Program, Reach, RunContext
-from mtgrpo.runtime import processes
 from mtgrpo.types import Task
-
-ENDED = f"the program of verifiers has ended; {LOG} in the run's folder says why"
-
-
-class _Program:
-    """The program of verifiers: several conversations at once, each a question and an answer."""
-
-    def __init__(self, program: processes.ProcessTree) -> None:
-        self._program = program
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._ended = False
-
-    async def listen(self) -> None:
-        """Hand out the answers until the program ends, which fails those that wait."""
-        async for line in self._program.stdout:
-            found = json.loads(line)
-            self._answer(found.pop("number"), found)
-        self._ended = True
-        for number in self._waiting:
-            self._answer(number, {"error": ENDED})
-
-    async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Its answer. Where this is cancelled, so is what it does."""
-        if self._ended:
-            return {"error": ENDED}
-        number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._say({"number": number, **question})
-        try:
-            return await answer
-        finally:
-            del self._waiting[number]
-            if answer.cancelled():
-                self._say({"number": number})
-
-    def _answer(self, number: int, found: dict[str, Any]) -> None:
-        answer = self._waiting.get(number)
-        if answer is not None and not answer.done():
-            answer.set_result(found)
-
-    def _say(self, line: dict[str, Any]) -> None:
-        self._program.stdin.write(json.dumps(line).encode() + b"\n")
 
 
 @dataclass
@@ -79,28 +35,32 @@ class Verifiers(Agent):
         super().__post_init__()
         refuse_without_effect(self, ("posts_rewards",), "rewards are those of the environment")
 
-    _program = cast("_Program | None", None)  # while it is open
+    _socket = ""  # of the program that plays, while it is open
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         """With the environment loaded and its shared tools running. Raises ConfigError for what verifiers refuses."""
-        opening = open_program("play", self.python, self.environment, self.settings, context.folder)
-        async with super().open(context) as running, opening as program:
-            await refuse_if_ended(program, await program.stdout.readline(), self.environment, context.folder)
-            running._program = _Program(program)
-            listening = asyncio.create_task(running._program.listen())
-            try:
+        with tempfile.TemporaryDirectory(prefix="mtgrpo-") as place:
+            socket = f"{place}/socket"
+            opening = open_program("play", self.python, self.environment, self.settings, context.folder, socket=socket)
+            async with super().open(context) as running, opening as program:
+                await refuse_if_ended(program, await program.stdout.readline(), self.environment, context.folder)
+                running._socket = socket
                 yield running
-            finally:
-                listening.cancel()
-                await asyncio.wait({listening})
 
     async def run(self, task: Task, address: Address) -> Outcome:
+        """One episode: a connection to the program that plays, which ends the episode when it is closed."""
         if DATA not in task.metadata:
             raise ConfigError(f"task {task.id} is none of verifiers: set recipe=verifiers, or task=verifiers")
-        assert self._program is not None  # or the endpoint of `address` would not be open
         url = f"{address.url}/s/{address.key}/v1"  # one process for all conversations: the key is in the path
-        found = await self._program.ask({"data": task.metadata[DATA], "url": url, "model": address.model})
-        if "error" in found:
-            raise RuntimeError(found["error"])
-        return Outcome(**found)
+        question = {"data": task.metadata[DATA], "url": url, "model": address.model}
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._socket, limit=LONGEST_LINE)
+            with closing(writer):
+                writer.write(json.dumps(question).encode() + b"\n")
+                answer = json.loads(await reader.readline())
+        except (OSError, ValueError):  # there is no program, or no answer
+            raise RuntimeError(f"the program of verifiers has ended; {LOG} in the run's folder says why") from None
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return Outcome(**answer)

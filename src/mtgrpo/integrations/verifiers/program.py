@@ -2,8 +2,9 @@
 
     python program.py list|play SETTINGS
 
-SETTINGS is a JSON object: `environment`, `settings` and `select`. `list` writes a task on each line. `play` says when
-it is ready, then reads what it is asked from its input, a line each, and answers in lines; it ends when its input does.
+SETTINGS is a JSON object: `environment`, `settings`, and `select` or `socket`. `list` writes a task on each line.
+`play` says when it is ready, and ends when its input does; meanwhile it reads a line from each connection to `socket`,
+plays that episode and answers in a line. An episode whose connection is closed is cancelled.
 """
 
 from __future__ import annotations
@@ -79,36 +80,30 @@ async def played(vf: Any, env: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"reward": trace.reward, "components": components, "output": trace.last_reply}
 
 
-async def play(vf: Any, env: Any, say: Say) -> None:
-    """Answer every line of the input, all at once, until it ends; what is then under way is cancelled."""
-    lines = asyncio.StreamReader(limit=LONGEST_LINE)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    running: dict[int, asyncio.Task[None]] = {}
+async def play(vf: Any, env: Any, socket: str, say: Say) -> None:
+    """Play for everybody who connects, all at once, until the input ends; what is then under way is cancelled."""
+    episodes: set[asyncio.Task[dict[str, Any]]] = set()
 
-    async def answer(asked: dict[str, Any]) -> None:
-        try:
-            found = await played(vf, env, asked)
-        except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"}
-        finally:
-            del running[asked["number"]]
-        say({"number": asked["number"], **found})
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        episode = asyncio.create_task(played(vf, env, json.loads(await reader.readline())))
+        episodes.add(episode)
+        closed = asyncio.create_task(reader.read())
+        closed.add_done_callback(lambda _: episode.cancel())
+        (outcome,) = await asyncio.gather(episode, return_exceptions=True)
+        if isinstance(outcome, BaseException):  # nobody reads of one that was cancelled
+            outcome = {"error": f"{type(outcome).__name__}: {outcome}"}
+        writer.write(json.dumps(outcome).encode() + b"\n")
+        writer.close()
+        episodes.remove(episode)
 
-    async with env.serving():
+    ended = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(ended), sys.stdin)
+    async with env.serving(), await asyncio.start_unix_server(answer, socket, limit=LONGEST_LINE):
         say({"ready": True})
-        try:
-            while line := await lines.readline():
-                asked = json.loads(line)
-                number = asked["number"]
-                if "data" in asked:
-                    running[number] = asyncio.create_task(answer(asked))
-                elif number in running:
-                    running[number].cancel()
-        finally:
-            left = list(running.values())
-            for one in left:
-                one.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+        await ended.read()
+        for episode in episodes:
+            episode.cancel()
+        await asyncio.gather(*episodes, return_exceptions=True)
 
 
 def main() -> None:
@@ -125,7 +120,7 @@ def main() -> None:
         vf = library()
         env = environment_of(vf, given["environment"], given["settings"])
         if what == "play":
-            asyncio.run(play(vf, env, say))
+            asyncio.run(play(vf, env, given["socket"], say))
             return
         tasks = env.taskset.select(vf.SelectConfig(**given["select"]))
         if not tasks.bounded:

@@ -28,11 +28,12 @@ LONGEST_LINE = 2**28  # bytes
 
 @asynccontextmanager
 async def open_program(
-    what: str, python: str, environment: str, settings: Any, folder: Path, select: Any = None
+    what: str, python: str, environment: str, settings: Any, folder: Path, **more: Any
 ) -> AsyncGenerator[processes.ProcessTree]:
     """`program.py` in the interpreter `python`; it ends when its input does, or is killed.
 
-    folder: of the run, where its log lies. Raises ConfigError for an interpreter that is not there.
+    folder: of the run, where its log lies. more: of the program's settings. Raises ConfigError for an interpreter that
+    is not there.
     """
     if not environment:
         raise ConfigError("agent.environment is not set: give the name of a taskset, as in `vf-eval NAME`")
@@ -42,7 +43,7 @@ async def open_program(
             f"agent.python={python}: there is no such interpreter; give that of an environment that has verifiers "
             ">=0.4,<0.5 and uv (`make verifiers-env` makes .venv-verifiers)"
         )
-    given = {"environment": environment, "settings": settings or {}, "select": select or {}}
+    given = {"environment": environment, "settings": settings or {}, **more}
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     # a module beside the run is an environment too, also for the processes of its tools
     variables |= {"PYTHONPATH": str(Path.cwd()), "PATH": f"{interpreter.parent}{os.pathsep}{variables.get('PATH', '')}"}
@@ -87,7 +88,8 @@ class VerifiersTasks(TaskSource):
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         """With the tasks in a file, which is gone afterwards. Raises ConfigError for what verifiers refuses."""
-        opening = open_program("list", self.python, self.environment, self.settings, context.folder, self.select)
+        select = self.select or {}
+        opening = open_program("list", self.python, self.environment, self.settings, context.folder, select=select)
         with tempfile.TemporaryDirectory(prefix="mtgrpo-") as place:
             file = Path(place) / f"{self.environment.rpartition('/')[2] or 'tasks'}.jsonl"
             async with opening as program:
