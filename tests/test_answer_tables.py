@@ -11,7 +11,7 @@ import pytest
 
 from answer_tables import Section, sections, table
 from mtgrpo.integrations.bfcl import _json_schema
-from mtgrpo.integrations.ifeval.reward import followed
+from mtgrpo.integrations.ifeval import followed
 from mtgrpo.rewards import math_verify
 from mtgrpo.rewards.em import EM, Convention
 from mtgrpo.rewards.f1 import F1

@@ -20,8 +20,7 @@ from mtgrpo.rollout.curriculum import Curriculum, Difficulty
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.rollout.stream import RolloutBatch, Stream
-from mtgrpo.tasks import IndexedStream
-from mtgrpo.tasks.stream import hashed
+from mtgrpo.tasks import IndexedStream, hashed
 from mtgrpo.types import Group, Status, Task, Trajectory
 
 SIZE = 8

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.integrations.ifeval import reward as module
-from mtgrpo.integrations.ifeval.reward import CHECKS, IFEval, Level, followed, recognised_language
+from mtgrpo.integrations import ifeval as module
+from mtgrpo.integrations.ifeval import CHECKS, IFEval, Level, followed, recognised_language
 from mtgrpo.parts.extension import load_file
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 

@@ -15,9 +15,8 @@ import pytest
 
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import ConfigError
-from mtgrpo.integrations.reasoning_gym.reward import EXPRESSIONS, LISTS, is_expression
-from mtgrpo.integrations.reasoning_gym.reward import ReasoningGym as Graded
-from mtgrpo.integrations.reasoning_gym.task import ReasoningGymTasks
+from mtgrpo.integrations.reasoning_gym import EXPRESSIONS, LISTS, ReasoningGymTasks, is_expression
+from mtgrpo.integrations.reasoning_gym import ReasoningGym as Graded
 from mtgrpo.tasks import Split
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 

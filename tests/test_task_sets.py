@@ -20,8 +20,7 @@ from mtgrpo.config.compose import compose, parse
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
 from mtgrpo.integrations.humaneval import HumanEval
-from mtgrpo.integrations.ifeval.reward import followed
-from mtgrpo.integrations.ifeval.task import IFEvalTasks
+from mtgrpo.integrations.ifeval import IFEvalTasks, followed
 from mtgrpo.integrations.triviaqa import TriviaQA
 from mtgrpo.parts.extension import options
 from mtgrpo.rewards import Reward

@@ -150,7 +150,7 @@ def test_a_state_of_other_data_is_refused() -> None:
 def test_every_file_in_the_folder_is_one_option() -> None:
     found = options("mtgrpo.tasks", TaskSource)
     assert {"gsm8k", "word_problems", "jsonl", "parquet", "hub"} <= set(found)
-    assert set(names("mtgrpo.tasks")) - set(found) == {"published", "rows", "stream"}  # no sources
+    assert set(names("mtgrpo.tasks")) - set(found) == {"published", "rows"}  # no sources
 
 
 def test_jsonl_maps_columns_and_keeps_the_rest_as_metadata(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ import pytest
 
 from conftest import Run
 from mtgrpo.errors import ConfigError
-from mtgrpo.integrations.verifiers.agent import Verifiers
-from mtgrpo.integrations.verifiers.task import VerifiersTasks
+from mtgrpo.integrations.verifiers.agent import Verifiers, VerifiersTasks
 from mtgrpo.parts import RunContext
 from mtgrpo.tasks import Split
 from mtgrpo.types import Status, Task, Trajectory

@@ -21,7 +21,6 @@ class MLflow(Tracker):
     tracking_uri: Network = ""  # http://..., sqlite:///mlflow.db, an ARN of SageMaker; by default MLFLOW_TRACKING_URI
 
     def begin(self, context: RunContext) -> None:
-        """See `Tracker.begin`."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # all conversations wait while it is asked
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         from mlflow.entities import Param  # noqa: PLC0415
@@ -42,7 +41,6 @@ class MLflow(Tracker):
             client.log_batch(self._id, params=new_ones[start : start + _PARAMETERS])
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Tracker.write`."""
         from mlflow.entities import Metric  # noqa: PLC0415
 
         now_ms = int(time.time() * 1000)
@@ -51,5 +49,4 @@ class MLflow(Tracker):
         self._client.log_batch(self._id, metrics=rows)
 
     def end(self) -> None:
-        """See `Tracker.end`."""
         self._client.set_terminated(self._id)

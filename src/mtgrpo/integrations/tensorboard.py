@@ -15,7 +15,6 @@ class TensorBoard(Tracker):
     """Event files in the run's folder: tensorboard --logdir RUN, or the folder that holds several runs."""
 
     def begin(self, context: RunContext) -> None:
-        """See `Tracker.begin`."""
         from torch.utils.tensorboard.writer import SummaryWriter  # noqa: PLC0415
 
         self._writer = SummaryWriter(str(context.folder / "tensorboard"))
@@ -23,10 +22,8 @@ class TensorBoard(Tracker):
         self._writer.add_text("configuration", "\n".join(["| option | value |", "| --- | --- |", *rows]))
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Tracker.write`."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def end(self) -> None:
-        """See `Tracker.end`."""
         self._writer.close()

@@ -16,7 +16,6 @@ class Trackio(Tracker):
     space_id: Network = ""  # a Space at Hugging Face that shows it, such as me/runs
 
     def begin(self, context: RunContext) -> None:
-        """See `Tracker.begin`."""
         import trackio  # noqa: PLC0415
 
         self._run = trackio.init(
@@ -31,9 +30,7 @@ class Trackio(Tracker):
         )
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Tracker.write`."""
         self._run.log(dict(metrics), step)
 
     def end(self) -> None:
-        """See `Tracker.end`."""
         self._run.finish()

@@ -23,7 +23,6 @@ class WandB(Tracker):
     mode: Text = ""  # online, offline (in the run's folder, for `wandb sync`), disabled; "" = WANDB_MODE, or online
 
     def begin(self, context: RunContext) -> None:
-        """See `Tracker.begin`."""
         import wandb  # noqa: PLC0415
 
         self._run = wandb.init(
@@ -43,10 +42,8 @@ class WandB(Tracker):
         self._run.define_metric("sft/*", step_metric="sft/step")
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Tracker.write`."""
         warm = any(name.startswith("sft/") for name in metrics)
         self._run.log({"sft/step" if warm else "train/step": step, **metrics})
 
     def end(self) -> None:
-        """See `Tracker.end`."""
         self._run.finish()

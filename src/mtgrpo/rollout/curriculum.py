@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mtgrpo.errors import require
 from mtgrpo.rollout.filter import success_rate
-from mtgrpo.tasks.stream import hashed
+from mtgrpo.tasks import hashed
 from mtgrpo.types import Group, Task
 
 

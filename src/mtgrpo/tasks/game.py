@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.parts import Text
-from mtgrpo.tasks import Generated, Split, user
-from mtgrpo.tasks.stream import hashed
+from mtgrpo.tasks import Generated, Split, hashed, user
 from mtgrpo.types import Task
 
 

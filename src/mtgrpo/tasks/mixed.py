@@ -12,8 +12,7 @@ from typing import Annotated, Any, Self, cast
 
 from mtgrpo.errors import ConfigError, refuse_without_effect
 from mtgrpo.parts import Parts, RunContext, built, extension
-from mtgrpo.tasks import Split, TaskSource, TaskStream
-from mtgrpo.tasks.stream import hashed
+from mtgrpo.tasks import Split, TaskSource, TaskStream, hashed
 from mtgrpo.types import Message, Task
 
 _SOURCE = "mixed"  # in a task's metadata, the number of its source

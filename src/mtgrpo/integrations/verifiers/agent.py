@@ -1,20 +1,113 @@
-"""Environments written for verifiers: their harness, tools and rewards, our tokens."""
+"""Environments written for verifiers, in an interpreter that has it: their tasks, harness and rewards, our tokens."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import os
 import tempfile
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from pathlib import Path
+from typing import Annotated, Any, Self, cast
 
 from mtgrpo.agents import Address, Agent, Outcome
 from mtgrpo.errors import ConfigError, refuse_without_effect
-from mtgrpo.integrations.verifiers.task import DATA, LOG, LONGEST_LINE, PYTHON, open_program, refuse_if_ended
 from mtgrpo.parts import Code, Program, Reach, RunContext
+from mtgrpo.runtime import processes
+from mtgrpo.tasks import Split, TaskSource, TaskStream
+from mtgrpo.tasks.jsonl import Jsonl
 from mtgrpo.types import Task
+
+PYTHON = ".venv-verifiers/bin/python"  # where make verifiers-env puts it
+LOG = "verifiers.log"  # in the run's folder: what the program and the environment write
+DATA = "verifiers"  # in a task's metadata: its data, as verifiers has it
+ENDS_S = 10.0  # for the program to close what it has opened
+LONGEST_LINE = 2**28  # bytes
+
+
+@asynccontextmanager
+async def open_program(
+    what: str, python: str, environment: str, settings: Any, folder: Path, **more: Any
+) -> AsyncGenerator[processes.ProcessTree]:
+    """`program.py` in the interpreter `python`; it ends when its input does, or is killed.
+
+    folder: of the run, where its log lies. more: of the program's settings. Raises ConfigError for an interpreter that
+    is not there.
+    """
+    if not environment:
+        raise ConfigError("agent.environment is not set: give the name of a taskset, as in `vf-eval NAME`")
+    interpreter = Path(python).expanduser().absolute()  # not resolved: it may be a link out of its environment
+    if not os.access(interpreter, os.X_OK):
+        raise ConfigError(
+            f"agent.python={python}: there is no such interpreter; give that of an environment that has verifiers "
+            ">=0.4,<0.5 and uv (`make verifiers-env` makes .venv-verifiers)"
+        )
+    given = {"environment": environment, "settings": settings or {}, **more}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    # a module beside the run is an environment too, also for the processes of its tools
+    variables |= {"PYTHONPATH": str(Path.cwd()), "PATH": f"{interpreter.parent}{os.pathsep}{variables.get('PATH', '')}"}
+    words = [str(interpreter), "-P", str(Path(__file__).with_name("program.py")), what, json.dumps(given)]
+    with (folder / LOG).open("ab") as log:
+        program = await processes.start(words, variables, stdin=PIPE, stdout=PIPE, stderr=log, limit=LONGEST_LINE)
+    try:
+        yield program
+    finally:
+        program.stdin.close()
+        with suppress(TimeoutError):
+            await program.wait(ENDS_S if what == "play" else 0)
+        await program.end()
+
+
+async def refuse_if_ended(program: processes.ProcessTree, line: bytes, environment: str, folder: Path) -> None:
+    """Raise ConfigError with what the program said last, where it ended by a mistake before it gave a `line`."""
+    if not line and await program.wait():
+        said = (folder / LOG).read_text(errors="replace").strip().rpartition("\n")[2]
+        raise ConfigError(f"agent.environment={environment}: {said} ({folder / LOG})")
+
+
+@dataclass
+class VerifiersTasks(TaskSource):
+    """The tasks of an environment written for verifiers (>=0.4,<0.5), for agent=verifiers.
+
+    recipe=verifiers takes `environment`, `python` and `settings` from the agent.
+    """
+
+    environment: Code = ""  # the name of its taskset, as in `vf-eval NAME`
+    python: Program = PYTHON  # of the environment that has verifiers
+    settings: Annotated[Any, Reach.code] = None  # fields of its EnvConfig, such as {taskset: {split: train}}
+    select: Annotated[Any, Reach.code] = None  # which of its tasks: fields of their SelectConfig, such as {limit: 1000}
+    eval_fraction: float = 0.1  # the share of tasks, by a hash of the id, that is never trained on
+
+    _rows = cast("Jsonl | None", None)  # while it is open
+
+    def __post_init__(self) -> None:
+        names = ("system_prompt", "prompt_template", "examples")
+        refuse_without_effect(self, names, "the harness of the environment writes the prompt")
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With the tasks in a file, which is gone afterwards. Raises ConfigError for what verifiers refuses."""
+        select = self.select or {}
+        opening = open_program("list", self.python, self.environment, self.settings, context.folder, select=select)
+        with tempfile.TemporaryDirectory(prefix="mtgrpo-") as place:
+            file = Path(place) / f"{self.environment.rpartition('/')[2] or 'tasks'}.jsonl"
+            async with opening as program:
+                with file.open("wb") as rows:
+                    async for line in program.stdout:
+                        rows.write(line)
+                await refuse_if_ended(program, b"", self.environment, context.folder)
+            running = copy.copy(self)
+            running._rows = Jsonl(path=str(file), eval_fraction=self.eval_fraction)
+            yield running
+
+    def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
+        if self._rows is None:
+            raise RuntimeError("the tasks of verifiers are not open: use `async with source.open(context)`")
+        return self._rows.stream(split, seed, repeat)
 
 
 @dataclass

@@ -1,22 +1,67 @@
-"""Are instructions followed that a program can check? The 25 kinds of IFEval."""
+"""IFEval: prompts whose instructions a program can check, and the checks of all 25 kinds."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.parts import Folder
 from mtgrpo.rewards import Reward
+from mtgrpo.tasks import Split, user
+from mtgrpo.tasks.published import Published, text
+from mtgrpo.tasks.rows import Row, Rows
 from mtgrpo.types import Task, Trajectory
 
 Check = Callable[..., bool]
 
 CHECKS: dict[str, Check] = {}  # by the kind of instruction; called with a text and the instruction's own arguments
+
+
+_HELD_OUT = 100  # prompts, of 541
+
+
+@dataclass
+class IFEvalTasks(Published):
+    """541 prompts with 834 instructions of 25 kinds, graded by reward=ifeval (Zhou et al. 2023, arXiv:2311.07911).
+
+    Read from `path`, else from ifeval/input_data.jsonl in $MTGRPO_DATA, else from google/IFEval on the Hugging Face
+    hub. The data set is one for evaluation alone; here the 100 prompts whose key has the smallest SHA-256 are held out.
+    """
+
+    path: Folder = ""  # a .jsonl file with key, prompt, instruction_id_list and kwargs
+
+    place = "ifeval"
+    stem = "input_data"
+    splits = ("train", "train")
+    on_hub = ("google/IFEval", "")
+    layout = "IFEval rows have key, prompt, instruction_id_list and as many kwargs"
+
+    def chosen(self, rows: Rows, split: Split) -> Sequence[int]:
+        """By the SHA-256 of the keys. Raises ConfigError where there are too few."""
+        order = sorted(range(len(rows)), key=lambda index: _digest(rows, index))
+        if len(rows) <= _HELD_OUT and split is Split.train:
+            raise ConfigError(f"task.path={self.path}: {_HELD_OUT} prompts are held out, and it has only {len(rows)}")
+        return sorted(order[:_HELD_OUT] if split is Split.eval else order[_HELD_OUT:])
+
+    def task(self, row: Row, rows: Rows, index: int) -> Task:
+        metadata = {"instruction_id_list": row["instruction_id_list"], "kwargs": row["kwargs"]}
+        if not all(isinstance(one, list) for one in metadata.values()) or len({*map(len, metadata.values())}) > 1:
+            raise ValueError("instruction_id_list and kwargs")
+        return Task(f"ifeval/{row['key']}", user(text(row, "prompt")), "", metadata)
+
+
+def _digest(rows: Rows, index: int) -> str:
+    key = rows[index].get("key")
+    if key is None:
+        raise ConfigError(f"{rows.where(index)}: no column 'key', which says whether the prompt is held out")
+    return hashlib.sha256(str(key).encode()).hexdigest()
 
 
 class Level(Enum):

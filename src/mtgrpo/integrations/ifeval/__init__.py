@@ -1,1 +1,0 @@
-"""IFEval: instructions that a program can check, and the checks."""

@@ -1,1 +1,0 @@
-"""Generated puzzles of the package reasoning-gym, and its own grading of them."""
