@@ -30,13 +30,11 @@ LONGEST_LINE = 2**28  # bytes
 
 
 @asynccontextmanager
-async def open_program(
-    what: str, python: str, environment: str, settings: Any, folder: Path, **more: Any
-) -> AsyncGenerator[processes.ProcessTree]:
-    """`program.py` in the interpreter `python`; it ends when its input does, or is killed.
+async def open_program(python: str, environment: str, settings: Any, folder: Path, **more: Any) -> AsyncGenerator[None]:
+    """`program.py` in the interpreter `python`, once it is ready; it ends when its input does, or is killed.
 
     folder: of the run, where its log lies. more: of the program's settings. Raises ConfigError for an interpreter that
-    is not there.
+    is not there, and with the program's last words where it ends by a mistake.
     """
     if not environment:
         raise ConfigError("agent.environment is not set: give the name of a taskset, as in `vf-eval NAME`")
@@ -50,23 +48,19 @@ async def open_program(
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     # a module beside the run is an environment too, also for the processes of its tools
     variables |= {"PYTHONPATH": str(Path.cwd()), "PATH": f"{interpreter.parent}{os.pathsep}{variables.get('PATH', '')}"}
-    words = [str(interpreter), "-P", str(Path(__file__).with_name("program.py")), what, json.dumps(given)]
+    words = [str(interpreter), "-P", str(Path(__file__).with_name("program.py")), json.dumps(given)]
     with (folder / LOG).open("ab") as log:
         program = await processes.start(words, variables, stdin=PIPE, stdout=PIPE, stderr=log, limit=LONGEST_LINE)
     try:
-        yield program
+        if not await program.stdout.readline():
+            last_words = (folder / LOG).read_text(errors="replace").strip().rpartition("\n")[2]
+            raise ConfigError(f"agent.environment={environment}: {last_words} ({folder / LOG})")
+        yield
     finally:
         program.stdin.close()
         with suppress(TimeoutError):
-            await program.wait(ENDS_S if what == "play" else 0)
+            await program.wait(ENDS_S)
         await program.end()
-
-
-async def refuse_if_ended(program: processes.ProcessTree, line: bytes, environment: str, folder: Path) -> None:
-    """Raise ConfigError with what the program said last, where it ended by a mistake before it gave a `line`."""
-    if not line and await program.wait():
-        said = (folder / LOG).read_text(errors="replace").strip().rpartition("\n")[2]
-        raise ConfigError(f"agent.environment={environment}: {said} ({folder / LOG})")
 
 
 @dataclass
@@ -91,17 +85,12 @@ class VerifiersTasks(TaskSource):
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         """With the tasks in a file, which is gone afterwards. Raises ConfigError for what verifiers refuses."""
-        select = self.select or {}
-        opening = open_program("list", self.python, self.environment, self.settings, context.folder, select=select)
         with tempfile.TemporaryDirectory(prefix="mtgrpo-") as place:
-            file = Path(place) / f"{self.environment.rpartition('/')[2] or 'tasks'}.jsonl"
-            async with opening as program:
-                with file.open("wb") as rows:
-                    async for line in program.stdout:
-                        rows.write(line)
-                await refuse_if_ended(program, b"", self.environment, context.folder)
-            running = copy.copy(self)
-            running._rows = Jsonl(path=str(file), eval_fraction=self.eval_fraction)
+            file = f"{place}/{self.environment.rpartition('/')[2] or 'tasks'}.jsonl"
+            wanted = {"file": file, "select": self.select or {}}
+            async with open_program(self.python, self.environment, self.settings, context.folder, **wanted):
+                running = copy.copy(self)
+                running._rows = Jsonl(path=file, eval_fraction=self.eval_fraction)
             yield running
 
     def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
@@ -135,9 +124,8 @@ class Verifiers(Agent):
         """With the environment loaded and its shared tools running. Raises ConfigError for what verifiers refuses."""
         with tempfile.TemporaryDirectory(prefix="mtgrpo-") as place:
             socket = f"{place}/socket"
-            opening = open_program("play", self.python, self.environment, self.settings, context.folder, socket=socket)
-            async with super().open(context) as running, opening as program:
-                await refuse_if_ended(program, await program.stdout.readline(), self.environment, context.folder)
+            opening = open_program(self.python, self.environment, self.settings, context.folder, socket=socket)
+            async with super().open(context) as running, opening:
                 running._socket = socket
                 yield running
 

@@ -1,10 +1,11 @@
 """What runs in the interpreter of verifiers, and imports nothing of ours: lists an environment's tasks, or plays them.
 
-    python program.py list|play SETTINGS
+    python program.py SETTINGS
 
-SETTINGS is a JSON object: `environment`, `settings`, and `select` or `socket`. `list` writes a task on each line.
-`play` says when it is ready, and ends when its input does; meanwhile it reads a line from each connection to `socket`,
-plays that episode and answers in a line. An episode whose connection is closed is cancelled.
+SETTINGS is a JSON object with `environment` and `settings`. With `file` and `select` it writes the tasks to that file,
+a line each, and says that it is ready. With `socket` it says when it is ready, and ends when its input does; meanwhile
+it reads a line from each connection, plays that episode and answers in a line; where the connection closes, the episode
+is cancelled.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 KNOWN = "0.4"  # the minor version whose interface this is
 LONGEST_LINE = 2**28  # bytes
 OWN_MODEL = "agent.settings={NAME: {client: {type: eval, base_url: ...}, model: ...}} gives an agent a model of its own"
-Say = Callable[[Mapping[str, Any]], None]
+READY = b"ready\n"
 
 
 def library() -> Any:
@@ -80,7 +81,7 @@ async def played(vf: Any, env: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"reward": trace.reward, "components": components, "output": trace.last_reply}
 
 
-async def play(vf: Any, env: Any, socket: str, say: Say) -> None:
+async def play(vf: Any, env: Any, socket: str, output: int) -> None:
     """Play for everybody who connects, all at once, until the input ends; what is then under way is cancelled."""
     episodes: set[asyncio.Task[dict[str, Any]]] = set()
 
@@ -99,34 +100,35 @@ async def play(vf: Any, env: Any, socket: str, say: Say) -> None:
     ended = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(ended), sys.stdin)
     async with env.serving(), await asyncio.start_unix_server(answer, socket, limit=LONGEST_LINE):
-        say({"ready": True})
+        os.write(output, READY)
         await ended.read()
         for episode in episodes:
             episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
 
 
+def write_tasks(vf: Any, env: Any, file: str, select: Mapping[str, Any]) -> None:
+    """Write the tasks that `select` chooses, a line each."""
+    tasks = env.taskset.select(vf.SelectConfig(**select))
+    if not tasks.bounded:
+        raise ValueError("it has no end: task.select={limit: 1000} takes a thousand of its tasks")
+    with open(file, "w", encoding="utf-8") as rows:
+        rows.writelines(f"{json.dumps(row(task))}\n" for task in tasks)
+
+
 def main() -> None:
-    """Do what the arguments say; a mistake is the last line that is written to stderr."""
-    output = os.fdopen(os.dup(1), "w")
+    """Do what the settings say; a mistake is the last line that is written to stderr."""
+    output = os.dup(1)
     os.dup2(2, 1)  # what an environment prints is no answer
-
-    def say(answer: Mapping[str, Any]) -> None:
-        output.write(json.dumps(answer) + "\n")
-        output.flush()
-
-    what, given = sys.argv[1], json.loads(sys.argv[2])
+    settings = json.loads(sys.argv[1])
     try:
         vf = library()
-        env = environment_of(vf, given["environment"], given["settings"])
-        if what == "play":
-            asyncio.run(play(vf, env, given["socket"], say))
-            return
-        tasks = env.taskset.select(vf.SelectConfig(**given["select"]))
-        if not tasks.bounded:
-            raise ValueError("it has no end: task.select={limit: 1000} takes a thousand of its tasks")
-        for task in tasks:
-            say(row(task))
+        env = environment_of(vf, settings["environment"], settings["settings"])
+        if "socket" in settings:
+            asyncio.run(play(vf, env, settings["socket"], output))
+        else:
+            write_tasks(vf, env, settings["file"], settings["select"])
+            os.write(output, READY)
     except Exception as error:
         print(" ".join(f"{type(error).__name__}: {error}".split()), file=sys.stderr, flush=True)
         sys.exit(1)
