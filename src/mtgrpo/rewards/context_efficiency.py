@@ -48,38 +48,36 @@ class ContextEfficiency(OfRewards, bonus="> 0 and < 0.5"):
         """One for each. Raises ConfigError as the rewards in `of` do."""
         graded = await self.part_scores(siblings)
         lengths = [
-            trajectory.longest_context_tokens if not isinstance(scores, Exception) and self._is_right(scores) else 0
-            for trajectory, scores in zip(siblings, graded, strict=True)
-        ]  # 0 = not right
+            sibling.longest_context_tokens * self._is_right(s) for sibling, s in zip(siblings, graded, strict=True)
+        ]
         right = [length for length in lengths if length]
         count = sum(not isinstance(scores, Exception) for scores in graded)
         deserved = self.bonus * len(right) / count if right else 0.0
 
         def worth(length: int) -> float:
-            if not length or self.form is Form.plain:
-                return 1 / length if length else 0.0
-            return 1 - self.bonus + deserved * min(right) / length
+            if not length:
+                return 0.0
+            return 1 / length if self.form is Form.plain else 1 - self.bonus + deserved * min(right) / length
 
-        return [
-            scores if isinstance(scores, Exception) else worth(length)
-            for scores, length in zip(graded, lengths, strict=True)
-        ]
+        return [s if isinstance(s, Exception) else worth(length) for s, length in zip(graded, lengths, strict=True)]
 
-    def _is_right(self, scores: Mapping[str, Score]) -> bool:
+    def _is_right(self, scores: Mapping[str, Score] | Exception) -> bool:
+        if isinstance(scores, Exception):
+            return False
         return all(scores[name].total >= part.success_at for name, part in self._parts.items())
 
     def note(self, divide_by_std: bool) -> str:
-        text = ""
+        warning = ""
         if divide_by_std:
-            text = (
+            warning = (
                 "reward=context_efficiency with algorithm.divide_by_std=true: where all siblings are right, tiny "
                 "differences of length are stretched to unit variance and weigh as much as right against wrong; "
                 "set algorithm.divide_by_std=false"
             )
         elif self.form is Form.plain:
-            text = (
+            warning = (
                 "reward.form=plain with algorithm.divide_by_std=false: right and wrong differ by about 5e-4, which "
                 "kl.coef, algorithm.entropy_coef and rewards of turns drown, and optimizer.max_grad_norm no longer "
                 "binds; set reward.form=bounded"
             )
-        return "; ".join(filter(None, (text, super().note(divide_by_std))))
+        return "; ".join(filter(None, (warning, super().note(divide_by_std))))

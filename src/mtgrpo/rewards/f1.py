@@ -24,8 +24,8 @@ class F1(AnswerReward):
         """Raises ConfigError when the task has no answer."""
         answer, accepted = self.normalise(trajectory)
         if self.convention is Convention.hotpotqa:
-            accepted = [one for one in accepted if one == answer or not {one, answer} & _WHOLE]
-        return max((word_f1(answer.split(), one.split()) for one in accepted), default=0.0)
+            accepted = [gold for gold in accepted if gold == answer or not {gold, answer} & _WHOLE]
+        return max((word_f1(answer.split(), gold.split()) for gold in accepted), default=0.0)
 
 
 def word_f1(words: list[str], others: list[str]) -> float:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import File, Parts
 from mtgrpo.rewards import Given
 from mtgrpo.rewards.composed import Composed
-from mtgrpo.runtime.files import parse_json, read_lines
+from mtgrpo.runtime.files import parse_object
 from mtgrpo.tools.unit_tests import last_code_block
 from mtgrpo.types import Trajectory
 
@@ -53,24 +53,22 @@ def _looks_answered(text: str) -> float:
 def _read_answers(name: str) -> dict[str, str]:
     """Answers by the ids of their tasks. Raises ConfigError naming the file and the line."""
     path = Path(name).expanduser()
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"reward ground_truth: file={name} is no file")
     try:
-        path.open("rb").close()  # says why where it cannot be
-        lines = [line for line in read_lines(path) if not line.text.decode().isspace()]
+        if not path.is_file():
+            raise FileNotFoundError("it is no file")
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"reward ground_truth: file={name} cannot be read: {error}") from error
     answers: dict[str, str] = {}
-    for line in lines:
-        where = f"reward ground_truth: file={name}, line {line.number}"
-        row = parse_json(line.text, where)
-        columns = cast("dict[str, Any]", row) if isinstance(row, dict) else {}
-        task_id, answer = _text(columns.get("id")), _text(columns.get("answer"))
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"reward ground_truth: file={name}, line {number}"
+        row = parse_object(line.encode(), where)
+        task_id, answer = _text(row.get("id")), _text(row.get("answer"))
         if not (task_id.strip() and answer.strip()):
-            raise ConfigError(
-                f'{where}: a line must be {{"id": ..., "answer": ...}} with a text or a number for each, '
-                f"got {line.text[:80]!r}"
-            )
+            needs = 'a line must be {"id": ..., "answer": ...} with a text or a number for each'
+            raise ConfigError(f"{where}: {needs}, got {line[:80]!r}")
         if task_id in answers:
             raise ConfigError(f"{where}: there is a line for id {task_id!r} already; give each task one answer")
         answers[task_id] = answer

@@ -77,9 +77,8 @@ class Numeric(Reward):
     def reward(self, trajectory: Trajectory) -> float:
         """Raises ConfigError when the task's answer is not a number."""
         task = trajectory.task
-        answer = stated_number(task.answer, require_marker=True)
-        if answer is None:
-            answer = _single_number(task.answer.strip())
+        marked = stated_number(task.answer, require_marker=True)
+        answer = _single_number(task.answer.strip()) if marked is None else marked
         if answer is None:
             raise ConfigError(
                 f"task {task.id}: the answer {task.answer[:80]!r} is not a number; choose another column "
