@@ -125,11 +125,7 @@ def _follows(task: Task, text: str, kind: str, arguments: Mapping[str, Any]) -> 
 
 
 def _kind(name: str) -> Callable[[Check], Check]:
-    def register(check: Check) -> Check:
-        CHECKS[name] = check
-        return check
-
-    return register
+    return lambda check: CHECKS.setdefault(name, check)
 
 
 def _related(count: int, relation: str, number: int) -> bool:

@@ -148,12 +148,10 @@ def _stated(text: str, require_marker: bool) -> str:
 
 @functools.cache
 def _grader(dataset: str, config: str) -> Any:
-    import reasoning_gym  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
-
-    made = reasoning_gym.create_dataset(dataset, seed=0, size=1, **json.loads(config))
+    questions = _questions(dataset, config, 0)
     if dataset in LISTS:
-        vars(sys.modules[type(made).__module__])["eval"] = ast.literal_eval
-    return made.score_answer
+        vars(sys.modules[type(questions).__module__])["eval"] = ast.literal_eval
+    return questions.score_answer
 
 
 def is_expression(text: str) -> bool:

@@ -86,24 +86,24 @@ class Reward(Part, ABC, retries=">= 0"):
 
     @property
     def parts(self) -> Sequence[Reward]:
-        """The rewards that it goes by."""
+        """The rewards that it goes by, which say the following for it."""
         return ()
 
     @property
     def works_unopened(self) -> bool:
         """Whether it can grade a text, one without code, before it is open."""
-        return not (self.opens or self.cpu_heavy)
+        return all(part.works_unopened for part in self.parts) if self.parts else not (self.opens or self.cpu_heavy)
 
     def answer(self, trajectory: Trajectory) -> str:
         """The trajectory's answer, for majority votes: equal answers must be equal texts; "" = no answer."""
-        return trajectory.final.strip()
+        return self.parts[0].answer(trajectory) if self.parts else trajectory.final.strip()
 
     def note(self, divide_by_std: bool) -> str:
         """A warning for the user before training begins; "" = none.
 
         divide_by_std: whether advantages are divided by the standard deviation of the siblings' rewards.
         """
-        return ""
+        return "; ".join(filter(None, (part.note(divide_by_std) for part in self.parts)))
 
 
 @asynccontextmanager
@@ -206,13 +206,7 @@ class OfRewards(Reward, ABC):
 
     @property
     def parts(self) -> Sequence[Reward]:
-        """The other rewards."""
         return list(self._parts.values())
-
-    @property
-    def works_unopened(self) -> bool:
-        """Whether all of them do."""
-        return all(part.works_unopened for part in self.parts)
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
@@ -220,13 +214,6 @@ class OfRewards(Reward, ABC):
             running = copy.copy(self)
             running._parts = {n: await stack.enter_async_context(opened(p, context)) for n, p in self._parts.items()}
             yield running
-
-    def answer(self, trajectory: Trajectory) -> str:
-        """The answer as the first part finds it."""
-        return self.parts[0].answer(trajectory)
-
-    def note(self, divide_by_std: bool) -> str:
-        return "; ".join(filter(None, (part.note(divide_by_std) for part in self.parts)))
 
     async def part_scores(self, siblings: Sequence[Trajectory]) -> list[dict[str, Score] | Exception]:
         """For each sibling the score of every part by its name, or the exception of the first part that failed."""

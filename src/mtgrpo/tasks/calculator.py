@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import zlib
 from dataclasses import astuple, dataclass, field
@@ -21,6 +22,7 @@ SENTENCES = {
 }
 LIMIT = 1_000_000  # every partial result lies in [0, LIMIT)
 MAX_PRODUCTS = 2
+_APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,12 @@ def draw_problem(rng: random.Random, min_steps: int, max_steps: int, held_out: b
         steps: list[tuple[str, int]] = []
         values: list[int] = []
         for _ in range(length):
-            operator = rng.choice("+-*")
-            operand = rng.choice((_FACTORS if operator == "*" else _TERMS)[held_out])
-            value = apply(operator, value, operand)
-            steps.append((operator, operand))
+            sign = rng.choice("+-*")
+            operand = rng.choice((_FACTORS if sign == "*" else _TERMS)[held_out])
+            value = _APPLY[sign](value, operand)
+            steps.append((sign, operand))
             values.append(value)
-        if all(0 <= v < LIMIT for v in values) and sum(op == "*" for op, _ in steps) <= MAX_PRODUCTS:
+        if all(0 <= v < LIMIT for v in values) and sum(sign == "*" for sign, _ in steps) <= MAX_PRODUCTS:
             return Problem(start, tuple(steps), tuple(values))
 
 
@@ -115,17 +117,12 @@ _TERMS = {held_out: numbers(100, 999, held_out) for held_out in (False, True)}
 _FACTORS = {held_out: numbers(12, 99, held_out) for held_out in (False, True)}
 
 
-def apply(operator: str, a: int, b: int) -> int:
-    """a operator b, exactly."""
-    return a + b if operator == "+" else a - b if operator == "-" else a * b
-
-
 def tell(problem: Problem, rng: random.Random) -> str:
     """The problem as a short story."""
     name, things = rng.choice(NAMES), rng.choice(THINGS)
     parts = [f"{name} has {problem.start} {things}."]
-    for operator, operand in problem.steps:
-        parts.append(rng.choice(SENTENCES[operator]).format(name=name, n=operand))
+    for sign, operand in problem.steps:
+        parts.append(rng.choice(SENTENCES[sign]).format(name=name, n=operand))
     parts.append(f"How many {things} does {name} have?")
     return " ".join(parts)
 
@@ -145,13 +142,13 @@ def demonstrate(problem: Problem, kind: str, rng: random.Random) -> tuple[Messag
     calculator = CalculatorTool()
     value = str(problem.start)
     messages: list[Message] = []
-    for index, (operator, operand) in enumerate(steps):
+    for index, (sign, operand) in enumerate(steps):
         left, right = value, str(operand)
         if index == wrong and kind == "wrong_number":
             left, right = (_misread(left, rng), right) if rng.random() < 0.5 else (left, _misread(right, rng))
         if index == wrong and kind == "wrong_operator":
-            operator = rng.choice([op for op in "+-*" if op != operator])
-        expression = f"{left} {operator} {right}"
+            sign = rng.choice([other for other in "+-*" if other != sign])
+        expression = f"{left} {sign} {right}"
         try:
             value = reply = calculator(expression)
         except ToolError as error:

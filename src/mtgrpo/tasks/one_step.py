@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Text
 from mtgrpo.tasks import Generated, Split, held_out, user
+from mtgrpo.tasks.calculator import NAMES
 from mtgrpo.types import Message, Task
 
-NAMES = ("Tom", "Ann", "Bob", "Eva", "Sam", "Mia", "Leo", "Zoe")
 THINGS = ("apples", "books", "cards", "coins", "pens", "shells", "stamps", "stickers")
 STORIES = {
     "+": (
