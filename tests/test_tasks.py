@@ -359,23 +359,29 @@ def test_lists_of_files_are_checked(tmp_path: Path) -> None:
     a, b = (str(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])) for name in "ab")
     folder, away = str(tmp_path), str(tmp_path / "away.jsonl")
     for source, parts in (
-        (Jsonl(), ["task.path is not set", "task.train_files is empty"]),
-        (Jsonl(path=a, train_files=[b]), [f"task.path={a}", f"task.train_files=[{b}]", "leave one of them out"]),
-        (Jsonl(train_files=[a, away]), [f"task.train_files=[{a},{away}]", f"no such file or folder as {away}"]),
-        (Jsonl(train_files=[a], val_files=[away]), [f"task.val_files=[{away}]", f"no such file or folder as {away}"]),
+        (Jsonl(), ["task.path= and task.train_files=[]", "give one of them"]),
+        (Jsonl(path=a, train_files=[b]), [f"task.path={a}", f"task.train_files=[{b}]", "give one of them, not both"]),
+        (
+            Jsonl(train_files=[a, away]),
+            [f"task.train_files=[{a},{away}]", f"no such file or folder of .jsonl files: {away!r}"],
+        ),
+        (
+            Jsonl(train_files=[a], val_files=[away]),
+            [f"task.val_files=[{away}]", f"no such file or folder of .jsonl files: {away!r}"],
+        ),
         (Jsonl(train_files=[a, b, a]), [f"task.train_files=[{a},{b},{a}]", f"file {a} twice"]),
         (Jsonl(train_files=[a, folder]), [f"task.train_files=[{a},{folder}]", f"file {a} twice"]),
         (Jsonl(path=a, val_files=[b, b]), [f"task.val_files=[{b},{b}]", f"file {b} twice"]),
         (Jsonl(train_files=[a, b], val_files=[b]), ["task.train_files=", f"task.val_files=[{b}]", f"the file {b};"]),
         (Jsonl(path=b, val_files=[folder]), [f"task.path={b}", f"task.val_files=[{folder}]", f"the file {b};"]),
-        (Jsonl(train_files=[""]), ["task.train_files=[]", "a name is empty"]),
+        (Jsonl(train_files=[""]), ["task.train_files=[]", "no such file or folder of .jsonl files: ''"]),
     ):
         for split in Split:
             message = error_of(lambda source=source, split=split: source.stream(split, 0))
             assert [part for part in parts if part not in message] == [], message
     alone = Jsonl(val_files=[a])  # enough for one of `eval.sets`
     assert [task.id for task in alone.stream(Split.eval, 0, repeat=False)] == ["a/1"]
-    assert "task.path is not set" in error_of(lambda: alone.stream(Split.train, 0))
+    assert "task.path= and task.train_files=[]" in error_of(lambda: alone.stream(Split.train, 0))
 
 
 def test_jsonl_of_200k_rows_is_streamed(tmp_path: Path) -> None:
@@ -438,10 +444,12 @@ def test_a_column_the_user_named_must_exist(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_named_with_their_option(tmp_path: Path) -> None:
-    assert "task.path is not set" in error_of(lambda: Jsonl().stream(Split.train, 0))
+    assert "task.path= and task.train_files=[]" in error_of(lambda: Jsonl().stream(Split.train, 0))
     message = error_of(lambda: Jsonl(path=str(tmp_path / "none.jsonl")).stream(Split.train, 0))
     assert "task.path=" in message and "none.jsonl" in message
-    assert "holds no .jsonl file" in error_of(lambda: Jsonl(path=str(tmp_path)).stream(Split.train, 0))
+    assert "no such file or folder of .jsonl files" in error_of(
+        lambda: Jsonl(path=str(tmp_path)).stream(Split.train, 0)
+    )
     path = str(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}]))
     source = Jsonl(path=path, val_files=[str(tmp_path / "b.jsonl")])
     assert "task.val_files=" in error_of(lambda: source.stream(Split.eval, 0))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.messages import messages_from
 from mtgrpo.tasks.jsonl import FileSource
-from mtgrpo.tasks.rows import Row, Rows, cell
+from mtgrpo.tasks.rows import JsonlRows, Row, Rows, cell
 from mtgrpo.types import Message, Task
 
 _SAID = "said"
@@ -21,6 +23,9 @@ class Conversations(FileSource):
     What stands before the first assistant's message is the task, the rest its demonstration. So
     `mtgrpo sft task=conversations task.path=FILE` learns from them; `sft.demonstrations=FILE` does beside other tasks.
     """
+
+    def rows(self, files: Mapping[Path, str]) -> Rows:
+        return JsonlRows(files)
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...]:
         return task.metadata[_SAID]

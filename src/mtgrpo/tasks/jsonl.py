@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -27,7 +28,7 @@ class BadRows(Enum):
 
 
 @dataclass
-class FileSource(TaskSource):
+class FileSource(TaskSource, ABC):
     """Base of the sources that read files of the user's own, whatever their format."""
 
     path: File = ""  # a file to train on, or a folder of files
@@ -39,9 +40,9 @@ class FileSource(TaskSource):
 
     suffix: ClassVar[str] = ".jsonl"  # of the files that are read from a folder
 
+    @abstractmethod
     def rows(self, files: Mapping[Path, str]) -> Rows:
         """Random access to the rows of `files`, each with its name in ids. Raises ConfigError for bad files."""
-        return JsonlRows(files)
 
     def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """A stream over `split`. Raises ConfigError for missing files, an empty split, and rows as `bad_rows` says.
@@ -96,15 +97,10 @@ class FileSource(TaskSource):
 
     def _training(self, held_out: Mapping[Path, Path]) -> list[Path]:
         """The files to train on; none of them is held out, so a folder gives up what is."""
-        if not self.path and not self.train_files:
+        if bool(self.path) == bool(self.train_files):
             raise ConfigError(
-                "task.path is not set and task.train_files is empty; give one of them: task.path=FILE "
-                f"(a {self.suffix} file, or a folder of them) or task.train_files=[FILE,FILE]"
-            )
-        if self.path and self.train_files:
-            raise ConfigError(
-                f"task.path={self.path} and task.train_files={_spelled(self.train_files)} both name the training data; "
-                "leave one of them out"
+                f"task.path={self.path} and task.train_files={_spelled(self.train_files)}: give one of them, not both: "
+                f"task.path=FILE (a {self.suffix} file, or a folder of them) or task.train_files=[FILE,FILE]"
             )
         entries = [self.path] if self.path else self.train_files
         training = self._resolved(entries, self._given)
@@ -128,16 +124,10 @@ class FileSource(TaskSource):
         return files
 
     def _files_at(self, name: str, option: str) -> list[Path]:
-        if not name:
-            raise ConfigError(f"{option}: a name is empty; give a {self.suffix} file, or a folder of them")
         path = Path(name).expanduser().absolute()
-        if path.is_file():
-            return [path]
-        if not path.is_dir():
-            raise ConfigError(f"{option}: there is no such file or folder as {name} ({path})")
-        files = sorted(path.glob(f"*{self.suffix}"))
-        if not files:
-            raise ConfigError(f"{option}: the folder {name} holds no {self.suffix} file")
+        files = [path] if path.is_file() else sorted(path.glob(f"*{self.suffix}"))
+        if not name or not files:
+            raise ConfigError(f"{option}: no such file or folder of {self.suffix} files: {name!r} ({path})")
         return files
 
     @property
@@ -173,3 +163,6 @@ class Jsonl(FileSource):
     Only the position of each line is held in memory.
     Example: `task=jsonl task.path=problems.jsonl task.columns.prompt=question`.
     """
+
+    def rows(self, files: Mapping[Path, str]) -> Rows:
+        return JsonlRows(files)
