@@ -29,50 +29,56 @@ ENDS_S = 10.0  # for the program to close what it has opened
 LONGEST_LINE = 2**28  # bytes
 
 
-@asynccontextmanager
-async def open_program(python: str, environment: str, settings: Any, folder: Path, **more: Any) -> AsyncGenerator[None]:
-    """`program.py` in the interpreter `python`, once it is ready; it ends when its input does, or is killed.
+@dataclass
+class _Program:
+    """`program.py` in an interpreter that has verifiers, with the settings of whoever starts it."""
 
-    folder: of the run, where its log lies. more: of the program's settings. Raises ConfigError for an interpreter that
-    is not there, and with the program's last words where it ends by a mistake.
-    """
-    if not environment:
-        raise ConfigError("agent.environment is not set: give the name of a taskset, as in `vf-eval NAME`")
-    interpreter = Path(python).expanduser().absolute()  # not resolved: it may be a link out of its environment
-    if not os.access(interpreter, os.X_OK):
-        raise ConfigError(
-            f"agent.python={python}: there is no such interpreter; give that of an environment that has verifiers "
-            ">=0.4,<0.5 and uv (`make verifiers-env` makes .venv-verifiers)"
-        )
-    given = {"environment": environment, "settings": settings or {}, **more}
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    # a module beside the run is an environment too, also for the processes of its tools
-    variables |= {"PYTHONPATH": str(Path.cwd()), "PATH": f"{interpreter.parent}{os.pathsep}{variables.get('PATH', '')}"}
-    words = [str(interpreter), "-P", str(Path(__file__).with_name("program.py")), json.dumps(given)]
-    with (folder / LOG).open("ab") as log:
-        program = await processes.start(words, variables, stdin=PIPE, stdout=PIPE, stderr=log, limit=LONGEST_LINE)
-    try:
-        if not await program.stdout.readline():
-            last_words = (folder / LOG).read_text(errors="replace").strip().rpartition("\n")[2]
-            raise ConfigError(f"agent.environment={environment}: {last_words} ({folder / LOG})")
-        yield
-    finally:
-        program.stdin.close()
-        with suppress(TimeoutError):
-            await program.wait(ENDS_S)
-        await program.end()
+    environment: Code = ""  # the name of its taskset, as in `vf-eval NAME`: a package, or a module in this folder
+    python: Program = PYTHON  # of the environment that has verifiers; make verifiers-env makes this one
+    # fields of its EnvConfig, such as {taskset: {split: train}, agent: {max_turns: 8}}
+    settings: Annotated[Any, Reach.code] = None
+
+    @asynccontextmanager
+    async def running(self, folder: Path, **more: Any) -> AsyncGenerator[None]:
+        """While it is ready; it ends when its input does, or is killed.
+
+        folder: of the run, where its log lies. more: of the program's settings. Raises ConfigError for an interpreter
+        that is not there, and with the program's last words where it ends by a mistake.
+        """
+        if not self.environment:
+            raise ConfigError("agent.environment is not set: give the name of a taskset, as in `vf-eval NAME`")
+        python = Path(self.python).expanduser().absolute()  # not resolved: it may be a link out of its environment
+        if not os.access(python, os.X_OK):
+            raise ConfigError(
+                f"agent.python={self.python}: there is no such interpreter; give that of an environment that has "
+                "verifiers >=0.4,<0.5 and uv (`make verifiers-env` makes .venv-verifiers)"
+            )
+        settings = {"environment": self.environment, "settings": self.settings or {}, **more}
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        # a module beside the run is an environment too, also for the processes of its tools
+        variables |= {"PYTHONPATH": str(Path.cwd()), "PATH": f"{python.parent}{os.pathsep}{variables.get('PATH', '')}"}
+        words = [str(python), "-P", str(Path(__file__).with_name("program.py")), json.dumps(settings)]
+        with (folder / LOG).open("ab") as log:
+            program = await processes.start(words, variables, stdin=PIPE, stdout=PIPE, stderr=log)
+        try:
+            if not await program.stdout.readline():
+                last_words = (folder / LOG).read_text(errors="replace").strip().rpartition("\n")[2]
+                raise ConfigError(f"agent.environment={self.environment}: {last_words} ({folder / LOG})")
+            yield
+        finally:
+            program.stdin.close()
+            with suppress(TimeoutError):
+                await program.wait(ENDS_S)
+            await program.end()
 
 
 @dataclass
-class VerifiersTasks(TaskSource):
+class VerifiersTasks(_Program, TaskSource):
     """The tasks of an environment written for verifiers (>=0.4,<0.5), for agent=verifiers.
 
     recipe=verifiers takes `environment`, `python` and `settings` from the agent.
     """
 
-    environment: Code = ""  # the name of its taskset, as in `vf-eval NAME`
-    python: Program = PYTHON  # of the environment that has verifiers
-    settings: Annotated[Any, Reach.code] = None  # fields of its EnvConfig, such as {taskset: {split: train}}
     select: Annotated[Any, Reach.code] = None  # which of its tasks: fields of their SelectConfig, such as {limit: 1000}
     eval_fraction: float = 0.1  # the share of tasks, by a hash of the id, that is never trained on
 
@@ -87,8 +93,7 @@ class VerifiersTasks(TaskSource):
         """With the tasks in a file, which is gone afterwards. Raises ConfigError for what verifiers refuses."""
         with tempfile.TemporaryDirectory(prefix="mtgrpo-") as place:
             file = f"{place}/{self.environment.rpartition('/')[2] or 'tasks'}.jsonl"
-            wanted = {"file": file, "select": self.select or {}}
-            async with open_program(self.python, self.environment, self.settings, context.folder, **wanted):
+            async with self.running(context.folder, file=file, select=self.select or {}):
                 running = copy.copy(self)
                 running._rows = Jsonl(path=file, eval_fraction=self.eval_fraction)
             yield running
@@ -100,18 +105,13 @@ class VerifiersTasks(TaskSource):
 
 
 @dataclass
-class Verifiers(Agent):
+class Verifiers(_Program, Agent):
     """An environment written for verifiers (>=0.4,<0.5), as it is, in an interpreter of its own.
 
     Its harness leads the conversation, its tools answer, its rewards score it. recipe=verifiers brings its tasks too.
     Where neither it nor `settings` names a harness and a runtime, a chat loop on this machine plays it; a harness that
     runs code of the model belongs into a container: `settings={agent: {harness: {id: bash}, runtime: {type: docker}}}`.
     """
-
-    environment: Code = ""  # the name of its taskset, as in `vf-eval NAME`: a package, or a module in this folder
-    python: Program = PYTHON  # of the environment that has verifiers; make verifiers-env makes this one
-    # fields of its EnvConfig, such as {taskset: {split: train}, agent: {max_turns: 8}}
-    settings: Annotated[Any, Reach.code] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,8 +124,7 @@ class Verifiers(Agent):
         """With the environment loaded and its shared tools running. Raises ConfigError for what verifiers refuses."""
         with tempfile.TemporaryDirectory(prefix="mtgrpo-") as place:
             socket = f"{place}/socket"
-            opening = open_program(self.python, self.environment, self.settings, context.folder, socket=socket)
-            async with super().open(context) as running, opening:
+            async with super().open(context) as running, self.running(context.folder, socket=socket):
                 running._socket = socket
                 yield running
 
