@@ -206,8 +206,9 @@ def test_a_language_is_the_same_in_every_call() -> None:
 @pytest.mark.parametrize(
     "metadata, message",
     [
-        ({}, "ifeval/1 has no instructions"),
-        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "has no instructions"),
+        ({}, "ifeval/1 has no `instruction_id_list`"),
+        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "has no `kwargs`"),
+        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}, "has 1 instructions and 2 kwargs"),
         ({"instruction_id_list": ["a:b"], "kwargs": [{}]}, "'a:b' is unknown; known: change_case:"),
         ({"instruction_id_list": ["startend:quotation"], "kwargs": [{"x": 1}]}, r"does not take \{'x': 1\}"),
         (

@@ -184,7 +184,7 @@ def test_too_few_questions_are_refused() -> None:
 
 
 def test_tasks_of_others_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"other/1 is none of reasoning-gym.* task=reasoning_gym"):
+    with pytest.raises(ConfigError, match=r"other/1 has no `entry` .* task=reasoning_gym"):
         graded(Task("other/1", (Message("user", "?"),), "1"), "#### 1")
 
 

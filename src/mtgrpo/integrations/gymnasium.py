@@ -42,9 +42,7 @@ class Gymnasium(Environment):
         super().__post_init__()
         self._names = self.actions or next((names for game, names in _NAMES.items() if self.game.startswith(game)), [])
         if not self._names:
-            raise ConfigError(
-                f"environment.game={self.game}: name its actions in its order, such as environment.actions=[left,right]"
-            )
+            raise ConfigError(f"environment.game={self.game}: name its actions: environment.actions=[first,second]")
         self._named = re.compile(rf"\b({'|'.join(map(re.escape, self._names))})\b", re.IGNORECASE)
 
     @property
@@ -66,9 +64,8 @@ class Gymnasium(Environment):
                 self._game.close()
                 self._game = gymnasium.make(self.game, render_mode="ansi", **settings)
         except Exception as error:  # games check their settings as they like
-            raise ConfigError(
-                f"environment.game={self.game} with settings {settings} cannot be made: {type(error).__name__}: {error}"
-            ) from error
+            why = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"environment.game={self.game} with settings {settings} cannot be made: {why}") from error
         if getattr(self._game.action_space, "n", None) != len(self._names):
             raise ConfigError(
                 f"environment.game={self.game} has the actions {self._game.action_space}, named are {self._names}: "

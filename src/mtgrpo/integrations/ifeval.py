@@ -13,7 +13,7 @@ from typing import Any
 
 from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.parts import Folder
-from mtgrpo.rewards import Reward
+from mtgrpo.rewards import Reward, required
 from mtgrpo.tasks import Split, user
 from mtgrpo.tasks.published import Published, text
 from mtgrpo.tasks.rows import Row, Rows
@@ -105,12 +105,9 @@ class IFEval(Reward):
 
 def followed(task: Task, text: str) -> list[bool]:
     """Which of the task's instructions `text` follows. Raises ConfigError as `IFEval.reward` does."""
-    kinds, arguments = task.metadata.get("instruction_id_list"), task.metadata.get("kwargs")
-    if not kinds or not arguments or len(kinds) != len(arguments):
-        raise ConfigError(
-            f"task {task.id} has no instructions: reward=ifeval is for task=ifeval, or rows with instruction_id_list "
-            "and as many kwargs"
-        )
+    kinds, arguments = (required(task, name, "ifeval", "ifeval") for name in ("instruction_id_list", "kwargs"))
+    if len(kinds) != len(arguments):
+        raise ConfigError(f"task {task.id} has {len(kinds)} instructions and {len(arguments)} kwargs; give one each")
     return [_follows(task, text, kind, given) for kind, given in zip(kinds, arguments, strict=True)]
 
 

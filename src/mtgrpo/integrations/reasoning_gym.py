@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.parts import Reach, Text
-from mtgrpo.rewards import Reward
+from mtgrpo.rewards import Reward, required
 from mtgrpo.rewards.em import stated_answer
 from mtgrpo.tasks import Generated, Split, TaskStream, held_out, user
 from mtgrpo.types import Message, Task, Trajectory
@@ -96,15 +96,12 @@ def _questions(name: str, config: str, seed: int) -> Any:
     from reasoning_gym.factory import DATASETS  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 
     if name not in DATASETS:
-        raise ConfigError(
-            f"task.dataset={name!r} is no data set of reasoning-gym; it has {', '.join(sorted(DATASETS))}"
-        )
+        raise ConfigError(f"task.dataset={name!r} is none of reasoning-gym's: {', '.join(sorted(DATASETS))}")
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=_SIZE, **json.loads(config))
     except Exception as error:  # a data set checks its settings as it likes
-        raise ConfigError(
-            f"task.config={config} does not suit task.dataset={name}: {type(error).__name__}: {error}"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"task.config={config} does not suit task.dataset={name}: {why}") from error
 
 
 @dataclass
@@ -121,10 +118,7 @@ class ReasoningGym(Reward):
     def reward(self, trajectory: Trajectory) -> float:
         """The score. Raises ConfigError for tasks of another source."""
         task = trajectory.task
-        if "entry" not in task.metadata:
-            raise ConfigError(
-                f"task {task.id} is none of reasoning-gym: reward=reasoning_gym is for task=reasoning_gym"
-            )
+        entry = required(task, "entry", "reasoning_gym", "reasoning_gym")
         answer = _stated(trajectory.final, self.require_marker)
         if not answer:
             return 0.0
@@ -134,7 +128,7 @@ class ReasoningGym(Reward):
             return 0.0
         grade = _grader(task.metadata["dataset"], json.dumps(task.metadata["config"]))
         try:
-            return min(1.0, max(0.0, float(grade(answer, task.metadata["entry"]))))
+            return min(1.0, max(0.0, float(grade(answer, entry))))
         except Exception:  # the library's parsers raise whatever they like at text that is no answer
             return 0.0
 

@@ -19,7 +19,7 @@ from mtgrpo.parts.extension import misgiven
 from mtgrpo.runtime.isolation import run_isolated
 from mtgrpo.runtime.together import together
 from mtgrpo.runtime.workers import Workers, open_workers
-from mtgrpo.types import Trajectory
+from mtgrpo.types import Task, Trajectory
 
 T = TypeVar("T")
 
@@ -116,6 +116,14 @@ async def opened(reward: Reward, context: RunContext) -> AsyncGenerator[Reward]:
         running = copy.copy(running)
         with open_workers() as running._workers:  # pyright: ignore[reportPrivateUsage]
             yield running
+
+
+def required(task: Task, name: str, reward: str, source: str, kind: type = object) -> Any:
+    """`name` of the task's metadata. Raises ConfigError where it is empty or no `kind`: `reward` is for `source`."""
+    value = task.metadata.get(name)
+    if value and isinstance(value, kind):
+        return value
+    raise ConfigError(f"task {task.id} has no `{name}` in its metadata; reward={reward} is for task={source}")
 
 
 def _refuse_alone(self: Reward, trajectory: Trajectory) -> float:

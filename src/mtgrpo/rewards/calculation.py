@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtgrpo.errors import ConfigError
-from mtgrpo.rewards import Reward, Score
+from mtgrpo.rewards import Reward, Score, required
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.types import Trajectory
 
@@ -24,12 +23,7 @@ class Calculation(Reward):
 
     def reward(self, trajectory: Trajectory) -> Score:
         """Raises ConfigError when the task names no results, or its answer is not a number."""
-        if "values" not in trajectory.task.metadata:
-            raise ConfigError(
-                f"task {trajectory.task.id} names no intermediate results: reward=calculation is for task=calculator; "
-                "set reward=numeric"
-            )
-        results = [str(value) for value in trajectory.task.metadata["values"]]
+        results = [str(value) for value in required(trajectory.task, "values", "calculation", "calculator")]
         turns: list[float] = []
         for turn in trajectory.turns:
             brought = bool(results) and results[0] in [message.content for message in turn.observations]

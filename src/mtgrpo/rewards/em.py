@@ -45,9 +45,7 @@ class AnswerReward(Reward, ABC):
         task = trajectory.task
         accepted = [answer for answer in (task.answer, *task.metadata.get("answers", ())) if answer.strip()]
         if not accepted:
-            raise ConfigError(
-                f"task {task.id} has no answer to compare with; choose its column with task.columns.answer=NAME"
-            )
+            raise ConfigError(f"task {task.id} has no answer to compare with; choose task.columns.answer=COLUMN")
         answer = stated_answer(trajectory.final, self.tag)
         return normalise(answer, self.convention), [normalise(one, self.convention) for one in accepted]
 

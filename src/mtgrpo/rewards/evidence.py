@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mtgrpo.errors import ConfigError
-from mtgrpo.rewards import Reward, Score
+from mtgrpo.rewards import Reward, Score, required
 from mtgrpo.types import Trajectory
 
 _SHOWN = re.compile(r"^\[([^\]\n]+)\]", re.MULTILINE)  # an id, as the search tool begins its lines
@@ -28,12 +27,7 @@ class Evidence(Reward):
 
     def reward(self, trajectory: Trajectory) -> Score:
         """The share, or that of each turn. Raises ConfigError where the task does not say what it needs."""
-        gold = frozenset[str](trajectory.task.metadata.get("gold") or ())
-        if not gold:
-            raise ConfigError(
-                f"task {trajectory.task.id} has no `gold` in its metadata, the ids of the passages that it needs; "
-                "reward=evidence is for task=search_qa"
-            )
+        gold = frozenset[str](required(trajectory.task, "gold", "evidence", "search_qa"))
         missing, turns = gold, list[float]()
         for turn in trajectory.turns:
             texts = [reply.content for reply in turn.observations if reply.name == "search"]

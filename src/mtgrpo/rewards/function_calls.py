@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from mtgrpo.errors import ConfigError
-from mtgrpo.rewards import Reward
+from mtgrpo.rewards import Reward, required
 from mtgrpo.types import ToolCall, Trajectory
 
 _TYPES = {"integer": int, "number": float, "boolean": bool, "array": list, "object": dict}  # all else is text
@@ -27,13 +26,11 @@ class FunctionCalls(Reward):
     def reward(self, trajectory: Trajectory) -> float:
         """Raises ConfigError where the task has no calls."""
         task = trajectory.task
-        wanted: Any = task.metadata.get("calls")
-        if not isinstance(wanted, list) or not wanted:
-            raise ConfigError(f"task {task.id} has no `calls` in its metadata; reward=function_calls is for task=bfcl")
+        wanted: list[dict[str, Any]] = required(task, "calls", "function_calls", "bfcl", list)
         schemas = {tool["name"]: tool["parameters"] for tool in task.metadata["tools"]}
         message = next((turn.message for turn in reversed(trajectory.turns) if not turn.auxiliary), None)
         calls = list(message.tool_calls) if message and not message.error else []
-        for wanted_call in cast("list[dict[str, Any]]", wanted):
+        for wanted_call in wanted:
             [(name, accepted)] = wanted_call.items()
             fits = (call.name == name and _fits(call, accepted, schemas[name]) for call in calls)
             if (position := next((n for n, fit in enumerate(fits) if fit), None)) is None:

@@ -206,9 +206,7 @@ class TaskSource(Part, ABC):
     def _template(self) -> str:
         template = _text_of(self.prompt_template, "task.prompt_template")
         if template and "{prompt}" not in template:
-            raise ConfigError(
-                f"task.prompt_template={template[:200]!r} must have {{prompt}} in it, where the task's stands"
-            )
+            raise ConfigError(f"task.prompt_template={template[:200]!r} must have {{prompt}} in it, for the task's")
         return template
 
     @functools.cached_property

@@ -106,9 +106,7 @@ class FileSource(TaskSource, ABC):
         training = self._resolved(entries, self._given)
         for entry in entries:
             if Path(entry).expanduser().resolve() in held_out:
-                raise ConfigError(
-                    f"{self._given} and {self._given_held_out} both name the file {entry}; leave it out of one of them"
-                )
+                raise ConfigError(f"{self._given} and {self._given_held_out} both name the file {entry}; choose one")
         remaining = [file for place, file in training.items() if place not in held_out]
         if not remaining:
             raise ConfigError(f"{self._given} holds only the files of {self._given_held_out}")

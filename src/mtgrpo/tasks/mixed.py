@@ -32,9 +32,8 @@ class Mixed(TaskSource):
     def __post_init__(self) -> None:
         self._weights: list[float] = []
         self._sources: list[TaskSource] = []
-        refuse_without_effect(
-            self, ("system_prompt", "prompt_template", "examples"), "set it in the entries of task.of"
-        )
+        prompts = ("system_prompt", "prompt_template", "examples")
+        refuse_without_effect(self, prompts, "set it in the entries of task.of")
         if not self.of:
             raise ConfigError("task.of is empty: name the sources, as task.of='[{task: gsm8k}, {task: word_problems}]'")
         for entry in self.of:
@@ -45,9 +44,7 @@ class Mixed(TaskSource):
             self._weights.append(weight)
             kind = extension.find_class("mtgrpo.tasks", name, TaskSource)
             if issubclass(kind, Mixed):
-                raise ConfigError(
-                    "task.of: a mix in a mix; put its entries into the outer one, their weights multiplied"
-                )
+                raise ConfigError("task.of: a mix in a mix; put its entries into the outer one, weights multiplied")
             self._sources.append(built(f"task {name}", kind, settings))
 
     @asynccontextmanager
@@ -101,9 +98,7 @@ class MixedStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`. Raises ConfigError where the sources are others."""
         if len(state["of"]) != len(self._streams):
-            raise ConfigError(
-                f"task.of had {len(state['of'])} entries when the state was saved, not {len(self._streams)}"
-            )
+            raise ConfigError(f"task.of had {len(state['of'])} entries when saved, not {len(self._streams)}")
         self._drawn = state["drawn"]
         self._weights = [0.0 if ended else one for one, ended in zip(self._weights, state["ended"], strict=True)]
         for stream, its in zip(self._streams, state["of"], strict=True):

@@ -126,7 +126,5 @@ def data_folder() -> Path | None:
     if folder.is_dir():
         return folder
     if named:
-        raise ConfigError(
-            f"MTGRPO_DATA={named} is not a folder; set it to the folder that holds the data sets, or unset it"
-        )
+        raise ConfigError(f"MTGRPO_DATA={named} is not a folder; set it to the folder of all data sets, or unset it")
     return None
