@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.integrations import ifeval as module
-from mtgrpo.integrations.ifeval import CHECKS, IFEval, Level, followed, recognised_language
+from mtgrpo.integrations.ifeval import KINDS, IFEval, Level, followed, recognised_language
 from mtgrpo.parts.extension import load_file
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
@@ -25,7 +25,7 @@ GOLDEN: Any = load_file(Path(__file__).parent / "goldens" / "lm_eval" / "ifeval.
 SENTENCES = "length_constraints:number_sentences"
 
 # One instruction of each kind, a text that follows it and one that does not quite.
-KINDS = [
+EXAMPLES = [
     ("keywords:existence", {"keywords": ["cat", "dog"]}, "A Cat and a hotdog", "A cat"),
     ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "catalogue", "a CAT."),
     ("keywords:frequency", {"keyword": "cat", "frequency": 2, "relation": "at least"}, "cat, Cats", "cat"),
@@ -82,11 +82,11 @@ def said(task: Task, text: str) -> Trajectory:
 
 
 def test_there_are_25_kinds() -> None:
-    assert len(CHECKS) == 25
-    assert {kind for kind, *_ in KINDS} == set(CHECKS)
+    assert len(KINDS) == 25
+    assert {kind for kind, *_ in EXAMPLES} == set(KINDS)
 
 
-@pytest.mark.parametrize("kind, given, good, bad", KINDS, ids=[kind for kind, *_ in KINDS])
+@pytest.mark.parametrize("kind, given, good, bad", EXAMPLES, ids=[kind for kind, *_ in EXAMPLES])
 def test_each_kind_tells_good_from_bad(kind: str, given: dict[str, Any], good: str, bad: str) -> None:
     task = asked((kind, given))
     assert followed(task, good) == [True]
@@ -119,7 +119,7 @@ def test_the_verdicts_are_those_of_lm_eval(data_folder: Path, monkeypatch: pytes
     assert +other == {SENTENCES: 1}
     assert outcomes[SENTENCES].total() == 416 and "1 of 416 answers" in IFEval().note(False)
     assert sum(seen.total() for seen in outcomes.values()) == 8 * 832
-    assert set(outcomes) == set(CHECKS)
+    assert set(outcomes) == set(KINDS)
     assert all(len(seen) == 2 for seen in outcomes.values())
 
 
@@ -228,7 +228,7 @@ def test_without_the_package_the_reward_is_refused(monkeypatch: pytest.MonkeyPat
         IFEval()
 
 
-ALL = asked(*((kind, given) for kind, given, *_ in KINDS if "langu" not in kind and "english" not in kind))
+ALL = asked(*((kind, given) for kind, given, *_ in EXAMPLES if "langu" not in kind and "english" not in kind))
 
 
 @given(text=st.text() | st.text(alphabet="*-<>[]{}`\"'.!? \nPs1A"))
