@@ -192,22 +192,20 @@ class TaskSource(Part, ABC):
 
     def with_prompt(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """`messages` after the system prompt, unless they bring one, and the few-shot examples. Raises ConfigError."""
+        own_system, template = self._prompts
         first = 1 if messages[0].role == "system" else 0
-        system = messages[:first] or ((Message("system", self._system),) if self._system else ())
+        system = messages[:first] or ((Message("system", own_system),) if own_system else ())
         *before, last = messages[first:]
-        prompt = self._template.replace("{prompt}", last.content) if self._template else last.content
-        return (*system, *self.worked, *before, replace(last, content=prompt))
+        return (*system, *self.worked, *before, replace(last, content=template.replace("{prompt}", last.content)))
 
     @functools.cached_property
-    def _system(self) -> str:
-        return _text_of(self.system_prompt, "task.system_prompt")
-
-    @functools.cached_property
-    def _template(self) -> str:
-        template = _text_of(self.prompt_template, "task.prompt_template")
-        if template and "{prompt}" not in template:
+    def _prompts(self) -> tuple[str, str]:
+        """The system prompt and the template."""
+        system = _text_of(self.system_prompt, "task.system_prompt")
+        template = _text_of(self.prompt_template, "task.prompt_template") or "{prompt}"
+        if "{prompt}" not in template:
             raise ConfigError(f"task.prompt_template={template[:200]!r} must have {{prompt}} in it, for the task's")
-        return template
+        return system, template
 
     @functools.cached_property
     def worked(self) -> tuple[Message, ...]:
