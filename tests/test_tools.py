@@ -296,7 +296,10 @@ def test_no_tools_is_no_error() -> None:
         ({"calculator": {"max_digits": 0}}, "the tool calculator: `max_digits` must be >= 1 and <= 1000, got 0"),
         ({"calculator": {"max_length": 0}}, "the tool calculator: `max_length` must be >= 1, got 0"),
         ({"calculator": 20}, "settings of calculator must be a mapping"),
-        ({"OWN:search": {"rows": 3}}, "the tool search has no setting 'rows'; its settings: query"),
+        (
+            {"OWN:search": {"rows": 3}},
+            "the tool search with settings {'rows': 3}: search has no argument 'rows'; its arguments: query",
+        ),
         ({"OWN:search": {"query": 3}}, "argument 'query' must be of type string, got 3"),
         (["OWN:Mute"], "the tool Mute has no __call__"),
     ],

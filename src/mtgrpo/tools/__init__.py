@@ -36,6 +36,8 @@ class Tool(Part):
     idempotent = True  # a call that failed may be made again; False: it might do its work twice
     max_at_once = 0  # calls, over all conversations, that the settings may lower; 0 = any number
     option_name = ""  # what the option is called
+    _function = cast("Callable[..., Any] | None", None)  # what is called in place of the tool itself
+    _settings = cast("Mapping[str, Any]", {})  # arguments that the model does not give
 
     async def start(self, task: Task) -> None:
         """Called on the conversation's own copy before it begins."""
@@ -49,7 +51,8 @@ class Tool(Part):
 
     def specs(self) -> Sequence[ToolSpec]:
         """The tools that it offers while it is open; before that, those that are known already."""
-        return [schema.signature_spec(self.option_name or type(self).__name__, self._target, self._settings)]
+        name, target = self.option_name or type(self).__name__, cast(Any, self._function or self)
+        return [schema.signature_spec(name, target, self._settings)]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Do the work of the tool `name` and return what the model sees (made a string by `str`).
@@ -58,7 +61,7 @@ class Tool(Part):
         was asked, means that the tool is out of order: the call is made again if the tool is `idempotent`, then
         `environment.on_outage` decides. So for `__call__`, which may be a coroutine function.
         """
-        target = self._target
+        target = cast(Any, self._function or self)
         work = functools.partial(target, **self._settings, **schema.from_json(arguments, target))
         blocking = self.blocking and not schema.is_coroutine_function(target)
         answer = await run_in_thread(work) if blocking else work()
@@ -73,35 +76,14 @@ class Tool(Part):
         """Whether all calls of a conversation may be made again, after another `start`."""
         return self.idempotent
 
-    @property
-    def _target(self) -> Callable[..., Any]:
-        """What the arguments go to."""
-        return cast("Callable[..., Any]", self)
 
-    @property
-    def _settings(self) -> Mapping[str, Any]:
-        """Arguments that the model does not give."""
-        return {}
-
-
-@dataclass
 class _FunctionTool(Tool):
     """A plain function. Its settings are values of parameters, which the model then neither sees nor gives."""
 
-    function: Callable[..., Any]
-    settings: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        self.blocking = getattr(self.function, "blocking", True)
-        self.idempotent = getattr(self.function, "idempotent", True)
-
-    @property
-    def _target(self) -> Callable[..., Any]:
-        return self.function
-
-    @property
-    def _settings(self) -> Mapping[str, Any]:
-        return self.settings
+    def __init__(self, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+        self._function, self._settings = function, settings
+        self.blocking = getattr(function, "blocking", True)
+        self.idempotent = getattr(function, "idempotent", True)
 
 
 def load(options: Any) -> dict[str, Tool]:
@@ -128,23 +110,12 @@ def _build(name: str, found: Any, settings: dict[str, Any]) -> Tool:
         return built(f"tool {name}", found, settings)
     if inspect.isclass(found) or not callable(found):
         raise ConfigError(f"the tool {name} must be a function or a subclass of Tool, it is {found!r}")
-    return _FunctionTool(found, _bound(name, found, settings))
-
-
-def _bound(name: str, function: Callable[..., Any], settings: dict[str, Any]) -> Mapping[str, Any]:
-    """Settings of a function, checked and converted. Raises ConfigError for values its parameters do not take."""
-    if not settings:
-        return {}
-    spec = schema.signature_spec(name, function)
-    known: dict[str, Any] = dict(spec.parameters["properties"])
-    if unknown := [key for key in settings if key not in known]:
-        raise ConfigError(f"the tool {name} has no setting {unknown[0]!r}; its settings: {', '.join(known) or 'none'}")
+    optional = {**schema.signature_spec(name, found).parameters, "required": []}
     try:
-        optional = ToolSpec(name, "", {"type": "object", "properties": known})
-        schema.ArgumentCheck(optional, closed=True)(settings)
+        schema.ArgumentCheck(ToolSpec(name, "", optional), closed=True)(settings)
     except ToolError as error:
         raise ConfigError(f"the tool {name} with settings {settings}: {error}") from None
-    return schema.from_json(settings, function)
+    return _FunctionTool(found, schema.from_json(settings, found))
 
 
 async def call(
@@ -157,7 +128,7 @@ async def call(
     """
 
     async def answer() -> str:
-        made = tool.call(name, arguments) if fault is None else fault(lambda: tool.call(name, arguments))
-        return str(await made)
+        work = functools.partial(tool.call, name, arguments)
+        return str(await (fault(work) if fault else work()))
 
     return await run_isolated(answer, timeout_s, CallTimeoutError(f"no answer within {timeout_s:g} s"))
