@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass
 
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.parts import RunContext
 from mtgrpo.runtime.text import head_and_tail, printable
-from mtgrpo.tools.sandbox import Sandbox
+from mtgrpo.tools.sandbox import Sandboxed
 from mtgrpo.tools.unit_tests import last_code_block, run_tests, tests_of
 from mtgrpo.types import Message, Task
 
 
 @dataclass
-class CodeRepair(Environment):
+class CodeRepair(Environment, Sandboxed):
     """The task's tests run on the last fenced code block of each message, in a sandbox; the model sees what failed.
 
     A program that passes ends the conversation and pays 1: reward=environment. `max_turns` is how many programs the
@@ -29,14 +24,6 @@ class CodeRepair(Environment):
 
     max_turns: int = 3
     shown_chars: int = 600  # of what a failure prints: beginning and end
-    sandbox: Sandbox = field(default_factory=Sandbox)
-
-    @asynccontextmanager
-    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
-        """With a sandbox that was tried. Raises ConfigError where it does not work."""
-        running = copy.copy(self)
-        running.sandbox = await self.sandbox.opened()
-        yield running
 
     async def start(self, task: Task) -> Opening:
         """Show the task. Raises ConfigError where it has no tests."""

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Self
 
-from mtgrpo.parts import RunContext
 from mtgrpo.rewards import Given, Reward, Score, attempt
 from mtgrpo.runtime.together import together
-from mtgrpo.tools.sandbox import Sandbox
+from mtgrpo.tools.sandbox import Sandboxed
 from mtgrpo.tools.unit_tests import last_code_block, objects_in, run_tests
 from mtgrpo.types import Trajectory
 
 
 @dataclass
-class UnitTests(Reward):
+class UnitTests(Reward, Sandboxed):
     """1 when the last fenced code block of the final message passes the task's tests in a sandbox, else 0.
 
     The task's metadata have `tests`, code that raises where an answer is wrong, and perhaps `setup`, code that comes
@@ -27,18 +23,10 @@ class UnitTests(Reward):
     themselves: the component `objects` is 1 there, else 0.
     """
 
-    sandbox: Sandbox = field(default_factory=Sandbox)
-
     @property
     def works_unopened(self) -> bool:
         """It needs its sandbox only for code."""
         return True
-
-    @asynccontextmanager
-    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
-        running = copy.copy(self)
-        running.sandbox = await self.sandbox.opened()
-        yield running
 
     async def rewards(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
         return await together(attempt(partial(self._passes, trajectory), self.retries) for trajectory in siblings)

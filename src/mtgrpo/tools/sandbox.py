@@ -11,13 +11,14 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Self, cast
 
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
-from mtgrpo.parts import Folder, Network, Program, Reach, extension
+from mtgrpo.parts import Folder, Network, Part, Program, Reach, RunContext, extension
 from mtgrpo.runtime import processes
 from mtgrpo.tools import sandbox_calls, sandbox_init, sandbox_judge
 from mtgrpo.tools.sandbox_init import READY
@@ -44,13 +45,6 @@ _ENVIRONMENT = {
 }
 
 
-def arguments(limits: dict[str, Any]) -> list[str]:
-    """Of the interpreter that becomes the first process of a sandbox."""
-    modules = (sandbox_calls, sandbox_judge, sandbox_init)
-    sources = [(module.__name__, Path(module.__file__ or "").read_text(encoding="utf-8")) for module in modules]
-    return ["-I", "-X", "utf8", "-c", _START, json.dumps(sources), json.dumps(limits)]
-
-
 @dataclass(frozen=True)
 class Result:
     """What a piece of code led to."""
@@ -61,18 +55,14 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether it came to its end."""
         return not self.error and not self.stopped
 
 
-@dataclass
 class InterpreterElsewhere(ABC):
-    """An interpreter on a server at `url`, whose variables stay; a kind of sandbox, with what walls the server has."""
+    """An interpreter on the server at `sandbox.url`, whose variables stay, with what walls the server has."""
 
-    url: str
-    timeout_s: float
-    memory_mb: int
-    output_chars: int
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
 
     @abstractmethod
     async def run(self, code: str, **tests: str | bool) -> Result:
@@ -115,14 +105,10 @@ class Sandbox:
         """What runs code on a server. Raises ConfigError for an unknown kind."""
         if self.kind in (BUBBLEWRAP, RLIMITS):
             return None
-        elsewhere = extension.options("mtgrpo.tools", InterpreterElsewhere)
-        if ".py:" not in self.kind and self.kind not in elsewhere:
-            known = (BUBBLEWRAP, RLIMITS, *elsewhere)
-            raise ConfigError(
-                f"there is no sandbox.kind={self.kind}; {extension.meant(self.kind, known)}known: {', '.join(known)}; "
-                "or give a file of your own as path/to/file.py:Name"
-            )
-        return extension.find_class("mtgrpo.tools", self.kind, InterpreterElsewhere, "kind of sandbox")
+        try:
+            return extension.find_class("mtgrpo.tools", self.kind, InterpreterElsewhere, "sandbox elsewhere")
+        except ConfigError as error:
+            raise ConfigError(f"sandbox.kind={self.kind} is not {BUBBLEWRAP} or {RLIMITS}, and {error}") from error
 
     async def opened(self) -> Self:
         """It, once it was tried, with `slots` for those who share it.
@@ -148,23 +134,23 @@ class Sandbox:
 
     def session(self) -> Interpreter | InterpreterElsewhere:
         """A new interpreter; whoever asks for it closes it. It starts with the first code that it is given."""
-        if elsewhere := self._elsewhere:
-            return elsewhere(self.url, self.timeout_s, self.memory_mb, self.output_chars)
-        return Interpreter(self)
+        return (self._elsewhere or Interpreter)(self)
+
+    def arguments(self) -> list[str]:
+        """Of the Python that becomes the first process of a sandbox."""
+        limits = {"timeout_s": self.timeout_s, "memory_bytes": self.memory_mb << 20, "output_bytes": self.output_chars}
+        if not self._elsewhere:  # a server has its own
+            limits |= {"file_bytes": self.file_mb << 20, "processes": self.processes}
+        modules = (sandbox_calls, sandbox_judge, sandbox_init)
+        sources = [(module.__name__, Path(module.__file__ or "").read_text(encoding="utf-8")) for module in modules]
+        return ["-I", "-X", "utf8", "-c", _START, json.dumps(sources), json.dumps(limits)]
 
     def command(self, system_calls: int) -> list[str]:
         """What starts the interpreter. system_calls: a file that says which are allowed."""
-        limits = {
-            "timeout_s": self.timeout_s,
-            "memory_bytes": self.memory_mb << 20,
-            "file_bytes": self.file_mb << 20,
-            "processes": self.processes,
-            "output_bytes": self.output_chars,
-        }
         user = [f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
         unprivileged = ["setpriv", *user] if os.geteuid() == 0 else []
         walls = self._bubblewrap(system_calls) if self.kind == BUBBLEWRAP else []
-        return [*unprivileged, *walls, self.python, *arguments(limits)]
+        return [*unprivileged, *walls, self.python, *self.arguments()]
 
     def _bubblewrap(self, system_calls: int) -> list[str]:
         words = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
@@ -181,6 +167,20 @@ class Sandbox:
         size = ["--size", str(self.file_mb << 20), "--tmpfs"]
         words += ["--proc", "/proc", "--dev", "/dev", *size, "/dev/shm", *size, "/tmp", "--chdir", "/tmp"]
         return ["bwrap", *words, "--remount-ro", "/dev", "--remount-ro", "/", "--"]
+
+
+@dataclass
+class Sandboxed(Part):
+    """A part that runs code in a sandbox."""
+
+    sandbox: Sandbox = field(default_factory=Sandbox)
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With a sandbox that was tried. Raises ConfigError where it does not work."""
+        running = copy.copy(self)
+        running.sandbox = await self.sandbox.opened()
+        yield running
 
 
 class Interpreter:
@@ -211,7 +211,6 @@ class Interpreter:
             return result
 
     async def aclose(self) -> None:
-        """End every process of it."""
         program, self._program = self._program, None
         if program is not None:
             await program.end()
@@ -258,6 +257,6 @@ class Interpreter:
             os.close(rules)
         async with asyncio.timeout(_START_S):
             if (await program.stdout.readline()).decode().strip() != READY:
-                said = (await program.stderr.read()).decode(errors="replace").strip()
-                raise RuntimeError(f"the sandbox failed: {said[-500:]}")
+                errors = (await program.stderr.read()).decode(errors="replace").strip()
+                raise RuntimeError(f"the sandbox failed: {errors[-500:]}")
         return program

@@ -191,11 +191,12 @@ def _begin(limits: dict[str, Any], output: int, kept: tuple[int, ...], work: Any
         os.dup2(output, 2)
         for first, last in zip((2, *sorted(kept)), (*sorted(kept), 2**16), strict=True):
             os.closerange(first + 1, last)
+        processes = limits.get("processes")
         cast(Any, sys.stdout).reconfigure(line_buffering=True, errors="backslashreplace")  # nothing is lost by a stop
         for kind, most in (
             (resource.RLIMIT_AS, limits["memory_bytes"]),
-            (resource.RLIMIT_FSIZE, limits["file_bytes"]),
-            (resource.RLIMIT_NPROC, limits["processes"] and limits["processes"] + 2),  # the first and the judge count
+            (resource.RLIMIT_FSIZE, limits.get("file_bytes")),
+            (resource.RLIMIT_NPROC, processes and processes + 2),  # the first and the judge count
             (resource.RLIMIT_NOFILE, OPEN_FILES),
             (resource.RLIMIT_CORE, 0),
         ):
