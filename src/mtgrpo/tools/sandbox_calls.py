@@ -60,16 +60,16 @@ class Peer:
         """What `operation` gives at the other end, whose calls are answered meanwhile. Raises what it raises."""
         self._say("do", operation, self._coded(operands), self._coded(named))
         while True:
-            kind, *said = self._hear()
+            kind, *parts = self._hear()
             if kind == "do":
-                self._do(*said)
+                self._do(*parts)
             elif kind == "gave":
                 if self.takes_changes:
-                    for operand, changed in zip(operands, said[1], strict=False):
+                    for operand, changed in zip(operands, parts[1], strict=False):
                         _take_over(operand, self._meant(changed))
-                return self._meant(said[0])
+                return self._meant(parts[0])
             else:
-                raise _raised(operation, said[0], self._meant(said[1]))
+                raise _raised(operation, parts[0], self._meant(parts[1]))
 
     def serve(self) -> None:
         """Answer until the other end has gone."""
@@ -78,12 +78,11 @@ class Peer:
 
     def _do(self, operation: str, operands: Any, named: Any) -> None:
         try:
-            given = self._meant(operands)
-            found = self._operations[operation](*given, **self._meant(named))
-            after = [self._coded(one) if type(one) in (list, dict, set) else None for one in given]
-            before = operands[1]
-            changed = [new if new != old else None for old, new in zip(before, after, strict=True)]
-            answer = "gave", self._coded(found), changed
+            values = self._meant(operands)
+            result = self._operations[operation](*values, **self._meant(named))
+            after = [self._coded(value) if type(value) in (list, dict, set) else None for value in values]
+            changed = [new if new != old else None for old, new in zip(operands[1], after, strict=True)]
+            answer = "gave", self._coded(result), changed
         except BaseException as error:
             if not self._judges:
                 show(error)
@@ -153,9 +152,7 @@ class Peer:
             return _pulled(Remote(self, int(what)))
         if kind == "object" and self.takes_objects:
             return Remote(self, int(what))
-        raise TypeError(
-            "the result is no plain data: no number, text, list, tuple, set, dictionary or iterator of such"
-        )
+        raise TypeError("the result is no plain data: number, text, list, tuple, set, dictionary or iterator of such")
 
 
 class Remote:
@@ -164,42 +161,25 @@ class Remote:
     def __init__(self, peer: Peer, number: int) -> None:
         self.__dict__.update(_peer=peer, _number=number)
 
-    def __getattr__(self, name: str) -> Any:
-        return self._peer.ask("getattr", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._peer.ask("setattr", self, name, value)
-
-    def __call__(self, /, *given: Any, **named: Any) -> Any:
-        return self._peer.ask("call", self, *given, **named)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._peer.ask("iter", self)
-
     def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, Remote) and self._peer.ask("isinstance", instance, self) is True
+        return isinstance(instance, Remote) and self.__dict__["_peer"].ask("isinstance", instance, self) is True
 
     __hash__ = object.__hash__
 
 
-def _asked(operation: str) -> Callable[..., Any]:
-    def method(self: Remote, *given: Any) -> Any:
-        return self._peer.ask(operation, self, *given)
+def _add_method(operation: str) -> None:
+    """Give `Remote` the method that asks the other end for `operation`."""
 
-    return method
+    def method(self: Remote, /, *operands: Any, **named: Any) -> Any:
+        if operation in _BINARY and not isinstance(operands[0], Remote):
+            return NotImplemented
+        return self.__dict__["_peer"].ask(operation, self, *operands, **named)
 
-
-def _binary(operation: str) -> Callable[[Remote, Any], Any]:
-    def method(self: Remote, other: Any) -> Any:
-        return self._peer.ask(operation, self, other) if isinstance(other, Remote) else NotImplemented
-
-    return method
+    setattr(Remote, f"__{operation}__", method)
 
 
-for _name in _OF_OBJECTS:
-    setattr(Remote, f"__{_name}__", _asked(_name))
-for _name in _BINARY:
-    setattr(Remote, f"__{_name}__", _binary(_name))
+for _operation in (*_OF_OBJECTS, *_BINARY, "getattr", "setattr", "call", "iter"):
+    _add_method(_operation)
 
 
 def _pulled(remote: Remote) -> Iterator[Any]:
@@ -218,11 +198,9 @@ def _spelled(kind: type, value: Any) -> Any:
     if kind is int:
         whole = int.__int__(value)
         return whole if -_SAFE < whole < _SAFE else ["int", hex(whole)]
-    if kind is float:
-        return ["float", float.hex(value)]
     if kind is complex:
         return ["complex", f"{float.hex(value.real)} {float.hex(value.imag)}"]
-    return ["bytes", bytes.hex(value)]
+    return [kind.__name__, cast(Any, kind).hex(value)]
 
 
 def _take_over(operand: Any, changed: Any) -> None:
@@ -252,11 +230,11 @@ def _raised(operation: str, names: Sequence[Any], said: Sequence[Any]) -> BaseEx
 
 def show(error: BaseException) -> None:
     """Print the traceback from where the code begins, without the sandbox's own frames."""
-    found: traceback.TracebackException | None
-    first = found = traceback.TracebackException.from_exception(error)
-    while found is not None:
-        code = itertools.dropwhile(lambda frame: frame.filename != NAME, found.stack)
-        kept = [frame for frame in code if frame.filename != OWN]
-        cast(Any, found).stack = traceback.StackSummary.from_list(kept) if kept else None
-        found = found.__cause__ or found.__context__
+    part: traceback.TracebackException | None
+    first = part = traceback.TracebackException.from_exception(error)
+    while part is not None:
+        code = itertools.dropwhile(lambda frame: frame.filename != NAME, part.stack)
+        frames = [frame for frame in code if frame.filename != OWN]
+        cast(Any, part).stack = traceback.StackSummary.from_list(frames) if frames else None
+        part = part.__cause__ or part.__context__
     print("".join(first.format()), end="", file=sys.stderr)

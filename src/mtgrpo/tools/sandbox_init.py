@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import types
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from mtgrpo.tools.sandbox_calls import NAME, OPERATIONS, Peer, show
 from mtgrpo.tools.sandbox_judge import judge
@@ -61,14 +61,6 @@ def _signal_others(number: int) -> None:
             os.kill(-1, number)
 
 
-class JudgeStreams(NamedTuple):
-    """Descriptors: what its process prints, what tells it to begin, and what it has found."""
-
-    output: int
-    go: int
-    verdict: int
-
-
 class Worker:
     """The process that runs code. `limits` are those of `Sandbox`."""
 
@@ -94,20 +86,23 @@ class Worker:
         password = os.urandom(8).hex()  # so that code cannot write its own end beforehand
         os.ftruncate(self._output, 0)
         # Begun before the code, which might leave no place for it.
-        begun = None if tests is None else self._begin_judge(setup, tests, objects)
+        judging = None if tests is None else self._begin_judge(setup, tests, objects)
         with contextlib.suppress(BrokenPipeError):  # the worker has ended since
             os.write(self._requests, json.dumps([password, f"{setup}\n{code}" if setup else code]).encode() + b"\n")
-        error, stopped = self._said(self._status, password, end)
-        if begun and not error and not stopped:
-            with contextlib.suppress(BrokenPipeError):
-                os.write(self._requests, json.dumps([password, None]).encode() + b"\n")
-            os.write(begun.go, b"\n")
-            error, stopped = self._said(begun.verdict, "judged", end)
-        output = self._shown(self._output) + (self._shown(begun.output) if begun else "")
-        return {"output": output, "error": error, "stopped": stopped}
+        error, stopped = self._wait_for_end(self._status, password, end)
+        files = [self._output]
+        if judging:
+            printed, go, verdict = judging
+            files.append(printed)
+            if not error and not stopped:
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(self._requests, json.dumps([password, None]).encode() + b"\n")
+                os.write(go, b"\n")
+                error, stopped = self._wait_for_end(verdict, "judged", end)
+        return {"output": "".join(map(self._read, files)), "error": error, "stopped": stopped}
 
-    def _begin_judge(self, setup: str, tests: str, objects: bool) -> JudgeStreams:
-        """Start the judge, which waits."""
+    def _begin_judge(self, setup: str, tests: str, objects: bool) -> tuple[int, int, int]:
+        """Start the judge, which waits. Gives descriptors: of what it prints, to let it begin, of what it says."""
         output = _file()
         told, go = os.pipe()
         verdict, found = os.pipe()
@@ -123,18 +118,18 @@ class Worker:
             _begin(self._limits, output, (told, found, self._calls), work)
         for descriptor in (told, found, self._calls):
             os.close(descriptor)
-        return JudgeStreams(output, go, verdict)
+        return output, go, verdict
 
-    def _said(self, status: int, password: str, end: float) -> tuple[str, str]:
+    def _wait_for_end(self, status: int, password: str, end: float) -> tuple[str, str]:
         """The name of the exception that a process says it has ended with, or why it had to be stopped."""
         while not (stopped := self._stopped(end)):
             if select.select([status], [], [], LOOK_S)[0]:
-                said = os.read(status, 4096).decode(errors="backslashreplace").split()
-                if said[:1] == [password]:
-                    return " ".join(said[1:]), ""
+                words = os.read(status, 4096).decode(errors="backslashreplace").split()
+                if words[:1] == [password]:
+                    return " ".join(words[1:]), ""
         return "", stopped
 
-    def _shown(self, file: int) -> str:
+    def _read(self, file: int) -> str:
         """What was printed into `file`; both ends of it where it is long."""
         half = self._limits["output_bytes"] // 2
         size = os.fstat(file).st_size

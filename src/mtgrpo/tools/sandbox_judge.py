@@ -79,32 +79,29 @@ def uses_objects(setup: str, tests: str) -> bool:
         return True
     nodes = list(ast.walk(ast.parse(tests)))
     compared = [part for node in nodes if isinstance(node, ast.Compare) for part in (node.left, *node.comparators)]
-    known = set(dir(builtins)) | _bound(tests) | _bound(setup)
+    classes = {node.id for node in nodes if isinstance(node, ast.Name) and node.id[0].isupper()}
+    classes -= set(dir(builtins)) | _bound(tests) | _bound(setup)
     return any(
         isinstance(node.func, ast.Call)
-        or (isinstance(node.func, ast.Name) and _makes_an_object(node.func.id, known) and node not in compared)
+        or (isinstance(node.func, ast.Name) and node.func.id in classes and node not in compared)
         for node in nodes
         if isinstance(node, ast.Call)
     )
 
 
-def _makes_an_object(name: str, known: set[str]) -> bool:
-    return name[0].isupper() and name not in known
-
-
 def _bound(text: str) -> set[str]:
     """The names that code gives a meaning to, anywhere."""
-    found = set[str]()
+    names = set[str]()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.arg):
-            found.add(node.arg)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    return found
+            names.add(node.arg)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+    return names
 
 
 def judge(setup: str, tests: str, objects: bool, descriptor: int, execute: Execute) -> str:
@@ -130,13 +127,12 @@ def judge(setup: str, tests: str, objects: bool, descriptor: int, execute: Execu
 
 def _left_to_the_program(setup: str) -> list[str]:
     """What the task's own code only begins: classes, and functions whose body says nothing."""
-    found: list[str] = []
-    for node in ast.parse(setup).body:
-        if isinstance(node, ast.ClassDef) or (
-            isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and all(map(_says_nothing, node.body))
-        ):
-            found.append(node.name)
-    return found
+    return [
+        node.name
+        for node in ast.parse(setup).body
+        if isinstance(node, ast.ClassDef)
+        or (isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and all(map(_says_nothing, node.body)))
+    ]
 
 
 def _says_nothing(statement: ast.stmt) -> bool:
