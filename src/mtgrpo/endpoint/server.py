@@ -24,7 +24,7 @@ from mtgrpo.endpoint.dialect import STATUS, Dialect, event, mapping, parse_json,
 from mtgrpo.endpoint.messages import Messages
 from mtgrpo.endpoint.responses import Responses
 from mtgrpo.endpoint.session import AgentSession
-from mtgrpo.runtime.loop_thread import LoopThread
+from mtgrpo.runtime.event_loop import LoopThread
 from mtgrpo.runtime.strict_json import strict_json
 
 T = TypeVar("T")

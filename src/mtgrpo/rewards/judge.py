@@ -15,10 +15,10 @@ from typing import Any, Self, cast
 from mtgrpo.errors import ConfigError, PolicyError, require
 from mtgrpo.parts import Folder, Network, RunContext, Secret, Text
 from mtgrpo.rewards import Given, Reward, Score, attempt
+from mtgrpo.runtime.event_loop import together
 from mtgrpo.runtime.files import write_whole
 from mtgrpo.runtime.http import HttpClient, HttpError
 from mtgrpo.runtime.strict_json import strict_json
-from mtgrpo.runtime.together import together
 from mtgrpo.types import Trajectory
 
 _PROMPT = """\

@@ -23,8 +23,8 @@ class HttpError(RuntimeError):
     """A request that was refused with `status`, or, where that is 0, not answered; `body` is what the server says."""
 
     def __init__(self, url: str, status: int, body: str) -> None:
-        said = f"answered with {status}: {body[:SHOWN]}" if status else f"does not answer: {body}"
-        super().__init__(f"{url} {said}")
+        what = f"answered with {status}: {body[:SHOWN]}" if status else f"does not answer: {body}"
+        super().__init__(f"{url} {what}")
         self.status, self.body = status, body
 
 
@@ -60,20 +60,20 @@ class HttpClient:
         import aiohttp  # noqa: PLC0415  half a second, which settings alone need not take
 
         url, data = f"{self.url}{path}", None if body is None else strict_json(body)
-        sent: dict[str, Any] = {"data": data, "headers": _JSON if data else None, "params": params}
-        sent |= {"allow_redirects": False, "proxy": None if self._socket else _proxy_for(url)}
+        options: dict[str, Any] = {"data": data, "headers": _JSON if data else None, "params": params}
+        options |= {"allow_redirects": False, "proxy": None if self._socket else _proxy_for(url)}
         async with self._turn:
             self._session = self._session or self._open()
             try:
                 limit = aiohttp.ClientTimeout(total=timeout_s)
-                async with self._session.request(method, url, timeout=limit, **sent) as answer:
-                    status, said = answer.status, await answer.read()
+                async with self._session.request(method, url, timeout=limit, **options) as answer:
+                    status, content = answer.status, await answer.read()
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 raise HttpError(url, 0, f"{type(error).__name__} {error}".rstrip()) from error
         if status >= 300:
-            raise HttpError(url, status, said.decode(errors="replace"))
+            raise HttpError(url, status, content.decode(errors="replace"))
         try:
-            return json.loads(said)
+            return json.loads(content)
         except (ValueError, RecursionError):
             return None
 
@@ -81,13 +81,11 @@ class HttpClient:
         import aiohttp  # noqa: PLC0415
 
         limits: dict[str, Any] = {"limit": 0, "keepalive_timeout": 1.0}
-        if self._socket:
-            return aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self._socket), **limits))
-        connector = aiohttp.TCPConnector(**limits)
+        path = str(self._socket or "")
+        connector = aiohttp.UnixConnector(path, **limits) if path else aiohttp.TCPConnector(**limits)
         return aiohttp.ClientSession(connector=connector, headers=self._headers)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session:
             await self._session.close()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-import queue
 import re
 import threading
 from collections.abc import Generator
@@ -24,7 +24,6 @@ def stay_offline() -> None:
 
 
 def _may_have(name: str) -> bool:
-    """Whether it is no folder or file of this machine, but may be a name on the hub."""
     return not Path(name).exists() and re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) is not None
 
 
@@ -34,23 +33,19 @@ def _try() -> None:
     import httpx  # noqa: PLC0415  as the hub's own library, so by the same proxies and certificates
     from huggingface_hub import constants  # noqa: PLC0415
 
-    answers: queue.Queue[bool] = queue.Queue()
+    answered = threading.Event()
 
     def ask() -> None:
-        try:
-            answers.put(httpx.head(constants.ENDPOINT, timeout=PATIENCE_S).status_code > 0)
-        except (httpx.HTTPError, httpx.InvalidURL, OSError):
-            answers.put(False)
+        with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, OSError):
+            httpx.head(constants.ENDPOINT, timeout=PATIENCE_S)
+            answered.set()
 
-    if constants.HF_HUB_OFFLINE:
-        return
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        answered = answers.get(timeout=PATIENCE_S)
-    except queue.Empty:
-        answered = False
-    if not answered:
-        stay_offline()
+    if not constants.HF_HUB_OFFLINE:
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(PATIENCE_S)
+        if not answered.is_set():
+            stay_offline()
 
 
 @contextmanager

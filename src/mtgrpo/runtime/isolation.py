@@ -113,8 +113,8 @@ def try_within_limits(work: Callable[[], object]) -> str:
     """How `work`, somebody else's code, fails in a process of its own that may use 10 s and 1 GiB more; "" = not."""
     code = run_forked(work, LIMIT_S, LIMIT_BYTES)
     late = f"took longer than {LIMIT_S} s"
-    known = {0: "", OUT_OF_MEMORY: "took more memory than 1 GiB", -signal.SIGPROF: late, -signal.SIGKILL: late}
-    return known.get(code, f"ended with {code}")
+    reasons = {0: "", OUT_OF_MEMORY: "took more memory than 1 GiB", -signal.SIGPROF: late, -signal.SIGKILL: late}
+    return reasons.get(code, f"ended with {code}")
 
 
 def run_forked(work: Callable[[], object], limit_s: float, limit_bytes: int) -> int:

@@ -15,7 +15,7 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TextIO, cast
+from typing import Any, TextIO, cast
 
 from mtgrpo.runtime import reaper
 
@@ -66,33 +66,23 @@ async def start(
     environment: Mapping[str, str],
     folder: Path | str | None = None,
     *,
-    stdin: int = DEVNULL,
-    stdout: int | IO[Any] = DEVNULL,
-    stderr: int | IO[Any] = DEVNULL,
     grace_s: float = 0.0,
     remove: Path | None = None,
     supervised: bool = True,
-    **more: Any,
+    **options: Any,
 ) -> ProcessTree:
     """Start `command` with these variables alone, in `folder`, in a session of its own.
 
     grace_s: for it to end by itself after SIGTERM. remove: a folder that goes where this process is killed.
-    supervised: by the reaper; False for a program that ends what it has started by itself. more: arguments of
-    `asyncio.create_subprocess_exec`. Must be called in a thread that lasts as long as the program. Raises OSError where
-    there is no such program.
+    supervised: by the reaper; False for a program that ends what it has started by itself. options: of
+    `asyncio.create_subprocess_exec`; streams that are not among them are /dev/null. Must be called in a thread that
+    lasts as long as the program. Raises OSError where there is no such program.
     """
     if supervised:
         command = supervise(command, environment, folder or ".", grace_s=grace_s, remove=remove)
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        env=environment,
-        cwd=folder,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,  # Ctrl-C reaches us alone
-        **more,
-    )
+    options = dict.fromkeys(("stdin", "stdout", "stderr"), DEVNULL) | options
+    options |= {"start_new_session": True}  # Ctrl-C reaches us alone
+    process = await asyncio.create_subprocess_exec(*command, env=environment, cwd=folder, **options)
     return ProcessTree(process, grace_s, supervised)
 
 

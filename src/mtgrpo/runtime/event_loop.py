@@ -1,22 +1,32 @@
-"""An event loop in a thread of its own: it goes on while the loop of the run computes."""
+"""Several coroutines at once, and an event loop in a thread of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What each gives, in their order. An error or a cancellation comes through once all the others have ended too."""
+    running = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*running))
+    finally:
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
 class LoopThread:
-    """Runs coroutines until it is closed."""
+    """Runs coroutines until it is closed, also while the loop of the run computes. `name` is that of its thread."""
 
     def __init__(self, name: str) -> None:
-        """name: of the thread."""
         self._loop, self._ended = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
