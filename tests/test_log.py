@@ -28,7 +28,7 @@ from mtgrpo.parts import RunContext
 from mtgrpo.record import trajectories
 from mtgrpo.record.curve import Curve, save_curve
 from mtgrpo.record.summary import write_summary
-from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.files import strict_json
 from mtgrpo.stages.trainer import train
 from mtgrpo.types import Finish, Group, Message, Status, Task, ToolCall, Trajectory, Turn
 

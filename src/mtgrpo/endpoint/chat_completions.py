@@ -9,7 +9,7 @@ from typing import Any
 from mtgrpo.endpoint import Entry, Refusal, TurnReply
 from mtgrpo.endpoint.dialect import Body, Dialect, MessageReader, call_of, event, list_of, mapping, text_of, tool_of
 from mtgrpo.messages import message_to_dict
-from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.files import strict_json
 from mtgrpo.types import ToolSpec
 
 CODES: dict[Refusal, str] = {

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, cast
 
 from mtgrpo.endpoint import Entry, Refusal, RefusedError, TurnReply, TurnRequest, canonical_json
-from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.files import strict_json
 from mtgrpo.types import Message, ToolCall, ToolSpec
 
 Body = Mapping[str, Any]

@@ -10,7 +10,7 @@ from typing import Any
 from mtgrpo.endpoint import Entry, Refusal, RefusedError, TurnReply
 from mtgrpo.endpoint.chat_completions import openai_error
 from mtgrpo.endpoint.dialect import Body, Dialect, MessageReader, call_of, event, list_of, text_of, tool_of
-from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.files import strict_json
 from mtgrpo.types import ToolCall, ToolSpec
 
 

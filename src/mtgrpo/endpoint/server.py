@@ -25,7 +25,7 @@ from mtgrpo.endpoint.messages import Messages
 from mtgrpo.endpoint.responses import Responses
 from mtgrpo.endpoint.session import AgentSession
 from mtgrpo.runtime.event_loop import LoopThread
-from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.files import strict_json
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 5.0  # between signs of life in a stream

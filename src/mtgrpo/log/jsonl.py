@@ -11,7 +11,7 @@ from typing import BinaryIO, ClassVar, Self
 
 from mtgrpo.log import Sink
 from mtgrpo.parts import RunContext
-from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.files import strict_json
 from mtgrpo.runtime.text import printable
 
 

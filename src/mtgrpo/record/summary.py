@@ -11,8 +11,7 @@ from typing import Any
 
 from mtgrpo.record.reading import read_object
 from mtgrpo.record.shapes import RESULTS
-from mtgrpo.runtime.files import write_whole
-from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.files import strict_json, write_whole
 
 PACKAGES = ("mtgrpo", "torch", "transformers", "peft", "hydra-core", "safetensors", "renderers", "numpy")
 

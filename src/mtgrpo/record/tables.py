@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from mtgrpo.record.shapes import FINE_TUNING, TRAJECTORY, Json
-from mtgrpo.runtime.files import open_pyarrow, open_table
-from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.files import open_pyarrow, open_table, strict_json
 
 
 @contextmanager

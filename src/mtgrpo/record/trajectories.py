@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.messages import message_to_dict, tool_to_dict
-from mtgrpo.runtime.files import write_whole
-from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.files import strict_json, write_whole
 from mtgrpo.types import Group, Message, ToolSpec, Trajectory, Turn
 
 

@@ -16,9 +16,8 @@ from mtgrpo.errors import ConfigError, PolicyError, require
 from mtgrpo.parts import Folder, Network, RunContext, Secret, Text
 from mtgrpo.rewards import Given, Reward, Score, attempt
 from mtgrpo.runtime.event_loop import together
-from mtgrpo.runtime.files import write_whole
+from mtgrpo.runtime.files import strict_json, write_whole
 from mtgrpo.runtime.http import HttpClient, HttpError
-from mtgrpo.runtime.strict_json import strict_json
 from mtgrpo.types import Trajectory
 
 _PROMPT = """\

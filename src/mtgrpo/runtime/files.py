@@ -1,8 +1,9 @@
-"""Files: written whole or not at all, read line by line, and tables in Parquet."""
+"""Files: written whole or not at all, read line by line; JSON, and tables in Parquet."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, cast
 from mtgrpo.errors import ConfigError, refuse_without_package
 
 MAX_LINE_BYTES = 1 << 24  # a conversation of a million tokens takes half
+_MAX_NESTING = 50  # levels of nesting that are kept
 
 
 @contextmanager
@@ -118,6 +120,33 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f'{where}: a line must be a JSON object such as {{"name": "value"}}, got {text[:80]!r}')
     return cast("dict[str, Any]", value)
+
+
+def strict_json(value: Any, indent: int | None = None) -> bytes:
+    """`value` as UTF-8 JSON that every reader accepts, floats at full precision, on one line unless `indent` is given.
+
+    NaN and infinity become null; other types that JSON lacks become text; what is nested very deeply becomes "...".
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+    except (TypeError, ValueError, RecursionError):
+        text = json.dumps(_plain(value, 0), ensure_ascii=False, allow_nan=False, indent=indent)
+    for newline in "\x85\u2028\u2029":  # legal in JSON text, but some readers of lines would split there
+        text = text.replace(newline, f"\\u{ord(newline):04x}")
+    return text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes \udXXX, its JSON escape
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if depth > _MAX_NESTING:
+        return "..."
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {str(key): _plain(inner, depth + 1) for key, inner in items}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, depth + 1) for inner in cast("Sequence[Any]", value)]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 @contextmanager

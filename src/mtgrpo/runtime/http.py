@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.files import strict_json
 
 if TYPE_CHECKING:
     import aiohttp

@@ -23,8 +23,7 @@ from mtgrpo.record.shapes import TEXTS
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.runtime.event_loop import together
-from mtgrpo.runtime.files import write_whole
-from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.files import strict_json, write_whole
 from mtgrpo.stages.metrics import describe
 from mtgrpo.stages.resume import differences
 from mtgrpo.stages.run import Run, open_run
