@@ -64,10 +64,8 @@ def check_disk(folder: Path, needed: int) -> None:
     """Raise RunError where the disk of `folder` has not `needed` bytes left."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise RunError(
-            f"{folder} needs {needed / 2**30:.2f} GiB for a checkpoint and its disk has {free / 2**30:.2f} left; make "
-            "room; nothing was written"
-        )
+        sizes = f"{needed / 2**30:.2f} GiB for a checkpoint and its disk has {free / 2**30:.2f} left"
+        raise RunError(f"{folder} needs {sizes}; make room; nothing was written")
 
 
 def cores() -> int:
@@ -79,15 +77,15 @@ def cores() -> int:
 
 def read_cpu_times() -> CpuTimes:
     """How long the cores have worked until now."""
-    found: dict[int, tuple[int, int]] = {}
+    spent: dict[int, tuple[int, int]] = {}
     if (stat := _PROC / "stat").exists():  # Linux
         usable = os.sched_getaffinity(0)
         for line in stat.read_text().splitlines():
             name, *ticks = line.split()
             if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in usable:
-                _, _, _, idle, iowait, *_ = spent = list(map(int, ticks[:8]))  # what follows is contained in these
-                found[int(name[3:])] = idle + iowait, sum(spent)
-    return CpuTimes(time.monotonic(), found, _ticks_of(_PROC / str(os.getpid())))
+                counts = list(map(int, ticks[:8]))  # what follows is contained in these
+                spent[int(name[3:])] = counts[3] + counts[4], sum(counts)  # idle, and waiting for a disk
+    return CpuTimes(time.monotonic(), spent, _ticks_of(_PROC / str(os.getpid())))
 
 
 def _ticks_of(process: Path) -> int:
@@ -104,19 +102,13 @@ def free_cores(since: CpuTimes, longest_s: float = _LONGEST_S) -> float:
 
     .3 s are looked at, and where that is not all of them up to `longest_s`.
     """
-    wait_s = since.at_s + _SAMPLE_S - time.monotonic()
+    time.sleep(max(0.0, since.at_s + _SAMPLE_S - time.monotonic()))
     while True:
-        time.sleep(max(0.0, wait_s))
         now = read_cpu_times()
         free = free_between(since, now)
-        if threads_for(free) == threads_for(_given_cores()) or now.at_s - since.at_s >= longest_s:
+        if threads_for(free) == threads_for(_cpu_quota()) or now.at_s - since.at_s >= longest_s:
             return free
-        wait_s = 0.1
-
-
-def _given_cores() -> float:
-    """Cores that this process may use, as a container's quota too has it."""
-    return min(float(cores()), _cpu_quota())
+        time.sleep(0.1)
 
 
 def free_between(before: CpuTimes, after: CpuTimes) -> float:
@@ -124,7 +116,7 @@ def free_between(before: CpuTimes, after: CpuTimes) -> float:
     spent = [(i - before.cores[n][0], a - before.cores[n][1]) for n, (i, a) in after.cores.items() if n in before.cores]
     longest = max((ticks for _, ticks in spent), default=0)
     if longest <= 0:  # the system does not say
-        return _given_cores()
+        return min(float(cores()), _cpu_quota())
     idle = sum(min(1.0, max(0.0, idle / ticks)) if ticks > 0 else 1.0 for idle, ticks in spent)
     own = max(0, after.own - before.own)  # what a process did whose parent has gone is lost
     return min(idle + own / longest, float(len(spent)), _cpu_quota())
@@ -142,7 +134,7 @@ def _cpu_quota() -> float:
 
 def threads_for(free: float) -> int:
     """As many threads as `free` cores have room for."""
-    return max(1, min(cores(), int(free + _SPARED)))
+    return max(1, int(min(cores(), free + _SPARED)))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 from mtgrpo.runtime.processes import die_with_parent
@@ -46,16 +47,12 @@ class Workers:
 
 
 class _Pool:
-    """Fresh processes, others after one of them has died or hangs."""
+    """Fresh processes, `count` or as many as there are processors; others after one of them has died or hangs."""
 
     def __init__(self, count: int | None) -> None:
-        """count: None = as many as there are processors."""
-        self._count = count
-        self._executor = self._new()
-
-    def _new(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("spawn")  # a fork would share the threads' locks, and signal handlers
-        return ProcessPoolExecutor(self._count, context, initializer=_begin, initargs=(NICE,))
+        self._new = partial(ProcessPoolExecutor, count, context, initializer=_begin, initargs=(NICE,))
+        self._executor = self._new()
 
     async def run(self, function: Callable[[A], R], argument: A) -> R:
         executor = self._executor
