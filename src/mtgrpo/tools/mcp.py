@@ -23,7 +23,6 @@ from mtgrpo.types import Task, ToolSpec
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp.types import CallToolResult
 
     Connect = Callable[[], AbstractAsyncContextManager[Client]]
 
@@ -112,11 +111,9 @@ class Mcp(Tool):
             self._routes[shown] = name, tool
 
     def specs(self) -> Sequence[ToolSpec]:
-        """The tools of all servers; none before they run."""
         return list(self._specs.values())
 
     def repeatable(self, name: str) -> bool:
-        """Not where the server has state."""
         return not self.servers[self._routes[name][0]].stateful
 
     async def start(self, task: Task) -> None:
@@ -127,15 +124,16 @@ class Mcp(Tool):
             connection.leave()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What the server answers: its texts, and for other content what kind it is of."""
         server, tool = self._routes[name]
         if not self.servers[server].stateful:
-            return _text(await (await self._running[server].shared()).call(tool, arguments))
-        if server not in self._own:
-            self._own[server] = self._running[server].take()
-        elif self._own[server].doubtful and not await self._own[server].healthy():
-            raise RuntimeError(f"the MCP server {server} is gone, and with it what this conversation did there")
-        return _text(await self._own[server].call(tool, arguments))
+            connection = await self._running[server].shared()
+        elif server not in self._own:
+            connection = self._own[server] = self._running[server].take()
+        else:
+            connection = self._own[server]
+            if connection.doubtful and not await connection.healthy():
+                raise RuntimeError(f"the MCP server {server} is gone, and with it what this conversation did there")
+        return await connection.call(tool, arguments)
 
 
 class _Connection:
@@ -164,30 +162,38 @@ class _Connection:
         """Whether there is a reason to ask if the server is healthy."""
         return self._failed or (self._client.done() and self._client.exception() is not None)
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> CallToolResult:
-        """Raises ToolError for arguments that the server refuses, and what the SDK raises where the server fails."""
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
+        """What the server answers: its texts, and for other content what kind it is of.
+
+        Raises ToolError for errors and arguments that it refuses, and what the SDK raises where the server fails.
+        """
         from mcp import MCPError  # noqa: PLC0415
         from mcp.types import INVALID_PARAMS  # noqa: PLC0415
 
         client = await asyncio.shield(self._client)
         try:
-            return await client.call_tool(tool, dict(arguments))
+            result = await client.call_tool(tool, dict(arguments))
         except (Exception, asyncio.CancelledError) as error:  # the latter also when the call has taken too long
             if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
                 raise ToolError(error.message) from None
             self._failed = True
             raise
+        parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        if not parts and result.structured_content is not None:
+            parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+        if result.is_error:
+            raise ToolError("\n".join(parts))
+        return "\n".join(parts)
 
     async def list_tools(self) -> dict[str, tuple[str, Mapping[str, Any]]]:
         """Descriptions and schemas of all tools, by their names. Raises RuntimeError for a list without an end."""
-        client, offered, size = await asyncio.shield(self._client), dict[str, tuple[str, Mapping[str, Any]]](), 0
+        client = await asyncio.shield(self._client)
+        offered: dict[str, tuple[str, Mapping[str, Any]]] = {}
         cursors: list[str | None] = [None]
         while len(cursors) <= MAX_PAGES:
             page = await client.list_tools(cursor=cursors[-1], cache_mode="refresh")
-            listed = {tool.name: (tool.description or "", _untitled(tool.input_schema)) for tool in page.tools}
-            offered |= listed
-            size += len(json.dumps(listed))
-            if len(offered) > MAX_TOOLS or size > MAX_CHARACTERS:
+            offered |= {tool.name: (tool.description or "", _untitled(tool.input_schema)) for tool in page.tools}
+            if len(offered) > MAX_TOOLS or len(json.dumps(offered)) > MAX_CHARACTERS:
                 raise RuntimeError(f"its tools are more than {MAX_TOOLS:,}, or {MAX_CHARACTERS:,} characters of them")
             if page.next_cursor is None:
                 return offered
@@ -197,7 +203,6 @@ class _Connection:
         raise RuntimeError(f"its list of tools has more than {MAX_PAGES} pages")
 
     async def healthy(self) -> bool:
-        """Whether the server still answers."""
         try:
             async with asyncio.timeout(HEALTHY_S):
                 await self.list_tools()
@@ -247,7 +252,6 @@ class _Connections:
         return self.ready.pop(0)
 
     async def close(self) -> None:
-        """End all of them."""
         if self._mending is not None:
             self._mending.cancel()
         for connection in self._open:
@@ -287,16 +291,6 @@ def _values(name: str, server: McpServer, secrets: Mapping[str, str]) -> dict[st
     if missing := [variable for variable in wanted.values() if variable not in secrets]:
         raise ConfigError(f"the MCP server {name} needs the environment variable {missing[0]}, which is not set")
     return {key: secrets[variable] for key, variable in wanted.items()}
-
-
-def _text(result: CallToolResult) -> str:
-    """What the model sees of an answer. Raises ToolError where it is an error."""
-    parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
-    if not parts and result.structured_content is not None:
-        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
-    if result.is_error:
-        raise ToolError("\n".join(parts))
-    return "\n".join(parts)
 
 
 def _untitled(schema: Any) -> Any:
