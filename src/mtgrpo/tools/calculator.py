@@ -17,8 +17,6 @@ from simpleeval import InvalidExpression, SimpleEval  # pyright: ignore[reportMi
 from mtgrpo.errors import require
 from mtgrpo.tools import Tool, ToolError
 
-Number = int | Fraction
-
 ROUNDED_DIGITS = 12  # significant digits of a result with no end, such as 1/3
 _FOREIGN = re.compile(r"[^0-9.+\-*/%() ]")
 
@@ -56,7 +54,7 @@ class Calculator(Tool):
         except (InvalidExpression, SyntaxError):
             raise ToolError(f"cannot read {expression!r}") from None
 
-    def _evaluate(self, expression: str) -> Number:
+    def _evaluate(self, expression: str) -> Fraction:
         evaluator: Any = SimpleEval(
             operators={
                 ast.USub: operator.neg,
@@ -64,7 +62,7 @@ class Calculator(Tool):
                 ast.Add: self._exact(operator.add),
                 ast.Sub: self._exact(operator.sub),
                 ast.Mult: self._exact(operator.mul),
-                ast.Div: self._exact(Fraction),
+                ast.Div: self._exact(operator.truediv),
                 ast.FloorDiv: self._exact(operator.floordiv),
                 ast.Mod: self._exact(operator.mod),
                 ast.Pow: self._power,
@@ -75,26 +73,24 @@ class Calculator(Tool):
         evaluator.nodes[ast.Constant] = partial(self._literal, expression)
         return evaluator.eval(expression)
 
-    def _literal(self, expression: str, node: ast.Constant) -> Number:
-        if isinstance(node.value, int):
-            return self._bounded(node.value)
-        if isinstance(node.value, float):  # already rounded by the parser: read the digits themselves
-            return self._bounded(Fraction(Decimal(expression[node.col_offset : node.end_col_offset])))
-        raise InvalidExpression(expression)  # "..."
+    def _literal(self, expression: str, node: ast.Constant) -> Fraction:
+        if node.value is ...:
+            raise InvalidExpression(expression)
+        return self._bounded(Fraction(expression[node.col_offset : node.end_col_offset]))  # floats would be rounded
 
-    def _exact(self, operation: Callable[[Any, Any], Number]) -> Callable[[Number, Number], Number]:
-        return lambda left, right: self._bounded(operation(left, right))
+    def _exact(self, operation: Callable[[Any, Any], Any]) -> Callable[[Fraction, Fraction], Fraction]:
+        return lambda left, right: self._bounded(Fraction(operation(left, right)))
 
-    def _power(self, base: Number, exponent: Number) -> Number:
+    def _power(self, base: Fraction, exponent: Fraction) -> Fraction:
         if exponent.denominator != 1:
             raise ToolError("an exponent must be a whole number")
         largest = max(abs(base.numerator), base.denominator)
         # The power has at least (bits - 1) * |exponent| bits and a digit less than 4: refused before it is computed.
         if (largest.bit_length() - 1) * abs(exponent) > 4 * self.max_digits:
             raise self._too_long()
-        return self._bounded(Fraction(base) ** int(exponent))
+        return self._bounded(base ** int(exponent))
 
-    def _bounded(self, number: Number) -> Number:
+    def _bounded(self, number: Fraction) -> Fraction:
         limit = 10**self.max_digits
         if abs(number.numerator) >= limit or number.denominator >= limit:
             raise self._too_long()
@@ -103,7 +99,7 @@ class Calculator(Tool):
     def _too_long(self) -> ToolError:
         return ToolError(f"a number has more than {self.max_digits} digits")
 
-    def _text(self, number: Number) -> str:
+    def _text(self, number: Fraction) -> str:
         numerator, denominator = Decimal(number.numerator), Decimal(number.denominator)
         if denominator == 1:
             return str(number.numerator)

@@ -41,17 +41,15 @@ def signature_spec(name: str, tool: Callable[..., Any], bound: Container[str] = 
     Literal or Enum (the model gives the value), each also `| None`; with a default it is optional. Parameters that are
     `bound` are left out. Raises ConfigError naming the parameter that no schema can describe.
     """
+    who = f"the tool {name}{place(_function(tool))}"
     description, arguments = _read_docstring(_docstring(tool))
     if not description:
-        raise ConfigError(
-            f"the tool {name} needs a docstring: its first paragraph is what the model is told of it"
-            f"{place(_function(tool))}"
-        )
+        raise ConfigError(f"{who} needs a docstring: its first paragraph is what the model is told of it")
     properties: dict[str, Any] = {}
     required: list[str] = []
     hints = _hints(_function(tool))
     for parameter in inspect.signature(tool).parameters.values():
-        where = f"the tool {name}{place(_function(tool))}: parameter {parameter.name!r}"
+        where = f"{who}: parameter {parameter.name!r}"
         if parameter.name in bound:
             continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -74,7 +72,7 @@ class ArgumentCheck:
     """
 
     def __init__(self, spec: ToolSpec, closed: bool) -> None:
-        self._spec, self._closed = spec, closed
+        self._name = spec.name
         schema: Any = {**spec.parameters, "additionalProperties": False} if closed else dict(spec.parameters)
         kind = validator_for(schema, default=Draft202012Validator)
         try:
@@ -86,26 +84,22 @@ class ArgumentCheck:
         _resolve(spec.name, resource, REGISTRY.resolver_with_root(resource))
 
     def __call__(self, arguments: Mapping[str, Any]) -> None:
-        """Check them."""
         if not isinstance(cast(Any, arguments), Mapping):
-            raise ToolError(f"{self._spec.name}: the arguments must be an object")
+            raise ToolError(f"{self._name}: the arguments must be an object")
         try:
             errors = sorted(self._validator.iter_errors(dict(arguments)), key=_importance)
-            explained = _explained(errors[0], self._spec.name) if errors else ""
+            refusal = _explained(errors[0], self._name) if errors else ""
             json.dumps(dict(arguments), ensure_ascii=False, allow_nan=False, default=str).encode()
             if _deeper(arguments, _MAX_LEVELS):  # than what servers and other processes take
                 raise RecursionError
         except OverflowError:
-            raise ToolError(f"{self._spec.name}: a number is too large") from None
+            refusal = f"{self._name}: a number is too large"
         except RecursionError:
-            raise ToolError(f"{self._spec.name}: the arguments are nested too deeply") from None
+            refusal = f"{self._name}: the arguments are nested too deeply"
         except Exception:  # the schema is valid: whatever else it is, the arguments alone have caused it
-            raise ToolError(f"{self._spec.name}: the arguments are no JSON: half a character, or no number") from None
-        if explained:
-            raise ToolError(explained)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ArgumentCheck, (self._spec, self._closed)
+            refusal = f"{self._name}: the arguments are no JSON: half a character, or no number"
+        if refusal:
+            raise ToolError(refusal)
 
 
 def _deeper(value: Any, levels: int) -> bool:
@@ -153,9 +147,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _docstring(tool: Callable[..., Any]) -> str:
-    own = _function(tool).__doc__
-    if own or inspect.isroutine(tool):
-        return own or ""
+    if inspect.isroutine(tool) or _function(tool).__doc__:
+        return _function(tool).__doc__ or ""
     of_class = type(tool).__doc__ or ""
     written_by_dataclass = of_class.startswith(f"{type(tool).__name__}(")
     return "" if written_by_dataclass else of_class
@@ -191,7 +184,9 @@ def _schema(annotation: Any, where: str) -> dict[str, Any]:
     if origin is dict and inner[0] is str:
         return {"type": "object", "additionalProperties": _schema(inner[1], where)}
     if origin in (Union, UnionType) and len(inner) == 2 and inner[1] is NoneType:
-        return _or_null(_schema(inner[0], where))
+        schema = _schema(inner[0], where)
+        schema |= {"type": [schema["type"], "null"]} if schema else {}
+        return schema | ({"enum": [*schema["enum"], None]} if "enum" in schema else {})
     values = list(inner) if origin is Literal else []
     if inspect.isclass(annotation) and issubclass(annotation, Enum):
         values = [member.value for member in annotation]
@@ -204,15 +199,10 @@ def _schema(annotation: Any, where: str) -> dict[str, Any]:
     )
 
 
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    nullable = {**schema, "type": [schema["type"], "null"]} if schema else {}
-    return {**nullable, "enum": [*schema["enum"], None]} if "enum" in schema else nullable
-
-
 def _importance(error: ValidationError) -> tuple[int, str]:
     """A name that was mistyped explains that another is missing."""
-    known = {"additionalProperties": 0, "required": 1}
-    return known.get(str(error.validator), 2) + 3 * len(error.absolute_path), error.json_path
+    first = {"additionalProperties": 0, "required": 1}
+    return first.get(str(error.validator), 2) + 3 * len(error.absolute_path), error.json_path
 
 
 def _explained(error: ValidationError, tool: str) -> str:
