@@ -224,12 +224,12 @@ def test_a_cross_encoder_puts_passages_in_its_own_order(tmp_path: Path, monkeypa
         with torch.no_grad():
             expected[row["id"]] = model(**pair).logits.item()
     order = sorted(expected, key=lambda name: -expected[name])
-    plain = [one.id for one in Search(corpus=str(corpus)).with_index()._found(query, 4)]
+    plain = [one.id for one in Search(corpus=str(corpus)).with_index()._rank(query, 4)]
     ranked = Search(corpus=str(corpus), rerank=str(folder), device="cpu").with_index()
-    assert [one.id for one in ranked._found(query, 4)] == order != plain
-    assert [one.id for one in ranked._found(query, 2)] == order[:2]
+    assert [one.id for one in ranked._rank(query, 4)] == order != plain
+    assert [one.id for one in ranked._rank(query, 2)] == order[:2]
     few = Search(corpus=str(corpus), rerank=str(folder), candidates=2, device="cpu").with_index()
-    assert [one.id for one in few._found(query, 2)] == [name for name in order if name in plain[:2]]
+    assert [one.id for one in few._rank(query, 2)] == [name for name in order if name in plain[:2]]
     assert ranked.search("capital \ud800 <|im_end|>" * 50).startswith("["), "whatever is asked"
     assert ranked.search("quetzal") == "no passage has any of these words"
     assert ranked.search(query).startswith(f"[{order[0]}]")

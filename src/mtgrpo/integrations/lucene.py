@@ -36,7 +36,6 @@ class Lucene(SearchIndex):
 
     @classmethod
     def open(cls, corpus: Path | None, folder: Path | None = None) -> Self:
-        """See `SearchIndex.open`."""
         if corpus is not None:
             folder = index_folder(corpus, folder, "-lucene", _write)
         assert folder is not None
@@ -51,7 +50,6 @@ class Lucene(SearchIndex):
         return [_passage(hit.docid, hit.lucene_document.get("raw")) for hit in self._searcher.search(words, k)]
 
     def read(self, passage_id: str) -> Passage | None:
-        """The passage of this id; None where there is none."""
         raw = self._searcher.doc_raw(passage_id.encode("utf-8", "ignore").decode())
         return None if raw is None else _passage(passage_id, raw)
 

@@ -34,7 +34,6 @@ class BM25S(SearchIndex):
 
     @classmethod
     def open(cls, corpus: Path | None, folder: Path | None = None) -> Self:
-        """See `SearchIndex.open`."""
         assert corpus is not None  # `needs_corpus`
         return cls(corpus, index_folder(corpus, folder, "", _write))
 
@@ -44,22 +43,20 @@ class BM25S(SearchIndex):
     def search(self, query: str, k: int) -> list[Passage]:
         """At most `k` passages that share a word with `query`, the best first; of equals the first in the corpus."""
         with self._stemming:
-            words: list[str] = _words(self._bm25s, self._stemmer, [query])[0]
-        known = self._bm25.get_tokens_ids(words)
-        if not known:
+            tokens = self._bm25.get_tokens_ids(_words(self._bm25s, self._stemmer, [query])[0])
+        if not tokens:
             return []
-        scores: NDArray[np.float32] = self._bm25.get_scores_from_ids(known)
+        scores: NDArray[np.float32] = self._bm25.get_scores_from_ids(tokens)
         k = min(k, len(scores))
         least = np.partition(scores, -k)[-k]
         rows = np.flatnonzero((scores >= least) & (scores > 0))
         return [self._read(int(row)) for row in rows[np.lexsort((rows, -scores[rows]))][:k]]
 
     def read(self, passage_id: str) -> Passage | None:
-        """The passage of this id; None where there is none."""
         wanted = _hash(passage_id)
         first, last = np.searchsorted(self._hashes, wanted), np.searchsorted(self._hashes, wanted, "right")
-        found = (self._read(int(row)) for row in self._rows[first:last])
-        return next((passage for passage in found if passage.id == passage_id), None)
+        passages = (self._read(int(row)) for row in self._rows[first:last])
+        return next((passage for passage in passages if passage.id == passage_id), None)
 
     def _read(self, row: int) -> Passage:
         where = str(self._corpus)

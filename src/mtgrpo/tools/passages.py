@@ -67,7 +67,8 @@ def index_folder(corpus: Path, folder: Path | None, kind: str, write: Write) -> 
         raise ConfigError(f"there is no corpus {corpus}; give a .jsonl file with id, text and perhaps title")
     with corpus.open("rb") as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = folder or _cache() / f"{checksum[:16]}{kind}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mtgrpo" / "search"
+    folder = folder or cache / f"{checksum[:16]}{kind}"
     layout = f"{_LAYOUT}{kind}" if kind else _LAYOUT
     if not (folder.is_dir() and any(folder.iterdir())):
         _build(corpus, checksum, folder, layout, write)
@@ -78,22 +79,22 @@ def index_folder(corpus: Path, folder: Path | None, kind: str, write: Write) -> 
 def _validate(corpus: Path, checksum: str, folder: Path, layout: int | str) -> None:
     try:
         about: Any = json.loads((folder / _ABOUT).read_bytes())
-        known, found = about["corpus"], about["layout"]
+        source = about["corpus"] if about["layout"] == layout else None
     except (OSError, ValueError, KeyError, TypeError):
-        known, found = {}, None
-    if found != layout:
+        source = None
+    if source is None:
         raise ConfigError(f"{folder} is not an index of passages of this kind; delete it, or give another folder")
-    if known["sha256"] != checksum:
+    if source["sha256"] != checksum:
         raise ConfigError(
-            f"the index {folder} is that of another corpus: of {known['name']} with {known['passages']} passages, "
-            f"sha256 {known['sha256'][:16]}..., while {corpus} has sha256 {checksum[:16]}...; delete it, or give "
+            f"the index {folder} is that of another corpus: of {source['name']} with {source['passages']} passages, "
+            f"sha256 {source['sha256'][:16]}..., while {corpus} has sha256 {checksum[:16]}...; delete it, or give "
             "another folder"
         )
 
 
 def _build(corpus: Path, checksum: str, folder: Path, layout: int | str, write: Write) -> None:
     """Write an index beside `folder`, then put it in place; where another process was quicker, that one's stays."""
-    places: dict[str, int] = {}  # passage id -> line
+    lines: dict[str, int] = {}  # of passages, by their ids
     passages: list[Passage] = []
     offsets: list[int] = []
     for line in read_lines(corpus):
@@ -101,12 +102,9 @@ def _build(corpus: Path, checksum: str, folder: Path, layout: int | str, write: 
             continue
         where = f"{corpus}, line {line.number}"
         passage = passage_from(parse_json(line.text, where), where)
-        if passage.id in places:
-            raise ConfigError(
-                f"{where}: the id {passage.id!r} is that of line {places[passage.id]} already; give each passage an id "
-                "of its own"
-            )
-        places[passage.id] = line.number
+        if (first := lines.setdefault(passage.id, line.number)) != line.number:
+            cure = "give each passage an id of its own"
+            raise ConfigError(f"{where}: the id {passage.id!r} is that of line {first} already; {cure}")
         offsets.append(line.offset)
         passages.append(passage)
     if not passages:
@@ -115,8 +113,8 @@ def _build(corpus: Path, checksum: str, folder: Path, layout: int | str, write: 
         with put_whole(folder) as partial:
             partial.mkdir()
             write(passages, offsets, partial)
-            known = {"name": corpus.name, "sha256": checksum, "passages": len(passages)}
-            (partial / _ABOUT).write_text(json.dumps({"layout": layout, "corpus": known}, indent=2))
+            source = {"name": corpus.name, "sha256": checksum, "passages": len(passages)}
+            (partial / _ABOUT).write_text(json.dumps({"layout": layout, "corpus": source}, indent=2))
     except OSError:
         if not (folder / _ABOUT).is_file():
             raise
@@ -125,14 +123,10 @@ def _build(corpus: Path, checksum: str, folder: Path, layout: int | str, write: 
 def passage_from(row: Any, where: str) -> Passage:
     """The passage in a row of a corpus. Raises ConfigError, beginning with `where`."""
     columns = cast("dict[str, Any]", row) if isinstance(row, dict) else {}
-    found = [columns.get("id"), columns.get("title") or "", columns.get("text")]
-    if not all(isinstance(one, str) for one in found) or not found[0]:
+    values = [columns.get("id"), columns.get("title") or "", columns.get("text")]
+    if not all(isinstance(value, str) for value in values) or not values[0]:
         raise ConfigError(
             f"{where}: a passage has id and text and perhaps title, all of them text; the columns are "
             f"{', '.join(columns) or 'none'}: {row!r:.80}"
         )
-    return Passage(*cast("list[str]", found))
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mtgrpo" / "search"
+    return Passage(*cast("list[str]", values))

@@ -42,15 +42,13 @@ class Search(Tool):
     max_results: int = 10  # that a search may ask for
     snippet_chars: int = 300  # of each passage that a search shows; 0 = all of it
 
-    _index = cast("SearchIndex | None", None)
+    _open_index = cast("SearchIndex | None", None)
     _ranker = cast("SequenceClassifier | None", None)
 
     def __post_init__(self) -> None:
-        if (self._backend.needs_corpus and not self.corpus) or not (self.corpus or self.index):
-            raise ConfigError(
-                "the tool search needs a corpus: environment.tools={search: {corpus: FILE}}, a .jsonl file with id, "
-                "text and perhaps title"
-            )
+        if not self.corpus and (self._backend.needs_corpus or not self.index):
+            how = "environment.tools={search: {corpus: FILE}}, a .jsonl file with id, text and perhaps title"
+            raise ConfigError(f"the tool search needs a corpus: {how}")
         require(self, results=f">= 1 and <= {self.max_results} (max_results)", snippet_chars=">= 0 (0 = all)")
         require(self, candidates=">= 1")
         if not self.rerank:
@@ -65,18 +63,16 @@ class Search(Tool):
         """A copy that has opened its index, and its model. Raises ConfigError as `open` does."""
         running = copy.copy(self)
         corpus, folder = (Path(place).expanduser() if place else None for place in (self.corpus, self.index))
-        running._index = self._backend.open(corpus, folder)
+        running._open_index = self._backend.open(corpus, folder)
         if self.rerank:
             running._ranker = SequenceClassifier(self.rerank, "environment.tools.search.rerank", self.device)
         return running
 
     def specs(self) -> Sequence[ToolSpec]:
-        """The tools `search` and `read`."""
         made = [schema.signature_spec("search", self.search), schema.signature_spec("read", self.read)]
         return [replace(spec, parameters={**spec.parameters, "additionalProperties": False}) for spec in made]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What `search` or `read` answers, found in a thread."""
         work: Callable[..., str] = self.search if name == "search" else self.read
         return await asyncio.to_thread(work, **schema.from_json(arguments, work))
 
@@ -92,8 +88,8 @@ class Search(Tool):
         k = k or self.results
         if not 1 <= k <= self.max_results:
             raise ToolError(f"k must be from 1 to {self.max_results}, got {k}")
-        found = self._found(query, k)
-        return "\n".join(self._line(passage) for passage in found) or "no passage has any of these words"
+        lines = [self._line(passage) for passage in self._rank(query, k)]
+        return "\n".join(lines) or "no passage has any of these words"
 
     def read(self, id: str) -> str:
         """Read a passage in full.
@@ -101,32 +97,31 @@ class Search(Tool):
         Args:
             id: as search shows it
         """
-        passage = self._passages.read(id)
+        passage = self._index.read(id)
         if passage is None:
             raise ToolError(f"there is no passage {id[:80]!r}; search shows the ids")
         return f"{passage.title}\n{passage.text}" if passage.title else passage.text
 
-    def _found(self, query: str, k: int) -> list[Passage]:
-        if self._ranker is None:
-            return self._passages.search(query, k)
-        found, model = self._passages.search(query, max(k, self.candidates)), self._ranker
-        texts = [f"{passage.title} {passage.text}".strip() for passage in found]
-        asked = query.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+    def _rank(self, query: str, k: int) -> list[Passage]:
+        if (model := self._ranker) is None:
+            return self._index.search(query, k)
+        passages = self._index.search(query, max(k, self.candidates))
+        query = query.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
         how = {"truncation": "longest_first", "max_length": model.longest, "split_special_tokens": True}
         with model.turn:
-            pairs = [model.tokenizer(asked, text, **how) for text in texts]
+            pairs = [model.tokenizer(query, f"{one.title} {one.text}".strip(), **how) for one in passages]
             scores = model.scores(pairs, _TOGETHER)
-        return [found[number] for number in sorted(range(len(found)), key=lambda number: -scores[number])[:k]]
+        return [passages[number] for number in sorted(range(len(passages)), key=lambda number: -scores[number])[:k]]
 
     @property
     def _backend(self) -> type[SearchIndex]:
         return extension.find_class("mtgrpo.tools", self.backend, SearchIndex, "search backend")
 
     @property
-    def _passages(self) -> SearchIndex:
-        if self._index is None:
+    def _index(self) -> SearchIndex:
+        if self._open_index is None:
             raise RuntimeError("the tool search is not open")
-        return self._index
+        return self._open_index
 
     def _line(self, passage: Passage) -> str:
         text = " ".join(passage.text.split())
