@@ -88,9 +88,8 @@ class Environment(Part, ABC):
         try:
             re.compile(self.answer_pattern)
         except re.error as error:
-            raise ConfigError(
-                f"environment.answer_pattern={self.answer_pattern} is not a regular expression: {error}"
-            ) from error
+            what = f"environment.answer_pattern={self.answer_pattern}"
+            raise ConfigError(f"{what} is not a regular expression: {error}") from error
 
     @property
     def tool_specs(self) -> tuple[ToolSpec, ...]:

@@ -38,6 +38,6 @@ class CodeRepair(Environment, Sandboxed):
         result = await run_tests(self.sandbox, self._task, code)
         if result.passed:
             return Reply(done=True, reward=1.0)
-        said = head_and_tail(printable(result.output).strip(), self.shown_chars)
+        output = head_and_tail(printable(result.output).strip(), self.shown_chars)
         why = result.stopped or result.error
-        return Reply((Message("user", f"The tests fail ({why}):\n{said}\nWrite the whole program again."),))
+        return Reply((Message("user", f"The tests fail ({why}):\n{output}\nWrite the whole program again."),))

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from mtgrpo import tools
 from mtgrpo.environments import Environment, Opening, Reply
@@ -34,8 +34,7 @@ class OutageError(RuntimeError):
     """A tool stays out of order."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+class _Offer(NamedTuple):
     """One of the tools that the model may call."""
 
     option: str  # that it comes from
@@ -98,16 +97,13 @@ class ToolUse(CallLimits, Environment):
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
-        """With its tools open."""
         async with AsyncExitStack() as stack:
             running = copy.copy(self)
-            running._use(
-                {name: await stack.enter_async_context(tool.open(context)) for name, tool in self._loaded.items()}
-            )
+            enter = stack.enter_async_context
+            running._use({name: await enter(tool.open(context)) for name, tool in self._loaded.items()})
             if unknown := [name for name in self.limits or {} if name not in running._offers]:
-                raise ConfigError(
-                    f"environment.limits: there is no tool {unknown[0]!r}; the tools are: {', '.join(running._offers)}"
-                )
+                names = ", ".join(running._offers)
+                raise ConfigError(f"environment.limits: there is no tool {unknown[0]!r}; the tools are: {names}")
             yield running
 
     async def start(self, task: Task) -> Opening:
@@ -144,30 +140,29 @@ class ToolUse(CallLimits, Environment):
         """What became of a call, what the model sees of it, and why the tool failed."""
         began, offer = time.perf_counter(), self._offers.get(call.name)
         if offer is None:
-            known = ", ".join(self._offers)
-            record = CallRecord(call.name, CallOutcome.unknown)
-            return record, f"error: there is no tool {call.name!r}; the tools are: {known}", None
-        outcome, text, retries, failure = await self._made(call, offer)
+            text = f"error: there is no tool {call.name!r}; the tools are: {', '.join(self._offers)}"
+            return CallRecord(call.name, CallOutcome.unknown), text, None
+        outcome, text, retries, failure = await self._call(call, offer)
         why = f"the tool {call.name} failed: {extension.explained(failure)}" if failure else ""
         record = CallRecord(call.name, outcome, retries, time.perf_counter() - began, why)
         return record, head_and_tail(text, offer.gate.limits.max_output_chars or len(text)), failure
 
-    async def _made(self, call: ToolCall, offer: _Offer) -> tuple[CallOutcome, str, int, Exception | None]:
+    async def _call(self, call: ToolCall, offer: _Offer) -> tuple[CallOutcome, str, int, Exception | None]:
         """Make a call, and again where the tool fails: what it led to, the text, how often again, and the failure."""
         limits, fault, retries = offer.gate.limits, next_call(), 0
-        most = limits.call_retries if self._tools[offer.option].repeatable(call.name) else 0
-        unclear = min(1, most)  # further attempts where it may have been the model's doing
+        max_retries = limits.call_retries if self._tools[offer.option].repeatable(call.name) else 0
+        unclear = min(1, max_retries)  # further attempts where it may have been the model's doing
 
         async def attempt() -> str:
-            tool = self._tools[offer.option]
+            tool = self._tools[offer.option]  # another one after a call that took too long
             return await tools.call(tool, call.name, call.arguments, limits.call_timeout_s, fault)
 
         while True:
             try:
                 offer.check(call.arguments)
-                said = await offer.gate.attempt(attempt)
-                if not unclear or readable(said):
-                    return CallOutcome.answered, said, retries, None
+                answer = await offer.gate.attempt(attempt)
+                if not unclear or readable(answer):
+                    return CallOutcome.answered, answer, retries, None
                 unclear -= 1
             except CallTimeoutError as error:
                 # What still runs in a thread keeps the state of the object to itself.
@@ -178,7 +173,7 @@ class ToolUse(CallLimits, Environment):
             except PolicyError as error:
                 return CallOutcome.refused, f"error: {error}", retries, None
             except Exception as error:
-                if retries >= most:
+                if retries >= max_retries:
                     return CallOutcome.outage, f"error: the tool {call.name} is out of order", retries, error
                 await asyncio.sleep(limits.backoff_s * 2**retries)
             retries += 1

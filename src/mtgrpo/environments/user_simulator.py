@@ -34,15 +34,15 @@ class UserSimulator(Environment):
 
     async def step(self, message: Message) -> Reply:
         self._turn += 1
-        said = message.content.casefold()
+        text = message.content.casefold()
         for number, entry in enumerate(self._script):
-            if all(word.casefold() in said for word in entry["when"]):
+            if all(word.casefold() in text for word in entry["when"]):
                 reward = 0.0 if number in self._paid else float(entry.get("reward", 0))
                 self._paid |= {number}
                 if entry.get("done"):
                     return Reply(done=True, reward=reward)
-                text = random.Random(f"user/{self._task.id}/{self._turn}").choice(entry["say"])
-                return Reply((Message("user", text),), reward=reward)
+                answer = random.Random(f"user/{self._task.id}/{self._turn}").choice(entry["say"])
+                return Reply((Message("user", answer),), reward=reward)
         return Reply((Message("user", self.otherwise),))
 
 
@@ -50,8 +50,9 @@ def _script(task: Task) -> Sequence[Mapping[str, Any]]:
     script: Any = task.metadata.get("script")
     try:
         for entry in script:
-            if not all(_are_texts(entry[name]) for name in ("when", "say") if name == "when" or not entry.get("done")):
-                raise TypeError("`when` and `say` are lists of texts")
+            for texts in [entry["when"]] if entry.get("done") else [entry["when"], entry["say"]]:
+                if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+                    raise TypeError("`when` and `say` are lists of texts")
             float(entry.get("reward", 0))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ConfigError(
@@ -60,7 +61,3 @@ def _script(task: Task) -> Sequence[Mapping[str, Any]]:
             f"({type(error).__name__}: {error})"
         ) from error
     return script
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
