@@ -24,8 +24,7 @@ from mtgrpo.parts import extension
 from mtgrpo.stages.evaluate import evaluate
 from mtgrpo.stages.metrics import describe_tools
 from mtgrpo.tools import CallTimeoutError, ToolError
-from mtgrpo.tools.calls import CallLimits, Gate
-from mtgrpo.tools.faults import Faults
+from mtgrpo.tools.calls import CallLimits, Faults, Gate
 from mtgrpo.types import CallOutcome, CallRecord, Message, Status, Task, ToolCall, Trajectory
 from mtgrpo.weights.source import ModelWeights
 from scripted import ScriptedEngine

@@ -22,6 +22,7 @@ from mtgrpo import tools
 from mtgrpo.errors import ConfigError
 from mtgrpo.tools import CallTimeoutError, Tool, ToolError
 from mtgrpo.tools.calculator import Calculator
+from mtgrpo.tools.calls import call_tool
 from mtgrpo.tools.schema import ArgumentCheck, signature_spec
 from mtgrpo.types import ToolSpec
 
@@ -260,7 +261,7 @@ async def test_tools_are_loaded_by_name_and_by_path(own_file: str) -> None:
     loaded = tools.load(["calculator", f"{own_file}:search", f"{own_file}:Lookup"])
     assert list(loaded) == ["calculator", "search", "Lookup"]
     assert loaded["calculator"] == Calculator()
-    assert [await tools.call(loaded[name], name, arguments, 5) for name, arguments in CALLS.items()] == ["a", "6"]
+    assert [await call_tool(loaded[name], name, arguments, 5) for name, arguments in CALLS.items()] == ["a", "6"]
 
 
 async def test_tools_are_loaded_with_settings(own_file: str) -> None:
@@ -268,7 +269,7 @@ async def test_tools_are_loaded_with_settings(own_file: str) -> None:
         {"calculator": {"max_digits": 20}, f"{own_file}:Lookup": {"rows": "7"}, f"{own_file}:search": None}
     )
     assert loaded["calculator"] == Calculator(max_digits=20)
-    assert await tools.call(loaded["Lookup"], "Lookup", {"key": "a"}, 5) == "8", (
+    assert await call_tool(loaded["Lookup"], "Lookup", {"key": "a"}, 5) == "8", (
         "settings are converted to the types of the fields"
     )
 
@@ -319,7 +320,7 @@ def test_wrong_configuration_is_explained(given: Any, message: str, own_file: st
 async def answer(tool: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> str:
     """What a tool, or a function as one, answers."""
     made = tool if isinstance(tool, Tool) else tools._FunctionTool(tool, {})
-    return await tools.call(made, "tool", arguments, timeout_s)
+    return await call_tool(made, "tool", arguments, timeout_s)
 
 
 async def test_every_kind_of_tool_answers_with_a_string() -> None:
@@ -683,6 +684,6 @@ async def test_settings_of_a_function_are_no_longer_the_models(tmp_path: Path) -
     (tool,) = tools.load({f"{path}:search": {"order": "down"}}).values()
     (spec,) = tool.specs()
     assert list(spec.parameters["properties"]) == ["query", "limit"]
-    assert await tools.call(tool, "search", {"query": "a", "limit": 5.0}, 5) == "a DOWN 5"
+    assert await call_tool(tool, "search", {"query": "a", "limit": 5.0}, 5) == "a DOWN 5"
     with pytest.raises(ToolError, match="search has no argument 'order'"):
         ArgumentCheck(spec, closed=True)({"query": "a", "order": "up"})

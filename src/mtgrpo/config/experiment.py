@@ -28,7 +28,7 @@ from mtgrpo.rollout.filter import Filter
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.tasks import Split, TaskSource
 from mtgrpo.tasks.conversations import Conversations
-from mtgrpo.tools.faults import Faults
+from mtgrpo.tools.calls import Faults
 from mtgrpo.types import Sampling
 
 SINKS = ("console", "jsonl")  # where nothing else is chosen

@@ -17,8 +17,7 @@ from mtgrpo.errors import ConfigError, PolicyError
 from mtgrpo.parts import Data, Parts, RunContext, built, extension, named
 from mtgrpo.runtime.text import head_and_tail
 from mtgrpo.tools import CallTimeoutError, Tool
-from mtgrpo.tools.calls import CallLimits, Gate, readable
-from mtgrpo.tools.faults import next_call
+from mtgrpo.tools.calls import CallLimits, Gate, call_tool, next_call, readable
 from mtgrpo.tools.schema import ArgumentCheck
 from mtgrpo.types import CallOutcome, CallRecord, Message, Task, ToolCall, ToolSpec
 
@@ -155,7 +154,7 @@ class ToolUse(CallLimits, Environment):
 
         async def attempt() -> str:
             tool = self._tools[offer.option]  # another one after a call that took too long
-            return await tools.call(tool, call.name, call.arguments, limits.call_timeout_s, fault)
+            return await call_tool(tool, call.name, call.arguments, limits.call_timeout_s, fault)
 
         while True:
             try:

@@ -22,7 +22,7 @@ from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rollout.agent import run_agent
 from mtgrpo.rollout.conversation import run_rollout
 from mtgrpo.runtime.isolation import run_isolated
-from mtgrpo.tools.faults import Faults
+from mtgrpo.tools.calls import Faults
 from mtgrpo.types import Attend, Group, Limits, OpenConversation, Sample, Sampling, Status, Task, Trajectory
 
 

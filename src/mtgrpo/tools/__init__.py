@@ -12,9 +12,8 @@ from typing import Any, cast
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Part, built, extension, named
-from mtgrpo.runtime.isolation import run_in_thread, run_isolated
+from mtgrpo.runtime.isolation import run_in_thread
 from mtgrpo.tools import schema
-from mtgrpo.tools.faults import Attempt
 from mtgrpo.tools.schema import ToolError as ToolError
 from mtgrpo.types import Task, ToolSpec
 
@@ -116,19 +115,3 @@ def _build(name: str, found: Any, settings: dict[str, Any]) -> Tool:
     except ToolError as error:
         raise ConfigError(f"the tool {name} with settings {settings}: {error}") from None
     return _FunctionTool(found, schema.from_json(settings, found))
-
-
-async def call(
-    tool: Tool, name: str, arguments: Mapping[str, Any], timeout_s: float, fault: Attempt | None = None
-) -> str:
-    """What the tool answers to checked arguments, as a string. Raises CallTimeoutError after `timeout_s` seconds.
-
-    What the tool raises comes through as `run_isolated` has it. A blocking tool runs in a thread of its own, which goes
-    on, unheard, after a time-out (see `run_in_thread`). fault: makes the attempt, or lets it fail on purpose.
-    """
-
-    async def answer() -> str:
-        work = functools.partial(tool.call, name, arguments)
-        return str(await (fault(work) if fault else work()))
-
-    return await run_isolated(answer, timeout_s, CallTimeoutError(f"no answer within {timeout_s:g} s"))

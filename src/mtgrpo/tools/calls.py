@@ -1,17 +1,24 @@
-"""How calls of tools are made: within limits, again where a tool fails, and hardly at all while it is out of order."""
+"""How calls of tools are made: within limits, hardly at all while a tool is out of order, and to fail on purpose."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import re
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, nullcontext
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
 
-from mtgrpo.errors import PolicyError, require
+from mtgrpo.errors import ConfigError, PolicyError, require
 from mtgrpo.parts.extension import explained
-from mtgrpo.tools import CallTimeoutError
+from mtgrpo.runtime.isolation import run_isolated
+from mtgrpo.tools import CallTimeoutError, Tool
 
+Attempt = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 _UNREADABLE = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f\ufffd]")
 
 
@@ -74,3 +81,66 @@ class Gate:
                 raise
             self._failed = 0
             return answer
+
+
+@dataclass
+class Faults:
+    """What share of the attempts at calls of tools fails on purpose; which of them depends on the seed alone."""
+
+    error_rate: float = 0.0  # of attempts that raise an error
+    hang_rate: float = 0.0  # of attempts that never end
+    garbage_rate: float = 0.0  # of attempts that answer what is no text
+    latency_s: float = 0.0  # before every attempt
+
+    def __post_init__(self) -> None:
+        require(self, error_rate=">= 0", hang_rate=">= 0", garbage_rate=">= 0", latency_s=">= 0")
+        if (total := self.error_rate + self.hang_rate + self.garbage_rate) > 1:
+            raise ConfigError(
+                f"`error_rate`, `hang_rate` and `garbage_rate` are shares, together at most 1, got {total}"
+            )
+
+    @contextmanager
+    def during(self, *key: object) -> Generator[None]:
+        """In the conversation that begins here; `key` tells it from all others."""
+        attempts = (partial(self._attempt, random.Random(repr((key, number)))) for number in count(1))
+        token = _attempts.set(attempts)
+        try:
+            yield
+        finally:
+            _attempts.reset(token)
+
+    async def _attempt(self, draw: random.Random, work: Callable[[], Awaitable[Any]]) -> Any:
+        drawn = draw.random()
+        if self.latency_s:
+            await asyncio.sleep(self.latency_s)
+        if drawn < self.error_rate:
+            raise ConnectionError("a fault on purpose (faults.error_rate)")
+        if (drawn := drawn - self.error_rate) < self.hang_rate:
+            await asyncio.Event().wait()
+        if drawn - self.hang_rate < self.garbage_rate:
+            return draw.randbytes(40).decode("latin-1") + "\0"
+        return await work()
+
+
+_attempts: ContextVar[Iterator[Attempt]] = ContextVar("_attempts")  # of each call of a conversation
+
+
+def next_call() -> Attempt | None:
+    """What makes the attempts at the next call of this conversation, and lets some of them fail; None outside one."""
+    return next(_attempts.get(iter(())), None)
+
+
+async def call_tool(
+    tool: Tool, name: str, arguments: Mapping[str, Any], timeout_s: float, fault: Attempt | None = None
+) -> str:
+    """What the tool answers to checked arguments, as a string. Raises CallTimeoutError after `timeout_s` seconds.
+
+    What the tool raises comes through as `run_isolated` has it. A blocking tool runs in a thread of its own, which goes
+    on, unheard, after a time-out (see `run_in_thread`). fault: makes the attempt, or lets it fail on purpose.
+    """
+
+    async def answer() -> str:
+        work = partial(tool.call, name, arguments)
+        return str(await (fault(work) if fault else work()))
+
+    return await run_isolated(answer, timeout_s, CallTimeoutError(f"no answer within {timeout_s:g} s"))
