@@ -15,7 +15,7 @@ from mtgrpo.log import Sink
 from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward
 from mtgrpo.tasks import TaskSource
-from mtgrpo.tools.passages import SearchIndex
+from mtgrpo.tools.search import SearchIndex
 
 FAMILY = '''
 """A task source of a test."""

@@ -16,7 +16,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.integrations.lucene import Lucene
 from mtgrpo.parts import RunContext
 from mtgrpo.tools.bm25s import BM25S
-from mtgrpo.tools.passages import Passage
+from mtgrpo.tools.search import Passage
 from mtgrpo.types import Message, Task, ToolCall
 
 PROJECT = Path(__file__).resolve().parent.parent

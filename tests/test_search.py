@@ -20,10 +20,9 @@ import pytest
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import RunContext
-from mtgrpo.tools import bm25s, load, passages
+from mtgrpo.tools import bm25s, load, search
 from mtgrpo.tools.bm25s import BM25S
-from mtgrpo.tools.passages import Passage
-from mtgrpo.tools.search import Search
+from mtgrpo.tools.search import Passage, Search
 from mtgrpo.types import Message, Task, ToolCall
 
 pytest.importorskip("bm25s")
@@ -128,7 +127,7 @@ def test_blank_lines_and_unicode_do_not_shift_passages(tmp_path: Path) -> None:
 
 def test_an_index_is_built_once_and_mapped(corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BM25S.open(corpus)
-    monkeypatch.setattr(passages, "_build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(search, "_build", lambda *_: pytest.fail("built again"))
     index = BM25S.open(corpus)
     assert isinstance(index._bm25.scores["data"], np.memmap)
     assert len(list(cache.iterdir())) == 1
@@ -159,13 +158,13 @@ def test_whoever_builds_second_leaves_the_first_ones_index(corpus: Path, cache: 
     BM25S.open(corpus)
     (folder,) = cache.iterdir()
     written = (folder / "about.json").stat().st_mtime_ns
-    passages._build(corpus, "x", folder, 1, bm25s._write)
+    search._build(corpus, "x", folder, 1, bm25s._write)
     assert (folder / "about.json").stat().st_mtime_ns == written
     assert list(cache.iterdir()) == [folder]
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "keepsake").touch()
     with pytest.raises(OSError):
-        passages._build(corpus, "x", tmp_path / "theirs", 1, bm25s._write)
+        search._build(corpus, "x", tmp_path / "theirs", 1, bm25s._write)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "passages.jsonl", "theirs"]
 
 

@@ -19,7 +19,7 @@ from mtgrpo.tasks.jsonl import Jsonl
 from mtgrpo.tasks.parquet import Parquet, write_parquet
 from mtgrpo.tasks.rows import Columns, Rows, cell
 from mtgrpo.tools.bm25s import BM25S
-from mtgrpo.tools.passages import Passage, passage_from
+from mtgrpo.tools.search import Passage, passage_from
 from mtgrpo.types import Message, Task
 
 _COLUMNS = ("prompt", "messages", "answer", "id")

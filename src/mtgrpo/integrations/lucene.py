@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mtgrpo.errors import ConfigError, refuse_without_package
-from mtgrpo.tools.passages import Passage, SearchIndex, index_folder
+from mtgrpo.tools.search import Passage, SearchIndex, index_folder
 
 
 class Lucene(SearchIndex):

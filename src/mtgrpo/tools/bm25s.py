@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mtgrpo.errors import refuse_without_package
 from mtgrpo.runtime.files import parse_json, read_line
-from mtgrpo.tools.passages import Passage, SearchIndex, index_folder, passage_from
+from mtgrpo.tools.search import Passage, SearchIndex, index_folder, passage_from
 
 
 class BM25S(SearchIndex):
