@@ -25,7 +25,8 @@ import sys
 import tempfile
 import time
 import types
-from typing import Any, NoReturn, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 from mtgrpo.tools.sandbox_calls import NAME, OPERATIONS, Peer, show
 from mtgrpo.tools.sandbox_judge import judge
@@ -70,11 +71,7 @@ class Worker:
         requests, self._requests = os.pipe()
         self._status, status = os.pipe()
         self._calls, calls = (end.detach() for end in socket.socketpair())
-        self._pid = os.fork()
-        if self._pid == 0:
-            _begin(limits, self._output, (requests, status, calls), _serve)
-        for descriptor in (requests, status, calls):
-            os.close(descriptor)
+        self._pid = _fork(limits, self._output, (requests, status, calls), _serve)
         self._judge = 0  # its process
 
     def run(self, code: str, setup: str = "", tests: str | None = None, objects: bool = False) -> dict[str, Any]:
@@ -106,18 +103,14 @@ class Worker:
         output = _file()
         told, go = os.pipe()
         verdict, found = os.pipe()
-        self._judge = os.fork()
-        if self._judge == 0:
 
-            def work(_: dict[str, Any], told: int, found: int, calls: int) -> None:
-                os.read(told, 1)
-                error = judge(setup, tests, objects, calls, execute)
-                os.write(found, f"judged {error}\n".encode())
-                signal.pause()
+        def work(_: dict[str, Any], told: int, found: int, calls: int) -> None:
+            os.read(told, 1)
+            error = judge(setup, tests, objects, calls, execute)
+            os.write(found, f"judged {error}\n".encode())
+            signal.pause()
 
-            _begin(self._limits, output, (told, found, self._calls), work)
-        for descriptor in (told, found, self._calls):
-            os.close(descriptor)
+        self._judge = _fork(self._limits, output, (told, found, self._calls), work)
         return output, go, verdict
 
     def _wait_for_end(self, status: int, password: str, end: float) -> tuple[str, str]:
@@ -177,14 +170,18 @@ def _memory() -> int:
     return pages * resource.getpagesize() + sockets * SOCKET_BYTES + nodes * NODE_BYTES
 
 
-def _begin(limits: dict[str, Any], output: int, kept: tuple[int, ...], work: Any) -> NoReturn:
-    """Do `work` in this new process, with limits, and with no descriptor but those of `kept` and its output."""
+def _fork(limits: dict[str, Any], output: int, passed: tuple[int, ...], work: Callable[..., None]) -> int:
+    """Do `work` in a new process, with limits, and no descriptors but `passed`, which it takes over; gives its number."""
+    if pid := os.fork():
+        for descriptor in passed:
+            os.close(descriptor)
+        return pid
     try:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        for first, last in zip((2, *sorted(kept)), (*sorted(kept), 2**16), strict=True):
+        for first, last in zip((2, *sorted(passed)), (*sorted(passed), 2**16), strict=True):
             os.closerange(first + 1, last)
         processes = limits.get("processes")
         cast(Any, sys.stdout).reconfigure(line_buffering=True, errors="backslashreplace")  # nothing is lost by a stop
@@ -197,7 +194,7 @@ def _begin(limits: dict[str, Any], output: int, kept: tuple[int, ...], work: Any
         ):
             if most is not None:
                 resource.setrlimit(kind, (most, most))
-        work(limits, *kept)
+        work(limits, *passed)
     except BaseException as error:
         show(error)
     finally:
