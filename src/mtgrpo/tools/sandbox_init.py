@@ -171,7 +171,7 @@ def _memory() -> int:
 
 
 def _fork(limits: dict[str, Any], output: int, passed: tuple[int, ...], work: Callable[..., None]) -> int:
-    """Do `work` in a new process, with limits, and no descriptors but `passed`, which it takes over; gives its number."""
+    """Do `work` in a new process, with limits and the descriptors `passed` alone, which it takes over; gives its id."""
     if pid := os.fork():
         for descriptor in passed:
             os.close(descriptor)

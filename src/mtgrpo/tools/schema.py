@@ -72,7 +72,7 @@ class ArgumentCheck:
     """
 
     def __init__(self, spec: ToolSpec, closed: bool) -> None:
-        self._name = spec.name
+        self._name, self._made_of = spec.name, (spec, closed)
         schema: Any = {**spec.parameters, "additionalProperties": False} if closed else dict(spec.parameters)
         kind = validator_for(schema, default=Draft202012Validator)
         try:
@@ -100,6 +100,9 @@ class ArgumentCheck:
             refusal = f"{self._name}: the arguments are no JSON: half a character, or no number"
         if refusal:
             raise ToolError(refusal)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a validator cannot be pickled
+        return ArgumentCheck, self._made_of
 
 
 def _deeper(value: Any, levels: int) -> bool:
