@@ -131,7 +131,9 @@ async def run_process(
         code = await program.wait()
     finally:
         await program.end()
-    said = processes.read_end(written, keep)
+    with written.open("rb") as output:
+        output.seek(max(0, written.stat().st_size - 4 * keep))  # a character has 4 bytes at most
+        text = output.read().decode(errors="replace")[-keep:] if keep else ""
     if code:
-        raise RuntimeError(f"{argv[0]} ended with exit code {code}: {said[-500:].strip()}")
-    return said
+        raise RuntimeError(f"{argv[0]} ended with exit code {code}: {text[-500:].strip()}")
+    return text

@@ -131,10 +131,8 @@ def run_forked(work: Callable[[], object], limit_s: float, limit_bytes: int) -> 
     process.join(4 * limit_s + 10)
     process.kill()
     process.join()
-    code = process.exitcode
-    process.close()
-    assert code is not None, "it has ended"
-    return code
+    with contextlib.closing(process):
+        return cast(int, process.exitcode)  # it has ended
 
 
 def _limited(work: Callable[[], object], limit_s: float, limit_bytes: int) -> None:

@@ -6,10 +6,10 @@ import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -40,10 +40,10 @@ class Workers:
         async with self._turn:
             return await self._lone.run(function, argument)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the processes, also those that still work."""
-        self._shared.stop()
-        self._lone.stop()
+        self._shared.close()
+        self._lone.close()
 
 
 class _Pool:
@@ -67,19 +67,14 @@ class _Pool:
                 _terminate(executor)  # it may hang for ever
             raise
 
-    def stop(self) -> None:
+    def close(self) -> None:
         _terminate(self._executor)
         self._executor.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def open_workers() -> Generator[Workers]:
-    """Workers that have ended afterwards."""
-    workers = Workers()
-    try:
-        yield workers
-    finally:
-        workers.stop()
+def open_workers() -> closing[Workers]:
+    """Workers, as a context after which they have ended."""
+    return closing(Workers())
 
 
 def _begin(nice: int) -> None:

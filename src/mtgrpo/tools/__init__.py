@@ -62,8 +62,8 @@ class Tool(Part):
         """
         target = cast(Any, self._function or self)
         work = functools.partial(target, **self._settings, **schema.from_json(arguments, target))
-        blocking = self.blocking and not schema.is_coroutine_function(target)
-        answer = await run_in_thread(work) if blocking else work()
+        asynchronous = any(map(inspect.iscoroutinefunction, (target, type(target).__call__)))
+        answer = await run_in_thread(work) if self.blocking and not asynchronous else work()
         return await answer if inspect.isawaitable(answer) else answer
 
     def repeatable(self, name: str) -> bool:

@@ -95,9 +95,8 @@ class Faults:
     def __post_init__(self) -> None:
         require(self, error_rate=">= 0", hang_rate=">= 0", garbage_rate=">= 0", latency_s=">= 0")
         if (total := self.error_rate + self.hang_rate + self.garbage_rate) > 1:
-            raise ConfigError(
-                f"`error_rate`, `hang_rate` and `garbage_rate` are shares, together at most 1, got {total}"
-            )
+            names = "`error_rate`, `hang_rate` and `garbage_rate`"
+            raise ConfigError(f"{names} are shares, together at most 1, got {total}")
 
     @contextmanager
     def during(self, *key: object) -> Generator[None]:

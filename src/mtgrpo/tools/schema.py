@@ -132,11 +132,6 @@ def from_json(arguments: Mapping[str, Any], tool: Callable[..., Any]) -> dict[st
     return {name: _from_json(value, hints[name]) for name, value in arguments.items()}
 
 
-def is_coroutine_function(tool: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine, as far as can be told beforehand."""
-    return inspect.iscoroutinefunction(_function(tool))
-
-
 def _function(tool: Callable[..., Any]) -> Callable[..., Any]:
     return tool if inspect.isroutine(tool) else type(tool).__call__
 
