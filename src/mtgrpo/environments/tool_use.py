@@ -65,8 +65,8 @@ class ToolUse(CallLimits, Environment):
 
     def _use(self, loaded: dict[str, Tool]) -> None:
         """The tools, by their options' names. Raises ConfigError where the model could not tell two apart."""
-        self._loaded = self._tools = loaded
-        self._started: list[str] = []
+        self._loaded = loaded
+        self._tools: dict[str, Tool] = {}  # of a conversation
         self._offers: dict[str, _Offer] = {}
         for option, tool in loaded.items():
             for spec in tool.specs():
@@ -107,16 +107,16 @@ class ToolUse(CallLimits, Environment):
 
     async def start(self, task: Task) -> Opening:
         # A conversation has tools of its own, so that one with state shares none of it with another conversation.
-        self._tools, self._started = {name: copy.copy(tool) for name, tool in self._loaded.items()}, []
-        for name, tool in self._tools.items():
-            self._started.append(name)
-            await extension.awaited(tool.start, task)
+        self._tools = {}
+        for name, tool in self._loaded.items():
+            self._tools[name] = copy.copy(tool)
+            await extension.awaited(self._tools[name].start, task)
         return Opening(task.messages, self.tool_specs)
 
     async def stop(self) -> None:
         async with AsyncExitStack() as stack:
-            for name in self._started:
-                stack.push_async_callback(self._tools[name].stop)
+            for tool in self._tools.values():
+                stack.push_async_callback(tool.stop)
 
     async def step(self, message: Message) -> Reply:
         if not message.error and not message.tool_calls:

@@ -94,10 +94,10 @@ class Sandbox:
         require(self, timeout_s="> 0", memory_mb=">= 32", processes=">= 1", file_mb=">= 1", output_chars=">= 100")
         if self.kind == RLIMITS:
             refuse_without_effect(self, ("folders",), "with sandbox.kind=rlimits code can read what you can")
-        if elsewhere := self._elsewhere:
+        if self._elsewhere:
             refuse_without_effect(self, ("python", "folders", "processes", "file_mb"), "the server has its own")
-        if bool(self.url) != bool(elsewhere):
-            kind = self.kind if elsewhere else "fusion"
+        if bool(self.url) != bool(self._elsewhere):
+            kind = self.kind if self._elsewhere else "fusion"
             raise ConfigError(f"sandbox.kind={kind} and sandbox.url=http://HOST:PORT belong together: set both or none")
 
     @property
@@ -242,16 +242,10 @@ class Interpreter:
         try:
             os.write(write, allowed)
             os.close(write)
+            command, folder = self._sandbox.command(rules), self._folder or "/"
+            options = dict.fromkeys(("stdin", "stdout", "stderr"), PIPE) | {"limit": 2**26}
             self._program = program = await processes.start(
-                self._sandbox.command(rules),
-                _ENVIRONMENT,
-                self._folder or "/",
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,
-                supervised=supervised,
-                pass_fds=(rules,),
-                limit=2**26,
+                command, _ENVIRONMENT, folder, supervised=supervised, pass_fds=(rules,), **options
             )
         finally:
             os.close(rules)
