@@ -6,7 +6,6 @@ import errno
 import platform
 import socket
 import struct
-from collections.abc import Sequence
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 # Name, number on x86_64, number on aarch64. What Python, numpy and ordinary programs need; all others do not exist:
@@ -50,17 +49,19 @@ uname 63 160 sysinfo 99 179 getrandom 318 278
 """
 LOAD, EQUAL, ANY_BIT, ANSWER = 0x20, 0x15, 0x45, 0x06  # operations
 ALLOW, REFUSE, NO_SUCH_CALL, END = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
-Step = tuple[int, int, int, int]  # operation, steps to skip if true and if false, operand
 
-# Calls by their numbers, the argument that is looked at, and what it is compared with. Sockets are local: nothing is
-# on the network of a sandbox, TCP's memory is hard to count, and AF_VSOCK knows no network namespaces. Buffers keep
-# their size. clone3 does not exist, as its flags lie in memory: the C library then takes clone.
-_ONLY = {(41, 198): (0, (socket.AF_UNIX,)), (53, 199): (0, (socket.AF_UNIX,))}  # socket, socketpair: the family
-_NEVER = {
-    (54, 208): (2, (7, 8, 32, 33)),  # setsockopt: SO_SNDBUF, SO_RCVBUF, and by force
-    (72, 25): (1, (1031,)),  # fcntl: F_SETPIPE_SZ
+# Calls by their numbers: the argument that is looked at, cases (operation, operand, what is answered), and the answer
+# otherwise. Sockets are local: nothing is on the network of a sandbox, TCP's memory is hard to count, and AF_VSOCK
+# knows no network namespaces. Buffers keep their size, also by force (32, 33). clone3 does not exist, as its flags lie
+# in memory: the C library then takes clone.
+_LOCAL = (0, [(EQUAL, socket.AF_UNIX, ALLOW)], REFUSE)
+_BY_ARGUMENT = {
+    (41, 198): _LOCAL,  # socket: the family
+    (53, 199): _LOCAL,  # socketpair
+    (54, 208): (2, [(EQUAL, option, REFUSE) for option in (7, 8, 32, 33)], ALLOW),  # setsockopt: SO_SNDBUF, SO_RCVBUF
+    (72, 25): (1, [(EQUAL, 1031, REFUSE)], ALLOW),  # fcntl: F_SETPIPE_SZ
+    (56, 220): (0, [(ANY_BIT, 0x7E020080, REFUSE)], ALLOW),  # clone: new namespaces
 }
-_NO_BITS = {(56, 220): (0, 0x7E020080)}  # clone: new namespaces
 
 
 def system_calls() -> bytes:
@@ -68,32 +69,20 @@ def system_calls() -> bytes:
     if platform.machine() not in ARCHITECTURES:
         raise RuntimeError(f"the processor is {platform.machine()}, not one of {', '.join(ARCHITECTURES)}")
     name, column = ARCHITECTURES[platform.machine()]
-    numbers = ALLOWED.split()[1 + column :: 3]
-    steps: list[Step] = [
+    steps = [  # operation, steps to skip if true and if false, operand
         (LOAD, 0, 0, 4),  # the architecture of the call
         (EQUAL, 1, 0, name),
         (ANSWER, 0, 0, END),
         (LOAD, 0, 0, 0),  # the number of the call
     ]
-    for number in numbers:
+    for number in ALLOWED.split()[1 + column :: 3]:
         if number != "-":
             steps += [(EQUAL, 0, 1, int(number)), (ANSWER, 0, 0, ALLOW)]
-    for called, (argument, values) in _ONLY.items():
-        steps += _looked_at(called[column], argument, [_if_equal(value, ALLOW) for value in values], REFUSE)
-    for called, (argument, values) in _NEVER.items():
-        steps += _looked_at(called[column], argument, [_if_equal(value, REFUSE) for value in values], ALLOW)
-    for called, (argument, bits) in _NO_BITS.items():
-        refused: list[Step] = [(ANY_BIT, 0, 1, bits), (ANSWER, 0, 0, REFUSE)]
-        steps += _looked_at(called[column], argument, [refused], ALLOW)
+    for numbers, (argument, cases, otherwise) in _BY_ARGUMENT.items():
+        inner = [(LOAD, 0, 0, 16 + 8 * argument)]  # its lower half, which is all that the kernel reads of these
+        for operation, operand, answer in cases:
+            inner += [(operation, 0, 1, operand), (ANSWER, 0, 0, answer)]
+        inner.append((ANSWER, 0, 0, otherwise))
+        steps += [(EQUAL, 0, len(inner), numbers[column]), *inner]
     steps.append((ANSWER, 0, 0, NO_SUCH_CALL))
     return b"".join(struct.pack("HBBI", *step) for step in steps)
-
-
-def _if_equal(value: int, answer: int) -> list[Step]:
-    return [(EQUAL, 0, 1, value), (ANSWER, 0, 0, answer)]
-
-
-def _looked_at(number: int, argument: int, cases: Sequence[list[Step]], otherwise: int) -> list[Step]:
-    """What becomes of call `number`: by the lower half of an argument, which is all that the kernel reads of these."""
-    steps = [(LOAD, 0, 0, 16 + 8 * argument), *(step for case in cases for step in case), (ANSWER, 0, 0, otherwise)]
-    return [(EQUAL, 0, len(steps), number), *steps]
