@@ -26,7 +26,6 @@ class CodeRepair(Environment, Sandboxed):
     shown_chars: int = 600  # of what a failure prints: beginning and end
 
     async def start(self, task: Task) -> Opening:
-        """Show the task. Raises ConfigError where it has no tests."""
         tests_of(task)
         self._task = task
         return Opening(task.messages)

@@ -21,7 +21,6 @@ class FunctionCalls(Environment):
     max_turns: int = 1
 
     async def start(self, task: Task) -> Opening:
-        """Offer the task's functions. Raises ConfigError where it has none."""
         tools: Any = task.metadata.get("tools")
         try:
             specs = tuple(ToolSpec(one["name"], one["description"], one["parameters"]) for one in tools)

@@ -22,7 +22,6 @@ class GuessNumber(Environment):
     max_turns: int = 5
 
     async def start(self, task: Task) -> Opening:
-        """Hide the number. Raises ConfigError for tasks of another source."""
         if not {"low", "high", "number"} <= task.metadata.keys():
             raise ConfigError(f"task {task.id} has no number to guess; environment=guess_number is for the task of it")
         self._low, self._high, self._number = (int(task.metadata[name]) for name in ("low", "high", "number"))

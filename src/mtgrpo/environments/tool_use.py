@@ -77,7 +77,6 @@ class ToolUse(CallLimits, Environment):
                 self._offers[spec.name] = _Offer(option, spec, ArgumentCheck(spec, closed), gate)
 
     def _limits(self, tool: str, max_at_once: int) -> CallLimits:
-        """Those of one tool. Raises ConfigError."""
         usual = {field.name: getattr(self, field.name) for field in fields(CallLimits)}
         usual["max_concurrent_calls"] = min(filter(None, (self.max_concurrent_calls, max_at_once)), default=0)
         own = named(self.limits or {}, "environment.limits", "search: {call_timeout_s: 5}").get(tool, {})

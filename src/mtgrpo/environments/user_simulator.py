@@ -27,7 +27,6 @@ class UserSimulator(Environment):
     otherwise: Text = "I do not understand. What do you want to know?"  # where no entry fits
 
     async def start(self, task: Task) -> Opening:
-        """Learn the script. Raises ConfigError where it cannot be read."""
         self._task, self._turn, self._paid = task, 0, frozenset[int]()
         self._script = _script(task)
         return Opening(task.messages)

@@ -86,7 +86,6 @@ def _words(bm25s: Any, stemmer: Any, texts: list[str]) -> list[list[str]]:
 
 
 def _packages() -> tuple[Any, Any]:
-    """bm25s and a stemmer."""
     for package in ("bm25s", "Stemmer"):
         refuse_without_package(package, "the tool search", "search")
     import bm25s  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]

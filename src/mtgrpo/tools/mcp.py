@@ -219,8 +219,6 @@ class _Connection:
 
 
 class _Connections:
-    """Those to one server, while a run lasts."""
-
     def __init__(self, connect: Connect, count: int) -> None:
         self._connect = connect
         self._open: set[_Connection] = set()

@@ -16,7 +16,6 @@ class NextPage(Tool):
     blocking = False
 
     async def start(self, task: Task) -> None:
-        """Open the pages of `task`. Raises ConfigError when it has none."""
         if not task.metadata.get("pages"):
             raise ConfigError(f"task {task.id} has no pages to show; the tool next_page is for task=ledger")
         self._pages, self._turned = task.metadata["pages"], 0

@@ -102,7 +102,6 @@ class Sandbox:
 
     @property
     def _elsewhere(self) -> type[InterpreterElsewhere] | None:
-        """What runs code on a server. Raises ConfigError for an unknown kind."""
         if self.kind in (BUBBLEWRAP, RLIMITS):
             return None
         try:

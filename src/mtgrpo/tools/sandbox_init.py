@@ -202,7 +202,6 @@ def _fork(limits: dict[str, Any], output: int, passed: tuple[int, ...], work: Ca
 
 
 def _serve(limits: dict[str, Any], requests: int, status: int, calls: int) -> None:
-    """What the worker does."""
     _prctl(PR_SET_DUMPABLE, 1)
     with open("/proc/self/oom_score_adj", "w") as file:  # what the kernel ends first where memory is short
         file.write("1000")

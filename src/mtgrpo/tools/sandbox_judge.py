@@ -31,7 +31,6 @@ class _Names(dict[str, Any]):
         return self.of_program(name)
 
     def of_program(self, name: str) -> Any:
-        """What the program calls `name`. Raises NameError."""
         usual, self._peer.takes_objects = self._peer.takes_objects, True
         try:
             return self._peer.ask("name", name)
