@@ -14,7 +14,6 @@ from typing import Any
 
 from simpleeval import InvalidExpression, SimpleEval  # pyright: ignore[reportMissingTypeStubs]
 
-from mtgrpo.errors import require
 from mtgrpo.tools import Tool, ToolError
 
 ROUNDED_DIGITS = 12  # significant digits of a result with no end, such as 1/3
@@ -22,7 +21,7 @@ _FOREIGN = re.compile(r"[^0-9.+\-*/%() ]")
 
 
 @dataclass
-class Calculator(Tool):
+class Calculator(Tool, max_length=">= 1", max_digits=">= 1 and <= 1000"):
     """Evaluates + - * / // % ** and parentheses on integers and decimals, exactly.
 
     A result of up to `max_digits` digits comes out in full (0.1 + 0.2 is 0.3), one with more decimals or with no end is
@@ -33,9 +32,6 @@ class Calculator(Tool):
 
     max_length: int = 200  # characters of an expression
     max_digits: int = 40  # digits of an integer, and of a fraction's numerator and denominator
-
-    def __post_init__(self) -> None:
-        require(self, max_length=">= 1", max_digits=">= 1 and <= 1000")
 
     def __call__(self, expression: str) -> str:
         """Evaluate an arithmetic expression."""

@@ -6,7 +6,7 @@ import asyncio
 import random
 import re
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -63,14 +63,16 @@ class Gate:
 
         One attempt at a time then tries whether it works again; what that finds holds for those that wait.
         """
-        async with AsyncExitStack() as stack:
-            if self._broken:
-                await stack.enter_async_context(self._trial)
-                if not self._broken:
-                    await stack.aclose()
-                elif asyncio.get_running_loop().time() < self._untried_until:
+        if self._broken:
+            async with self._trial:
+                if self._broken and asyncio.get_running_loop().time() < self._untried_until:
                     raise RuntimeError(f"the last {self._failed} attempts failed, in the end by {self._why}")
-            await stack.enter_async_context(self._slots)
+                if self._broken:
+                    return await self._attempt(work)
+        return await self._attempt(work)
+
+    async def _attempt(self, work: Callable[[], Awaitable[str]]) -> str:
+        async with self._slots:
             try:
                 answer = await work()
             except Exception as error:
@@ -132,10 +134,9 @@ def next_call() -> Attempt | None:
 async def call_tool(
     tool: Tool, name: str, arguments: Mapping[str, Any], timeout_s: float, fault: Attempt | None = None
 ) -> str:
-    """What the tool answers to checked arguments, as a string. Raises CallTimeoutError after `timeout_s` seconds.
+    """What the tool answers to checked arguments, as a string. Raises CallTimeoutError, and what the tool raises.
 
-    What the tool raises comes through as `run_isolated` has it. A blocking tool runs in a thread of its own, which goes
-    on, unheard, after a time-out (see `run_in_thread`). fault: makes the attempt, or lets it fail on purpose.
+    A blocking tool goes on, unheard, after a time-out. fault: makes the attempt, or lets it fail on purpose.
     """
 
     async def answer() -> str:
