@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO, cast
@@ -70,8 +70,7 @@ class Mcp(Tool):
             raise ConfigError("the tool mcp needs servers: {mcp: {servers: {NAME: {command: [PROGRAM, ARGUMENT]}}}}")
         refuse_without_package("mcp", "environment.tools={mcp: ...}", extra="mcp")
         self._running: dict[str, _Connections] = {}
-        self._specs: dict[str, ToolSpec] = {}
-        self._routes: dict[str, tuple[str, str]] = {}  # what the model calls: the server, and the tool's name there
+        self._offers: dict[str, tuple[ToolSpec, str, str]] = {}  # by name: with the server, and the tool's name there
         self._own: dict[str, _Connection] = {}  # those of this conversation
         self.idempotent = not any(server.stateful for server in self.servers.values())
 
@@ -105,16 +104,15 @@ class Mcp(Tool):
             raise ConfigError(f"the MCP server {name} has no tool {unknown[0]!r}; it has {', '.join(offered)}")
         for tool in server.tools or offered:
             shown = (f"{name}_" if server.prefix is None else server.prefix) + tool
-            if shown in self._specs:
+            if shown in self._offers:
                 raise ConfigError(f"two MCP tools are named {shown!r}: set another `prefix` for the server {name}")
-            self._specs[shown] = ToolSpec(shown, *offered[tool])
-            self._routes[shown] = name, tool
+            self._offers[shown] = replace(offered[tool], name=shown), name, tool
 
     def specs(self) -> Sequence[ToolSpec]:
-        return list(self._specs.values())
+        return [spec for spec, _, _ in self._offers.values()]
 
     def repeatable(self, name: str) -> bool:
-        return not self.servers[self._routes[name][0]].stateful
+        return not self.servers[self._offers[name][1]].stateful
 
     async def start(self, task: Task) -> None:
         self._own = {}
@@ -124,7 +122,7 @@ class Mcp(Tool):
             connection.leave()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        server, tool = self._routes[name]
+        _, server, tool = self._offers[name]
         if not self.servers[server].stateful:
             connection = await self._running[server].shared()
         elif server not in self._own:
@@ -185,15 +183,17 @@ class _Connection:
             raise ToolError("\n".join(parts))
         return "\n".join(parts)
 
-    async def list_tools(self) -> dict[str, tuple[str, Mapping[str, Any]]]:
-        """Descriptions and schemas of all tools, by their names. Raises RuntimeError for a list without an end."""
-        client = await asyncio.shield(self._client)
-        offered: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    async def list_tools(self) -> dict[str, ToolSpec]:
+        """All tools, by their names. Raises RuntimeError for a list without an end."""
+        client, size = await asyncio.shield(self._client), 0
+        offered: dict[str, ToolSpec] = {}
         cursors: list[str | None] = [None]
         while len(cursors) <= MAX_PAGES:
             page = await client.list_tools(cursor=cursors[-1], cache_mode="refresh")
-            offered |= {tool.name: (tool.description or "", _untitled(tool.input_schema)) for tool in page.tools}
-            if len(offered) > MAX_TOOLS or len(json.dumps(offered)) > MAX_CHARACTERS:
+            for tool in page.tools:
+                spec = offered[tool.name] = ToolSpec(tool.name, tool.description or "", _untitled(tool.input_schema))
+                size += len(json.dumps((spec.name, spec.description, spec.parameters)))
+            if len(offered) > MAX_TOOLS or size > MAX_CHARACTERS:
                 raise RuntimeError(f"its tools are more than {MAX_TOOLS:,}, or {MAX_CHARACTERS:,} characters of them")
             if page.next_cursor is None:
                 return offered
