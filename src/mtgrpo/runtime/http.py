@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from mtgrpo.runtime.files import strict_json
 
@@ -28,7 +28,7 @@ class HttpError(RuntimeError):
         self.status, self.body = status, body
 
 
-class HttpClient:
+class HttpClient(AbstractAsyncContextManager["HttpClient"]):
     """Requests to one server, by connections that are kept open. It opens none before its first request.
 
     A server may drop connections that were idle for 5 s; they are kept for 1 s, for one that is used just then would
@@ -41,7 +41,7 @@ class HttpClient:
         """max_concurrent: requests at once, 0 = any number; socket: of Unix, in place of a port."""
         self.url = url.rstrip("/")
         self._headers, self._socket = dict(headers or {}), socket
-        self._turn = asyncio.Semaphore(max_concurrent) if max_concurrent else contextlib.nullcontext()
+        self._turn = asyncio.Semaphore(max_concurrent) if max_concurrent else nullcontext()
         self._session: aiohttp.ClientSession | None = None
 
     async def request(
@@ -88,9 +88,6 @@ class HttpClient:
     async def close(self) -> None:
         if self._session:
             await self._session.close()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
