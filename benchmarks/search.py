@@ -29,7 +29,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         seconds = [time.perf_counter()]
         for _ in range(2):
-            index = BM25S.open(corpus, Path(place) / "index")
+            index = BM25S(corpus, Path(place) / "index")
             seconds.append(time.perf_counter())
         recall: dict[str, list[float]] = {}
         for row in rows:

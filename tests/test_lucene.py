@@ -53,7 +53,7 @@ def found(index: Lucene, query: str, k: int = 5) -> list[str]:
 
 
 def test_it_finds_and_reads(corpus: Path) -> None:
-    index = Lucene.open(corpus)
+    index = Lucene(corpus)
     assert len(index) == 3 and index.folder.name.endswith("-lucene")
     assert found(index, "the capital of Italy") == ["a", "b"]
     assert found(index, "RIVERS?") == ["c", "b"]
@@ -64,11 +64,11 @@ def test_it_finds_and_reads(corpus: Path) -> None:
         assert index.read(row["id"]) == Passage(row["id"], row["title"], row["text"])
     assert index.read("f") is None and index.read("\ud800") is None
     built = index.folder.stat().st_mtime_ns
-    assert Lucene.open(corpus).folder.stat().st_mtime_ns == built
+    assert Lucene(corpus).folder.stat().st_mtime_ns == built
 
 
 def test_an_index_that_is_there_needs_no_corpus(corpus: Path, tmp_path: Path) -> None:
-    folder = Lucene.open(corpus).folder
+    folder = Lucene(corpus).folder
     tools = {"search": {"backend": "lucene", "index": str(folder)}}
 
     async def asked() -> list[str]:
@@ -86,17 +86,17 @@ def test_an_index_that_is_there_needs_no_corpus(corpus: Path, tmp_path: Path) ->
 def test_what_is_no_index_of_it_is_refused(corpus: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps(ROWS[0]))
-    folder = Lucene.open(corpus, tmp_path / "index").folder
+    folder = Lucene(corpus, tmp_path / "index").folder
     with pytest.raises(ConfigError, match=r"is that of another corpus: of passages\.jsonl with 3 passages"):
-        Lucene.open(other, folder)
+        Lucene(other, folder)
     with pytest.raises(ConfigError, match="is not an index of passages of this kind"):
-        BM25S.open(corpus, folder)
+        BM25S(corpus, folder)
     with pytest.raises(ConfigError, match=r"missing is no Lucene index that can be read"):
-        Lucene(tmp_path / "missing")
+        Lucene(None, tmp_path / "missing")
 
 
 def test_recall_on_real_questions(data_folder: Path) -> None:
-    index = Lucene.open(data_folder / "search_qa" / "passages.jsonl")
+    index = Lucene(data_folder / "search_qa" / "passages.jsonl")
     assert len(index) == 12_583
     recalls: defaultdict[str, list[float]] = defaultdict(list)
     for line in (data_folder / "search_qa" / "questions.jsonl").read_text().splitlines():

@@ -61,7 +61,7 @@ def found(index: BM25S, query: str, k: int = 5) -> list[str]:
 
 
 def test_the_best_passages_come_first(corpus: Path) -> None:
-    index = BM25S.open(corpus)
+    index = BM25S(corpus)
     assert len(index) == 5
     assert found(index, "the capital of Italy") == ["a", "b"]
     assert found(index, "capital cities") == ["a", "b"]  # the shorter passage first
@@ -92,14 +92,14 @@ def test_scores_are_those_of_bm25(corpus: Path) -> None:
 
     query = ["capital", "zebra", "old"]
     expected = sorted((key for key in texts if score(key, query) > 0), key=lambda key: -score(key, query))
-    assert found(BM25S.open(corpus), " ".join(query)) == expected
+    assert found(BM25S(corpus), " ".join(query)) == expected
 
 
 STOP = {"is", "the", "of", "it", "and", "on", "to"}
 
 
 def test_passages_are_read_by_their_ids(corpus: Path) -> None:
-    index = BM25S.open(corpus)
+    index = BM25S(corpus)
     for row in ROWS:
         assert index.read(row["id"]) == Passage(row["id"], row["title"], row["text"])
     assert index.read("f") is None
@@ -108,7 +108,7 @@ def test_passages_are_read_by_their_ids(corpus: Path) -> None:
 
 def test_two_ids_of_one_hash_are_told_apart(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtgrpo.tools.bm25s._hash", lambda _: np.uint64(7))
-    index = BM25S.open(corpus)
+    index = BM25S(corpus)
     assert [index.read(row["id"]) for row in ROWS] == [Passage(row["id"], row["title"], row["text"]) for row in ROWS]
     assert index.read("f") is None
 
@@ -120,33 +120,33 @@ def test_blank_lines_and_unicode_do_not_shift_passages(tmp_path: Path) -> None:
         "  ",
         json.dumps({"id": "\u00e9", "text": "M\u00fcnchen \u4f60\u597d"}, ensure_ascii=False),
     ]
-    index = BM25S.open(write(tmp_path / "c.jsonl", rows))
+    index = BM25S(write(tmp_path / "c.jsonl", rows))
     assert index.read("a") == Passage("a", "Rome", ROWS[0]["text"])
     assert found(index, "m\u00fcnchen") == ["\u00e9"]
 
 
 def test_an_index_is_built_once_and_mapped(corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    BM25S.open(corpus)
+    BM25S(corpus)
     monkeypatch.setattr(search, "_build", lambda *_: pytest.fail("built again"))
-    index = BM25S.open(corpus)
+    index = BM25S(corpus)
     assert isinstance(index._bm25.scores["data"], np.memmap)
     assert len(list(cache.iterdir())) == 1
     elsewhere = corpus.with_name("copy.jsonl")
     elsewhere.write_bytes(corpus.read_bytes())
-    assert found(BM25S.open(elsewhere), "Italy") == ["a"]  # the same corpus
+    assert found(BM25S(elsewhere), "Italy") == ["a"]  # the same corpus
 
 
 def test_a_corpus_that_changed_has_another_index(corpus: Path, cache: Path) -> None:
-    BM25S.open(corpus)
+    BM25S(corpus)
     write(corpus, [*ROWS, {"id": "f", "text": "Italy, Italy"}])
-    assert found(BM25S.open(corpus), "Italy") == ["f", "a"]
+    assert found(BM25S(corpus), "Italy") == ["f", "a"]
     assert len(list(cache.iterdir())) == 2
 
 
 def test_processes_that_build_at_the_same_time_share_one(corpus: Path, cache: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from mtgrpo.tools.bm25s import BM25S\n"
-        "print([p.id for p in BM25S.open(Path(sys.argv[1])).search('Italy', 3)])"
+        "print([p.id for p in BM25S(Path(sys.argv[1])).search('Italy', 3)])"
     )
     command = [sys.executable, "-c", code, str(corpus)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -155,7 +155,7 @@ def test_processes_that_build_at_the_same_time_share_one(corpus: Path, cache: Pa
 
 
 def test_whoever_builds_second_leaves_the_first_ones_index(corpus: Path, cache: Path, tmp_path: Path) -> None:
-    BM25S.open(corpus)
+    BM25S(corpus)
     (folder,) = cache.iterdir()
     written = (folder / "about.json").stat().st_mtime_ns
     search._build(corpus, "x", folder, 1, bm25s._write)
@@ -173,7 +173,7 @@ def test_whoever_builds_second_leaves_the_first_ones_index(corpus: Path, cache: 
 
 def refusal(corpus: Path, folder: Path | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        BM25S.open(corpus, folder)
+        BM25S(corpus, folder)
     return str(caught.value)
 
 
@@ -197,11 +197,11 @@ def test_bad_rows_are_refused_with_file_and_line(row: Any, message: str, corpus:
 
 def test_an_index_of_another_corpus_is_refused(corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "index"
-    BM25S.open(corpus, folder)
+    BM25S(corpus, folder)
     other = write(tmp_path / "other.jsonl", ROWS[:2])
     said = refusal(other, folder)
     assert f"{folder} is that of another corpus: of passages.jsonl with 5 passages" in said and str(other) in said
-    assert found(BM25S.open(corpus, folder), "Italy") == ["a"]
+    assert found(BM25S(corpus, folder), "Italy") == ["a"]
 
 
 @pytest.mark.parametrize("about", [None, "", "[]", '{"layout": 0, "corpus": {"sha256": "x"}}'])
@@ -315,7 +315,7 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], messag
 
 @pytest.mark.real
 def test_recall_on_real_questions(data_folder: Path) -> None:
-    index = BM25S.open(data_folder / "search_qa" / "passages.jsonl")
+    index = BM25S(data_folder / "search_qa" / "passages.jsonl")
     assert len(index) == 12_583
     recalls: defaultdict[str, list[float]] = defaultdict(list)
     for line in (data_folder / "search_qa" / "questions.jsonl").read_text().splitlines():

@@ -67,7 +67,7 @@ def _build(file: Path, out: Path | None) -> int:
     if out and out.suffix == ".parquet":
         print(f"{out}: {write_parquet(file, out):,} rows")
     else:
-        index = BM25S.open(file, out)
+        index = BM25S(file, out)
         print(f"{index.folder}: the index of {len(index):,} passages; it is found again by the corpus")
     return 0
 

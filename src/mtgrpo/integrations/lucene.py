@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from mtgrpo.errors import ConfigError, refuse_without_package
 from mtgrpo.tools.search import Passage, SearchIndex, index_folder
@@ -20,9 +20,12 @@ class Lucene(SearchIndex):
 
     needs_corpus = False
 
-    def __init__(self, folder: Path) -> None:
-        """Open the index in `folder`. Raises ConfigError where there is none, or one without texts."""
+    def __init__(self, corpus: Path | None, folder: Path | None = None) -> None:
+        """Raises ConfigError too where there is no index in `folder`, or one without texts."""
         java = _java()
+        if corpus is not None:
+            folder = index_folder(corpus, folder, "-lucene", _write)
+        assert folder is not None
         self.folder = folder
         try:
             self._searcher = java("io.anserini.search.SimpleSearcher")(str(folder.resolve()))
@@ -33,13 +36,6 @@ class Lucene(SearchIndex):
         if raw is None:
             raise ConfigError(f"{folder} keeps no texts of its passages; build it with -storeRaw, or take another")
         self._searcher.set_bm25(0.9, 0.4)
-
-    @classmethod
-    def open(cls, corpus: Path | None, folder: Path | None = None) -> Self:
-        if corpus is not None:
-            folder = index_folder(corpus, folder, "-lucene", _write)
-        assert folder is not None
-        return cls(folder)
 
     def __len__(self) -> int:
         return self._searcher.get_total_num_docs()

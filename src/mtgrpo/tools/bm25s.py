@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,19 +23,16 @@ class BM25S(SearchIndex):
     corpus itself stays where it is: JSON Lines with `id`, `text` and perhaps `title`.
     """
 
-    def __init__(self, corpus: Path, folder: Path) -> None:
+    def __init__(self, corpus: Path | None, folder: Path | None = None) -> None:
+        assert corpus is not None  # `needs_corpus`
         bm25s, self._stemmer = _packages()
-        self.folder, self._corpus, self._bm25s = folder, corpus, bm25s
+        self.folder = folder = index_folder(corpus, folder, "", _write)
+        self._corpus, self._bm25s = corpus, bm25s
         self._bm25 = bm25s.BM25.load(folder, mmap=True, show_progress=False)
         self._offsets: NDArray[np.int64] = np.load(folder / "offsets.npy", mmap_mode="r")  # bytes, of each passage
         self._hashes: NDArray[np.uint64] = np.load(folder / "id_hashes.npy", mmap_mode="r")  # ascending
         self._rows: NDArray[np.int64] = np.load(folder / "id_rows.npy", mmap_mode="r")  # of these hashes
         self._stemming = threading.Lock()  # a stemmer is for one thread at a time
-
-    @classmethod
-    def open(cls, corpus: Path | None, folder: Path | None = None) -> Self:
-        assert corpus is not None  # `needs_corpus`
-        return cls(corpus, index_folder(corpus, folder, "", _write))
 
     def __len__(self) -> int:
         return len(self._offsets)

@@ -44,10 +44,9 @@ class SearchIndex(ABC):
     needs_corpus: ClassVar[bool] = True  # False: `index` may be one that somebody else has built
     folder: Path  # it lies there
 
-    @classmethod
     @abstractmethod
-    def open(cls, corpus: Path | None, folder: Path | None = None) -> Self:
-        """The index of `corpus`: see `index_folder`. Raises ConfigError for missing packages too.
+    def __init__(self, corpus: Path | None, folder: Path | None = None) -> None:
+        """Open the index of `corpus`: see `index_folder`. Raises ConfigError for missing packages too.
 
         corpus: None where it needs none, then `folder` is an index that is there already.
         """
@@ -108,7 +107,7 @@ class Search(Tool):
         """A copy that has opened its index, and its model. Raises ConfigError as `open` does."""
         running = copy.copy(self)
         corpus, folder = (Path(place).expanduser() if place else None for place in (self.corpus, self.index))
-        running._open_index = self._backend.open(corpus, folder)
+        running._open_index = self._backend(corpus, folder)
         if self.rerank:
             running._ranker = SequenceClassifier(self.rerank, "environment.tools.search.rerank", self.device)
         return running
