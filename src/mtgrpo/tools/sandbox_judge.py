@@ -27,15 +27,14 @@ class _Names(dict[str, Any]):
         super().__init__(vars(builtins))
         self._peer = peer
 
-    def __missing__(self, name: str) -> Any:
-        return self.of_program(name)
-
     def of_program(self, name: str) -> Any:
         usual, self._peer.takes_objects = self._peer.takes_objects, True
         try:
             return self._peer.ask("name", name)
         finally:
             self._peer.takes_objects = usual
+
+    __missing__ = of_program
 
 
 class _Unchanged:
