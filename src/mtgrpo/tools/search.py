@@ -90,7 +90,7 @@ class Search(Tool):
     _ranker = cast("SequenceClassifier | None", None)
 
     def __post_init__(self) -> None:
-        if not self.corpus and (self._backend.needs_corpus or not self.index):
+        if (self._backend.needs_corpus or not self.index) and not self.corpus:
             how = "environment.tools={search: {corpus: FILE}}, a .jsonl file with id, text and perhaps title"
             raise ConfigError(f"the tool search needs a corpus: {how}")
         require(self, results=f">= 1 and <= {self.max_results} (max_results)", snippet_chars=">= 0 (0 = all)")
