@@ -19,8 +19,8 @@ from mtgrpo.agents import Address, Agent, Outcome, outcome_of, run_process
 from mtgrpo.errors import ConfigError, harmless
 from mtgrpo.messages import message_from_fields
 from mtgrpo.parts import Code, Program, RunContext, extension
-from mtgrpo.runtime.event_loop import LoopThread
 from mtgrpo.runtime.isolation import run_in_thread
+from mtgrpo.runtime.workers import LoopThread
 from mtgrpo.types import Task
 
 BLOCKED_S = 5.0  # an event loop that does not answer for so long begins no more conversations

@@ -24,8 +24,8 @@ from mtgrpo.endpoint.dialect import STATUS, Dialect, event, mapping, parse_json,
 from mtgrpo.endpoint.messages import Messages
 from mtgrpo.endpoint.responses import Responses
 from mtgrpo.endpoint.session import AgentSession
-from mtgrpo.runtime.event_loop import LoopThread
 from mtgrpo.runtime.files import strict_json
+from mtgrpo.runtime.workers import LoopThread
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 5.0  # between signs of life in a stream

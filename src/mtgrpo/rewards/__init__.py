@@ -16,9 +16,8 @@ from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar, cast
 from mtgrpo.errors import ConfigError, PolicyError
 from mtgrpo.parts import Part, Parts, RunContext, built, extension, named
 from mtgrpo.parts.extension import misgiven
-from mtgrpo.runtime.event_loop import together
 from mtgrpo.runtime.isolation import run_isolated
-from mtgrpo.runtime.workers import Workers, open_workers
+from mtgrpo.runtime.workers import Workers, open_workers, together
 from mtgrpo.types import Task, Trajectory
 
 T = TypeVar("T")

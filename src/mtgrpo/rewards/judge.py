@@ -15,9 +15,9 @@ from typing import Any, Self, cast
 from mtgrpo.errors import ConfigError, PolicyError, require
 from mtgrpo.parts import Folder, Network, RunContext, Secret, Text
 from mtgrpo.rewards import Given, Reward, Score, attempt
-from mtgrpo.runtime.event_loop import together
 from mtgrpo.runtime.files import strict_json, write_whole
 from mtgrpo.runtime.http import HttpClient, HttpError
+from mtgrpo.runtime.workers import together
 from mtgrpo.types import Trajectory
 
 _PROMPT = """\

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mtgrpo.rewards import Given, Reward, Score, attempt
-from mtgrpo.runtime.event_loop import together
+from mtgrpo.runtime.workers import together
 from mtgrpo.tools.sandbox import Sandboxed
 from mtgrpo.tools.unit_tests import last_code_block, objects_in, run_tests
 from mtgrpo.types import Trajectory

@@ -27,8 +27,8 @@ from mtgrpo.parts import RunContext
 from mtgrpo.parts.extension import awaited, misgiven
 from mtgrpo.policy.step import Metrics
 from mtgrpo.record.curve import Curve
-from mtgrpo.runtime.event_loop import together
 from mtgrpo.runtime.text import printable
+from mtgrpo.runtime.workers import together
 from mtgrpo.stages import trainer
 from mtgrpo.stages.run import check, make_runner, open_parts
 from mtgrpo.types import Attend, Completion, Group, Sample, Sampling, Status, Task

@@ -12,7 +12,7 @@ from mtgrpo.evaluation.findings import succeeded, valid
 from mtgrpo.record.summary import write_summary
 from mtgrpo.record.tables import open_rows
 from mtgrpo.record.trajectories import fine_tuning, record
-from mtgrpo.runtime.event_loop import together
+from mtgrpo.runtime.workers import together
 from mtgrpo.stages.evaluate import AllFailedError
 from mtgrpo.stages.metrics import describe
 from mtgrpo.stages.run import EVAL_SEED, Run, open_run

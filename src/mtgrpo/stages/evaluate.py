@@ -22,8 +22,8 @@ from mtgrpo.record.reading import AFTER, of_set, read_object, read_settings
 from mtgrpo.record.shapes import TEXTS
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.group import RolloutRunner
-from mtgrpo.runtime.event_loop import together
 from mtgrpo.runtime.files import strict_json, write_whole
+from mtgrpo.runtime.workers import together
 from mtgrpo.stages.metrics import describe
 from mtgrpo.stages.resume import differences
 from mtgrpo.stages.run import Run, open_run

@@ -29,7 +29,7 @@ from mtgrpo.engines.server.vllm import VLLM, command, environment, interpreter
 from mtgrpo.errors import EngineError
 from mtgrpo.model.load import device_of_process
 from mtgrpo.model.traits import ordinary_tokens
-from mtgrpo.runtime.event_loop import together
+from mtgrpo.runtime.workers import together
 from mtgrpo.types import Completion, Finish, Sampling
 from mtgrpo.weights.source import WeightSource
 
