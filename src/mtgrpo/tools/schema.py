@@ -42,7 +42,7 @@ def signature_spec(name: str, tool: Callable[..., Any], bound: Container[str] = 
     `bound` are left out. Raises ConfigError naming the parameter that no schema can describe.
     """
     who = f"the tool {name}{place(_function(tool))}"
-    description, arguments = _read_docstring(_docstring(tool))
+    description, arguments = _read_docstring(tool)
     if not description:
         raise ConfigError(f"{who} needs a docstring: its first paragraph is what the model is told of it")
     properties: dict[str, Any] = {}
@@ -144,17 +144,12 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         raise ConfigError(f"the annotations of the tool {function.__qualname__} cannot be resolved: {error}") from None
 
 
-def _docstring(tool: Callable[..., Any]) -> str:
-    if inspect.isroutine(tool) or _function(tool).__doc__:
-        return _function(tool).__doc__ or ""
-    of_class = type(tool).__doc__ or ""
-    written_by_dataclass = of_class.startswith(f"{type(tool).__name__}(")
-    return "" if written_by_dataclass else of_class
-
-
-def _read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
+def _read_docstring(tool: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """The first paragraph, and the descriptions in the `Args:` section of a Google-style docstring."""
-    text = inspect.cleandoc(docstring)
+    text = _function(tool).__doc__ or (not inspect.isroutine(tool) and type(tool).__doc__) or ""
+    if text.startswith(f"{type(tool).__name__}("):  # written by `dataclass`
+        text = ""
+    text = inspect.cleandoc(text)
     before, _, section = re.sub(r"^Args:[ \t]*$", "\0", text, count=1, flags=re.MULTILINE).partition("\0")
     description = " ".join(re.split(r"\n\s*\n", before.strip())[0].split())
     arguments: dict[str, str] = {}

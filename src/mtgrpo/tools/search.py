@@ -189,11 +189,6 @@ def index_folder(corpus: Path, folder: Path | None, kind: str, write: Write) -> 
     layout = f"{_LAYOUT}{kind}" if kind else _LAYOUT
     if not (folder.is_dir() and any(folder.iterdir())):
         _build(corpus, checksum, folder, layout, write)
-    _validate(corpus, checksum, folder, layout)
-    return folder
-
-
-def _validate(corpus: Path, checksum: str, folder: Path, layout: int | str) -> None:
     try:
         about: Any = json.loads((folder / _ABOUT).read_bytes())
         source = about["corpus"] if about["layout"] == layout else None
@@ -207,6 +202,7 @@ def _validate(corpus: Path, checksum: str, folder: Path, layout: int | str) -> N
             f"sha256 {source['sha256'][:16]}..., while {corpus} has sha256 {checksum[:16]}...; delete it, or give "
             "another folder"
         )
+    return folder
 
 
 def _build(corpus: Path, checksum: str, folder: Path, layout: int | str, write: Write) -> None:
