@@ -32,7 +32,7 @@ from mtgrpo.engines.server.replica import HEAT, LostError, Replica
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import device_of_process
 from mtgrpo.runtime.isolation import run_in_thread
-from mtgrpo.runtime.together import together
+from mtgrpo.runtime.workers import together
 from mtgrpo.weights.source import WeightSource
 
 PROOF_TOKENS = 64  # tokens of a context that both sides compute
