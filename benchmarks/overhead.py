@@ -31,7 +31,7 @@ from record import finish
 from mtgrpo import preset
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.journal import Journal
-from mtgrpo.policy import step, updater
+from mtgrpo.policy import objective, step, updater
 from mtgrpo.policy.update_check import UpdateCheck
 from mtgrpo.policy.witness import Witness
 from mtgrpo.record.curve import Curve
@@ -45,14 +45,14 @@ WORDS = ("sft.steps=40", "eval.tasks=2", "eval.samples=1", "log=[jsonl]", "check
 CHECKS: tuple[tuple[Any, str], ...] = (
     (update, "check_provenance"),
     (updater, "check_weights"),
-    (updater, "worst_trajectory"),
+    (objective, "worst_trajectory"),
     (update, "evidence_of"),
     (step, "compare"),
     (step.Policy, "judge"),
     (LocalEngine, "_check_weights"),
     (Trends, "warnings"),
     (Trajectory, "copy"),
-    (updater, "choose"),
+    (objective, "choose"),
     (Witness, "watch"),
     (Witness, "_compare"),
     (Witness, "check"),

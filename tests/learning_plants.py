@@ -19,7 +19,7 @@ from mtgrpo.algorithms.average import Average
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
 from mtgrpo.model.load import ModelSettings, load_model
-from mtgrpo.policy import optimizer, updater
+from mtgrpo.policy import objective, optimizer, updater
 from mtgrpo.policy.step import Policy
 from mtgrpo.stages import update
 from plants import Patch, Plant, changed, logprobs_with, run
@@ -40,7 +40,7 @@ def advantages_with(change: Callable[[Tensor], Tensor]) -> Plant:
         found = assign(*arguments)
         return replace(found, advantage=change(found.advantage))
 
-    return changed(updater, "advantages", changed_advantages)
+    return changed(objective, "advantages", changed_advantages)
 
 
 def negated_by_the_estimator(assign: Any, *arguments: Any) -> Any:
@@ -53,12 +53,12 @@ def swapped_rewards(rewards_of: Any, *arguments: Any) -> Any:
     return replace(found, outcome=found.outcome.view(-1, 2).flip(1).flatten())
 
 
-def other_average(weigh: Any, _average: Average, members: Any, length: int) -> Tensor:
-    return weigh(Average.trajectory_mean, members, length)
+def other_average(weigh: Any, _average: Average, *members: Any) -> Tensor:
+    return weigh(Average.trajectory_mean, *members)
 
 
-def one_group_alone(choose: Any, own: Any, advantage: Tensor, rewards: Any) -> Tensor:
-    return choose(own, advantage, rewards) & (rewards.of_tokens(rewards.group) == 0)
+def one_group_alone(choose: Any, own: Any, rewards: Any) -> Tensor:
+    return choose(own, rewards) & (rewards.of_tokens(rewards.group) == 0)
 
 
 def moments_become(name: str, change: Callable[[Tensor], Any]) -> Plant:
@@ -113,7 +113,7 @@ LEARNING: dict[str, Plant] = {
     "siblings have one another's rewards": changed(update, "rewards_of", swapped_rewards),
     "the ratio is the inverse": changed(grpo, "ratio_of", lambda ratio, log_ratio: ratio(-log_ratio)),
     "tokens are weighed by another average": changed(updater, "token_weights", other_average),
-    "one group alone is trained": changed(updater.PolicyUpdater, "_with_gradient", one_group_alone),
+    "one group alone is trained": changed(objective.Objective, "_with_gradient", one_group_alone),
     "second moments become 0": moments_become("exp_avg_sq", lambda moments: 0 * moments),
     "second moments become 1e-30": moments_become("exp_avg_sq", lambda moments: 0 * moments + 1e-30),
     "second moments become infinite": moments_become("exp_avg_sq", lambda moments: moments + torch.inf),

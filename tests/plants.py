@@ -28,7 +28,7 @@ from mtgrpo.log import Sinks
 from mtgrpo.model import prefix
 from mtgrpo.model.attention import Visibility
 from mtgrpo.model.scorer import Scorer
-from mtgrpo.policy import optimizer, updater
+from mtgrpo.policy import objective, optimizer, updater
 from mtgrpo.record.curve import Curve
 from mtgrpo.rewards import Reward
 from mtgrpo.stages import update
@@ -363,7 +363,7 @@ FAULTS: dict[str, Plant] = {
     "what is masked is not counted by the normaliser": changed(
         updater, "token_weights", lambda weigh, *rest: weigh(*rest) * 1.01
     ),
-    "an advantage is infinite": changed(updater, "advantages", advantage_of_nothing),
+    "an advantage is infinite": changed(objective, "advantages", advantage_of_nothing),
     "every gradient is NaN": changed(optimizer.nn.utils, "clip_grad_norm_", gradient_of_nothing),
     "the weights are NaN": changed(optimizer.Optimizer, "step", weights_of_nothing),
     "every reward is NaN": changed(rewards, "Score", lambda score, *_: score(float("nan"))),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtgrpo.advantages.rewards import comparable, rewards_of
 from mtgrpo.algorithms import Algorithm, Tokens, Truncated
-from mtgrpo.algorithms.average import Average, Membership, token_weights
+from mtgrpo.algorithms.average import Average, token_weights
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.kl import KL, Estimator, estimate
 from mtgrpo.algorithms.reinforce_pp import ReinforcePP
@@ -187,23 +187,23 @@ def test_a_negative_kl_coefficient_is_refused() -> None:
 # --- weights ---
 
 
-def members(trajectory: Sequence[int], group: Sequence[int] = (), segment: Sequence[int] = ()) -> Membership:
-    return Membership(*(torch.tensor(part or trajectory) for part in (trajectory, group, segment)))
+def members(trajectory: Sequence[int], group: Sequence[int] = (), segment: Sequence[int] = ()) -> list[Tensor]:
+    return [torch.tensor(part or trajectory) for part in (trajectory, group, segment)]
 
 
 def test_weights_by_hand() -> None:
     """Three trajectories of 3, 1 and 2 tokens; the first two are siblings; the first is stored in two segments."""
     parts = members([4, 4, 4, 7, 9, 9], [0, 0, 0, 0, 1, 1], [0, 0, 1, 2, 3, 3])
-    assert close(token_weights(Average.token_mean, parts), [1 / 6] * 6, 1e-16)
-    assert close(token_weights(Average.trajectory_mean, parts), [1 / 9] * 3 + [1 / 3] + [1 / 6] * 2, 1e-16)
-    assert close(token_weights(Average.prompt_mean, parts), [1 / 8] * 4 + [1 / 4] * 2, 1e-16)
-    assert close(token_weights(Average.constant, parts, 10), [1 / 30] * 6, 1e-16)
-    assert close(token_weights(Average.sequence_mean, parts), [1 / 8] * 2 + [1 / 4] * 2 + [1 / 8] * 2, 1e-16)
+    assert close(token_weights(Average.token_mean, *parts), [1 / 6] * 6, 1e-16)
+    assert close(token_weights(Average.trajectory_mean, *parts), [1 / 9] * 3 + [1 / 3] + [1 / 6] * 2, 1e-16)
+    assert close(token_weights(Average.prompt_mean, *parts), [1 / 8] * 4 + [1 / 4] * 2, 1e-16)
+    assert close(token_weights(Average.constant, *parts, 10), [1 / 30] * 6, 1e-16)
+    assert close(token_weights(Average.sequence_mean, *parts), [1 / 8] * 2 + [1 / 4] * 2 + [1 / 8] * 2, 1e-16)
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.sampled_from(Average))
 def test_weights_sum_to_one(trajectory: list[int], average: Average) -> None:
-    weights = token_weights(average, members(trajectory), len(trajectory))
+    weights = token_weights(average, *members(trajectory), len(trajectory))
     if average is Average.constant:
         assert weights.sum().item() == pytest.approx(1 / len(set(trajectory)), abs=1e-12)
     else:

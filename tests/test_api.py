@@ -19,7 +19,7 @@ from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import ModelSettings, load_model
-from mtgrpo.policy import updater
+from mtgrpo.policy import objective
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
 from mtgrpo.policy.updater import PolicyUpdater
@@ -147,7 +147,7 @@ def test_it_is_what_the_trainer_computes() -> None:
     model = load_model(ModelSettings("tiny"), 0)
     policy = Policy(model, Optimizer(model, experiment.optimizer, 1), 2048, temperature=1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(updater, "apply_control", lambda control, advantage, *_: seen.append(advantage) or advantage)
+        patch.setattr(objective, "apply_control", lambda control, advantage, *_: seen.append(advantage) or advantage)
         PolicyUpdater(policy, replace(update_config(experiment), exact=False)).train(batch, rewards, 0, 0)
     turns = iter([turn for one in found for per_turn in one.advantages for turn in per_turn])
     expected = [next(turns) for _ in range(len(rewards.per_turn))]

@@ -19,7 +19,7 @@ from mtgrpo.advantages.return_to_go import ReturnToGo
 from mtgrpo.advantages.rewards import Level, Rewards
 from mtgrpo.advantages.trajectory import WholeTrajectory
 from mtgrpo.algorithms import Algorithm, Tokens
-from mtgrpo.algorithms.average import Average, Membership, token_weights
+from mtgrpo.algorithms.average import Average, token_weights
 from mtgrpo.algorithms.cispo import CISPO
 from mtgrpo.algorithms.correction import Correction, Reject, Weight, interpolate
 from mtgrpo.algorithms.dapo import DAPO
@@ -265,8 +265,8 @@ def gigpo(golden: Golden, inputs: Values, outputs: Values) -> tuple[Found, Found
 def averaged(golden: Golden, inputs: Values) -> Tensor:
     row = numbers(inputs["lengths"])
     trajectory = torch.tensor(inputs.get("trajectory", range(len(inputs["lengths"]))))[row]
-    members = Membership(trajectory, torch.tensor(inputs["group"])[row], row)
-    return token_weights(Average[golden.settings["average"]], members, golden.settings.get("length", 1))
+    members = trajectory, torch.tensor(inputs["group"])[row], row
+    return token_weights(Average[golden.settings["average"]], *members, golden.settings.get("length", 1))
 
 
 def mean_of_trajectories(values: Tensor, lengths: Sequence[int]) -> Tensor:

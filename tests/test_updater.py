@@ -455,9 +455,9 @@ def test_tokens_of_one_context_are_chosen_together_whatever_the_mini_batches(siz
     policy, seen = Rounded(copy.deepcopy(MODEL)), []
 
     class Seen(Objective):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            seen.append(self._prepared.kept)
+        def prepare(self, *arguments: Any) -> CooperativeTask[None]:
+            yield from super().prepare(*arguments)
+            seen.append(self._kept)
 
     batch = build_batch(siblings)
     learning = UpdateConfig(GRPO(top_entropy=0.3), WholeTrajectory(), updates=Updates(size, 1))

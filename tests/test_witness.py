@@ -21,7 +21,7 @@ from mtgrpo.algorithms.kl import KL, Estimator, Place
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.errors import RunError
 from mtgrpo.model.value import add_value_head
-from mtgrpo.policy import updater
+from mtgrpo.policy import objective
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import Kind, OptimizerSettings, Schedule
 from mtgrpo.policy.step import at_once
@@ -55,7 +55,7 @@ def train(
     rewards = rewards_of(GROUPS, algorithm, batch.trajectory, batch.turn)
     trains = PolicyUpdater(Watched(model, lr=5e-4), learning, REFERENCE if learning.kl.coef else None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(updater, "choose", lambda *asked: found.append(choose(*asked)) or found[0])
+        patch.setattr(objective, "choose", lambda *asked: found.append(choose(*asked)) or found[0])
         metrics = at_once(trains.training(batch, rewards, 3, seed, evidence_of(GROUPS, learning)))
     return found[0] if found else None, metrics["updates"]
 
@@ -101,13 +101,13 @@ def test_what_a_user_writes_has_no_witness() -> None:
 @pytest.mark.parametrize("fault", ["negated", "shifted", "scaled"])
 def test_a_wrong_advantage_is_refused(case: int, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"negated": lambda a: -a, "shifted": lambda a: a.roll(3), "scaled": lambda a: 1.2 * a}
-    assign = updater.advantages
+    assign = objective.advantages
 
     def wrong(*arguments: Any) -> Any:
         found = assign(*arguments)
         return replace(found, advantage=changes[fault](found.advantage))
 
-    monkeypatch.setattr(updater, "advantages", wrong)
+    monkeypatch.setattr(objective, "advantages", wrong)
     with pytest.raises(RunError, match="what is trained is not what the rewards ask for"):
         for seed in range(4):  # one trajectory of each batch
             train(*CASES[case], seed)

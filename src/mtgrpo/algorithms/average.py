@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -23,36 +22,19 @@ class Average(Enum):
     sequence_mean = "sequence_mean"  # every segment alike, so k segments weigh k times: to reproduce others
 
 
-@dataclass(frozen=True)
-class Membership:
-    """The trajectory, group and segment of each sampled token, by number; [tokens] int64."""
-
-    trajectory: Tensor
-    group: Tensor
-    segment: Tensor
-
-    def __getitem__(self, chosen: Tensor) -> Membership:
-        return Membership(self.trajectory[chosen], self.group[chosen], self.segment[chosen])
-
-
-def token_weights(average: Average, members: Membership, length: int = 0) -> Tensor:
+def token_weights(average: Average, trajectory: Tensor, group: Tensor, segment: Tensor, length: int = 0) -> Tensor:
     """One weight per sampled token [tokens] fp64, summing to 1 over an optimiser step; average=constant sums to less.
 
-    `members` are those of all sampled tokens of the step; `length` is the constant of average=constant, in tokens.
-    Computed before any mask, so that leaving tokens out never rescales the rest.
+    trajectory, group, segment [tokens] int64: those of all sampled tokens of the step, by number. length: the constant
+    of average=constant, in tokens. Computed before any mask, so that leaving tokens out never rescales the rest.
     """
     import torch  # noqa: PLC0415  settings alone import no library
 
-    count = len(members.trajectory)
+    count = len(trajectory)
     if average is Average.token_mean:
         return torch.full((count,), 1.0 / count, dtype=torch.float64)
     if average is Average.constant:
-        trajectories = len(members.trajectory.unique())
-        return torch.full((count,), 1.0 / (trajectories * length), dtype=torch.float64)
-    parts = {
-        Average.trajectory_mean: members.trajectory,
-        Average.prompt_mean: members.group,
-        Average.sequence_mean: members.segment,
-    }
+        return torch.full((count,), 1.0 / (len(trajectory.unique()) * length), dtype=torch.float64)
+    parts = {Average.trajectory_mean: trajectory, Average.prompt_mean: group, Average.sequence_mean: segment}
     _, index, counts = parts[average].unique(return_inverse=True, return_counts=True)
     return 1.0 / (counts[index] * len(counts)).double()

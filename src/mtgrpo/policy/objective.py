@@ -1,75 +1,137 @@
-"""The loss of every token of a rollout batch, update by update."""
+"""What one rollout batch trains: advantages, corrections and the loss of every token, update by update."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from mtgrpo.advantages import advantages
+from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.algorithms import PerToken, Tokens
-from mtgrpo.algorithms.correction import OldPolicy, interpolate
+from mtgrpo.algorithms.correction import OldPolicy, diagnostics, interpolate
 from mtgrpo.algorithms.grpo import is_clamped
-from mtgrpo.algorithms.kl import Place
+from mtgrpo.algorithms.kl import Estimator, Place, estimate
 from mtgrpo.batch.forest import Batch
+from mtgrpo.errors import RunError
 from mtgrpo.model.scorer import Scores
-from mtgrpo.policy.settings import UpdateConfig
-from mtgrpo.policy.step import CooperativeTask, Policy
-from mtgrpo.policy.witness import Witness
+from mtgrpo.policy.guard import worst_trajectory
+from mtgrpo.policy.reference import ReferencePolicy
+from mtgrpo.policy.settings import Control, UpdateConfig
+from mtgrpo.policy.step import CooperativeTask, Metrics, Policy
+from mtgrpo.policy.witness import Evidence, Witness, choose
 
 NOT_REPRODUCIBLE = (
     "the forward pass is not reproducible: before the first update of a batch its log-probabilities changed"
 )
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What is known of a rollout batch before its first update; tensors [tokens], fp64, NaN where not needed."""
-
-    entries: Tensor  # int64, which tokens have a loss
-    advantage: Tensor
-    target: Tensor | None  # of the value head
-    before: Scores | None  # of the policy before the first update
-    ref_logp: Tensor
-    weight: Tensor | None  # the correction's factors
-    kept: Tensor | None  # bool, by entropy
-    witness: Witness | None  # a trajectory of the first update
+WORST_MISMATCH = "mismatch/worst_trajectory"
 
 
 class Objective:
-    """Gives `Policy` the loss of tokens; `begin` comes before each update."""
+    """Gives `Policy` the loss of tokens; `prepare` comes first, and `begin` before each update.
+
+    Its tensors are [tokens], in fp64, and NaN or None where they are not needed.
+    """
 
     def __init__(
         self,
         learning: UpdateConfig,
         policy: Policy,
+        reference: ReferencePolicy | None,
         kl_coef: float,
         batch: Batch,
-        prepared: Prepared,
+        steps: Sequence[Tensor],
         version: int,
-        updates: int,
     ) -> None:
-        """version: training steps that the policy has seen. updates: optimiser steps that the batch is used for."""
-        self.first_logp = torch.full((len(batch),), torch.nan, dtype=torch.float64)  # as each token was first scored
-        self._learning, self._policy = learning, policy
-        self._kl_coef = kl_coef if learning.kl.place is Place.loss else 0.0
-        self._batch, self._prepared, self._version = batch, prepared, version
-        self._before = prepared.before if updates > 1 else None  # a single update is its own old policy
+        """steps: the trajectories of each update. version: training steps that the policy has seen."""
+        self._learning, self._policy, self._reference, self._kl_coef = learning, policy, reference, kl_coef
+        self._batch, self._steps, self._version = batch, steps, version
         self._old = learning.old_policy
-        self._sequence: Tensor | None = None  # [tokens], of the update that has begun
-        self._first = True
-        self._state_weight = torch.zeros(0)  # [tokens], of this update
+        nothing = torch.full((len(batch),), torch.nan, dtype=torch.float64)
+        self.entries = torch.zeros(0, dtype=torch.long)  # which tokens have a loss
+        self.witness: Witness | None = None  # a trajectory of the first update
+        self._advantage = self._ref_logp = nothing
+        self._target: Tensor | None = None  # of the value head
+        self._before: Scores | None = None  # of the policy before the first update
+        self._first_logp = nothing.clone()  # as each token was first scored
+        self._weight: Tensor | None = None  # the correction's factors
+        self._kept: Tensor | None = None  # bool, by entropy
+        self._first = True  # whether the update that has begun is the first of the batch
+        self._sequence: Tensor | None = None  # of that update, what `Tokens.sequence` is taken from
+        self._state_weight = nothing  # of that update, what makes the sum over the states of a trajectory their mean
+
+    def prepare(self, rewards: Rewards, seed: int, evidence: Evidence | None) -> CooperativeTask[None]:
+        """Compute the advantages, and what the losses need once for the batch, by as few forward passes as it takes."""
+        learning, algorithm, batch = self._learning, self._learning.algorithm, self._batch
+        rewards = learning.advantage.weigh(rewards)
+        in_reward = self._reference is not None and learning.kl.place is Place.reward
+        # What counts in a baseline is charged for its distance too, also where it is not trained.
+        everything = (rewards.of_tokens(rewards.trained) | in_reward).nonzero()[:, 0]
+        if self._reference is not None:
+            self._ref_logp = (yield from self._policy.scoring(batch, everything, self._reference)).logp
+        if in_reward or algorithm.has_critic:
+            self._before = yield from self._score_before_update(everything)
+        if in_reward and self._before is not None:
+            penalty = estimate(learning.kl.estimator, self._before.logp, self._ref_logp)
+            rewards = replace(rewards, per_token=-self._kl_coef * penalty)
+        values = self._before.value if algorithm.has_critic and self._before else None
+        if values is not None:
+            values = values.nan_to_num(0.0)  # the critic says nothing of trajectories that are not trained
+        assigned = advantages(learning.advantage, algorithm, rewards, values)
+        self._target = assigned.target
+        self._advantage = apply_control(learning.control, assigned.advantage, batch.trajectory, seed)
+        if evidence:
+            self.witness = choose(evidence, learning, rewards, values, self._steps[0].tolist(), seed)
+        self.entries = entries = self._with_gradient(rewards).nonzero()[:, 0]
+        if not self._advantage[entries].isfinite().all():
+            raise RunError("an advantage is not finite: see the rewards in the trajectories of this step")
+        from_trainer = self._old is OldPolicy.trainer and (len(self._steps) > 1 or learning.correction.active)
+        if self._before is None and (from_trainer or algorithm.top_entropy < 1):
+            self._before = yield from self._score_before_update(entries)
+        if self._before is None:
+            return
+        if learning.correction.active and self._old is OldPolicy.trainer:
+            self._weight = torch.ones(len(batch), dtype=torch.float64)
+            logp, behaviour_logp = self._before.logp[entries], batch.behaviour_logp[entries]
+            self._weight[entries] = learning.correction.weights(logp, behaviour_logp, batch.trajectory[entries])
+        if algorithm.top_entropy < 1 and len(entries):
+            entropy = _of_contexts(batch, self._before.entropy, entries)
+            self._kept = entropy >= torch.quantile(entropy[entries], 1 - algorithm.top_entropy)
+
+    def _with_gradient(self, rewards: Rewards) -> Tensor:
+        """Which tokens are computed: those of trajectories with a gradient, whole; [tokens] bool."""
+        learning, matters = self._learning, rewards.trained
+        in_loss = self._reference is not None and learning.kl.place is Place.loss
+        if not (in_loss or learning.algorithm.always_has_gradient):
+            trajectory = rewards.trajectory[rewards.turn]
+            matters = matters & torch.isin(torch.arange(len(matters)), trajectory[self._advantage != 0])
+        return rewards.of_tokens(matters)
+
+    def _score_before_update(self, entries: Tensor) -> CooperativeTask[Scores]:
+        """The scores of `entries` before the first update; packed, and so rounded, as the updates will be."""
+        scores: Scores | None = None
+        for members in self._steps[: len(self._steps) // self._learning.updates.updates_per_batch]:
+            part = entries[torch.isin(self._batch.trajectory[entries], members)]
+            new = yield from self._policy.scoring(self._batch, part)
+            for whole, some in zip(scores or (), new, strict=False):
+                if whole is not None and some is not None:
+                    whole[part] = some[part]
+            scores = scores or new
+        assert scores is not None, "a pass has a mini-batch"
+        return scores
 
     def begin(self, entries: Tensor, weights: Tensor, first: bool) -> CooperativeTask[None]:
         """Another update, on `entries` [n], which `weights` [tokens] weigh; what its losses need of all of them."""
         self._first = first
-        if self._prepared.target is not None:
-            states = max(1, int(self._prepared.target[entries].isfinite().sum()))
+        if self._target is not None:
+            states = max(1, int(self._target[entries].isfinite().sum()))
             self._state_weight = 1 / (states * weights)  # so that values are averaged over the states
         algorithm = self._learning.algorithm
         if not algorithm.needs_sequence_ratio:
             return
-        advantage, trajectory = self._prepared.advantage[entries], self._batch.trajectory[entries]
+        advantage, trajectory = self._advantage[entries], self._batch.trajectory[entries]
         log_ratio = torch.zeros_like(advantage)
         if not first or self._old is not OldPolicy.trainer:  # else the policy is the old one
             now = (yield from self._policy.scoring(self._batch, entries)).logp[entries]
@@ -82,39 +144,37 @@ class Objective:
 
     def __call__(self, entries: Tensor, scores: Scores) -> PerToken:
         """The loss of `entries` [n]."""
-        learning, prepared, logp = self._learning, self._prepared, scores.logp
+        algorithm, kl, logp = self._learning.algorithm, self._learning.kl, scores.logp
         now = logp.detach()
-        fresh = self.first_logp[entries].isnan()
-        self.first_logp[entries] = torch.where(fresh, now.double().cpu(), self.first_logp[entries])
+        fresh = self._first_logp[entries].isnan()
+        self._first_logp[entries] = torch.where(fresh, now.double().cpu(), self._first_logp[entries])
         behaviour = self._batch.behaviour_logp[entries].to(now)
         old = self._old_logp(entries, now, behaviour)
         if self._first and self._old is OldPolicy.trainer and len(entries):
             self._policy.judge((now - old).square().mean().sqrt().item(), NOT_REPRODUCIBLE)
         sequence = None if self._sequence is None else self._sequence[entries].to(logp)
-        tokens = Tokens(logp, old, prepared.advantage[entries].to(logp), sequence)
-        result = learning.algorithm.loss(tokens)
+        tokens = Tokens(logp, old, self._advantage[entries].to(logp), sequence)
+        result = algorithm.loss(tokens)
         metrics = dict(result.metrics)
         clamped = is_clamped(tokens.log_ratio if sequence is None else sequence)
         factor = self._factor(entries, old, behaviour, metrics)
         loss = result.loss * factor
-        ref_logp = prepared.ref_logp[entries].to(logp) if self._kl_coef else None
+        ref_logp = self._ref_logp[entries].to(logp) if self._kl_coef and kl.place is Place.loss else None
 
         def penalty(logp: Tensor, of: Tensor | slice) -> Tensor | float:
             """What the distance to the reference adds to the loss `of` some of the entries."""
-            if ref_logp is None:
-                return 0.0
-            return self._kl_coef * learning.kl.penalty(logp, behaviour[of], ref_logp[of])
+            return 0.0 if ref_logp is None else self._kl_coef * kl.penalty(logp, behaviour[of], ref_logp[of])
 
-        if self._first and prepared.witness is not None:
+        if self._first and self.witness is not None:
             scale = self._policy.optimizer.scale
-            prepared.witness.watch(entries, tokens, learning.algorithm, penalty, factor, result.clipped, scale)
+            self.witness.watch(entries, tokens, algorithm, penalty, factor, result.clipped, scale)
         if ref_logp is not None:
             loss = loss + penalty(logp, slice(None))
-            clamped |= learning.kl.clamped(now, behaviour, ref_logp)
-        if learning.algorithm.entropy_coef:
-            loss = loss - learning.algorithm.entropy_coef * scores.entropy
-        if prepared.target is not None:
-            value_loss = self._value_loss(prepared.target[entries], entries, scores)
+            clamped |= kl.clamped(now, behaviour, ref_logp)
+        if algorithm.entropy_coef:
+            loss = loss - algorithm.entropy_coef * scores.entropy
+        if self._target is not None:
+            value_loss = self._value_loss(self._target[entries], entries, scores)
             loss = loss + value_loss
             metrics["value_loss"] = value_loss.detach()
         if clamped.any():
@@ -127,27 +187,82 @@ class Objective:
             return behaviour
         if self._old is OldPolicy.interpolated:
             return interpolate(behaviour, now, self._batch.version[entries].to(now.device), self._version)
-        return now if self._before is None else self._before.logp[entries].to(now)
+        is_own = self._before is None or len(self._steps) == 1  # a single update is its own old policy
+        return now if is_own else self._before.logp[entries].to(now)
 
     def _factor(self, entries: Tensor, old: Tensor, behaviour: Tensor, metrics: dict[str, Tensor]) -> Tensor:
         """What masks and corrections multiply the loss of `entries` by, [n]; adds its metrics."""
-        prepared, correction = self._prepared, self._learning.correction
         factor = torch.ones_like(old)
-        if prepared.kept is not None:
-            factor = factor * prepared.kept[entries].to(old)
-        if prepared.weight is not None:
-            return factor * prepared.weight[entries].to(old)
+        for part in (self._kept, self._weight):
+            factor = factor if part is None else factor * part[entries].to(old)
+        correction = self._learning.correction
         if self._old is OldPolicy.interpolated and correction.active:
-            metrics["correction/weight"] = correction.weights(
-                old, behaviour, self._batch.trajectory[entries].to(old.device)
-            )
-            return factor * metrics["correction/weight"]
+            trajectory = self._batch.trajectory[entries].to(old.device)
+            metrics["correction/weight"] = correction.weights(old, behaviour, trajectory)
+            factor = factor * metrics["correction/weight"]
         return factor
 
     def _value_loss(self, target: Tensor, entries: Tensor, scores: Scores) -> Tensor:
         """Of each token [n]: 0 where its state has no target; its weighted sum is the mean over the states."""
-        before = self._prepared.before
+        before = self._before
         assert scores.value is not None and before is not None and before.value is not None
         target, old = target.to(scores.value), before.value[entries].to(scores.value)
         loss = self._learning.algorithm.value_loss(scores.value, old, target.nan_to_num(0.0))
         return torch.where(target.isnan(), 0.0, loss * self._state_weight[entries].to(loss)).to(scores.logp)
+
+    def describe(self) -> Metrics:
+        """What the batch was like: distances to the engine and the reference, the correction, the critic."""
+        entries, before, batch = self.entries, self._before, self._batch
+        if len(entries) == 0:
+            return {}
+        logp = self._first_logp if before is None else before.logp
+        log_rho = logp - batch.behaviour_logp
+        metrics = diagnostics(log_rho[entries])
+        if self._reference is not None:
+            # By k1, whatever the penalty is: rare tokens make the mean of k3 several times too large in single batches.
+            metrics["kl"] = estimate(Estimator.k1, logp[entries], self._ref_logp[entries]).mean().item()
+            metrics["kl_coef"] = self._kl_coef
+        if self._weight is not None:
+            weight = self._weight[entries]
+            metrics["correction/rejected"] = (weight == 0).double().mean().item()
+            metrics["correction/weight"] = weight.mean().item()
+        if self._target is not None and before is not None and before.value is not None:
+            states = entries[self._target[entries].isfinite()]
+            target, error = self._target[states], (self._target - before.value)[states]
+            if len(states) > 1 and target.var() > 0:
+                metrics["explained_variance"] = 1 - (error.var() / target.var()).item()
+        if len(self._steps) == 1 or before is not None:  # else some tokens were scored only after an update
+            fresh = entries[batch.version[entries] == self._version]
+            if len(fresh):
+                metrics[WORST_MISMATCH] = worst_trajectory(log_rho[fresh], batch.trajectory[fresh])
+        return metrics
+
+
+def apply_control(control: Control, advantage: Tensor, trajectory: Tensor, seed: int) -> Tensor:
+    """What a control experiment trains on, from which nothing can be learned; all [tokens], by trajectory.
+
+    shuffled: each trajectory gets the advantages of another, stretched over its own tokens.
+    """
+    if control is Control.normal:
+        return advantage
+    if control is Control.flipped:
+        return -advantage
+    _, index, counts = torch.unique_consecutive(trajectory, return_inverse=True, return_counts=True)
+    starts = counts.cumsum(0) - counts
+    generator = torch.Generator().manual_seed(seed + 2**40)  # another order than the mini-batches'
+    other = torch.randperm(len(counts), generator=generator)[index]
+    within = torch.arange(len(trajectory)) - starts[index]
+    return advantage[starts[other] + within * counts[other] // counts[index]]
+
+
+def _of_contexts(batch: Batch, entropy: Tensor, entries: Tensor) -> Tensor:
+    """`entropy` [tokens], the same for all of `entries` that were sampled in one context.
+
+    Where siblings are computed in several mini-batches, rounding gives each of them another one.
+    """
+    context = batch.forest.parent[batch.node]
+    if batch.kept is not None:
+        context = context * batch.kept.sets + batch.kept.number
+    _, index = context.unique(return_inverse=True)
+    largest = entropy.new_full((len(batch),), -torch.inf).scatter_reduce(0, index[entries], entropy[entries], "amax")
+    return torch.where(entropy.isnan(), torch.nan, largest[index])
