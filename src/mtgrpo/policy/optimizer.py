@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from mtgrpo.errors import ConfigError
@@ -18,7 +17,7 @@ from mtgrpo.model.load import computes_in
 from mtgrpo.policy.settings import Kind, OptimizerSettings, Schedule
 from mtgrpo.policy.update_check import Stepped, UpdateCheck
 
-LARGE = 250_000_000  # weights, from which on the usual learning rates are small
+MIN_LARGE_WEIGHTS = 250_000_000  # of a model whose usual learning rates are small
 
 
 def note_of_lr(model: nn.Module, lr: float) -> str:
@@ -26,7 +25,7 @@ def note_of_lr(model: nn.Module, lr: float) -> str:
     adapters = not all(weight.requires_grad for weight in model.parameters())
     usual, high, of = (1e-5, 1e-4, "adapters") if adapters else (1e-6, 1e-5, "all weights")
     count = sum(weight.numel() for weight in model.parameters())
-    if count < LARGE or lr <= high:
+    if count < MIN_LARGE_WEIGHTS or lr <= high:
         return ""
     return f"optimizer.lr={lr:g} is high for {of} of a model of {count / 1e9:.2g} billion weights; usual is {usual:g}"
 
@@ -51,22 +50,23 @@ class Optimizer:
         away = {weight for weight in self._weights if settings.offload and _on_gpu(weight)}
         self._stepped = {weight: _on_host(weight) if weight in away else weight for weight in self._weights}
         self._optimizers = make_optimizers(model, settings, self._stepped)
+        is_muon = [isinstance(optimizer, torch.optim.Muon) for optimizer in self._optimizers]
+        self._lrs = [settings.muon_lr if muon else settings.lr for muon in is_muon]  # before the schedule
+        self._steps, self._total_steps = 0, total_steps
         hooks = [w.register_post_accumulate_grad_hook(partial(_offload_grad, self._stepped[w])) for w in away]
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         self._scaler = torch.amp.GradScaler(model.device.type, enabled=computes_in(model) is torch.float16)
-        self._factor: Callable[[int], float] = lambda n: factor(settings, n, total_steps)
-        self._schedulers = [LambdaLR(optimizer, self._factor) for optimizer in self._optimizers]
         weights = {copy: weight for weight, copy in self._stepped.items()}
-        self._check = UpdateCheck([
-            Stepped(weights[copy], copy, optimizer, settings.muon_lr if _is_muon(optimizer) else settings.lr)
-            for optimizer in self._optimizers
+        self.check = UpdateCheck([
+            Stepped(weights[copy], copy, optimizer, lr)
+            for optimizer, lr in zip(self._optimizers, self._lrs, strict=True)
             for copy in optimizer.param_groups[0]["params"]
         ])  # fmt: skip
 
     @property
     def lr(self) -> float:
         """The learning rate the next step uses (of the AdamW part)."""
-        return float(self._schedulers[-1].get_last_lr()[0])
+        return self._lrs[-1] * factor(self._settings, self._steps, self._total_steps)
 
     @property
     def scale(self) -> float:
@@ -85,41 +85,38 @@ class Optimizer:
         """
         for optimizer in self._optimizers:
             self._scaler.unscale_(optimizer)
-        self._check.before()
+        self.check.before()
         norm = float(nn.utils.clip_grad_norm_(self._stepped.values(), self._settings.max_grad_norm))
-        share = self._factor(self._schedulers[-1].last_epoch)
+        share = factor(self._settings, self._steps, self._total_steps)
         self.changes += math.isfinite(norm)  # before the weights are: who reads them meanwhile sees it
-        for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
+        for optimizer, lr in zip(self._optimizers, self._lrs, strict=True):
             if math.isfinite(norm):
+                optimizer.param_groups[0]["lr"] = lr * share
                 optimizer.step()
-                scheduler.step()
             optimizer.zero_grad(set_to_none=True)
+        self._steps += math.isfinite(norm)
         self._scaler.update()
         for weight, stepped in self._stepped.items():
             if stepped is not weight:
                 weight.detach().copy_(stepped.detach(), non_blocking=True)
         if math.isfinite(norm):
-            self._check.after(min(1.0, self._settings.max_grad_norm / (norm + 1e-6)), share)
+            self.check.after(min(1.0, self._settings.max_grad_norm / (norm + 1e-6)), share)
         return norm
-
-    def check_unchanged(self) -> None:
-        """Raise RunError where weights or moments are not those that the last step left; each step does so first."""
-        self._check.check_unchanged()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step depends on, beside weights, gradients and settings."""
         return {
             "states": [optimizer.state_dict()["state"] for optimizer in self._optimizers],
-            "steps": self._schedulers[-1].last_epoch,
+            "steps": self._steps,
             "scaler": self._scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, with the settings that are given now."""
-        self._check.forget()
+        self.check.forget()
         for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
             optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
-        self._schedulers = [LambdaLR(o, self._factor, last_epoch=state["steps"] - 1) for o in self._optimizers]
+        self._steps = state["steps"]
         if state["scaler"]:  # else it was saved in another dtype
             self._scaler.load_state_dict(state["scaler"])
 
@@ -137,10 +134,6 @@ def factor(settings: OptimizerSettings, step: int, total_steps: int) -> float:
     if settings.schedule is Schedule.wsd:
         return min(1.0, (1 - progress) / 0.4)
     return 1.0
-
-
-def _is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.Muon)
 
 
 def _on_gpu(weight: Tensor) -> bool:
@@ -175,17 +168,15 @@ def make_optimizers(
             continue
         hidden_matrix = parameter.dim() == 2 and id(parameter) not in outer_weights
         (matrices if settings.kind is Kind.muon and hidden_matrix else others).append(stepped[parameter])
-    found: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        found.append(torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay))
-    first, second = settings.betas
-    decay = settings.weight_decay
-    rest: dict[str, Any] = {"lr": settings.lr, "betas": (first, second), "weight_decay": decay}
+        optimizers.append(torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay))
+    rest: dict[str, Any] = {"lr": settings.lr, "betas": tuple(settings.betas), "weight_decay": settings.weight_decay}
     if others and settings.kind is Kind.adamw_8bit:
         from bitsandbytes.optim.adamw import AdamW8bit  # noqa: PLC0415  an extra
 
-        found.append(AdamW8bit(others, **rest))
+        optimizers.append(AdamW8bit(others, **rest))
     elif others:  # adapters are all matrices
         rest["fused" if others[0].is_cuda else "foreach"] = True
-        found.append(torch.optim.AdamW(others, **rest))
-    return found
+        optimizers.append(torch.optim.AdamW(others, **rest))
+    return optimizers

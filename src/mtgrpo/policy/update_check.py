@@ -18,7 +18,7 @@ from mtgrpo.errors import RunError
 
 TENSORS = 4  # that are looked at in a step
 WEIGHTS = 64  # of each
-FAR = 10.0  # times the largest change that the optimiser's formula allows
+MAX_CHANGE_RATIO = 10.0  # of a change to the largest that the optimiser's formula allows
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -32,7 +32,9 @@ class Stepped:
     lr: float  # of the settings, before the schedule
     places: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     seen: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # [places] fp64, when it was last looked at
-    whole: tuple[Tensor, Tensor] | None = None  # weight and gradient of a matrix that Muon steps
+
+    def __str__(self) -> str:
+        return f"a tensor of shape {list(self.weight.shape)}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -42,12 +44,23 @@ class Stepped:
     def read(self) -> dict[str, Tensor]:
         """Its weights, and their moments, at `places`."""
         state = self.optimizer.state.get(self.copy, {})
-        found = {name: state[name] for name in MOMENTS if name in state}
-        return {name: self.at(tensor) for name, tensor in {"weights": self.weight, **found}.items()}
+        tensors = {"weights": self.weight, **{name: state[name] for name in MOMENTS if name in state}}
+        return {name: self.at(tensor) for name, tensor in tensors.items()}
 
     def at(self, tensor: Tensor) -> Tensor:
         """The values of `tensor`, of its own shape, at `places`."""
         return tensor.detach().reshape(-1)[self.places.to(tensor.device)].double().cpu()
+
+    def largest_change(self, lr: float) -> float:
+        """The most by which one update changes a weight; of AdamW by the inequality of Cauchy and Schwarz."""
+        if isinstance(self.optimizer, torch.optim.Muon):
+            return lr * math.sqrt(max(1.0, self.weight.shape[0] / self.weight.shape[1]))
+        if not isinstance(self.optimizer, torch.optim.AdamW):
+            return 1.0  # quantised moments
+        first, second = self.settings["betas"]
+        if first**2 >= second:
+            return 1.0
+        return lr * max(1.0, (1 - first) / math.sqrt((1 - second) * (1 - first**2 / second)))
 
 
 class UpdateCheck:
@@ -57,8 +70,9 @@ class UpdateCheck:
         self._tensors = tensors
         self._steps = 0
         self._looked_at: list[Stepped] = []
+        self._matrix: tuple[Stepped, Tensor, Tensor] | None = None  # one that Muon steps; before: weight, gradient
         self._largest = math.nan  # weight, before the last update
-        self._reach = FAR * max((_largest_change(one, one.lr) for one in tensors), default=0.0)
+        self._largest_change = max((tensor.largest_change(tensor.lr) for tensor in tensors), default=0.0)
 
     def forget(self) -> None:
         """The optimiser's state is another one."""
@@ -71,14 +85,14 @@ class UpdateCheck:
             for name, now in tensor.read().items():
                 if not torch.equal(now, tensor.seen[name]):
                     raise RunError(
-                        f"the {name} of {_name(tensor)} changed between two updates, by "
+                        f"the {name} of {tensor} changed between two updates, by "
                         f"{(now - tensor.seen[name]).abs().max().item():.3g}: nothing but an update may change them"
                     )
-        largest = float(nn.utils.get_total_norm([one.weight for one in self._tensors], math.inf))
-        if largest > 1.01 * self._largest + self._reach:
+        largest = float(nn.utils.get_total_norm([tensor.weight for tensor in self._tensors], math.inf))
+        if largest > 1.01 * self._largest + MAX_CHANGE_RATIO * self._largest_change:
             raise RunError(
                 f"the largest weight was {self._largest:.3g} before the last update and is {largest:.3g} now, and an "
-                f"update changes a weight by {self._reach / FAR:.3g} at most: something else has changed it"
+                f"update changes a weight by {self._largest_change:.3g} at most: something else has changed it"
             )
         self._largest = largest
 
@@ -88,17 +102,17 @@ class UpdateCheck:
         self.check_unchanged()
         count = len(self._tensors)
         chosen = {(self._steps * TENSORS + n) % count for n in range(min(TENSORS, count))}
-        self._looked_at = [self._tensors[n] for n in sorted(chosen) if self._tensors[n].copy.grad is not None]
-        for tensor in self._looked_at:
-            assert tensor.copy.grad is not None
+        self._steps += 1
+        self._looked_at, self._matrix = [], None
+        for tensor in (self._tensors[n] for n in sorted(chosen)):
+            if (gradient := tensor.copy.grad) is None:
+                continue
             size = tensor.weight.numel()
             tensor.places = torch.arange(min(WEIGHTS, size)) * 2_654_435_761 % size  # no two neighbours
-            tensor.whole = None
-            tensor.seen = {"gradient": tensor.at(tensor.copy.grad), **tensor.read()}
-        self._steps += 1
-        for tensor in [one for one in self._looked_at if isinstance(one.optimizer, torch.optim.Muon)][:1]:
-            assert tensor.copy.grad is not None
-            tensor.whole = tensor.copy.detach().clone(), tensor.copy.grad.clone()
+            tensor.seen = {"gradient": tensor.at(gradient), **tensor.read()}
+            self._looked_at.append(tensor)
+            if self._matrix is None and isinstance(tensor.optimizer, torch.optim.Muon):
+                self._matrix = tensor, tensor.copy.detach().clone(), gradient.clone()
 
     @torch.no_grad()
     def after(self, clipped: float, schedule: float) -> None:
@@ -108,68 +122,53 @@ class UpdateCheck:
         """
         for tensor in self._looked_at:
             before, now, lr = tensor.seen, tensor.read(), tensor.lr * schedule
-            most = FAR * _largest_change(tensor, lr)
-            rounding = 4 * torch.finfo(tensor.weight.dtype).eps * before["weights"].abs()
-            expected, tolerance = self._expected(tensor, clipped * before["gradient"], lr)
+            most, unit = MAX_CHANGE_RATIO * tensor.largest_change(lr), torch.finfo(tensor.weight.dtype).eps
+            rounding = 4 * unit * before["weights"].abs()
             change = (now["weights"] - before["weights"] * (1 - lr * tensor.settings["weight_decay"])).abs()
             if not bool((change <= most + rounding).all()):
                 raise RunError(
-                    f"an update changed a weight of {_name(tensor)} by {change.max().item():.3g}, "
-                    f"and a learning rate of {lr:.3g} explains {most / FAR:.3g}: the optimiser's moments are not those "
-                    "of the gradients"
+                    f"an update changed a weight of {tensor} by {change.max().item():.3g}, and a learning rate of "
+                    f"{lr:.3g} explains {most / MAX_CHANGE_RATIO:.3g}: the optimiser's moments are not those of the "
+                    "gradients"
                 )
+            expected, tolerance = _expected(tensor, clipped * before["gradient"], lr)
             for name, value in expected.items():
-                apart, unit = (now[name] - value).abs(), torch.finfo(tensor.weight.dtype).eps
+                apart = (now[name] - value).abs()
                 allowed = rounding + tolerance if name == "weights" else max(1e-4, 16 * unit) * value.abs().max()
                 if not bool((apart <= allowed).all()):
                     raise RunError(
-                        f"an update moved the {name} of {_name(tensor)} up to {apart.max().item():.3g} away from where "
+                        f"an update moved the {name} of {tensor} up to {apart.max().item():.3g} away from where "
                         "gradient, moments and learning rate move them: it is not the update of this gradient"
                     )
             tensor.seen = now
-            self._check_direction(tensor, clipped, lr)
             if tensor.copy.grad is not None:
-                raise RunError(f"the gradient of {_name(tensor)} was kept after its update, and would be used again")
-
-    def _expected(self, tensor: Stepped, gradient: Tensor, lr: float) -> tuple[dict[str, Tensor], float]:
-        """What the update makes of what was read before it, and how far its weights may be off."""
-        before, group = tensor.seen, tensor.settings
-        if isinstance(tensor.optimizer, torch.optim.Muon):
-            momentum = before.get("momentum_buffer", torch.zeros_like(gradient))
-            return {"momentum_buffer": momentum.lerp(gradient, 1 - group["momentum"])}, 0.0
-        if not isinstance(tensor.optimizer, torch.optim.AdamW):
-            return {}, 0.0
-        (first, second), steps = group["betas"], float(tensor.optimizer.state[tensor.copy].get("step", 1.0))
-        mean = before.get("exp_avg", torch.zeros_like(gradient)).lerp(gradient, 1 - first)
-        square = before.get("exp_avg_sq", torch.zeros_like(gradient)).lerp(gradient.square(), 1 - second)
-        step = mean / (1 - first**steps) / ((square / (1 - second**steps)).sqrt() + group["eps"])
-        tolerance = max(1e-3, 16 * torch.finfo(tensor.weight.dtype).eps) * _largest_change(tensor, lr)
-        return {"weights": before["weights"] * (1 - lr * group["weight_decay"]) - lr * step}, tolerance
-
-    def _check_direction(self, tensor: Stepped, clipped: float, lr: float) -> None:
-        """Muon's matrix has moved against its momentum, which Newton and Schulz' iteration does not turn."""
-        if tensor.whole is None:
-            return
-        weight, gradient = tensor.whole
-        momentum = tensor.optimizer.state[tensor.copy]["momentum_buffer"].double()
-        change = tensor.copy.detach().double() - weight.double() * (1 - lr * tensor.settings["weight_decay"])
-        against = (clipped * gradient.double()).lerp(momentum, tensor.settings["momentum"])
-        rounding = 4 * torch.finfo(weight.dtype).eps * (weight.double() * against).abs().sum()
-        if (change * against).sum() > rounding:
-            raise RunError(f"an update moved {_name(tensor)} along its gradient, not against it")
+                raise RunError(f"the gradient of {tensor} was kept after its update, and would be used again")
+        if self._matrix is not None:
+            _check_direction(*self._matrix, clipped, self._matrix[0].lr * schedule)
+            self._matrix = None
 
 
-def _largest_change(tensor: Stepped, lr: float) -> float:
-    """The most by which one update changes a weight; of AdamW by the inequality of Cauchy and Schwarz."""
+def _expected(tensor: Stepped, gradient: Tensor, lr: float) -> tuple[dict[str, Tensor], float]:
+    """What the update makes of what was read before it, and how far its weights may be off."""
+    before, group, nothing = tensor.seen, tensor.settings, torch.zeros_like(gradient)
     if isinstance(tensor.optimizer, torch.optim.Muon):
-        return lr * math.sqrt(max(1.0, tensor.weight.shape[0] / tensor.weight.shape[1]))
+        return {"momentum_buffer": before.get("momentum_buffer", nothing).lerp(gradient, 1 - group["momentum"])}, 0.0
     if not isinstance(tensor.optimizer, torch.optim.AdamW):
-        return 1.0  # quantised moments
-    first, second = tensor.settings["betas"]
-    if first**2 >= second:
-        return 1.0
-    return lr * max(1.0, (1 - first) / math.sqrt((1 - second) * (1 - first**2 / second)))
+        return {}, 0.0
+    (first, second), steps = group["betas"], float(tensor.optimizer.state[tensor.copy].get("step", 1.0))
+    mean = before.get("exp_avg", nothing).lerp(gradient, 1 - first)
+    square = before.get("exp_avg_sq", nothing).lerp(gradient.square(), 1 - second)
+    step = mean / (1 - first**steps) / ((square / (1 - second**steps)).sqrt() + group["eps"])
+    tolerance = max(1e-3, 16 * torch.finfo(tensor.weight.dtype).eps) * tensor.largest_change(lr)
+    return {"weights": before["weights"] * (1 - lr * group["weight_decay"]) - lr * step}, tolerance
 
 
-def _name(tensor: Stepped) -> str:
-    return f"a tensor of shape {list(tensor.weight.shape)}"
+def _check_direction(tensor: Stepped, weight: Tensor, gradient: Tensor, clipped: float, lr: float) -> None:
+    """Muon's matrix has moved against its momentum, which Newton and Schulz' iteration does not turn."""
+    weight = weight.double()
+    momentum = tensor.optimizer.state[tensor.copy]["momentum_buffer"].double()
+    change = tensor.copy.detach().double() - weight * (1 - lr * tensor.settings["weight_decay"])
+    against = (clipped * gradient.double()).lerp(momentum, tensor.settings["momentum"])
+    rounding = 4 * torch.finfo(tensor.weight.dtype).eps * (weight * against).abs().sum()
+    if (change * against).sum() > rounding:
+        raise RunError(f"an update moved {tensor} along its gradient, not against it")
