@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from statistics import fmean, stdev
 
 import torch
@@ -34,12 +33,12 @@ MIN_ADVANTAGE = 1e-6  # of a trajectory that may be chosen
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the groups of a batch say by themselves, in numbers: laid out apart from the batch that is trained."""
+    """What the groups of a batch say by themselves: laid out apart from the batch that is trained."""
 
     names: list[str]  # [trajectories], for people
     group: list[int]  # [trajectories]
     sampled: list[int]  # tokens of each trajectory
-    plain: list[float]  # the advantage of each trajectory by the plain formula; [] where it is computed from `rewards`
+    advantage: Tensor | None  # [tokens] fp64, by the plain formula; None where it is computed from `rewards`
     rewards: Rewards | None
 
 
@@ -54,21 +53,19 @@ def evidence_of(groups: Sequence[Group], learning: UpdateConfig) -> Evidence | N
     is_plain = baseline in (GroupRelative, RLOO) and normalise is Algorithm and assign is WholeTrajectory
     is_plain = is_plain and not (learning.kl.coef and learning.kl.place is Place.reward)
     trajectories = [t for group in groups for t in group.trajectories]
-    return Evidence(
-        names=[f"sample {t.sample_index} of task {t.task.id!r} (reward {t.reward:.4g})" for t in trajectories],
-        group=[number for number, group in enumerate(groups) for _ in group.trajectories],
-        sampled=[t.sampled_tokens for t in trajectories],
-        plain=[a for group in groups for a in _plain(group, algorithm, estimator)] if is_plain else [],
-        rewards=None if is_plain else _rewards(groups, algorithm),
-    )
-
-
-def _rewards(groups: Sequence[Group], algorithm: Algorithm) -> Rewards:
-    """Those of `groups`, with the tokens in the order of trajectories and turns."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    turns = [(n, k, len(turn.output)) for n, t in enumerate(trajectories) for k, turn in enumerate(t.turns)]
-    trajectory, turn, counts = torch.tensor(turns, dtype=torch.long).reshape(-1, 3).unbind(1)
-    return rewards_of(groups, algorithm, trajectory.repeat_interleave(counts), turn.repeat_interleave(counts))
+    sampled = [t.sampled_tokens for t in trajectories]
+    advantage = rewards = None
+    if is_plain:
+        plain = [a for group in groups for a in _plain(group, algorithm, estimator)]
+        advantage = torch.tensor(plain, dtype=torch.float64).repeat_interleave(torch.tensor(sampled))
+    else:
+        turns = [(n, k, len(turn.output)) for n, t in enumerate(trajectories) for k, turn in enumerate(t.turns)]
+        trajectory, turn, counts = torch.tensor(turns, dtype=torch.long).reshape(-1, 3).unbind(1)
+        tokens = trajectory.repeat_interleave(counts), turn.repeat_interleave(counts)
+        rewards = rewards_of(groups, algorithm, *tokens)
+    names = [f"sample {t.sample_index} of task {t.task.id!r} (reward {t.reward:.4g})" for t in trajectories]
+    group = [number for number, group in enumerate(groups) for _ in group.trajectories]
+    return Evidence(names, group, sampled, advantage, rewards)
 
 
 @dataclass
@@ -101,32 +98,30 @@ class Witness:
         own = (entries >= self.first) & (entries < self.first + len(self.advantage))
         if not own.any():
             return
-        mine, logp, old = entries[own], tokens.logp.detach()[own].requires_grad_(), tokens.old_logp[own]
+        logp, old, places = tokens.logp.detach()[own].requires_grad_(), tokens.old_logp[own], entries[own] - self.first
         sequence = None if tokens.sequence is None else tokens.sequence[own]
         rest = algorithm.loss(Tokens(logp, old, torch.zeros_like(old), sequence)).loss * factor[own]
-        rest = rest + penalty(logp, own)
-        (without_advantage,) = torch.autograd.grad(rest.sum(), logp)
+        (gradient_of_rest,) = torch.autograd.grad((rest + penalty(logp, own)).sum(), logp)
         log_ratio = (logp.detach() - old).abs()
         log_ratio = log_ratio if sequence is None else log_ratio.maximum(sequence.abs())
-        exact = (log_ratio <= MAX_RATIO_1_NATS) & ~clipped[own]
-        expected = factor[own].double().cpu(), without_advantage.double().cpu(), exact.cpu()
+        is_exact = ((log_ratio <= MAX_RATIO_1_NATS) & ~clipped[own]).cpu()
+        expected = -self.advantage[places] * factor[own].double().cpu()
 
         def compare(gradient: Tensor) -> None:
-            self._compare(mine, gradient[own].double().cpu() / scale, *expected)
+            of_share = gradient[own].double().cpu() / scale / self.share
+            self._compare(places, of_share - gradient_of_rest.double().cpu(), expected, is_exact)
 
         tokens.logp.register_hook(compare)
 
-    def _compare(self, entries: Tensor, gradient: Tensor, factor: Tensor, rest: Tensor, exact: Tensor) -> None:
-        """At some of its tokens [n]; `rest` is the derivative of what is lost whatever the advantage."""
-        self.seen += len(entries)
-        advantage, derivative = self.advantage[entries - self.first], gradient / self.share - rest
-        expected, most = -advantage * factor, TOLERANCE * self.advantage.abs().max()
-        fits = torch.where(exact, (derivative - expected).abs() <= most, derivative * expected >= -most.square())
+    def _compare(self, places: Tensor, derivative: Tensor, expected: Tensor, is_exact: Tensor) -> None:
+        """The derivative at some of its tokens [n], without that of what is lost whatever the advantage."""
+        self.seen += len(places)
+        most = TOLERANCE * self.advantage.abs().max()
+        fits = torch.where(is_exact, (derivative - expected).abs() <= most, derivative * expected >= -most.square())
         for place in (~fits).nonzero()[:1, 0].tolist():
             self.wrong.append(
                 f"the loss has the derivative {derivative[place].item():.4g} by the log-probability of token "
-                f"{int(entries[place]) - self.first} of {self.name}, in which its reward asks for "
-                f"{expected[place].item():.4g}"
+                f"{int(places[place])} of {self.name}, in which its reward asks for {expected[place].item():.4g}"
             )
 
     def check(self, weights: Tensor, trajectories: Tensor, complete: bool) -> None:
@@ -162,30 +157,19 @@ def choose(
     estimators and algorithms it is computed again from the rewards of `evidence`.
     rewards, values: as the estimator got them. seed: decides which.
     """
-    starts, again = [0, *accumulate(evidence.sampled)], None
+    advantage, sampled = evidence.advantage, evidence.sampled
     if evidence.rewards is not None:
         fresh = replace(learning.advantage.weigh(evidence.rewards), per_token=rewards.per_token)
-        again = advantages(learning.advantage, learning.algorithm, fresh, values).advantage
-
-    def advantage(number: int) -> Tensor:
-        if again is not None:
-            return again[starts[number] : starts[number + 1]]
-        return torch.full((evidence.sampled[number],), evidence.plain[number], dtype=torch.float64)
-
-    def matters(number: int) -> bool:
-        if not evidence.sampled[number]:
-            return False
-        size = abs(evidence.plain[number]) if again is None else float(advantage(number).abs().max())
-        return size > MIN_ADVANTAGE
-
-    is_trained: list[bool] = rewards.trained.tolist()
-    candidates = [number for number in update if is_trained[number] and matters(number)]
-    if not candidates:
+        advantage = advantages(learning.advantage, learning.algorithm, fresh, values).advantage
+    assert advantage is not None, "of one of the two kinds"
+    parts = advantage.split(sampled)
+    update = [number for number in update if sampled[number]]
+    trained = [n for n in update if rewards.trained[n] and parts[n].abs().max() > MIN_ADVANTAGE]
+    if not trained:
         return None
-    chosen = candidates[seed % len(candidates)]
-    share = _share(learning, [number for number in update if evidence.sampled[number]], chosen, evidence)
-    trained = {number: evidence.names[number] for number in candidates}
-    return Witness(evidence.names[chosen], starts[chosen], advantage(chosen), share, trained) if share else None
+    chosen = trained[seed % len(trained)]
+    share, names = _share(learning, update, chosen, evidence), {n: evidence.names[n] for n in trained}
+    return Witness(names[chosen], sum(sampled[:chosen]), parts[chosen], share, names) if share else None
 
 
 def _plain(group: Group, algorithm: Algorithm, estimator: AdvantageEstimator) -> list[float]:
