@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import cycle, pairwise
+from itertools import cycle, islice, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +27,13 @@ from mtgrpo.model.rounding import HARMLESS, MARGIN, last_bits_changed
 from mtgrpo.model.scorer import Scorer, flops_of, layout_of
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
-LARGEST = 2**22  # numbers in a weight whose gradient is compared
+MAX_NUMBERS = 2**22  # in a weight whose gradient is compared
 TRUNK, BRANCH = 12, 8  # tokens of the tree that is computed
-ROUNDING = 4.0  # how many times what the last bits do to a gradient is still rounding
+MAX_ROUNDING_RATIO = 4.0  # how many times what the last bits do to a gradient is still rounding
 BUDGETS = (40, 15)  # tokens: its chains are held, or computed again
-WALK_APART = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}  # of the norm
+MAX_WALK_DISTANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}  # of the norm
 STEPS = (0.03, 0.003, 0.0003)  # nats by which one changes the mean log-probability
-ROUNDED_STEPS = (0.1, 0.2)  # the same in 16 bits
+STEPS_IN_16_BITS = (0.1, 0.2)  # the same in 16 bits
 TOLERANCE = 0.05  # of that change
 UNCUT = 10**6  # tokens
 PARTS = 4  # of a step, whose deviation is that of noise
@@ -42,40 +41,40 @@ NODES = {-math.sqrt(0.6): 5 / 18, 0.0: 4 / 9, math.sqrt(0.6): 5 / 18}  # of Gaus
 FLOAT16_SCALE = 2.0**10  # of a loss in float16, whose small gradients would vanish
 
 
-_Found = tuple[Tensor, dict[str, Tensor]]  # log-probabilities, and the gradient of their mean by weight
+_Result = tuple[Tensor, dict[str, Tensor]]  # log-probabilities, and the gradient of their mean by weight
 
 
-@dataclass(frozen=True)
 class _Probe:
-    """The mean log-probability of a batch's tokens as a function of a few weights."""
+    """The mean log-probability of the tokens of a small tree as a function of a few weights."""
 
-    scorer: Scorer
-    weights: dict[str, Tensor]  # by name, detached
-    batch: Batch
-    budget: int
-    layout: Layout
+    def __init__(
+        self, model: PreTrainedModel, context: Tensor, budget: int = UNCUT, layout: Layout = Layout.padded
+    ) -> None:
+        self.weights = _first_weights(model)  # by name, detached
+        self._scorer = Scorer(model)
+        self._cost = flops_of(model)
+        self._scale = FLOAT16_SCALE if computes_in(model) is torch.float16 else 1.0
+        batch = _tree(context.tolist())
+        self._count = len(batch)
+        (self._packing,) = pack(batch, torch.arange(len(batch)), budget, self._cost, layout)
 
-    def __call__(self, weights: dict[str, Tensor], grad: bool = True) -> _Found:
+    def __call__(self, weights: dict[str, Tensor], grad: bool = True) -> _Result:
         """Log-probabilities [entries] in fp64 at `weights`, and the gradient of their mean, 0 without `grad`."""
-        model = self.scorer.model
         leaves = {name: weight.clone().requires_grad_(grad) for name, weight in weights.items()}
-        scale = FLOAT16_SCALE if computes_in(model) is torch.float16 else 1.0
-        logp = torch.full((len(self.batch),), torch.nan, dtype=torch.float64)
-        cost = flops_of(model)
-        (packing,) = pack(self.batch, torch.arange(len(self.batch)), self.budget, cost, self.layout)
-        with _in_place_of_weights(model, leaves), torch.set_grad_enabled(grad):
-            for micro, prefix, step in passes(packing.micro_batches):
+        logp = torch.full((self._count,), torch.nan, dtype=torch.float64)
+        with _in_place_of_weights(self._scorer.model, leaves), torch.set_grad_enabled(grad):
+            for micro, prefix, step in passes(self._packing.micro_batches):
                 if step is Pass.keys:
                     with torch.no_grad():
-                        self.scorer(micro.unread(cost), 1.0, prefix)
+                        self._scorer(micro.unread(self._cost), 1.0, prefix)
                 elif step is Pass.loss:
-                    scores = self.scorer(micro, 1.0, prefix)
+                    scores = self._scorer(micro, 1.0, prefix)
                     logp[micro.entries] = scores.logp.detach().double().cpu()[micro.target]
-                    prefix.loss = scores.at(micro.target).logp.sum() * (scale / len(logp))
+                    prefix.loss = scores.at(micro.target).logp.sum() * (self._scale / len(logp))
                 elif grad:
                     prefix.backward()
         reached = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
-        return logp, {name: gradient.double() / scale for name, gradient in reached.items()}
+        return logp, {name: gradient.double() / self._scale for name, gradient in reached.items()}
 
     def along(self, direction: dict[str, Tensor], step: float) -> dict[str, Tensor]:
         """The weights `step` further in `direction`."""
@@ -91,13 +90,13 @@ def check_derivative(model: PreTrainedModel, context: Tensor) -> None:
     """
     if _cuts_gradient(model, context):
         return
-    probe = _probe(model, context)
+    probe = _Probe(model, context)
     _, gradient = probe(probe.weights)
     norm = _norm(gradient)
     if not 0 < norm < math.inf:  # what is not finite is found in the update
         return
     direction = {name: part / norm for name, part in gradient.items()}
-    steps = [change / norm for change in (ROUNDED_STEPS if computes_in(model).itemsize == 2 else STEPS)]
+    steps = [change / norm for change in (STEPS_IN_16_BITS if computes_in(model).itemsize == 2 else STEPS)]
     if any(abs(_ratio(probe, direction, -step, step) - 1) <= TOLERANCE for step in steps):
         return
     ends = torch.linspace(-steps[-1], steps[-1], PARTS + 1).tolist()
@@ -113,7 +112,7 @@ def check_walk(model: PreTrainedModel, context: Tensor) -> str:
     """How a forest, walked where that is possible, differs from plain rows by more than rounding; "" = it does not."""
     if layout_of(model) is Layout.padded:
         return ""
-    plain = _probe(model, context)
+    plain = _Probe(model, context)
     expected = plain(plain.weights)
     if not math.isfinite(_norm(expected[1])):  # as at first in float16
         return ""
@@ -123,9 +122,8 @@ def check_walk(model: PreTrainedModel, context: Tensor) -> str:
             moved = _distance(expected, plain(plain.weights))
         nats, share = max(nats, moved[0]), max(share, moved[1])
     for budget in BUDGETS if cuts_trees(model) else (UNCUT,):
-        found = _probe(model, context, budget, Layout.forest)(plain.weights)
-        nats_apart, apart = _distance(expected, found)
-        bound = max(WALK_APART[computes_in(model)], ROUNDING * share)
+        nats_apart, apart = _distance(expected, _Probe(model, context, budget, Layout.forest)(plain.weights))
+        bound = max(MAX_WALK_DISTANCE[computes_in(model)], MAX_ROUNDING_RATIO * share)
         if not (apart <= bound and nats_apart <= max(HARMLESS, MARGIN * nats)):
             return (
                 f"the gradient of a tree in micro-batches of {budget} tokens differs from that of plain rows by "
@@ -145,15 +143,11 @@ def _ratio(probe: _Probe, direction: dict[str, Tensor], start: float, end: float
     return (last - first) / (slope * (end - start)) if slope else math.inf
 
 
-def _distance(expected: _Found, found: _Found) -> tuple[float, float]:
+def _distance(expected: _Result, other: _Result) -> tuple[float, float]:
     """Of log-probabilities in nats, root mean square, and of gradients as a share of the norm."""
-    nats = (found[0] - expected[0]).square().mean().sqrt().item()
-    apart = _norm({name: found[1][name] - part for name, part in expected[1].items()})
+    nats = (other[0] - expected[0]).square().mean().sqrt().item()
+    apart = _norm({name: other[1][name] - part for name, part in expected[1].items()})
     return nats, apart / max(_norm(expected[1]), 1e-300)
-
-
-def _probe(model: PreTrainedModel, context: Tensor, budget: int = UNCUT, layout: Layout = Layout.padded) -> _Probe:
-    return _Probe(Scorer(model), _first_weights(model), _tree(context.tolist()), budget, layout)
 
 
 @contextmanager
@@ -184,7 +178,7 @@ def _first_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     Without layers, or where they are all large, those of the whole body.
     """
     for part in (*decoder_layers(model), model.base_model):
-        inside = {id(weight) for weight in part.parameters() if weight.requires_grad and weight.numel() <= LARGEST}
+        inside = {id(weight) for weight in part.parameters() if weight.requires_grad and weight.numel() <= MAX_NUMBERS}
         if inside:
             return {name: weight.detach() for name, weight in model.named_parameters() if id(weight) in inside}
     return {}
@@ -194,20 +188,18 @@ def _tree(context: Sequence[int]) -> Batch:
     """Three branches after a trunk, of which two branch again, of the tokens of `context`."""
     tokens = cycle(context)
 
-    def take(count: int) -> list[int]:
-        return [next(tokens) for _ in range(count)]
+    def turn(new_context: list[int], sampled: int, parent: int) -> Turn:
+        output = list(islice(tokens, sampled))
+        return Turn(new_context, output, [0.0] * sampled, [0] * sampled, Finish.STOP, Message("assistant"), parent)
 
-    def turn(new_context: list[int], output: list[int], parent: int) -> Turn:
-        unknown = [0.0] * len(output), [0] * len(output)
-        return Turn(new_context, output, *unknown, Finish.STOP, Message("assistant"), parent)
-
-    trunk, task = take(TRUNK), Task("gradient", (Message("user", ""),))
-    found: list[Trajectory] = []
-    for below in (2, 2, 1):
-        first = turn(trunk, take(BRANCH), -1)
-        for _ in range(below):
-            found.append(Trajectory(task, turns=[first, turn(take(2), take(BRANCH - 2), 0)]))
-    return build_batch(found)
+    trunk, task = list(islice(tokens, TRUNK)), Task("gradient", (Message("user", ""),))
+    trajectories: list[Trajectory] = []
+    for branches in (2, 2, 1):
+        first = turn(trunk, BRANCH, -1)
+        for _ in range(branches):
+            second = turn(list(islice(tokens, 2)), BRANCH - 2, 0)
+            trajectories.append(Trajectory(task, turns=[first, second]))
+    return build_batch(trajectories)
 
 
 def _cuts_gradient(model: PreTrainedModel, context: Tensor) -> bool:

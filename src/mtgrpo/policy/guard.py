@@ -44,23 +44,22 @@ class Comparison:
 
 @torch.no_grad()
 def compare(scorer: Scorer, path: Sequence[MicroBatch]) -> Comparison:
-    """Compute some contexts of a micro-batch, which has targets, again, each alone; the worst of them.
-
-    It is the last of `path`; the others are the chains that it is given, in order.
-    """
+    """Compute some contexts of the last of `path`, which continues the others, again, each alone; the worst of them."""
     above: Prefix | None = None
     for chain in path[:-1]:
         above = Prefix(chain, above)
         scorer.hidden(chain, torch.tensor([chain.given]), above)
     micro = path[-1]
-    parents = _chosen(micro)
-    found = scorer.next_logprobs(micro, parents, Prefix(micro, above))
-    worst: list[Comparison] = []
-    for row, parent in zip(found, parents.tolist(), strict=True):
+    every = micro.parent.unique()
+    every = every[micro.position.flatten()[every].argsort(stable=True)]  # by the length of their contexts
+    parents = every[torch.linspace(0, len(every) - 1, min(CHECKED_CONTEXTS, len(every))).round().long()]
+    logprobs = scorer.next_logprobs(micro, parents, Prefix(micro, above))
+    comparisons: list[Comparison] = []
+    for row, parent in zip(logprobs, parents.tolist(), strict=True):
         context = context_of(micro, parent)
         plain = reference(scorer.model, context, first=-1)
-        worst.append(Comparison(distance(plain.logprobs, row[None]), plain.bound, context))
-    return max(worst, key=lambda c: c.apart / c.bound if c.apart == c.apart else torch.inf)
+        comparisons.append(Comparison(distance(plain.logprobs, row[None]), plain.bound, context))
+    return max(comparisons, key=lambda c: c.apart / c.bound if c.apart == c.apart else torch.inf)
 
 
 def depth(micro_batches: list[MicroBatch]) -> int:
@@ -84,23 +83,12 @@ def context_of(micro: MicroBatch, parent: int) -> Tensor:
     return micro.ids[0, : parent + 1][ancestors]
 
 
-def _chosen(micro: MicroBatch) -> Tensor:
-    """Distinct parents [n], by the length of their contexts."""
-    parents = micro.parent.unique()
-    order = parents[micro.position.flatten()[parents].argsort(stable=True)]
-    picks = torch.linspace(0, len(order) - 1, min(CHECKED_CONTEXTS, len(order))).round().long()
-    return order[picks]
-
-
 def check_provenance(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
     """Raise RunError unless the tokens of `batch` are what `trajectories` sampled, each after the token before it.
 
     So neither the text of a tool nor a token without a log-probability of its own is ever trained.
     """
-    token: list[int] = []
-    before: list[int] = []
-    logprobs: list[float] = []
-    owner: list[int] = []
+    token, before, owner, logprobs = list[int](), list[int](), list[int](), list[float]()
     for number, trajectory in enumerate(trajectories):
         for turn in trajectory.turns:
             above = turn
@@ -120,12 +108,12 @@ def check_provenance(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
         "log-probability": (batch.behaviour_logp, torch.tensor(logprobs, dtype=torch.float64)),
         "trajectory": (batch.trajectory, torch.tensor(owner)),
     }
-    for what, (found, expected) in compared.items():
-        if len(found) != len(expected) or not torch.equal(found, expected.to(found)):
-            wrong = (found[: len(expected)] != expected[: len(found)]).nonzero()[:, 0]
-            place = int(wrong[0]) if len(wrong) else min(len(found), len(expected))
+    for what, (trained, expected) in compared.items():
+        if len(trained) != len(expected) or not torch.equal(trained, expected.to(trained)):
+            wrong = (trained[: len(expected)] != expected[: len(trained)]).nonzero()[:, 0]
+            place = int(wrong[0]) if len(wrong) else min(len(trained), len(expected))
             raise RunError(
-                f"the {what} of entry {place} of a batch is not that of a sampled token ({len(found)} entries, "
+                f"the {what} of entry {place} of a batch is not that of a sampled token ({len(trained)} entries, "
                 f"{len(expected)} sampled tokens): what was sampled and what would be trained differ"
             )
 
@@ -138,9 +126,7 @@ def check_weights(weights: Tensor, average: Average) -> None:
 
 
 def worst_trajectory(log_rho: Tensor, trajectory: Tensor) -> float:
-    """The largest root mean square of `log_rho` [tokens] over the tokens of a trajectory.
-
-    A trajectory of fewer than `MIN_COUNTED_TOKENS` tokens counts as one of so many.
+    """The largest root mean square of `log_rho` [tokens] over a trajectory, of at least `MIN_COUNTED_TOKENS` tokens.
 
     log_rho: log-probabilities of sampled tokens by the trainer minus those by the engine, in nats, of the same weights.
     """
