@@ -151,7 +151,7 @@ def learned(folder: Path, engine: Local, *words: str) -> list[dict[str, Any]]:
 def test_a_trainer_in_a_child_process_changes_no_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_turns = learned(tmp_path / "in_turns", Local())
     in_a_thread = learned(tmp_path / "thread", Copying())
-    monkeypatch.setattr(run, "open_trainer", Piped)
+    monkeypatch.setattr(run, "PolicyTrainer", Piped)
     piped = learned(tmp_path / "piped", Copying())
     assert len(piped) > 4 and in_turns == in_a_thread == piped
     saved = [sorted((tmp_path / name / "checkpoints").glob("*/model.safetensors")) for name in ("thread", "piped")]

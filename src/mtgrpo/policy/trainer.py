@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -44,10 +44,7 @@ class TrainerConfig:
     model: ModelSettings
     seed: int
     stop_ids: Sequence[int]  # tokens at which the model ends its turns
-    imitation: OptimizerSettings
-    imitation_steps: int  # optimiser steps, for the schedule
-    optimizer: OptimizerSettings
-    optimizer_steps: int
+    optimizers: Mapping[Stage, tuple[OptimizerSettings, int]]  # with the number of its steps, for the schedule
     learning: UpdateConfig
     token_budget: int
     temperature: float
@@ -77,17 +74,22 @@ class TrainerRank:
         config, model = self._config, self.model
         self._earlier = self._weight_changes, self.changes + 1
         self._updater = self.policy = None  # their moments and reference are given back first
+        settings, steps = config.optimizers[stage]
+        optimizer = Optimizer(model, settings, steps)
         if stage is Stage.imitation:
-            optimizer = Optimizer(model, config.imitation, config.imitation_steps)
             self.policy = Policy(model, optimizer, config.token_budget, temperature=1.0)
         else:
-            optimizer = Optimizer(model, config.optimizer, config.optimizer_steps)
             self.policy = Policy(model, optimizer, config.token_budget, config.temperature, self._profiler)
             reference = ReferencePolicy(model) if config.learning.kl.coef else None
             self._updater = PolicyUpdater(self.policy, config.learning, reference)
-            if note := note_of_lr(model, config.optimizer.lr):
+            if note := note_of_lr(model, settings.lr):
                 self.notes.append(note)
         self.policy.notes = self.notes
+
+    @property
+    def _trained(self) -> PolicyUpdater | Optimizer | None:
+        """What has the state of the stage, beside the weights."""
+        return self._updater or (self.policy.optimizer if self.policy else None)
 
     @property
     def _weight_changes(self) -> int:
@@ -96,25 +98,26 @@ class TrainerRank:
     @property
     def changes(self) -> int:
         """How often what a snapshot holds has changed."""
-        training = self._updater or (self.policy.optimizer if self.policy else None)
-        return self._earlier[1] + (training.changes if training else 0)
+        return self._earlier[1] + (self._trained.changes if self._trained else 0)
 
     def updating(
         self, batch: Batch, rewards: Rewards, version: int, seed: int, evidence: Evidence | None
     ) -> CooperativeTask[Metrics]:
         """Train the policy, which has seen `version` training steps, on a rollout batch; see `PolicyUpdater`."""
-        updater = self._reinforcement
+        updater = self._updater
+        assert updater is not None, "the stage has begun"
         with self._profiler.trace(version + 1, self._config.folder):
             metrics = yield from updater.training(batch, rewards, version, seed, evidence)
         if not metrics["updates"]:
-            updater.policy.optimizer.check_unchanged()
+            updater.policy.optimizer.check.check_unchanged()
         self._version = version + 1
         return {f"policy/{name}": value for name, value in metrics.items()}
 
     def skip(self, version: int) -> None:
         """A training step without anything to train. Raises RunError where the weights are not those of the last."""
-        self._reinforcement.move_reference(version + 1)
-        self._reinforcement.policy.optimizer.check_unchanged()
+        assert self._updater is not None, "the stage has begun"
+        self._updater.move_reference(version + 1)
+        self._updater.policy.optimizer.check.check_unchanged()
         self._version = version + 1
 
     def imitating(self, batch: Batch, weights: Tensor) -> CooperativeTask[Metrics]:
@@ -122,29 +125,20 @@ class TrainerRank:
         assert self.policy is not None, "a stage has begun"
         return self.policy.updating(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
 
-    @property
-    def _reinforcement(self) -> PolicyUpdater:
-        assert self._updater is not None, "the stage has begun"
-        return self._updater
-
     def weights(self) -> ModelWeights:
         """The present weights."""
         return ModelWeights(self.model, self._version, lambda: self._weight_changes)
 
     def snapshot(self) -> ModelSnapshot:
         """A copy of all that the stage goes on from; the memory of the one before, written by now, is used again."""
-        training = self._updater or (self.policy.optimizer if self.policy else None)
-        state = training.state_dict() if training else {}
+        state = self._trained.state_dict() if self._trained else {}
         self._snapshot = ModelSnapshot(self.model, state, self._snapshot)
         return self._snapshot
 
     def load(self, path: Path, version: int) -> None:
-        """Go on with the stage from checkpoint `path`, of which the weights are loaded already.
-
-        Raises ConfigError where the settings ask for what it does not hold.
-        """
-        assert self.policy is not None, "a stage has begun"
-        (self._updater or self.policy.optimizer).load_state_dict(read_training(path))
+        """Go on with the stage from checkpoint `path`, whose weights are loaded. Raises ConfigError."""
+        assert self._trained is not None, "a stage has begun"
+        self._trained.load_state_dict(read_training(path))
         self._version = version
 
     def take_phases(self) -> dict[str, float]:

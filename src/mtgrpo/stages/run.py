@@ -36,7 +36,7 @@ from mtgrpo.record.summary import write_versions
 from mtgrpo.rewards import opened
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.rollout.group import RolloutRunner
-from mtgrpo.stages.policy_trainer import PolicyTrainer, open_trainer, trainer_config
+from mtgrpo.stages.policy_trainer import PolicyTrainer, trainer_config
 from mtgrpo.stages.resume import take_up, trained
 from mtgrpo.stages.threads import settle_threads
 from mtgrpo.stages.trial import try_tasks
@@ -190,7 +190,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         engine, why = experiment.engine.chosen(experiment.model)
         sinks.tell([why] if why else [])
         experiment = _with_room(replace(experiment, engine=engine), trains, sinks.note)
-        trainer = open_trainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder))
+        trainer = PolicyTrainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder))
         stack.callback(trainer.close)
         longest = longest_context(experiment, trainer.weights())
         engine = await _open_engine(experiment, trainer, longest, folder, stack)
