@@ -44,10 +44,7 @@ _COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": ope
 
 
 def require(settings: Any, **bounds: str) -> None:
-    """Raise ConfigError where a field of a dataclass is out of its bounds, as NaN always is; None is not looked at.
-
-    bounds: by the field's name, such as lr="> 0", top_p="> 0 and <= 1" or top_k=">= 0 (0 = off)".
-    """
+    """Raise ConfigError where a field of a dataclass is out of bounds such as top_k=">= 0 (0 = off)"; None never is."""
     for name, bound in bounds.items():
         value = getattr(settings, name)
         limits = (limit.split() for limit in bound.partition(" (")[0].split(" and "))

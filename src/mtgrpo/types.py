@@ -250,7 +250,7 @@ class Trajectory(Counts):
     reward: float = 0.0  # of the whole trajectory
     components: dict[str, float] = field(default_factory=dict[str, float])  # what the reward is made of, by name
     turn_rewards: list[float] = field(default_factory=list[float])  # of each turn; [] = no turn has one
-    paid: float = 0.0  # the share of `reward` that is in `turn_rewards` as well; training subtracts it from `reward`
+    paid: float = 0.0  # this part of `reward` is in `turn_rewards` too, and training counts it there alone
     attempts: int = 1  # how often it was run: above 1 after failures
     calls: Sequence[CallRecord] = ()  # of tools
     queued_s: float = 0.0  # waiting for one of the `rollout.max_concurrent` slots
@@ -260,12 +260,14 @@ class Trajectory(Counts):
     condensed: int = 0  # how often its context was condensed
     tokens_before: int = 0  # of all contexts before they were condensed
     tokens_after: int = 0  # of the same contexts after
-    given: float | None = None  # the reward that its agent gave; None = the configured reward scores it
+    given: float | None = None  # the reward by its agent; None = the configured reward scores it
     output: str = ""  # what its agent gave as its answer; "" = the last message is that
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what else its agent gave
     counts: dict[str, float] = field(default_factory=dict[str, float])  # of its agent's requests, by name
     opening: Sequence[Message] = ()  # what it began with, where that is not the task's messages alone
-    untrained: list[Turn] = field(default_factory=list[Turn])  # turns that nobody received, or an agent leaves out
+    untrained: list[Turn] = field(
+        default_factory=list[Turn]
+    )  # turns whose answer nobody received, or that an agent leaves out
 
     def copy(self) -> Trajectory:
         """One that can be changed without this one: for code of others. What task and agent's data hold is shared."""

@@ -17,13 +17,10 @@ from mtgrpo.parts.extension import misgiven
 
 @dataclass(frozen=True)
 class Assigned:
-    """The advantage of each sampled token [tokens] fp64, and the target of the critic.
-
-    target [tokens] fp64: NaN where the critic learns nothing; None without a critic.
-    """
+    """What an estimator gives, for each sampled token; tensors [tokens] fp64."""
 
     advantage: Tensor
-    target: Tensor | None = None
+    target: Tensor | None = None  # of the critic: NaN where it learns nothing; None without a critic
 
 
 @dataclass
@@ -51,13 +48,11 @@ class AdvantageEstimator(ABC):
         if self.compares_turns and not algorithm.compares_siblings:
             raise ConfigError(
                 f"{type(self).__name__} compares the turns of siblings, and algorithm {name} has no baseline of the "
-                "group: set advantage=trajectory or advantage=return_to_go, or another algorithm"
+                "group: set advantage=trajectory, advantage=return_to_go or another algorithm"
             )
         if not self.outcome_weight and not experiment.rewards_turns:
-            raise ConfigError(
-                f"advantage.outcome_weight=0, and reward {type(experiment.reward).__name__} gives none for turns: "
-                "nothing is rewarded"
-            )
+            reward = type(experiment.reward).__name__
+            raise ConfigError(f"advantage.outcome_weight=0, and reward {reward} gives turns none: nothing is rewarded")
 
     def note(self, algorithm: Algorithm) -> str:
         """A note that is printed before training; "" = none."""
@@ -65,9 +60,8 @@ class AdvantageEstimator(ABC):
 
     def weigh(self, rewards: Rewards) -> Rewards:
         """`rewards` times `outcome_weight` and `turn_weight`."""
-        return replace(
-            rewards, outcome=rewards.outcome * self.outcome_weight, per_turn=rewards.per_turn * self.turn_weight
-        )
+        outcome, per_turn = rewards.outcome * self.outcome_weight, rewards.per_turn * self.turn_weight
+        return replace(rewards, outcome=outcome, per_turn=per_turn)
 
     @abstractmethod
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
@@ -94,20 +88,15 @@ def advantages(
 
 
 def try_out(estimator: AdvantageEstimator, algorithm: Algorithm) -> None:
-    """Compute advantages and losses of two trajectories of two tokens, for mistakes to show before a run begins.
-
-    Raises MisgivenError, and whatever they raise.
-    """
+    """Compute advantages and losses of two trajectories of two tokens: mistakes raise before a run begins."""
     import torch  # noqa: PLC0415  settings alone import no library
 
-    pair, zeros = torch.arange(2), torch.zeros(4, dtype=torch.float64)
-    baseline: Any = algorithm.baseline(pair.double(), torch.zeros(2, dtype=torch.long))
+    pair, group, zeros = torch.arange(2), torch.zeros(2, dtype=torch.long), torch.zeros(4, dtype=torch.float64)
+    baseline: Any = algorithm.baseline(pair.double(), group)
     if not isinstance(baseline, Baseline):
         raise misgiven(algorithm.baseline, baseline, "give a Baseline of the centre and the scale of each return")
-    one_group, turn = torch.zeros(2, dtype=torch.long), pair.repeat_interleave(2)
-    rewards = Rewards(
-        pair.double(), one_group, torch.ones(2, dtype=torch.bool), zeros[:2], pair, one_group, one_group, zeros, turn
-    )
+    turn = pair.repeat_interleave(2)
+    rewards = Rewards(pair.double(), group, group == 0, zeros[:2], pair, group, group, zeros, turn)
     advantage = advantages(estimator, algorithm, rewards, zeros if algorithm.has_critic else None).advantage.float()
     logp = torch.full((4,), -1.0, requires_grad=True)
     sequence = algorithm.sequence_term(logp - logp.detach(), advantage) if algorithm.needs_sequence_ratio else None

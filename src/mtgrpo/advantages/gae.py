@@ -36,22 +36,19 @@ class GAE(AdvantageEstimator):
 
     @property
     def discounts(self) -> tuple[float, float]:
-        """gamma and lambda, with the defaults of the level."""
+        """gamma and lambda."""
         gamma, lam = (0.99, 0.95) if self.level is Level.turn else (1.0, 1.0)
         return gamma if self.gamma is None else self.gamma, lam if self.lam is None else self.lam
 
     def check(self, experiment: Any) -> None:
-        """level=token needs a critic: without one it would discount nothing but the distance to the end."""
         super().check(experiment)
-        algorithm = experiment.algorithm
-        if self.level is Level.token and not algorithm.has_critic:
+        if self.level is Level.token and not experiment.algorithm.has_critic:  # it would discount the distance alone
             raise ConfigError(
-                f"advantage.level=token needs a critic, and algorithm {type(algorithm).__name__} has none: set "
-                "algorithm=ppo with model.value_head=true, or advantage.level=turn"
+                f"advantage.level=token needs a critic, and algorithm {type(experiment.algorithm).__name__} has none: "
+                "set algorithm=ppo with model.value_head=true, or advantage.level=turn"
             )
 
     def note(self, algorithm: Algorithm) -> str:
-        """How advantages fall towards the beginning where there is no critic."""
         if algorithm.has_critic:
             return ""
         gamma, lam = self.discounts
@@ -61,7 +58,6 @@ class GAE(AdvantageEstimator):
         )
 
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
-        """Over turns or tokens; `values` where the algorithm has a critic."""
         if values is None:
             return Assigned(self._without_critic(rewards, algorithm)[rewards.turn])
         gamma, lam = self.discounts

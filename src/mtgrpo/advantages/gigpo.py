@@ -30,7 +30,6 @@ class GiGPO(AdvantageEstimator):
         require(self, gamma=">= 0 and <= 1", turn_coef=">= 0")
 
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
-        """The two comparisons, added."""
         totals = rewards.totals()
         of_trajectory = algorithm.baseline(totals, rewards.group).advantage(totals)
         trajectory, per_step = rewards.steps(Level.turn)

@@ -29,7 +29,6 @@ class ReturnToGo(AdvantageEstimator):
         require(self, gamma=">= 0 and <= 1")
 
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
-        """Returns from each step on, less the baseline of the trajectory."""
         trajectory, per_step = rewards.steps(self.level)
         returns = discounted_sums(per_step, trajectory, self.gamma)
         first = is_first(trajectory)

@@ -19,6 +19,5 @@ class WholeTrajectory(AdvantageEstimator):
     differs_by_turn = False
 
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
-        """Compared within the group."""
         totals = rewards.totals()
         return Assigned(rewards.of_tokens(algorithm.baseline(totals, rewards.group).advantage(totals)))

@@ -41,7 +41,6 @@ class ByTurn(AdvantageEstimator):
         require(self, turn_coef=">= 0")
 
     def check(self, experiment: Any) -> None:
-        """See `AdvantageEstimator.check`; where turns have no rewards there is nothing to compare."""
         super().check(experiment)
         if not experiment.rewards_turns:
             raise ConfigError(
@@ -50,7 +49,6 @@ class ByTurn(AdvantageEstimator):
             )
 
     def note(self, algorithm: Algorithm) -> str:
-        """The bias of the paper's form where conversations differ in length."""
         if self.unbiased:
             return ""
         return (
@@ -59,7 +57,6 @@ class ByTurn(AdvantageEstimator):
         )
 
     def assign(self, rewards: Rewards, algorithm: Algorithm, values: Tensor | None = None) -> Assigned:
-        """Outcomes and rewards of turns, compared within groups, turn by turn."""
         outcome = rewards.outcome.index_add(0, rewards.trajectory[rewards.turn], rewards.per_token)
         advantage = (self._unbiased if self.unbiased else self._as_in_the_paper)(outcome, rewards, algorithm)
         return Assigned(advantage[rewards.turn])

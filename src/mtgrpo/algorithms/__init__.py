@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from mtgrpo.algorithms.average import Average
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.types import Status, Trajectory
 
 if TYPE_CHECKING:
@@ -46,14 +46,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class PerToken:
-    """A loss before averaging: `loss` [tokens]; `clipped` [tokens] bool, where the clip removed the gradient.
-
-    metrics: more values per token [tokens], without gradient, whose averages are reported.
-    """
+    """A loss before averaging; tensors [tokens]."""
 
     loss: Tensor
-    clipped: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    clipped: Tensor  # bool, where the clip removed the gradient
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # without gradient; their averages are reported
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,6 @@ class Baseline:
     scale: Tensor | float = 1.0
 
     def advantage(self, returns: Tensor) -> Tensor:
-        """The advantages of `returns` [n]."""
         return (returns - self.centre) / self.scale
 
 
@@ -82,12 +78,9 @@ class Algorithm(ABC):
     top_entropy: float = 1.0  # the share of tokens, those of highest entropy, that are trained (arXiv:2506.01939)
 
     def __post_init__(self) -> None:
-        require(self, top_entropy="> 0 and <= 1", entropy_coef=">= 0")
-        if self.average_length < 0 or (self.average_length and self.average is not Average.constant):
-            raise ConfigError(
-                f"`average_length={self.average_length}` is the divisor of `average=constant` and "
-                f"must be >= 0; `average` is {self.average.value}"
-            )
+        require(self, top_entropy="> 0 and <= 1", entropy_coef=">= 0", average_length=">= 0")
+        if self.average is not Average.constant:
+            refuse_without_effect(self, ("average_length",), "set `average=constant`, whose divisor it is")
 
     @property
     def compares_siblings(self) -> bool:
@@ -116,17 +109,13 @@ class Algorithm(ABC):
 
     def check(self, experiment: Any) -> None:
         """Raise ConfigError where it cannot be used with the other settings of `experiment`."""
-        group_size, value_head = experiment.rollout.group_size, experiment.model.value_head
-        name = type(self).__name__
+        name, value_head, size = type(self).__name__, experiment.model.value_head, experiment.rollout.group_size
         if self.has_critic and not value_head:
             raise ConfigError(f"algorithm {name} learns values and needs a head for them: set model.value_head=true")
         if value_head and not self.has_critic:
             raise ConfigError(f"model.value_head=true, but algorithm {name} has no use for it: leave it out")
-        if group_size < 2 and self.compares_siblings:
-            raise ConfigError(
-                f"algorithm {name} compares the siblings of a group: "
-                f"rollout.group_size must be at least 2, got {group_size}"
-            )
+        if size < 2 and self.compares_siblings:
+            raise ConfigError(f"algorithm {name} compares siblings: rollout.group_size must be >= 2, got {size}")
 
     def shaped_reward(self, trajectory: Trajectory) -> float:
         """The outcome reward that training sees: as scored, or at most 0 where a truncated one is penalised.
@@ -149,10 +138,7 @@ class Algorithm(ABC):
         return advantage
 
     def sequence_term(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """For sequence-level losses: the term of each token [tokens], of which `Tokens.sequence` is the mean.
-
-        The mean is over every sampled token of the trajectory, whatever segment or micro-batch it is stored in.
-        """
+        """For sequence-level losses: the term of each token [tokens], of which `Tokens.sequence` is the mean."""
         raise NotImplementedError
 
     @abstractmethod
@@ -160,8 +146,5 @@ class Algorithm(ABC):
         """The loss of each token."""
 
     def value_loss(self, value: Tensor, old_value: Tensor, target: Tensor) -> Tensor:
-        """For algorithms with a critic: the weighted loss of each state [states]; `value` carries gradient.
-
-        old_value: before the first update of the batch. It is averaged over the states and added to the loss.
-        """
+        """For a critic: the weighted loss of each state [states]; old_value: before the first update of the batch."""
         raise NotImplementedError

@@ -67,7 +67,6 @@ class Correction:
                 "`old_policy=engine` has the importance weight in its ratio already; with `weight`, "
                 "`reject` or `veto` set `old_policy=trainer`"
             )
-
         whole = self.weight is Weight.sequence or self.reject in (Reject.sequence, Reject.geometric) or self.veto
         if self.old_policy is OldPolicy.interpolated and whole:
             raise ConfigError(
@@ -95,11 +94,8 @@ class Correction:
         _, index, counts = trajectory.unique(return_inverse=True, return_counts=True)
         total = log_rho.new_zeros(len(counts)).index_add(0, index, log_rho)
         product, mean, rho = ratio_of(total)[index], ratio_of(total / counts)[index], ratio_of(log_rho)
-        weight = {
-            Weight.none: rho.new_ones(len(rho)),
-            Weight.token: rho.clamp(max=self.cap),
-            Weight.sequence: product.clamp(max=self.cap),
-        }[self.weight]
+        weight = {Weight.token: rho, Weight.sequence: product}.get(self.weight, rho.new_ones(len(rho)))
+        weight = weight.clamp(max=self.cap)  # without a weight, `cap` is 2
         judged = {Reject.token: rho, Reject.sequence: product, Reject.geometric: mean}.get(self.reject)
         if judged is not None:
             weight = weight * ((self.low <= judged) & (judged <= self.high))
@@ -122,9 +118,6 @@ def interpolate(behaviour_logp: Tensor, logp: Tensor, sampled_at: Tensor, versio
 
 def diagnostics(log_rho: Tensor) -> dict[str, float]:
     """How far the behaviour policy is from the old one; `log_rho` [tokens] = log(pi_old / mu).
-
-    pi_old is the policy before the first update of the batch; where its log-probabilities were not needed, the policy
-    that scored each token first, which in later mini-batches has been updated already.
 
     kl: of mu from pi_old, by k3; chi2: E[rho^2] - 1; ess: the effective sample size as a share, (E rho)^2 / E[rho^2].
     """

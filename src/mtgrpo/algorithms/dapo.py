@@ -26,24 +26,17 @@ class DAPO(ClippedSurrogate, GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.overlong_buffer <= self.overlong_tokens:
-            raise ConfigError(
-                "`overlong_buffer` must be between 0 and `overlong_tokens`, "
-                f"got {self.overlong_buffer} and {self.overlong_tokens}"
-            )
+        most = self.overlong_tokens
+        if not 0 <= self.overlong_buffer <= most:
+            raise ConfigError(f"`overlong_buffer` must be 0 to `overlong_tokens={most}`, got {self.overlong_buffer}")
 
     def check(self, experiment: Any) -> None:
-        """See `Algorithm.check`; a penalty that is never reached is refused too."""
         super().check(experiment)
-        longest = experiment.rollout.max_trajectory_tokens
-        if self.overlong_tokens > longest:
-            raise ConfigError(
-                f"algorithm.overlong_tokens={self.overlong_tokens} is never reached: "
-                f"rollout.max_trajectory_tokens={longest}"
-            )
+        tokens, limit = self.overlong_tokens, experiment.rollout.max_trajectory_tokens
+        if tokens > limit:
+            raise ConfigError(f"algorithm.overlong_tokens={tokens} is above rollout.max_trajectory_tokens={limit}")
 
     def shaped_reward(self, trajectory: Trajectory) -> float:
-        """The outcome reward less the penalty for length."""
         return super().shaped_reward(trajectory) - self._penalty(trajectory.sampled_tokens)
 
     def _penalty(self, tokens: int) -> float:

@@ -36,11 +36,9 @@ class DPPO(GroupRelative):
 
     @property
     def always_has_gradient(self) -> bool:
-        """The squared log-ratio has one."""
         return super().always_has_gradient or self.kl_coef > 0
 
     def loss(self, tokens: Tokens) -> PerToken:
-        """The masked loss plus the squared log-ratio."""
         moved = tokens.logp.detach().exp() - tokens.old_logp.exp()
         positive = tokens.advantage > 0
         masked = (positive & (moved > self.clip_high)) | (~positive & (moved < -self.clip_low))

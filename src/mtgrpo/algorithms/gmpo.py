@@ -32,12 +32,10 @@ class GMPO(GroupRelative):
         require(self, clip_low="> 0", clip_high="> 0")
 
     def sequence_term(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """c_t."""
         sign = advantage.sign()
         return sign * (sign * log_ratio).minimum(sign * log_ratio.clamp(-self.clip_low, self.clip_high))
 
     def loss(self, tokens: Tokens) -> PerToken:
-        """The trajectory's loss, with the token's share of its gradient."""
         assert tokens.sequence is not None, "it has a sequence_term"
         term = self.sequence_term(tokens.log_ratio, tokens.advantage)
         loss = -tokens.advantage * ratio_of(tokens.sequence + (term - term.detach()))

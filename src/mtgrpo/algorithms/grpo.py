@@ -39,16 +39,12 @@ class GroupRelative(Algorithm):
         return self.divide_by_std
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
-        """The mean of the group, and its standard deviation where it divides."""
         centre = group_mean(returns, group)
         return Baseline(centre, group_std(returns - centre, group) + self.epsilon if self.divide_by_std else 1.0)
 
 
 def group_mean(values: Tensor, group: Tensor) -> Tensor:
-    """The mean of `values` [n] over those of the same `group` [n] int64, for each; [n].
-
-    Exactly the value itself where all of a group are equal.
-    """
+    """The mean of `values` [n] over the same `group` [n] int64; [n], exactly the value where all of it are equal."""
     _, index, counts = group.unique(return_inverse=True, return_counts=True)
     least = values.new_zeros(len(counts)).scatter_reduce(0, index, values, "amin", include_self=False)
     above = values - least[index]
@@ -90,7 +86,6 @@ class ClippedSurrogate(Algorithm):
             raise ConfigError(f"`dual_clip` must be 0 (off) or above 1 + `clip_high`, got {self.dual_clip}")
 
     def loss(self, tokens: Tokens) -> PerToken:
-        """The surrogate with the ratio of each token."""
         return self.surrogate(ratio_of(tokens.log_ratio), tokens.advantage)
 
     def surrogate(self, ratio: Tensor, advantage: Tensor) -> PerToken:

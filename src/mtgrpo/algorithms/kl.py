@@ -83,10 +83,7 @@ class KL:
 
 
 def estimate(estimator: Estimator, logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """KL(policy, reference) at each sampled token [tokens], in nats; d = logp - ref_logp.
-
-    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k1 and k3 have the KL as their mean; k3 is never negative.
-    """
+    """KL(policy, reference) at each sampled token [tokens], in nats. k1 and k3 have the KL as their mean."""
     d = logp - ref_logp
     if estimator is Estimator.k1:
         return d

@@ -32,19 +32,15 @@ class PPO(ClippedSurrogate):
 
     @property
     def compares_siblings(self) -> bool:
-        """The critic is the baseline."""
         return False
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
-        """None: the critic is the baseline."""
         return Baseline(returns.new_zeros(len(returns)))
 
     def normalise(self, advantage: Tensor) -> Tensor:
-        """Whitened over the trained tokens where `whiten` is set."""
         return whiten(advantage) if self.whiten else advantage
 
     def value_loss(self, value: Tensor, old_value: Tensor, target: Tensor) -> Tensor:
-        """Half the squared error, at least that of the clipped value."""
         error = (value - target).square()
         if self.value_clip:
             near = old_value + (value - old_value).clamp(-self.value_clip, self.value_clip)

@@ -24,15 +24,12 @@ class ReinforcePP(ClippedSurrogate):
 
     @property
     def compares_siblings(self) -> bool:
-        """Only in the baseline form."""
         return self.group_baseline
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
-        """Nothing, or the mean of the group."""
         return Baseline(group_mean(returns, group) if self.group_baseline else returns.new_zeros(len(returns)))
 
     def normalise(self, advantage: Tensor) -> Tensor:
-        """Whitened over the trained tokens."""
         return whiten(advantage)
 
 

@@ -28,7 +28,6 @@ class SAPO(GroupRelative):
         require(self, tau_positive="> 0", tau_negative="> 0")
 
     def loss(self, tokens: Tokens) -> PerToken:
-        """The gated loss; nothing is ever clipped."""
         import torch  # noqa: PLC0415  settings alone import no library
 
         positive = tokens.advantage > 0

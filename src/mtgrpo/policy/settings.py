@@ -66,10 +66,7 @@ class ReferenceSettings:
     def __post_init__(self) -> None:
         require(self, update_every=">= 0", ema=">= 0 and <= 1")
         if self.update_every and self.ema:
-            raise ConfigError(
-                f"`update_every={self.update_every}` and `ema={self.ema}` are two ways to move the "
-                "reference: set one of them to 0"
-            )
+            raise ConfigError(f"`update_every={self.update_every}` and `ema={self.ema}` are two ways: set one to 0")
 
 
 @dataclass
