@@ -35,12 +35,11 @@ from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.policy.optimizer import Optimizer, Schedule
-from mtgrpo.policy.step import Policy
+from mtgrpo.policy.step import Policy, at_once
 from mtgrpo.policy.trainer import negative_log_likelihood
 from mtgrpo.record.summary import write_summary
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.evaluate import evaluate_fully
-from mtgrpo.stages.policy_trainer import InProcess
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.types import Status, Trajectory
 from mtgrpo.weights.source import ModelWeights
@@ -98,7 +97,6 @@ async def imitate(run: Run, seconds: float) -> int:
     """Sample, keep what succeeded, imitate it; for `seconds`. Returns the number of steps."""
     experiment = run.experiment
     settings = replace(experiment.optimizer, schedule=Schedule.constant)  # how many steps fit is not known
-    assert isinstance(run.trainer, InProcess)
     model = run.trainer.rank.model
     optimizer = Optimizer(model, settings, 0)
     policy = Policy(model, optimizer, experiment.batch.token_budget, 1.0)
@@ -110,7 +108,7 @@ async def imitate(run: Run, seconds: float) -> int:
         if good:
             batch = build_batch(good)
             weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
-            policy.update(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
+            at_once(policy.updating(batch, torch.arange(len(batch)), weights, negative_log_likelihood))
         await run.engine.load_weights(ModelWeights(model, step))
     return step
 

@@ -37,7 +37,7 @@ from mtgrpo.memory import Phase, Plan, estimate, plan
 from mtgrpo.model.load import load_model
 from mtgrpo.model.scorer import Scores
 from mtgrpo.policy.optimizer import Optimizer
-from mtgrpo.policy.step import Policy
+from mtgrpo.policy.step import Policy, at_once
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 from mtgrpo.weights.source import ModelWeights
 
@@ -158,7 +158,7 @@ def update_twice(run: Experiment) -> None:
         return PerToken(-scores.logp, nothing_clipped[entries])
 
     for _ in range(2):
-        policy.update(batch, torch.arange(len(batch)), weights, loss)
+        at_once(policy.updating(batch, torch.arange(len(batch)), weights, loss))
     del engine
 
 

@@ -33,6 +33,7 @@ from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import DType
 from mtgrpo.parts import RunContext
+from mtgrpo.policy.step import at_once
 from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.rollout.group import RolloutRunner
@@ -110,7 +111,7 @@ def gradient(group: Group) -> dict[str, torch.Tensor]:
     policy = Watched(make_model())
     batch = build_batch(group.trajectories)
     rewards = rewards_of([group], experiment.algorithm, batch.trajectory, batch.turn)
-    PolicyUpdater(policy, replace(update_config(experiment), exact=False)).train(batch, rewards, 0, 0)
+    at_once(PolicyUpdater(policy, replace(update_config(experiment), exact=False)).training(batch, rewards, 0, 0))
     return policy.descent.gradients[0]
 
 

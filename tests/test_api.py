@@ -21,7 +21,7 @@ from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import ModelSettings, load_model
 from mtgrpo.policy import objective
 from mtgrpo.policy.optimizer import Optimizer
-from mtgrpo.policy.step import Policy
+from mtgrpo.policy.step import Policy, at_once
 from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.profile import Profile
 from mtgrpo.rewards import Reward
@@ -148,7 +148,7 @@ def test_it_is_what_the_trainer_computes() -> None:
     policy = Policy(model, Optimizer(model, experiment.optimizer, 1), 2048, temperature=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(objective, "apply_control", lambda control, advantage, *_: seen.append(advantage) or advantage)
-        PolicyUpdater(policy, replace(update_config(experiment), exact=False)).train(batch, rewards, 0, 0)
+        at_once(PolicyUpdater(policy, replace(update_config(experiment), exact=False)).training(batch, rewards, 0, 0))
     turns = iter([turn for one in found for per_turn in one.advantages for turn in per_turn])
     expected = [next(turns) for _ in range(len(rewards.per_turn))]
     assert seen[0].tolist() == pytest.approx([expected[turn] for turn in rewards.turn.tolist()])

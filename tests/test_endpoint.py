@@ -32,6 +32,7 @@ from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local
 from mtgrpo.model.load import DType
 from mtgrpo.parts import RunContext
+from mtgrpo.policy.step import at_once
 from mtgrpo.policy.updater import PolicyUpdater, UpdateConfig
 from mtgrpo.rewards import Score, scores
 from mtgrpo.rewards.judge import Judge
@@ -438,7 +439,7 @@ async def test_a_trajectory_weighs_the_same_however_many_chains_it_has(average: 
         batch = build_batch([trajectory, other])
         algorithm = GRPO(average=average)
         rewards = rewards_of([Group(TASK, [trajectory, other])], algorithm, batch.trajectory, batch.turn)
-        PolicyUpdater(policy, UpdateConfig(algorithm, WholeTrajectory())).train(batch, rewards, 0, 0)
+        at_once(PolicyUpdater(policy, UpdateConfig(algorithm, WholeTrajectory())).training(batch, rewards, 0, 0))
         (entries, weights_of) = policy.steps[0]
         owner = batch.trajectory[entries]
         found.append([float(weights_of[owner == n].sum()) for n in range(2)])

@@ -20,7 +20,7 @@ from mtgrpo.model.load import device_of_process, load_model
 from mtgrpo.model.settings import DType, LoRA, ModelSettings, Quantization
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import Kind, OptimizerSettings
-from mtgrpo.policy.step import Metrics, Policy
+from mtgrpo.policy.step import Metrics, Policy, at_once
 from mtgrpo.types import Finish, Message, Sampling, Task, Trajectory, Turn
 from mtgrpo.weights.source import ModelWeights
 from test_policy import PLAYED
@@ -39,7 +39,7 @@ def updated(settings: ModelSettings, chosen: OptimizerSettings, steps: int = 2) 
     policy = Policy(model, Optimizer(model, chosen, 0), 200, 1.0)
     batch = build_batch(PLAYED)
     weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
-    return policy, [policy.update(batch, torch.arange(len(batch)), weights, descend) for _ in range(steps)]
+    return policy, [at_once(policy.updating(batch, torch.arange(len(batch)), weights, descend)) for _ in range(steps)]
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -110,7 +110,7 @@ def test_the_plan_is_what_training_takes(twice: bool) -> None:
     weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
-        policy.update(batch, torch.arange(len(batch)), weights, descend)
+        at_once(policy.updating(batch, torch.arange(len(batch)), weights, descend))
     assert torch.cuda.max_memory_allocated() == pytest.approx(planned, rel=0.15)
 
 

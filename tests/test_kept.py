@@ -15,6 +15,7 @@ from mtgrpo.batch.forest import Batch, build_batch
 from mtgrpo.engines.local.sampling import sample
 from mtgrpo.model.attention import Attention, choose_attention
 from mtgrpo.model.scorer import Scores
+from mtgrpo.policy.step import at_once
 from mtgrpo.types import Finish, Message, Sampling, Task, Trajectory, Turn
 from test_policy import ONE_MICRO_BATCH, TEMPERATURE, Watched, largest_difference, make_model
 
@@ -93,13 +94,13 @@ def test_each_token_is_normalised_over_what_was_kept_when_it_was_sampled(
     model = copy.deepcopy(MODEL)
     choose_attention(model, attention)
     policy = Watched(model, token_budget=token_budget)
-    found = policy.scores(BATCH, EVERY)
+    found = at_once(policy.scoring(BATCH, EVERY))
 
     def loss(entries: Tensor, scores: Scores) -> PerToken:
         value = slope[entries] * scores.logp + bonus[entries] * scores.entropy
         return PerToken(value, torch.zeros_like(value))
 
-    policy.update(BATCH, EVERY, torch.ones(len(BATCH)).double(), loss)
+    at_once(policy.updating(BATCH, EVERY, torch.ones(len(BATCH)).double(), loss))
     logp, entropy = masked(MODEL)
     torch.testing.assert_close(found.logp, logp.detach(), rtol=0, atol=1e-10)
     torch.testing.assert_close(found.entropy, entropy.detach(), rtol=0, atol=1e-10)
@@ -109,7 +110,7 @@ def test_each_token_is_normalised_over_what_was_kept_when_it_was_sampled(
 
 
 def test_what_the_same_weights_sampled_has_the_log_probability_that_the_engine_reported() -> None:
-    found = Watched(copy.deepcopy(MODEL)).scores(BATCH, EVERY).logp
+    found = at_once(Watched(copy.deepcopy(MODEL)).scoring(BATCH, EVERY)).logp
     same = BATCH.trajectory < SIBLINGS
     assert (found - BATCH.behaviour_logp)[same].abs().max() < 1e-9
     assert (found - BATCH.behaviour_logp)[~same].abs().max() > 1e-2
@@ -117,8 +118,8 @@ def test_what_the_same_weights_sampled_has_the_log_probability_that_the_engine_r
 
 def test_a_log_probability_does_not_depend_on_what_else_is_in_the_micro_batch() -> None:
     policy = Watched(copy.deepcopy(MODEL))
-    together = policy.scores(BATCH, EVERY)
+    together = at_once(policy.scoring(BATCH, EVERY))
     for entry in EVERY.split(1):
-        alone = policy.scores(BATCH, entry)
+        alone = at_once(policy.scoring(BATCH, entry))
         assert alone.logp[entry].item() == pytest.approx(together.logp[entry].item(), abs=1e-12)
         assert alone.entropy[entry].item() == pytest.approx(together.entropy[entry].item(), abs=1e-12)

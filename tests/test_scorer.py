@@ -22,7 +22,7 @@ from mtgrpo.model.attention import Attention, choose_attention
 from mtgrpo.model.load import DType
 from mtgrpo.model.scorer import Scorer, Scores
 from mtgrpo.model.value import add_value_head
-from mtgrpo.policy.step import Policy
+from mtgrpo.policy.step import Policy, at_once
 from mtgrpo.types import Trajectory
 from test_policy import PLAYED, TEMPERATURE, Descent, largest_difference, make_model
 
@@ -97,7 +97,7 @@ def test_an_update_of_nothing_but_empty_micro_batches_changes_nothing() -> None:
     policy = Policy(model, Descent(model, 1.0), 10**6, TEMPERATURE, rank=2, ranks=3)  # type: ignore[arg-type]
     before = copy.deepcopy(model.state_dict())
     batch = build_batch(PLAYED[:1])
-    assert policy.update(batch, torch.arange(len(batch)), weights(batch), loss)["loss"] == 0
+    assert at_once(policy.updating(batch, torch.arange(len(batch)), weights(batch), loss))["loss"] == 0
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -163,7 +163,7 @@ def rank_of_two(rank: int, folder: str) -> None:
     policy.scorer = DistributedDataParallel(policy.scorer)  # type: ignore[arg-type]
     for trees in TREES:
         batch = build_batch(PLAYED[:trees])
-        policy.update(batch, torch.arange(len(batch)), weights(batch), loss)
+        at_once(policy.updating(batch, torch.arange(len(batch)), weights(batch), loss))
     torch.save(descent.gradients, f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
 
@@ -175,7 +175,7 @@ def test_two_ranks_with_ddp_have_half_the_gradient_of_one(tmp_path: Path) -> Non
     policy = Policy(model, descent, 10**6, TEMPERATURE)  # type: ignore[arg-type]
     for trees in TREES:
         batch = build_batch(PLAYED[:trees])
-        policy.update(batch, torch.arange(len(batch)), weights(batch), loss)
+        at_once(policy.updating(batch, torch.arange(len(batch)), weights(batch), loss))
     for rank in range(2):
         for found, expected in zip(torch.load(tmp_path / f"{rank}.pt"), descent.gradients, strict=True):
             doubled = {name: 2 * part for name, part in found.items()}  # DDP takes the mean

@@ -47,7 +47,7 @@ from mtgrpo.model.scorer import Scores, flops_of, layout_of
 from mtgrpo.model.value import add_value_head
 from mtgrpo.policy import updater
 from mtgrpo.policy.reference import ReferencePolicy, ReferenceSettings
-from mtgrpo.policy.step import CooperativeTask, Metrics
+from mtgrpo.policy.step import CooperativeTask, Metrics, at_once
 from mtgrpo.policy.updater import Objective, PolicyUpdater, UpdateConfig, Updates
 from mtgrpo.types import Group, Message, Sampling, Trajectory
 from mtgrpo.weights.source import ModelWeights
@@ -94,7 +94,7 @@ CORRECTION = Correction(weight=Weight.sequence, cap=1.5, reject=Reject.geometric
 def near_the_engine(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """With the log-probabilities that the model gives, a little off."""
     batch = build_batch(trajectories)
-    logp = Watched(copy.deepcopy(MODEL)).scores(batch, torch.arange(len(batch))).logp.tolist()
+    logp = at_once(Watched(copy.deepcopy(MODEL)).scoring(batch, torch.arange(len(batch)))).logp.tolist()
     found: list[Trajectory] = []
     place = 0
     for trajectory in trajectories:
@@ -147,7 +147,9 @@ def updates(
     parts = [list(part) for part in _split(trajectories, sizes)]
     groups = [Group(part[0].task, part) for part in parts]
     rewards = rewards_of(groups, learning.algorithm, batch.trajectory, batch.turn)
-    found = PolicyUpdater(policy, learning, REFERENCE if reference else None).train(batch, rewards, version=3, seed=0)
+    found = at_once(
+        PolicyUpdater(policy, learning, REFERENCE if reference else None).training(batch, rewards, version=3, seed=0)
+    )
     return policy.metrics, policy.descent.gradients, found
 
 
@@ -293,7 +295,7 @@ def test_invariance_what_the_tools_said_is_never_trained() -> None:
     noisy_model.model.norm.register_forward_hook(disturb)
     groups = [Group(t[0].task, list(t)) for t in _split(TRAJECTORIES, (2, 2))]
     rewards = rewards_of(groups, learning.algorithm, batch.trajectory, batch.turn)
-    PolicyUpdater(policy, learning).train(batch, rewards, version=3, seed=0)
+    at_once(PolicyUpdater(policy, learning).training(batch, rewards, version=3, seed=0))
     assert [m["loss"] for m in policy.metrics] == pytest.approx([m["loss"] for m in plain[0]], abs=1e-12)
 
 
@@ -353,7 +355,7 @@ def test_interpolation_needs_no_forward_pass_and_lies_between() -> None:
         batch = build_batch(TRAJECTORIES)
         groups = [Group(t[0].task, list(t)) for t in _split(TRAJECTORIES, (2, 2))]
         rewards = rewards_of(groups, learning.algorithm, batch.trajectory, batch.turn)
-        PolicyUpdater(policy, learning).train(batch, rewards, version=3, seed=0)
+        at_once(PolicyUpdater(policy, learning).training(batch, rewards, version=3, seed=0))
         return policy.metrics[0]["loss"], policy.looks
 
     (engine, _), (middle, looks), (trainer, _) = (
@@ -371,7 +373,10 @@ def test_a_penalty_in_the_reward_is_taken_off_before_advantages() -> None:
     found = updates(learning, reference=True)
     policy, batch = Watched(copy.deepcopy(MODEL)), build_batch(TRAJECTORIES)
     everything = torch.arange(len(batch))
-    logp, ref = policy.scores(batch, everything).logp, policy.scores(batch, everything, REFERENCE).logp
+    logp, ref = (
+        at_once(policy.scoring(batch, everything)).logp,
+        at_once(policy.scoring(batch, everything, REFERENCE)).logp,
+    )
     penalty = 0.3 * estimate(Estimator.k1, logp, ref)
     groups = [Group(t[0].task, list(t)) for t in _split(TRAJECTORIES, (2, 2))]
     rewards = replace(rewards_of(groups, RLOO(), batch.trajectory, batch.turn), per_token=-penalty)
@@ -429,7 +434,7 @@ def test_an_entropy_bonus_raises_the_entropy() -> None:
 def test_only_tokens_of_high_entropy_are_trained() -> None:
     learning = UpdateConfig(GRPO(top_entropy=0.2), WholeTrajectory(), length=7)
     policy, batch = Watched(copy.deepcopy(MODEL)), build_batch(TRAJECTORIES)
-    entropy = policy.scores(batch, torch.arange(len(batch))).entropy
+    entropy = at_once(policy.scoring(batch, torch.arange(len(batch)))).entropy
     kept = entropy >= torch.quantile(entropy, 0.8)
     assert 0.15 < kept.double().mean() < 0.3
     groups = [Group(t[0].task, list(t)) for t in _split(TRAJECTORIES, (2, 2))]
@@ -464,8 +469,8 @@ def test_tokens_of_one_context_are_chosen_together_whatever_the_mini_batches(siz
     rewards = rewards_of([Group(siblings[0].task, siblings)], learning.algorithm, batch.trajectory, batch.turn)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(updater, "Objective", Seen)
-        PolicyUpdater(policy, learning).train(batch, rewards, version=3, seed=0)
-    entropy = policy.scores(batch, torch.arange(len(batch))).entropy
+        at_once(PolicyUpdater(policy, learning).training(batch, rewards, version=3, seed=0))
+    entropy = at_once(policy.scoring(batch, torch.arange(len(batch)))).entropy
     (kept,) = seen
     assert kept.tolist() == (entropy >= torch.quantile(entropy, 0.7) * (1 - 1e-9)).tolist()
 

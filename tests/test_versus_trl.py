@@ -18,7 +18,7 @@ from mtgrpo.model.load import load_model
 from mtgrpo.model.smollm2 import fetch
 from mtgrpo.parts.extension import load_file
 from mtgrpo.policy.optimizer import Optimizer
-from mtgrpo.policy.step import Policy
+from mtgrpo.policy.step import Policy, at_once
 from mtgrpo.stages.run import open_tasks
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
@@ -65,7 +65,7 @@ def conversation(prompt: list[int], turns: int, rng: random.Random) -> Trajector
 def sample_as_an_older_policy(trajectories: list[Trajectory], policy: Policy, rng: random.Random) -> None:
     """Log-probabilities near the policy's own: ratios around 1."""
     batch = build_batch(trajectories)
-    own = iter(policy.scores(batch, torch.arange(len(batch))).logp.tolist())
+    own = iter(at_once(policy.scoring(batch, torch.arange(len(batch)))).logp.tolist())
     for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
         turn.logprobs = [next(own) + rng.uniform(-0.6, 0.6) for _ in turn.output]
 
@@ -132,13 +132,15 @@ def test_one_batch_has_one_loss(
 
     batch = build_batch(trajectories)
     share = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
-    found = policy.update(
-        batch,
-        torch.arange(len(batch)),
-        share,
-        lambda entries, scores: experiment.algorithm.loss(
-            Tokens(scores.logp, batch.behaviour_logp[entries].float(), advantage[batch.trajectory[entries]])
-        ),
+    found = at_once(
+        policy.updating(
+            batch,
+            torch.arange(len(batch)),
+            share,
+            lambda entries, scores: experiment.algorithm.loss(
+                Tokens(scores.logp, batch.behaviour_logp[entries].float(), advantage[batch.trajectory[entries]])
+            ),
+        )
     )
     assert 0.2 < found["clip_fraction"] < 0.8
     assert found["loss"] == pytest.approx(theirs.item(), abs=1e-5)

@@ -24,7 +24,7 @@ from mtgrpo.model.scorer import Scorer, Scores, flops_of
 from mtgrpo.model.traits import traits
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import OptimizerSettings
-from mtgrpo.policy.step import Policy
+from mtgrpo.policy.step import Policy, at_once
 from mtgrpo.stages.run import longest_context
 from mtgrpo.types import Trajectory
 from mtgrpo.weights.source import ModelWeights
@@ -49,9 +49,9 @@ def trained(
     descent = Descent(model, 0.0)
     policy = Policy(model, descent, budget, 0.8)  # type: ignore[arg-type]
     batch = build_batch(played)
-    logp = policy.scores(batch, torch.arange(len(batch))).logp
+    logp = at_once(policy.scoring(batch, torch.arange(len(batch)))).logp
     weights = torch.linspace(-1, 2, len(batch), dtype=torch.float64)
-    metrics = policy.update(batch, torch.arange(len(batch)), weights, loss)
+    metrics = at_once(policy.updating(batch, torch.arange(len(batch)), weights, loss))
     return metrics, descent.gradients[0], logp
 
 
@@ -112,7 +112,7 @@ def gathered(
     optimizer = Gathered(model, OptimizerSettings(offload=offload), 0)
     batch = build_batch(conversation())
     weights = torch.linspace(-1, 2, len(batch), dtype=torch.float64)
-    Policy(model, optimizer, budget, 0.8).update(batch, torch.arange(len(batch)), weights, loss)
+    at_once(Policy(model, optimizer, budget, 0.8).updating(batch, torch.arange(len(batch)), weights, loss))
     assert len(optimizer.gathered) == len(list(model.parameters()))
     return torch.cat([gradient.flatten().double() for gradient in optimizer.gathered])
 
@@ -180,7 +180,7 @@ def test_ranks_share_a_tree(batch: list[Trajectory], budget: int) -> None:
         model = make_model("qwen3")
         descent = Descent(model, 0.0)
         policy = Policy(model, descent, budget, 0.8, rank=rank, ranks=ranks)  # type: ignore[arg-type]
-        policy.update(whole, entries, weights, loss)
+        at_once(policy.updating(whole, entries, weights, loss))
         found.append(descent.gradients[0])
     for name, expected in found[0].items():
         together = sum(part[name] for part in found[1:])
@@ -244,7 +244,7 @@ def test_a_walk_on_a_gpu(twice: bool) -> None:
         policy = Policy(model, descent, budget, 0.8)  # type: ignore[arg-type]
         batch = build_batch(conversation())
         weights = torch.linspace(-1, 2, len(batch), dtype=torch.float64)
-        found.append((policy.update(batch, torch.arange(len(batch)), weights, loss), descent.gradients[0]))
+        found.append((at_once(policy.updating(batch, torch.arange(len(batch)), weights, loss)), descent.gradients[0]))
     assert found[1][0]["loss"] == pytest.approx(found[0][0]["loss"], rel=1e-2)
     for name, expected in found[0][1].items():
         assert (found[1][1][name] - expected).norm() <= 2e-2 * max(1.0, expected.norm().item()), name
@@ -259,7 +259,7 @@ def test_an_offloaded_optimizer_on_a_gpu() -> None:
         model = make_model("qwen3", DType.float32).cuda()
         policy = Policy(model, Optimizer(model, OptimizerSettings(lr=1e-3, offload=offload), 0), NO_CUT, 0.8)
         for _ in range(2):
-            policy.update(batch, torch.arange(len(batch)), weights, loss)
+            at_once(policy.updating(batch, torch.arange(len(batch)), weights, loss))
         found.append({name: weight.detach() for name, weight in model.named_parameters()})
     for name, expected in found[0].items():
         assert torch.allclose(found[1][name], expected, atol=1e-4), name

@@ -54,7 +54,7 @@ from mtgrpo.model.scorer import Scores, flops_of
 from mtgrpo.model.settings import Attention, DType
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import OptimizerSettings
-from mtgrpo.policy.step import Policy
+from mtgrpo.policy.step import Policy, at_once
 from mtgrpo.types import Message, Sampling, Task, Trajectory, Turn
 from mtgrpo.weights.source import ModelWeights
 
@@ -221,8 +221,8 @@ def step(size: Size, batch: Batch, peak: Found, layout: Layout, twice: bool) -> 
     weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    policy.update(batch, entries, weights, loss)
-    took = seconds(lambda: policy.update(batch, entries, weights, loss))
+    at_once(policy.updating(batch, entries, weights, loss))
+    took = seconds(lambda: at_once(policy.updating(batch, entries, weights, loss)))
     distinct = pack(batch, entries, 10**9, flops_of(model))[0].micro_batches
     needed = 3 * sum(micro.cost for micro in distinct)
     packed = pack(batch, entries, budget, flops_of(model), layout)[0].micro_batches

@@ -187,8 +187,9 @@ class Objective:
             return behaviour
         if self._old is OldPolicy.interpolated:
             return interpolate(behaviour, now, self._batch.version[entries].to(now.device), self._version)
-        is_own = self._before is None or len(self._steps) == 1  # a single update is its own old policy
-        return now if is_own else self._before.logp[entries].to(now)
+        if self._before is None or len(self._steps) == 1:  # a single update is its own old policy
+            return now
+        return self._before.logp[entries].to(now)
 
     def _factor(self, entries: Tensor, old: Tensor, behaviour: Tensor, metrics: dict[str, Tensor]) -> Tensor:
         """What masks and corrections multiply the loss of `entries` by, [n]; adds its metrics."""
@@ -216,7 +217,7 @@ class Objective:
         if len(entries) == 0:
             return {}
         logp = self._first_logp if before is None else before.logp
-        log_rho = logp - batch.behaviour_logp
+        log_rho = logp - batch.behaviour_logp  # where nothing was scored before, some tokens are by an updated policy
         metrics = diagnostics(log_rho[entries])
         if self._reference is not None:
             # By k1, whatever the penalty is: rare tokens make the mean of k3 several times too large in single batches.

@@ -30,6 +30,7 @@ T = TypeVar("T")
 # The differences of one micro-batch or trajectory of many may be so many times those that rounding explains usually.
 MAX_OUTLIER_RATIO = 3.0
 MAX_SKIPPED_UPDATES = 3  # in a row, whose gradient is not finite
+ON_ROWS = ": training on padded rows"
 CooperativeTask = Generator[None, None, T]  # work that pauses between micro-batches; in the end its result
 TokenLoss = Callable[[Tensor, Scores], PerToken]  # (entries of the batch, their scores with gradient)
 
@@ -54,7 +55,7 @@ class Policy:
     ) -> None:
         self.model = model
         self.scorer: Callable[[MicroBatch, float, Prefix | None], Scores] = Scorer(model)
-        self._own = Scorer(model)
+        self._plain_scorer = Scorer(model)
         self._rank, self._ranks = rank, ranks
         self.profiler = profiler or Profiler()
         self.optimizer = optimizer
@@ -80,49 +81,52 @@ class Policy:
         if (longest := depth(packing.micro_batches)) <= self._checked_tokens:
             return packing
         self._checked_tokens = 1 << (longest - 1).bit_length()  # once more when contexts outgrow the next power of two
-        return self._checked(packing, batch, entries)
+        return self._check_layout(packing, batch, entries)
 
     def _pack(self, batch: Batch, entries: Tensor) -> Packing:
         with self.profiler.measure("packing"):
-            found = pack(batch, entries, self._token_budget, self._cost, self._layout, self._ranks)[self._rank]
-        if not any(micro.opens for micro in found.micro_batches) or cuts_trees(self.model):
-            return found
+            packing = pack(batch, entries, self._token_budget, self._cost, self._layout, self._ranks)[self._rank]
+        if not any(micro.opens for micro in packing.micro_batches) or cuts_trees(self.model):
+            return packing
         self.notes.append(
             f"a tree is larger than batch.token_budget={self._token_budget}, and {type(self.model).__name__} attends "
-            "several times in a layer, so that no part of it can be computed first: training on padded rows"
+            "several times in a layer, so that no part of it can be computed first" + ON_ROWS
         )
         self._use(Attention.sdpa)
         return self._pack(batch, entries)
 
     def _use(self, attention: Attention) -> None:
-        """From here on."""
+        """Lay micro-batches out as `attention` reads them, from here on."""
         self.model.set_attn_implementation(attention.value)
         self._layout = layout_of(self.model)
 
-    def _checked(self, packing: Packing, batch: Batch, entries: Tensor) -> Packing:
+    def _check_layout(self, packing: Packing, batch: Batch, entries: Tensor) -> Packing:
         """`packing`, compared with plain forward passes; padded rows from here on where a forest is wrong, they right.
 
         Raises RunError where both are wrong by more than rounding and than is harmless.
         """
-        found = compare(self._own, deepest(packing.micro_batches))
-        self._context, self._bound = found.context, MAX_OUTLIER_RATIO * found.bound
-        if math.isnan(found.apart):  # diverged weights are found when the batch is scored
+        worst = compare(self._plain_scorer, deepest(packing.micro_batches))
+        self._context, self._bound = worst.context, MAX_OUTLIER_RATIO * worst.bound
+        if math.isnan(worst.apart):  # diverged weights are found when the batch is scored
             return packing
         if not self._differentiated:
-            check_derivative(self.model, found.context)
-            fault, self._differentiated = check_walk(self.model, found.context), True
+            check_derivative(self.model, worst.context)
+            fault, self._differentiated = check_walk(self.model, worst.context), True
             if fault:
-                return self._checked(self._on_rows(fault, batch, entries), batch, entries)
-        if found.holds:
+                rows = self._on_rows(fault, batch, entries)
+                self.notes.append(fault + ON_ROWS)
+                return self._check_layout(rows, batch, entries)
+        if worst.holds:
             return packing
         if self._layout is Layout.forest:
-            rows = self._on_rows(f"the log-probabilities of the token forest {found}", batch, entries)
-            if compare(self._own, deepest(rows.micro_batches)).holds:
+            fault = f"the log-probabilities of the token forest {worst}"
+            rows = self._on_rows(fault, batch, entries)
+            if compare(self._plain_scorer, deepest(rows.micro_batches)).holds:
+                self.notes.append(fault + ON_ROWS)
                 return rows
-            self.notes.pop()
             self._use(Attention.forest)
-        text = f"the log-probabilities of {type(self.model).__name__}, however it is laid out, {found}"
-        if ends_the_run(found.apart, MAX_OUTLIER_RATIO * found.bound):
+        text = f"the log-probabilities of {type(self.model).__name__}, however it is laid out, {worst}"
+        if ends_the_run(worst.apart, MAX_OUTLIER_RATIO * worst.bound):
             raise RunError(f"{text}: such contexts cannot be trained; set environment.max_context_length lower")
         self.notes.append(text)
         return packing
@@ -131,11 +135,9 @@ class Policy:
         """Padded rows from here on. Raises RunError where the token budget does not hold one."""
         self._use(Attention.sdpa)
         try:
-            rows = self._pack(batch, entries)
+            return self._pack(batch, entries)
         except ConfigError as error:
             raise RunError(f"{fault}; and of the padded rows that would be right, {error}") from error
-        self.notes.append(f"{fault}: training on padded rows")
-        return rows
 
     def judge(self, apart: float, what: str) -> None:
         """Note, or raise RunError, where log-probabilities are `apart` nats apart, more than rounding explains."""
@@ -156,7 +158,7 @@ class Policy:
         if reference is None:
             scores = self.scorer(micro, self._temperature, prefix)
         else:
-            scores = self._own.with_weights(reference.weights, micro, self._temperature, prefix)
+            scores = self._plain_scorer.with_weights(reference.weights, micro, self._temperature, prefix)
         wrong = (~scores.logp.detach().isfinite()).nonzero()[:, 0]
         if len(wrong):
             raise RunError(
@@ -166,20 +168,11 @@ class Policy:
             )
         return scores
 
-    def scores(self, batch: Batch, entries: Tensor, reference: ReferencePolicy | None = None) -> Scores:
-        """`scoring`, at once."""
-        return at_once(self.scoring(batch, entries, reference))
-
     def scoring(
         self, batch: Batch, entries: Tensor, reference: ReferencePolicy | None = None
     ) -> CooperativeTask[Scores]:
-        """The scores of `entries` [n] by `reference` (default: this policy), without gradient, on the CPU in fp64.
-
-        They lie at their places in tensors of [len(batch)] that are NaN elsewhere.
-        """
-        nothing = torch.full((len(batch),), torch.nan, dtype=torch.float64)
-        found = Scores(nothing.clone(), nothing.clone(), nothing.clone())
-        assert found.value is not None
+        """The scores of `entries` [n], without gradient: fp64 on the CPU, [len(batch)], and NaN at other places."""
+        logp, entropy, value = torch.full((3, len(batch)), torch.nan, dtype=torch.float64)
         above: Prefix | None = None
         for micro, entered in visits(self.pack(batch, entries).micro_batches):
             if not entered:
@@ -188,17 +181,12 @@ class Policy:
             prefix = Prefix(micro, above)
             above = prefix if micro.opens else above
             with self.profiler.measure("forward"), explained("training"), torch.no_grad():
-                here = self.score(micro, reference, prefix)
-            found.logp[micro.entries] = here.logp.double().cpu()[micro.target]
-            found.entropy[micro.entries] = here.entropy.double().cpu()[micro.target]
-            if here.value is not None:
-                found.value[micro.entries] = here.value.double().cpu()[micro.target]
+                scores = self.score(micro, reference, prefix)
+            for whole, part in zip((logp, entropy, value), scores, strict=True):
+                if part is not None:
+                    whole[micro.entries] = part.double().cpu()[micro.target]
             yield
-        return found
-
-    def update(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> Metrics:
-        """`updating`, at once."""
-        return at_once(self.updating(batch, entries, weights, loss))
+        return Scores(logp, entropy, value)
 
     def updating(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> CooperativeTask[Metrics]:
         """One optimiser step on sum_i weights[i] * loss_i over `entries`.
@@ -223,10 +211,8 @@ class Policy:
         with self.profiler.measure("update"), explained("update"):
             metrics = {"loss": total, "lr": lr, "grad_norm": self.optimizer.step()}
         metrics["skipped"] = self._count_skipped(total, metrics["grad_norm"])
-        metrics |= {
-            "computed_tokens": float(packing.computed),
-            "repeated_tokens": float(packing.computed - packing.distinct),
-        }
+        metrics["computed_tokens"] = float(packing.computed)
+        metrics["repeated_tokens"] = float(packing.computed - packing.distinct)
         return metrics | {name: amount / weight for name, amount in sums.items() if weight}
 
     def _count_skipped(self, loss: float, norm: float) -> float:
@@ -248,8 +234,8 @@ class Policy:
         per_token = loss(micro.entries, scores)
         share = weights[micro.entries].to(scores.logp)
         value = (per_token.loss * share).sum()
-        found = per_token.metrics | {"clip_fraction": per_token.clipped, "entropy": scores.entropy.detach()}
-        weighted = {name: (amounts * share).sum() for name, amounts in found.items()}
+        metrics = per_token.metrics | {"clip_fraction": per_token.clipped, "entropy": scores.entropy.detach()}
+        weighted = {name: (amounts * share).sum() for name, amounts in metrics.items()}
         weighted |= {"loss": value.detach(), "weight": share.sum()}
         for name, amount in weighted.items():
             sums[name] = sums.get(name, 0.0) + amount.item()

@@ -19,7 +19,7 @@ from mtgrpo.policy.guard import check_weights
 from mtgrpo.policy.objective import WORST_MISMATCH, Objective
 from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.policy.settings import UpdateConfig, Updates
-from mtgrpo.policy.step import CooperativeTask, Metrics, Policy, at_once
+from mtgrpo.policy.step import CooperativeTask, Metrics, Policy
 from mtgrpo.policy.witness import Evidence
 
 MISMATCH = "in a conversation the engine's log-probabilities differ from the trainer's"
@@ -50,10 +50,7 @@ class PolicyUpdater:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, with the settings that are given now.
-
-        Raises ConfigError where there was no KL penalty and is one now.
-        """
+        """Continue from `state`, with the present settings. Raises ConfigError for a KL penalty that is new."""
         self.policy.optimizer.load_state_dict(state["optimizer"])
         if self._reference is None:
             return
@@ -63,10 +60,6 @@ class PolicyUpdater:
         first, adapted, target_met = state["kl"]
         if first == self._learning.kl.coef:
             self.kl_coef, self._target_met = adapted, target_met
-
-    def train(self, batch: Batch, rewards: Rewards, version: int, seed: int) -> Metrics:
-        """`training`, at once."""
-        return at_once(self.training(batch, rewards, version, seed))
 
     def training(
         self, batch: Batch, rewards: Rewards, version: int, seed: int, evidence: Evidence | None = None
