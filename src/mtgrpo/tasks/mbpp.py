@@ -29,7 +29,7 @@ class MBPP(Published):
     path: Folder = ""  # the file mbpp.jsonl
 
     place = stem = "mbpp"
-    splits = ("train+validation+test",) * 2
+    splits = ("train+validation+test", "train+validation+test")
     on_hub = ("google-research-datasets/mbpp", "full")
     layout = "MBPP rows have task_id, text, code and a test_list"
 

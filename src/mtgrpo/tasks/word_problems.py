@@ -35,7 +35,7 @@ class WordProblems(Published):
 
     place = "word_problems"
     stem = "svamp"
-    splits = ("train+test",) * 2
+    splits = ("train+test", "train+test")
     on_hub = ("ChilleD/SVAMP", "")
     layout = "SVAMP rows have ID, Body, Question, Equation and a number as Answer"
 
