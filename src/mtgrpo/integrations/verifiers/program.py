@@ -22,6 +22,7 @@ from typing import Any
 
 KNOWN = "0.4"  # the minor version whose interface this is
 LONGEST_LINE = 2**28  # bytes
+BACKLOG = 4096  # connections that wait to be accepted; all conversations of a batch may begin at once
 OWN_MODEL = "agent.settings={NAME: {client: {type: eval, base_url: ...}, model: ...}} gives an agent a model of its own"
 READY = b"ready\n"
 
@@ -99,7 +100,8 @@ async def play(vf: Any, env: Any, socket: str, output: int) -> None:
 
     ended = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(ended), sys.stdin)
-    async with env.serving(), await asyncio.start_unix_server(answer, socket, limit=LONGEST_LINE):
+    server = await asyncio.start_unix_server(answer, socket, limit=LONGEST_LINE, backlog=BACKLOG)
+    async with env.serving(), server:
         os.write(output, READY)
         await ended.read()
         for episode in episodes:
