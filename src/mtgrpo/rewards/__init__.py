@@ -156,7 +156,7 @@ async def scores(reward: Reward, siblings: Sequence[Trajectory]) -> list[Score |
     if not siblings:
         return []
     method = reward.reward if type(reward).rewards is Reward.rewards else reward.rewards
-    results: Any = await attempt(lambda: reward.rewards([one.copy() for one in siblings]), reward.retries)
+    results: Any = await attempt(lambda: reward.rewards([trajectory.copy() for trajectory in siblings]), reward.retries)
     if isinstance(results, Exception):
         results = [results] * len(siblings)
     if not isinstance(results, Sequence) or isinstance(results, str) or len(cast(Any, results)) != len(siblings):

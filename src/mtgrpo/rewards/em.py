@@ -47,7 +47,7 @@ class AnswerReward(Reward, ABC):
         if not accepted:
             raise ConfigError(f"task {task.id} has no answer to compare with; choose task.columns.answer=COLUMN")
         answer = stated_answer(trajectory.final, self.tag)
-        return normalise(answer, self.convention), [normalise(one, self.convention) for one in accepted]
+        return normalise(answer, self.convention), [normalise(gold, self.convention) for gold in accepted]
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from mtgrpo.rewards import Reward, required
 from mtgrpo.types import ToolCall, Trajectory
@@ -57,33 +57,28 @@ def _accepted(value: Any, schema: Mapping[str, Any], values: Sequence[Any]) -> b
     kind = _TYPES.get(schema.get("type", ""), str)
     if kind is float and type(value) is int and abs(value) < 2**1023:  # beyond that it is no number with decimals
         value = float(value)
-    theirs = next((type(one) for one in values if one != ""), kind)
+    theirs = next((type(option) for option in values if option != ""), kind)
     if type(value) not in (kind, theirs):
         return False
     if theirs is not kind:  # such as a variable in the place of a number
         return value in values
     if isinstance(value, list) and "items" in schema:
-        items = cast("list[Any]", value)
-        inner = _TYPES.get(schema["items"].get("type", ""), str)
-        values = [one for one in values if {*map(type, items)} <= {inner, *map(type, _as_list(one)[:1])}]
-    return any(_alike(value, one) for one in values)
+        types, inner = {*map(type, value)}, _TYPES.get(schema["items"].get("type", ""), str)
+        lists = [option for option in values if isinstance(option, list)]
+        values = [option for option in lists if types <= {inner, *map(type, option[:1])}]
+    return any(_alike(value, option) for option in values)
 
 
-def _as_list(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else []
-
-
-def _alike(value: Any, one: Any) -> bool:
-    """Whether a value is the accepted `one`; that of an object has a list of accepted values for each key."""
-    if isinstance(value, dict) and isinstance(one, dict):
-        fields, accepted = cast("dict[str, Any]", value), cast("dict[str, Any]", one)
-        matches = (any(_alike(field, each) for each in accepted[name]) for name, field in fields.items())
-        return _has_keys(fields, accepted) and all(matches)
-    if isinstance(value, list) and isinstance(one, list):
-        return len(_as_list(value)) == len(_as_list(one)) and all(map(_alike, _as_list(value), _as_list(one)))
-    if isinstance(value, str) and isinstance(one, str):
-        return _standard(value) == _standard(one)
-    return isinstance(value, bool) is isinstance(one, bool) and value == one
+def _alike(value: Any, option: Any) -> bool:
+    """Whether a value is the accepted `option`; that of an object has a list of accepted values for each key."""
+    if isinstance(value, dict) and isinstance(option, dict):
+        matches = (any(_alike(field, each) for each in option[name]) for name, field in value.items())
+        return _has_keys(value, option) and all(matches)
+    if isinstance(value, list) and isinstance(option, list):
+        return len(value) == len(option) and all(map(_alike, value, option))
+    if isinstance(value, str) and isinstance(option, str):
+        return _standard(value) == _standard(option)
+    return isinstance(value, bool) is isinstance(option, bool) and value == option
 
 
 def _standard(text: str) -> str:

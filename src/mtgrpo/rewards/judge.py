@@ -105,16 +105,16 @@ class Judge(Reward):
 
     async def rewards(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
         """The scores; siblings that say the same are judged once. Raises ConfigError where the endpoint refuses."""
-        questions = [self._question(one) for one in siblings]
+        questions = [self._question(trajectory) for trajectory in siblings]
         distinct = list(dict.fromkeys(questions))
-        found = dict(zip(distinct, await together(map(self._judged, distinct)), strict=True))
-        return [found[question] for question in questions]
+        scores = dict(zip(distinct, await together(map(self._judged, distinct)), strict=True))
+        return [scores[question] for question in questions]
 
     def _question(self, trajectory: Trajectory) -> str:
         task = trajectory.task
-        request = "\n\n".join(f"{said.role}: {said.content}" for said in task.messages)
+        request = "\n\n".join(f"{message.role}: {message.content}" for message in task.messages)
         texts = {"request": request, "reference": task.answer or "none", "response": trajectory.final}
-        return re.sub(r"\{(request|reference|response)\}", lambda found: texts[found[1]], self.prompt)
+        return re.sub(r"\{(request|reference|response)\}", lambda name: texts[name[1]], self.prompt)
 
     async def _judged(self, question: str) -> Given:
         """What the judge gives, from disk where it was asked before."""
@@ -131,12 +131,12 @@ class Judge(Reward):
 
         async def score() -> Score:
             reply = await self._reply(asked)
-            found = Score(self._score(reply), {"cached": 0.0})
+            graded = Score(self._score(reply), {"cached": 0.0})
             write_whole(file, reply.encode(), durable=False)  # it can be asked again
-            return found
+            return graded
 
-        found = await attempt(score, self.retries, self.backoff_s)
-        return Score(0.0, {"cached": 0.0}) if isinstance(found, _UnscoredError) else found
+        outcome = await attempt(score, self.retries, self.backoff_s)
+        return Score(0.0, {"cached": 0.0}) if isinstance(outcome, _UnscoredError) else outcome
 
     async def _reply(self, asked: dict[str, Any]) -> str:
         """What the judge says. Raises ConfigError where asking again cannot help."""
@@ -164,7 +164,7 @@ class Judge(Reward):
 
     def _score(self, reply: str) -> float:
         """The last score in a reply, from 0 to 1. Raises ValueError where there is none."""
-        said = re.findall(_NUMBER, reply, re.IGNORECASE)
-        if not said or not self.lowest <= float(said[-1]) <= self.highest:
+        numbers = re.findall(_NUMBER, reply, re.IGNORECASE)
+        if not numbers or not self.lowest <= float(numbers[-1]) <= self.highest:
             raise _UnscoredError(f"the judge gives no score from {self.lowest:g} to {self.highest:g}: {reply[-200:]!r}")
-        return (float(said[-1]) - self.lowest) / (self.highest - self.lowest)
+        return (float(numbers[-1]) - self.lowest) / (self.highest - self.lowest)

@@ -47,10 +47,10 @@ class RewardModel(Reward):
         """With the model. Raises ConfigError where it cannot be loaded, or its tokenizer writes no conversations."""
         running = copy.copy(self)
         running._model = SequenceClassifier(self.model_name, "reward.model_name", self.device, self.dtype)
-        tried = running._text([Message("user", "Hello?"), Message("assistant", "Hello.")])
-        if isinstance(tried, Exception):
-            said = str(tried).partition("\n")[0]
-            raise ConfigError(f"reward.model_name={self.model_name}: its chat template: {said}") from tried
+        trial = running._text([Message("user", "Hello?"), Message("assistant", "Hello.")])
+        if isinstance(trial, Exception):
+            why = str(trial).partition("\n")[0]
+            raise ConfigError(f"reward.model_name={self.model_name}: its chat template: {why}") from trial
         yield running
 
     async def rewards(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
@@ -60,12 +60,12 @@ class RewardModel(Reward):
     def _scores(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
         assert self._model is not None
         with self._model.turn:
-            texts = [self._text(one.messages) for one in siblings]
+            texts = [self._text(trajectory.messages) for trajectory in siblings]
             fitting = [text for text in texts if not isinstance(text, Exception)]
             scores = iter(self._model.scores(fitting, self.batch_size))
-            found = [text if isinstance(text, Exception) else next(scores) for text in texts]
-        worst = min([0.0, *(one for one in found if isinstance(one, float))])
-        return [worst if isinstance(one, PolicyError) else one for one in found]
+            rewards = [text if isinstance(text, Exception) else next(scores) for text in texts]
+        worst = min([0.0, *(reward for reward in rewards if isinstance(reward, float))])
+        return [worst if isinstance(reward, PolicyError) else reward for reward in rewards]
 
     def _text(self, messages: Sequence[Message]) -> Encoded | Exception:
         """A conversation as the model reads it, or why it does not."""

@@ -51,7 +51,7 @@ class Mixed(TaskSource):
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         async with AsyncExitStack() as stack:
             running = copy.copy(self)
-            running._sources = [await stack.enter_async_context(one.open(context)) for one in self._sources]
+            running._sources = [await stack.enter_async_context(source.open(context)) for source in self._sources]
             yield running
 
     @property
@@ -60,7 +60,7 @@ class Mixed(TaskSource):
 
     def stream(self, split: Split, seed: int, repeat: bool = True) -> TaskStream:
         """The sources' own streams, mixed; one that ends is left out. Raises ConfigError as they do."""
-        return MixedStream([one.stream(split, seed, repeat) for one in self._sources], self._weights, seed)
+        return MixedStream([source.stream(split, seed, repeat) for source in self._sources], self._weights, seed)
 
     def demonstration(self, task: Task, seed: int) -> tuple[Message, ...] | None:
         return self._sources[task.metadata[_SOURCE]].demonstration(task, seed)
@@ -100,9 +100,9 @@ class MixedStream:
         if len(state["of"]) != len(self._streams):
             raise ConfigError(f"task.of had {len(state['of'])} entries when saved, not {len(self._streams)}")
         self._drawn = state["drawn"]
-        self._weights = [0.0 if ended else one for one, ended in zip(self._weights, state["ended"], strict=True)]
-        for stream, its in zip(self._streams, state["of"], strict=True):
-            stream.load_state_dict(its)
+        self._weights = [0.0 if ended else weight for weight, ended in zip(self._weights, state["ended"], strict=True)]
+        for stream, position in zip(self._streams, state["of"], strict=True):
+            stream.load_state_dict(position)
         self._count_epochs()
 
     def _count_epochs(self) -> None:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.runtime.files import open_pyarrow, open_table, put_whole
@@ -68,13 +68,12 @@ def _groups(rows: Rows) -> Iterator[tuple[int, list[dict[str, Any]]]]:
 
 def _with_text_arguments(value: Any) -> Any:
     if isinstance(value, list):
-        return [_with_text_arguments(one) for one in cast("list[Any]", value)]
+        return [_with_text_arguments(item) for item in value]
     if not isinstance(value, Mapping):
         return value
-    items = cast("Mapping[str, Any]", value).items()
     return {
-        name: json.dumps(one) if name == "arguments" and isinstance(one, dict) else _with_text_arguments(one)
-        for name, one in items
+        name: json.dumps(item) if name == "arguments" and isinstance(item, dict) else _with_text_arguments(item)
+        for name, item in value.items()
     }
 
 

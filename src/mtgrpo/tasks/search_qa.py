@@ -51,8 +51,8 @@ class SearchQA(Published):
         """Searches, reading and the answer; None where the searches do not find all that is needed."""
         gold = set(task.metadata["gold"])
         messages = [message for query in _queries(task) for message in self._call("search", query=query)]
-        found = {passage for reply in messages for passage in re.findall(r"^\[(\S+)\] ", reply.content, re.MULTILINE)}
-        if not gold or not gold <= found:
+        shown = {passage for reply in messages for passage in re.findall(r"^\[(\S+)\] ", reply.content, re.MULTILINE)}
+        if not gold or not gold <= shown:
             return None
         for passage in sorted(gold):
             if not _shows(messages, task.answer):
