@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import operator
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 
@@ -44,7 +45,10 @@ _COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": ope
 
 
 def require(settings: Any, **bounds: str) -> None:
-    """Raise ConfigError where a field of a dataclass is out of bounds such as top_k=">= 0 (0 = off)"; None never is."""
+    """Raise ConfigError where a field of a dataclass is out of its bounds, as NaN always is; None is not looked at.
+
+    bounds: by the field's name, such as lr="> 0", top_p="> 0 and <= 1" or top_k=">= 0 (0 = off)".
+    """
     for name, bound in bounds.items():
         value = getattr(settings, name)
         limits = (limit.split() for limit in bound.partition(" (")[0].split(" and "))
@@ -62,10 +66,13 @@ def refuse_without_effect(settings: Any, names: tuple[str, ...], needs: str) -> 
             raise ConfigError(f"`{field.name}={shown}` has no effect: {needs}, or leave it out")
 
 
-def refuse_without_package(package: str, setting: str, extra: str = "gpu") -> None:
-    """Raise ConfigError where `package`, which `setting` needs and our `extra` brings, is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{setting} needs the package {package}: pip install 'mtgrpo[{extra}]', or leave it out")
+@contextmanager
+def refuse_unreadable() -> Generator[None]:
+    """What cannot be read within is the user's mistake: a ConfigError in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename or 'the input'}: {error.strerror or error}") from error
 
 
 def harmless(error: BaseException) -> RuntimeError:

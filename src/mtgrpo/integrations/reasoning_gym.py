@@ -11,10 +11,11 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Reach, Text
 from mtgrpo.rewards import Reward, required
 from mtgrpo.rewards.em import stated_answer
+from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.tasks import Generated, Split, TaskStream, held_out, user
 from mtgrpo.types import Message, Task, Trajectory
 
@@ -91,7 +92,7 @@ def _entry(name: str, config: str, seed: int, number: int) -> dict[str, Any]:
 @functools.lru_cache(maxsize=4)
 def _questions(name: str, config: str, seed: int) -> Any:
     """A data set of the library. Raises ConfigError when there is none of that name and those settings."""
-    refuse_without_package("reasoning_gym", "task=reasoning_gym", "reasoning-gym")
+    refuse_without_package("reasoning_gym", "task=reasoning_gym")
     import reasoning_gym  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
     from reasoning_gym.factory import DATASETS  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Annotated, Any
 
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Code, Reach
+from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.types import Message, Task
 
 
@@ -30,7 +31,7 @@ class SkyRLGym(Environment):
     async def start(self, task: Task) -> Opening:
         """Make it for this task. Raises ConfigError where it does not take the task's columns."""
         self._game: Any = None
-        refuse_without_package("skyrl_gym", "environment=skyrl_gym", "games")
+        refuse_without_package("skyrl_gym", "environment=skyrl_gym")
         import skyrl_gym  # noqa: PLC0415  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
 
         settings = SimpleNamespace(**(self.settings or {}))

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtgrpo.environments import Environment, Opening, Reply, below, seed_of
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Code
+from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.types import Message, Task
 
 
@@ -29,7 +30,7 @@ class TextArena(Environment):
 
     async def start(self, task: Task) -> Opening:
         """Begin the game of the task's seed. Raises ConfigError for a game that is unknown or not for one player."""
-        refuse_without_package("textarena", "environment=textarena", "games")
+        refuse_without_package("textarena", "environment=textarena")
         import textarena  # noqa: PLC0415  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
 
         with self._own_random(random.Random(seed_of(task)).getstate()):

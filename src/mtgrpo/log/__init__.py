@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Part, RunContext, Text, built, extension, named
 from mtgrpo.runtime.files import write_whole
+from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.types import EVALUATION, LEARNING
 
 
@@ -56,7 +57,7 @@ class Tracker(Sink, ABC):
     def __post_init__(self) -> None:
         if type(self).__module__.startswith("mtgrpo.integrations."):  # of ours; the package has the option's name
             option = type(self).__module__.rpartition(".")[2]
-            refuse_without_package(option, f"log={option}", extra="trackers")
+            refuse_without_package(option, f"log={option}")
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:

@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
 from mtgrpo.model import smollm2, tiny
 from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
@@ -38,6 +38,7 @@ from mtgrpo.model.settings import DType, Head, ModelSettings, Quantization
 from mtgrpo.model.value import FILE as VALUE_HEAD
 from mtgrpo.model.value import add_value_head, split_value_head
 from mtgrpo.runtime.hub import refuse_unloadable
+from mtgrpo.runtime.packages import refuse_without_package
 
 AUTOCAST = {DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
 

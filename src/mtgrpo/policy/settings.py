@@ -9,7 +9,8 @@ from mtgrpo.advantages import AdvantageEstimator
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.algorithms.correction import Correction, OldPolicy
 from mtgrpo.algorithms.kl import KL
-from mtgrpo.errors import ConfigError, refuse_without_effect, refuse_without_package, require
+from mtgrpo.errors import ConfigError, refuse_without_effect, require
+from mtgrpo.runtime.packages import refuse_without_package
 
 
 class Kind(Enum):
@@ -66,7 +67,10 @@ class ReferenceSettings:
     def __post_init__(self) -> None:
         require(self, update_every=">= 0", ema=">= 0 and <= 1")
         if self.update_every and self.ema:
-            raise ConfigError(f"`update_every={self.update_every}` and `ema={self.ema}` are two ways: set one to 0")
+            raise ConfigError(
+                f"`update_every={self.update_every}` and `ema={self.ema}` are two ways to move the "
+                "reference: set one of them to 0"
+            )
 
 
 @dataclass

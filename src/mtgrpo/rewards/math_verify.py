@@ -9,9 +9,10 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward
 from mtgrpo.runtime.isolation import OUT_OF_MEMORY, run_forked
+from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.types import Trajectory
 
 _MAX_BYTES = 4 * 2**30  # for a number with too many digits
@@ -37,7 +38,7 @@ class MathVerify(Reward, timeout_s="> 0"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_without_package("math_verify", "reward=math_verify", "math")
+        refuse_without_package("math_verify", "reward=math_verify")
 
     def reward(self, trajectory: Trajectory) -> float:
         """Raises ConfigError when the task's answer is no mathematics."""

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
+from mtgrpo.runtime.packages import refuse_without_package
 
 MAX_LINE_BYTES = 1 << 24  # a conversation of a million tokens takes half
 _MAX_NESTING = 50  # levels of nesting that are kept
@@ -162,7 +163,7 @@ def open_table(path: Path, schema: Any) -> Generator[Callable[[Sequence[Mapping[
 
 def open_pyarrow(setting: str) -> tuple[Any, Any]:
     """pyarrow and pyarrow.parquet. Raises ConfigError, naming the setting that needs them, where they are missing."""
-    refuse_without_package("pyarrow", setting, extra="data")
+    refuse_without_package("pyarrow", setting)
     import pyarrow  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
     from pyarrow import parquet  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 

@@ -13,11 +13,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from mtgrpo.errors import ConfigError, refuse_without_package
+from mtgrpo.errors import ConfigError
 from mtgrpo.messages import messages_from, shown
 from mtgrpo.parts import Text
 from mtgrpo.runtime.files import open_pyarrow, parse_object, read_line, read_lines
 from mtgrpo.runtime.hub import refuse_unloadable
+from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.tasks import IndexedStream, Split, held_out, user
 from mtgrpo.types import Message, Task
 
@@ -276,7 +277,7 @@ class HubRows(TableRows):
 
 
 def _load(path: str, subset: str, split: str, cure: str) -> Any:
-    refuse_without_package("datasets", "a data set of the hub", "data")
+    refuse_without_package("datasets", "a data set of the hub")
     what = f"the data set {path!r} (subset {subset or 'default'}, split {split})"
     with refuse_unloadable(what, path, cure, "datasets/"):  # which finds out whether the hub answers before the import
         import datasets  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]

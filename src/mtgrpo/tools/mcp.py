@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO, cast
 
-from mtgrpo.errors import ConfigError, refuse_without_package, require
+from mtgrpo.errors import ConfigError, require
 from mtgrpo.parts import Network, Program, Reach, RunContext, Secret, Text
+from mtgrpo.runtime.packages import refuse_without_package
 from mtgrpo.runtime.processes import bounded_log, supervise
 from mtgrpo.tools import Tool, ToolError
 from mtgrpo.types import Task, ToolSpec
@@ -68,7 +69,7 @@ class Mcp(Tool):
     def __post_init__(self) -> None:
         if not self.servers:
             raise ConfigError("the tool mcp needs servers: {mcp: {servers: {NAME: {command: [PROGRAM, ARGUMENT]}}}}")
-        refuse_without_package("mcp", "environment.tools={mcp: ...}", extra="mcp")
+        refuse_without_package("mcp", "environment.tools={mcp: ...}")
         self._running: dict[str, _Connections] = {}
         self._offers: dict[str, tuple[ToolSpec, str, str]] = {}  # by name: with the server, and the tool's name there
         self._own: dict[str, _Connection] = {}  # those of this conversation
