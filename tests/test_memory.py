@@ -23,9 +23,10 @@ from transformers import (
 
 from mtgrpo.config.compose import preset
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.engines import Phase, Row
 from mtgrpo.engines.local import Local
 from mtgrpo.errors import ConfigError
-from mtgrpo.memory import Phase, Plan, Row, estimate, plan
+from mtgrpo.memory import Plan, estimate, plan
 from mtgrpo.model.load import load_model, load_tokenizer
 from mtgrpo.model.lora import add_adapter, save_adapter
 from mtgrpo.model.settings import DType, LoRA, ModelSettings
@@ -258,7 +259,7 @@ def test_a_gpu_settles_what_is_left_open(tmp_path: Path) -> None:
         engine = found.experiment.engine
         assert isinstance(engine, Local) and found.fits
         cache = row(found, "KV cache").bytes
-        assert cache == pytest.approx(engine.fraction * size * GB, rel=1e-6)
+        assert cache == pytest.approx(engine.cache_share * size * GB, rel=1e-6)
         left = 0.92 * size * GB - found.needed(Phase.sampling) + cache
         assert cache == pytest.approx(min(500 * 4096 * 4096, left), rel=1e-6)
     assert settled[80] == (False, 65_536)

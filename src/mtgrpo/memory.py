@@ -15,11 +15,7 @@ import torch
 
 from mtgrpo.batch.settings import DEFAULT_BUDGET, BatchSettings, PlannedBatch
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.engines.local import Local
-from mtgrpo.engines.local.decoder import copy_bytes
-from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, check_room, memory_bytes, whole_blocks
-from mtgrpo.engines.server import Server
-from mtgrpo.engines.server.push import BUCKET_BYTES
+from mtgrpo.engines import Demand, Phase, Row
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.settings import FROM_SCRATCH, Quantization
 from mtgrpo.model.skeleton import Skeleton
@@ -30,28 +26,10 @@ USABLE = 0.92  # of the device's memory; the rest is lost between the blocks of 
 LIBRARIES = {"cpu": 600_000_000, "cuda": 1_000_000_000}  # bytes that torch and transformers, or the CUDA context, take
 LEAST_BUDGET = LEAST_CONTEXT = 1024  # tokens
 BUDGETS = [2**power for power in range(16, 9, -1)]  # tokens, what batch.token_budget=null may become, the best first
-CACHE = "KV cache"
 WORTH = 0.99  # what of the peak a setting must leave to be proposed
 ADAPTER_RANK = 16  # of what is proposed, as are
 LEAST_FRACTION = 0.1
 LEAST_CONCURRENT = 64  # conversations
-
-
-class Phase(Enum):
-    """What a run does with its memory at a time."""
-
-    sampling = "sampling"
-    training = "training"  # a micro-batch goes forward and backward
-    update = "update"  # the optimiser steps
-
-
-@dataclass(frozen=True)
-class Row:
-    """One thing that takes memory, and when."""
-
-    name: str
-    bytes: int
-    phases: tuple[Phase, ...] = tuple(Phase)
 
 
 @dataclass(frozen=True)
@@ -145,8 +123,8 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str, taken:
     head = skeleton.head_bytes(tokens)
     # Of a context beyond the budget each layer's keys and values are kept, and their gradients; where layers are
     # computed once, also a copy for what is computed below it, and one for the chains that are held.
-    token_bytes = skeleton.kv_cache_bytes()
-    path = (2 if experiment.model.checkpointing else 4) * _longest_context(skeleton, experiment) * token_bytes
+    token_bytes, longest = skeleton.kv_cache_bytes(), _longest_context(skeleton, experiment)
+    path = (2 if experiment.model.checkpointing else 4) * longest * token_bytes
     counted = f"activations, {tokens:,} tokens" if activations else "activations are not known"
     rows = [
         Row("libraries and context", LIBRARIES[device_type]),
@@ -160,19 +138,32 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str, taken:
         Row("head, in tiles", head, (Phase.training,)),
         Row("optimiser step", scratch, (Phase.update,)),
     ]
-    rows += _engine_rows(skeleton, token_bytes, Plan(rows, device_bytes, experiment), device_type)
-    kept = [row for row in rows if row.bytes or row.name == counted]
-    return Plan(kept, device_bytes, _with_cache(experiment, kept, device_bytes))
+    rollout, measured = experiment.rollout, experiment.eval
+    ahead = rollout.ahead if rollout.max_staleness else 1.0
+    at_once = int((rollout.group_size + rollout.extra_samples) * rollout.prompts_per_step * ahead)
+    sleeps = not rollout.max_staleness and (device_type == "cpu" or not experiment.sft.steps)
+    demand = Demand(
+        model=skeleton.model,
+        token_bytes=token_bytes,
+        longest=longest,
+        conversations=min(rollout.max_concurrent, max(at_once, measured.tasks * measured.samples)),
+        phases=(Phase.sampling,) if sleeps else tuple(Phase),
+        device_type=device_type,
+        device_bytes=device_bytes,
+        left_bytes=USABLE * device_bytes - Plan(rows, device_bytes, experiment).needed(Phase.sampling),
+        process_bytes=LIBRARIES["cuda"],
+    )
+    of_engine, engine = experiment.engine.plan_memory(demand)
+    rows = [row for row in (*rows, *of_engine) if row.bytes or row.name == counted]
+    return Plan(rows, device_bytes, replace(experiment, engine=engine))
 
 
 def check_cache(experiment: Experiment, device: torch.device) -> None:
-    """Raise ConfigError where the KV cache of engine=local would hold no whole conversation; loads no weights."""
-    if not isinstance(experiment.engine, Local):
-        return
-    skeleton = Skeleton(experiment.model, device.type)
-    if token_bytes := skeleton.kv_cache_bytes():
-        longest = _longest_context(skeleton, experiment)
-        check_room(experiment.engine.fraction, memory_bytes(device), token_bytes, longest)
+    """Raise ConfigError where a KV cache in this process would hold no whole conversation; loads no weights."""
+    if experiment.engine.cache_share:
+        skeleton = Skeleton(experiment.model, device.type)
+        if token_bytes := skeleton.kv_cache_bytes():
+            experiment.engine.check_room(device, token_bytes, _longest_context(skeleton, experiment))
 
 
 def _offloads(experiment: Experiment, device_type: str) -> bool:
@@ -194,49 +185,6 @@ def _optimizer_bytes(skeleton: Skeleton, experiment: Experiment, device_type: st
         else:  # two moments; on a CPU the root of one of them, of all weights at once
             state, scratch = state + 2 * sum(sizes), scratch + (sum(sizes) if device_type == "cpu" else 0)
     return state, scratch
-
-
-def _engine_rows(skeleton: Skeleton, token_bytes: int, found: Plan, device_type: str) -> list[Row]:
-    """Of the engine, beside what is `found`; servers with GPUs of their own take nothing here."""
-    experiment = found.experiment
-    engine, rollout = experiment.engine, experiment.rollout
-    asleep = not rollout.max_staleness and (device_type == "cpu" or not experiment.sft.steps)
-    phases = (Phase.sampling,) if asleep else tuple(Phase)
-    if isinstance(engine, Server) and engine.shares_gpu and device_type == "cuda":
-        context = Row("server's libraries and context", engine.replicas * LIBRARIES["cuda"])
-        taken = engine.replicas * int((engine.fraction or 0) * found.device_bytes)
-        bucket = Row("weights on their way to it", BUCKET_BYTES, (Phase.sampling,))  # after an update, before sampling
-        return [context, Row("server's weights and KV cache", taken, phases), bucket]
-    if not isinstance(engine, Local):
-        return []
-    siblings = rollout.group_size + rollout.extra_samples
-    ahead = rollout.ahead if rollout.max_staleness else 1.0
-    evaluated = experiment.eval.tasks * experiment.eval.samples
-    open_at_once = min(rollout.max_concurrent, max(int(siblings * rollout.prompts_per_step * ahead), evaluated))
-    vocabulary = int(skeleton.model.config.get_text_config().vocab_size)
-    rows = [
-        Row("engine's copy of weights", copy_bytes(skeleton.model, device_type), phases),
-        Row("logits of a decoding step", 3 * 4 * open_at_once * vocabulary, (Phase.sampling,)),
-    ]
-    conversation = token_bytes * whole_blocks(_longest_context(skeleton, experiment))
-    room = int(engine.fraction * found.device_bytes)
-    if engine.memory_fraction is None and device_type == "cuda" and asleep:  # what is left, for one at least
-        left = USABLE * found.device_bytes - found.needed(Phase.sampling) - sum(row.bytes for row in rows)
-        room = max(min(int(left), open_at_once * conversation), conversation + token_bytes * BLOCK_SIZE)
-    elif device_type == "cuda" and token_bytes:
-        check_room(engine.fraction, found.device_bytes, token_bytes, _longest_context(skeleton, experiment))
-    else:  # where memory is taken when it is first used
-        room = min(room, open_at_once * conversation)
-    tokens = f", {room // token_bytes:,} tokens" if token_bytes else ""
-    return [*rows, Row(f"{CACHE}{tokens}", room, phases)]
-
-
-def _with_cache(experiment: Experiment, rows: list[Row], device_bytes: int) -> Experiment:
-    """`experiment` with the KV cache of `rows`."""
-    cache = sum(row.bytes for row in rows if row.name.startswith(CACHE))
-    if not isinstance(experiment.engine, Local) or not cache:
-        return experiment
-    return replace(experiment, engine=replace(experiment.engine, memory_fraction=cache / device_bytes))
 
 
 def _longest_context(skeleton: Skeleton, experiment: Experiment) -> int:
@@ -275,12 +223,12 @@ def _with(settings: Any, path: str, value: object) -> Any:
 
 def _cheaper(experiment: Experiment) -> list[tuple[tuple[Phase, ...], str, Any]]:
     """By price (time, then what is learnt, then contexts): phases that need less, setting, value; None = no more."""
-    model, optimizer, engine = experiment.model, experiment.optimizer, experiment.engine
+    model, optimizer = experiment.model, experiment.optimizer
     context = experiment.environment.max_context_length or experiment.batch.context
     offloads = optimizer.offload or optimizer.kind is Kind.adamw_8bit
     adapts = model.lora.rank or model.name in FROM_SCRATCH
     quantizes = model.lora.rank and model.quantization is Quantization.none
-    shrinks = isinstance(engine, Local) and engine.fraction > LEAST_FRACTION
+    shrinks = experiment.engine.cache_share > LEAST_FRACTION
     crowded = experiment.rollout.max_concurrent > LEAST_CONCURRENT
     return [
         ((Phase.training,), "model.checkpointing", None if model.checkpointing else True),

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
+from enum import Enum
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,6 +21,9 @@ from mtgrpo.parts import Reach
 from mtgrpo.types import Completion, Sample, Sampling
 
 if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
     from mtgrpo.model.settings import ModelSettings
     from mtgrpo.weights.source import WeightSource
 
@@ -121,6 +125,38 @@ class RunningEngine(ABC):
         return
 
 
+class Phase(Enum):
+    """What a run does with its memory at a time."""
+
+    sampling = "sampling"
+    training = "training"  # a micro-batch goes forward and backward
+    update = "update"  # the optimiser steps
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that takes memory, and when."""
+
+    name: str
+    bytes: int
+    phases: tuple[Phase, ...] = tuple(Phase)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a run asks of its engine, for the plan of the device that it trains on."""
+
+    model: PreTrainedModel  # without weights
+    token_bytes: int  # of a token's keys and values in all layers; 0 = not known
+    longest: int  # tokens of a context
+    conversations: int  # open at once
+    phases: tuple[Phase, ...]  # in which the engine holds what it has
+    device_type: str  # "cuda" or "cpu"
+    device_bytes: int
+    left_bytes: float  # for the engine, while it samples
+    process_bytes: int  # that a process takes by being there
+
+
 @dataclass
 class Engine(ABC):
     """Base of all engines' settings."""
@@ -141,6 +177,22 @@ class Engine(ABC):
     def chosen(self, settings: ModelSettings) -> tuple[Engine, str]:
         """The engine that is meant for this model, by default itself, and why, for the user."""
         return self, ""
+
+    @property
+    def cache_share(self) -> float:
+        """Of this process's memory, for the KV cache, as `engine.memory_fraction` says; 0 = it is elsewhere."""
+        return 0.0
+
+    def check_room(self, device: torch.device, token_bytes: int, longest: int) -> None:
+        """Raise ConfigError where its KV cache on `device` would not hold a context of `longest` tokens."""
+        return
+
+    def plan_memory(self, demand: Demand) -> tuple[list[Row], Engine]:
+        """What it takes of the device, by default nothing, and itself with what memory has a say in settled.
+
+        Raises ConfigError where there is no room for one conversation.
+        """
+        return [], self
 
     @abstractmethod
     def start(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from mtgrpo.engines import Engine
+from mtgrpo.engines import Demand, Engine, Phase, Row
 from mtgrpo.errors import require
 
 if TYPE_CHECKING:
+    import torch
+
     from mtgrpo.engines.local.engine import LocalEngine
     from mtgrpo.weights.source import WeightSource
 
@@ -30,13 +32,41 @@ class Local(Engine):
         require(self, memory_fraction="> 0 and < 1")
 
     @property
-    def fraction(self) -> float:
+    def cache_share(self) -> float:
         """Of all memory; what null amounts to on a GPU is planned before a run begins."""
         return self.memory_fraction or DEFAULT_FRACTION
 
     @property
     def exact(self) -> bool:
         return not self.keep_stale_cache
+
+    def check_room(self, device: torch.device, token_bytes: int, longest: int) -> None:
+        from mtgrpo.engines.local.kv_cache import check_room, memory_bytes  # noqa: PLC0415
+
+        check_room(self.cache_share, memory_bytes(device), token_bytes, longest)
+
+    def plan_memory(self, demand: Demand) -> tuple[list[Row], Engine]:
+        """See `Engine.plan_memory`: a copy of the weights, what a step of decoding makes, and the KV cache."""
+        from mtgrpo.engines.local.decoder import copy_bytes  # noqa: PLC0415  settings alone import no library
+        from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, check_room, whole_blocks  # noqa: PLC0415
+
+        cuda, vocabulary = demand.device_type == "cuda", int(demand.model.config.get_text_config().vocab_size)
+        rows = [
+            Row("engine's copy of weights", copy_bytes(demand.model, demand.device_type), demand.phases),
+            Row("logits of a decoding step", 3 * 4 * demand.conversations * vocabulary, (Phase.sampling,)),
+        ]
+        conversation = demand.token_bytes * whole_blocks(demand.longest)
+        room = int(self.cache_share * demand.device_bytes)
+        if self.memory_fraction is None and cuda and demand.phases == (Phase.sampling,):  # the rest, for one at least
+            left = int(demand.left_bytes - sum(row.bytes for row in rows))
+            room = max(min(left, demand.conversations * conversation), conversation + demand.token_bytes * BLOCK_SIZE)
+        elif cuda and demand.token_bytes:
+            check_room(self.cache_share, demand.device_bytes, demand.token_bytes, demand.longest)
+        else:  # where memory is taken when it is first used
+            room = min(room, demand.conversations * conversation)
+        tokens = f", {room // demand.token_bytes:,} tokens" if demand.token_bytes else ""
+        settled = replace(self, memory_fraction=room / demand.device_bytes) if room else self
+        return [*rows, Row(f"KV cache{tokens}", room, demand.phases)], settled
 
     def start(
         self, source: WeightSource, deterministic: bool, longest_context: int, folder: Path | None = None

@@ -50,9 +50,9 @@ def start_engine(settings: Local, source: WeightSource, deterministic: bool, lon
     if reason:
         raise ConfigError(f"engine=local cannot sample from this model: {reason}; choose another model or engine")
     total = memory_bytes(model.device)
-    check_room(settings.fraction, total, token_bytes(model), longest_context)
+    check_room(settings.cache_share, total, token_bytes(model), longest_context)
     source.traits.limit_without_windows.check(longest_context)
-    kv_cache = KVCache(model, int(settings.fraction * total / token_bytes(model)), longest_context)
+    kv_cache = KVCache(model, int(settings.cache_share * total / token_bytes(model)), longest_context)
     engine = LocalEngine(source, deterministic, kv_cache, longest_context, settings.keep_stale_cache)
     engine.check()
     return engine

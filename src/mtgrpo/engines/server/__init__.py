@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mtgrpo.engines import Engine
+from mtgrpo.engines import Demand, Engine, Phase, Row
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.model.settings import Head
 from mtgrpo.parts import Network, Option, Program, Reach, extension
@@ -142,6 +142,19 @@ class Server(Engine):
     def fraction(self) -> float | None:
         """Of a GPU's memory; None: vLLM decides."""
         return self.memory_fraction or (SHARED if self.shares_gpu else None)
+
+    def plan_memory(self, demand: Demand) -> tuple[list[Row], Engine]:
+        """See `Engine.plan_memory`; servers with GPUs of their own take nothing here."""
+        from mtgrpo.engines.server.push import BUCKET_BYTES  # noqa: PLC0415  settings alone import no library
+
+        if not self.shares_gpu or demand.device_type != "cuda":
+            return [], self
+        taken = self.replicas * int((self.fraction or 0) * demand.device_bytes)
+        return [
+            Row("server's libraries and context", self.replicas * demand.process_bytes),
+            Row("server's weights and KV cache", taken, demand.phases),
+            Row("weights on their way to it", BUCKET_BYTES, (Phase.sampling,)),  # after an update, before sampling
+        ], self
 
     def start(
         self, source: WeightSource, deterministic: bool, longest_context: int, folder: Path | None = None
