@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from mtgrpo.errors import ConfigError
@@ -33,20 +33,14 @@ class MisgivenError(TypeError):
     """Somebody's code gave what it should not; the message says what was expected, and names file and line."""
 
 
-def names(package: str) -> list[str]:
-    """The options that a folder offers: its file names. `package` is dotted, e.g. "mtgrpo.rewards"."""
-    folder = importlib.import_module(package)
-    return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
-
-
 def options(package: str, base: type) -> dict[str, type]:
-    """The classes that a folder and `integrations` offer, by their option's name.
+    """The classes that a folder and `integrations` offer, by their option's name. `package`: dotted, "mtgrpo.rewards".
 
     A file that holds no concrete `base` is no option.
     """
-    modules = {name: importlib.import_module(f"{package}.{name}") for name in names(package)}
-    own = {name: _only(module, base) for name, module in modules.items() if _candidates(module, base)}
-    return dict(sorted((own | _integrated(package, base)).items()))
+    folder = importlib.import_module(package)
+    modules = [importlib.import_module(f"{package}.{file.name}") for file in pkgutil.iter_modules(folder.__path__)]
+    return dict(sorted((_offered(modules, base) | _integrated(package, base)).items()))
 
 
 def _integrated(package: str, base: type) -> dict[str, type]:
@@ -58,9 +52,24 @@ def _integrated(package: str, base: type) -> dict[str, type]:
     found: dict[str, type] = {}
     for integration, sources in _integrations().items():
         modules = [importlib.import_module(name) for name, source in sources.items() if imports.search(source)]
-        offered = {module.__name__: _only(module, base) for module in modules if _candidates(module, base)}
-        for name, option in offered.items():
-            found[integration if len(offered) == 1 else name.rpartition(".")[2]] = option
+        offered = _offered(modules, base)
+        found |= {integration: next(iter(offered.values()))} if len(offered) == 1 else offered
+    return found
+
+
+def _offered(modules: Iterable[ModuleType], base: type) -> dict[str, type]:
+    """The one concrete class derived from `base` of each module that has any, by the module's last name."""
+    found: dict[str, type] = {}
+    for module in modules:
+        own = [
+            value
+            for name, value in vars(module).items()
+            if inspect.isclass(value) and issubclass(value, base) and value.__module__ == module.__name__
+            if not inspect.isabstract(value) and not name.startswith("_")
+        ]
+        if len(own) > 1:
+            raise ConfigError(f"{module.__name__} must define one concrete {base.__name__}, it defines {own}")
+        found |= {module.__name__.rpartition(".")[2]: each for each in own}
     return found
 
 
@@ -91,16 +100,16 @@ def find(package: str, name: str, base: type, what: str = "") -> Any:
             own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
             raise ConfigError(f"{path} has no {attribute!r}; it defines {', '.join(own) or 'nothing usable'}")
         return found
-    if name not in names(package):
-        if name in (integrated := _integrated(package, base)):
-            return integrated[name]
-        known = options(package, base)
+    known = options(package, base)
+    if name not in known:
+        if name.endswith(".py"):
+            raise ConfigError(f"{name} names a file; name the class in it too, as {name}:Name")
         what = what or package.rpartition(".")[2].removesuffix("s")
         raise ConfigError(
-            f"there is no {what} named {name!r}; {meant(name, known)}known: {', '.join(known)}; or give a file "
-            "of your own as path/to/file.py:Name"
+            f"there is no {what} named {name!r}; {meant(name, known)}known: {', '.join(known)}; or give a class of "
+            "your own as path/to/file.py:Name"
         )
-    return _only(importlib.import_module(f"{package}.{name}"), base)
+    return known[name]
 
 
 def meant(name: str, known: Iterable[str]) -> str:
@@ -193,34 +202,7 @@ def keep_traceback(error: BaseException, folder: Path) -> None:
 
 
 def _way(error: BaseException) -> str:
-    """The last place in a user's own file that it went through, as `place` has it; "" for none."""
-    steps = [step for one in (error.__cause__, error) if one for step in traceback.walk_tb(one.__traceback__)]
-    own = [(frame.f_code.co_filename, line) for frame, line in steps if _own(frame)]
-    return f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
-
-
-def _own(frame: FrameType) -> bool:
-    """Whether the code stands in a file that `load_file` has read."""
-    return str(frame.f_globals.get("__name__")).startswith(f"{__name__}.")
-
-
-def _only(module: ModuleType, base: type) -> type:
-    """The one concrete subclass of `base` that an extension file holds."""
-    found = _candidates(module, base)
-    if len(found) != 1:
-        raise ConfigError(
-            f"{module.__name__} must define exactly one concrete {base.__name__}, it defines {found or 'none'}"
-        )
-    return getattr(module, found[0])
-
-
-def _candidates(module: ModuleType, base: type) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if inspect.isclass(value)
-        and issubclass(value, base)
-        and value.__module__ == module.__name__
-        and not inspect.isabstract(value)
-        and not name.startswith("_")
-    ]
+    """The last place in a user's own file, which `load_file` has read, that it went through, as `place` has it."""
+    frames = [step for link in (error.__cause__, error) if link for step in traceback.walk_tb(link.__traceback__)]
+    own = [(f, line) for f, line in frames if str(f.f_globals.get("__name__")).startswith(f"{__name__}.")]
+    return f" ({own[-1][0].f_code.co_filename}, line {own[-1][1]})" if own else ""
