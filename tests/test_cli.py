@@ -32,7 +32,7 @@ from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.config import options
 from mtgrpo.config.compose import Composed, ExperimentLoader, compose, parse
-from mtgrpo.config.experiment import Experiment
+from mtgrpo.config.experiment import Experiment, groups
 from mtgrpo.config.helptext import comments
 from mtgrpo.config.recipe import recipes
 from mtgrpo.config.run_record import claimed, read_run
@@ -216,7 +216,7 @@ def test_a_configuration_that_names_a_pretrained_model_is_for_one(tmp_path: Path
     (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nmodel: {name: Some/Model, lora: {rank: 8}}\n")
     (tmp_path / "small.yaml").write_text("defaults: [base, _self_]\nmodel: {name: tiny-2m}\n")
     chosen = [
-        ExperimentLoader([tmp_path], name).load_configuration(name, [], RunMode.RUN) for name in ("mine", "small")
+        ExperimentLoader([tmp_path], name).load_configuration("base", [], RunMode.RUN) for name in ("mine", "small")
     ]
     assert [(one.hydra.runtime.choices.recipe, one.optimizer.lr) for one in chosen] == [
         ("pretrained_lora", 1e-5),
@@ -296,7 +296,7 @@ def test_files_of_a_folder_without_a_class_are_no_options() -> None:
     assert set(options.options("algorithm")).isdisjoint({"kl", "average", "credit"})
     assert set(options.options("engine")).isdisjoint({"cache", "sampling"})
     assert {"grpo"} <= set(options.options("algorithm"))
-    assert options.groups()["algorithm"] is Algorithm
+    assert groups()["algorithm"] is Algorithm
 
 
 def test_a_file_dropped_into_a_folder_is_an_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -347,10 +347,13 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("model.name=null", ["model.name=null: expected a text"]),
         ("optimizer.betas=0.9", ["optimizer.betas=0.9: expected a list such as [0.1,0.2]"]),
         ("optimizer.betas=[0.9,x]", ["optimizer.betas=[0.9,x]: expected a list such as [0.1,0.2]"]),
-        ("'sampling={top_p: x}'", ["sampling={top_p: x}: expected a number"]),
+        ("'sampling={top_p: x}'", ["sampling={top_p: x}: sampling.top_p: expected a number"]),
         ("kl.estimator=k9", ["kl.estimator=k9: expected one of k1, k2, k3"]),
-        ("task=gsm8", ["there is no task=gsm8; did you mean gsm8k?", "word_problems", "path/to/file.py:Name"]),
-        ("algorithm=kl", ["there is no algorithm=kl; known: cispo, dapo, dppo, dr_grpo, gmpo, grpo, gspo, ppo,"]),
+        ("task=gsm8", ["there is no task named 'gsm8'; did you mean gsm8k?", "word_problems", "path/to/file.py:Name"]),
+        (
+            "algorithm=kl",
+            ["there is no algorithm named 'kl'; known: cispo, dapo, dppo, dr_grpo, gmpo, grpo, gspo, ppo,"],
+        ),
         ("'reward={target: 1}'", ["reward={target: 1}", "choose a reward by its name"]),
         ("recipe=gsm9k", ["there is no recipe=gsm9k; did you mean gsm8k? known: calculator, "]),
         ("recipe=away.yaml", ["there is no file", "away.yaml"]),
@@ -369,7 +372,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("--config-dir away", ["--config-dir away: there is no such folder"]),
         ("--config-name mine", ["--config-name mine: there is no mine.yaml; give --config-dir FOLDER"]),
         ("--rollout.group_size 4", ["there is no --rollout.group_size; options are key=value, without --"]),
-        ("--experimental-rerun x.pickle", ["it would unpickle"]),
+        ("--experimental-rerun x.pickle", ["there is no --experimental-rerun"]),
         ("--multirn", ["there is no --multirn", "--multirun"]),
         ("--multirun hydra.run.dir=x", ["hydra.run.dir", "hydra.sweep.dir=PATH"]),
         ("--multirun hydra.job.name=a,b", ["hydra.job.name=a,b gives several values: what belongs to Hydra takes one"]),
@@ -414,7 +417,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("task=jsonl task.path=away.jsonl", ["task.path=away.jsonl", "no such file"]),
         ("model.name=./nowhere", ["model.name=./nowhere cannot be loaded"]),
         ("reward=away.py:Reward", ["there is no file", "away.py"]),
-        ("reward=away.py", ["reward=away.py names a file; name the class in it too, as reward=away.py:Name"]),
+        ("reward=away.py", ["away.py names a file; name the class in it too, as "]),
         ("optimizer.lr=nan", ["optimizer.lr=nan is no usable number; give a finite one"]),
         ("optimizer.lr=5", ["optimizer.lr must be > 0 and <= 1, got 5.0"]),
         ("optimizer.betas=[0.9,inf]", ["optimizer.betas.1=inf is no usable number"]),
@@ -427,8 +430,8 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("environment.tools=[calculator,calculator]", ["two are named 'calculator'; rename one"]),
         ("recipe=calcualtor", ["there is no recipe=calcualtor; did you mean calculator"]),
         ("recipe=[calculator,gsm9k]", ["there is no recipe=gsm9k; did you mean gsm8k"]),
-        ("algorithm=gpro", ["there is no algorithm=gpro; did you mean gspo or grpo?"]),
-        ("engine=vllm", ["there is no engine=vllm; known: auto, local, server"]),
+        ("algorithm=gpro", ["there is no algorithm named 'gpro'; did you mean gspo or grpo?"]),
+        ("engine=vllm", ["there is no engine named 'vllm'; known: auto, local, server"]),
         ("log=[consol]", ["there is no log named 'consol'; did you mean console?"]),
         ("chat.template=chatlm", ["chat.template='chatlm' is neither auto nor chatml nor an existing .jinja file"]),
         ("agent=python", ["give agent.function=path/to/file.py:name"]),
@@ -702,6 +705,9 @@ def test_help_lists_every_setting_with_type_value_and_comment(run: Run, own: str
     assert max(map(len, out.splitlines())) <= 100
     assert max(map(len, cli.USAGE.splitlines())) <= 100
     assert run("eval", "--help", "checkpoint=x", "hydra.run.dir=y")[0] == 0
+    code, out, _ = run("train", "--help", "reward=[numeric,em]")
+    assert code == 0 and "  reward.em.weight  float" in out
+    assert "recipe=gsm8k " in out and "recipe=clip_higher" not in out and "recipe=from_scratch" not in out
 
 
 def test_comments_stand_behind_above_or_below_a_field(place: Path) -> None:

@@ -21,8 +21,8 @@ from mtgrpo.config.compose import (
     compose,
     parse,
 )
-from mtgrpo.config.experiment import Experiment
-from mtgrpo.config.options import elsewhere, groups, options, schema
+from mtgrpo.config.experiment import Experiment, groups
+from mtgrpo.config.options import elsewhere, options, schema
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
 from mtgrpo.rewards.composed import Composed

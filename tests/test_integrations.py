@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from conftest import Run
-from mtgrpo.config.options import groups, options
+from mtgrpo.config.experiment import groups
+from mtgrpo.config.options import options
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sink
 from mtgrpo.parts import extension

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.utils import JobReturn, JobRuntime, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mtgrpo.record.summary import held_out_reward
 
@@ -34,26 +34,24 @@ class ProcessLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Called by Hydra's sweeper. What a run returns is its held-out reward, for sweepers that optimise."""
-        root = self._master.hydra.sweep.dir
-        common = [line for line in self._master.hydra.overrides.hydra if not line.startswith(OF_SWEEPS)]
+        root, given = self._master.hydra.sweep.dir, OmegaConf.to_container(self._master.hydra.overrides)
+        common = [line for line in cast(Any, given)["hydra"] if not line.startswith(OF_SWEEPS)]
         command = [sys.executable, "-m", "mtgrpo", str(JobRuntime.instance().get("name")), *self._loader.flags]
         results: list[JobReturn] = []
         failures: list[str] = []
         for number, words in enumerate(job_overrides, initial_job_idx):
-            varied = [word.replace("\\", "") for word in words if word not in self._master.hydra.overrides.task]
+            varied = [word.replace("\\", "") for word in words if word not in cast(Any, given)["task"]]
             title = f"run {number} ({' '.join(varied)})"
             print(title, flush=True)
             folder = Path(root, self._subfolder(number, words))
             place = QuotedString(str(folder), Quote.single).with_quotes()
             code = _finished([*command, *words, *common, "hydra.mode=RUN", f"hydra.run.dir={place}"])
-            if code:
-                failures.append(f"{title} failed with exit code {code}")
             done = JobReturn(overrides=words, working_dir=str(folder))
             done.status = JobStatus.FAILED if code else JobStatus.COMPLETED
             done.return_value = SystemExit(1) if code else held_out_reward(folder)
             results.append(done)
-        done_runs = f"{len(results) - len(failures)} of {len(results)} runs done, in {root}"
-        print("\n".join([done_runs, *failures]), flush=True)
+            failures += [f"{title} failed with exit code {code}"] if code else []
+        print(f"{len(results) - len(failures)} of {len(results)} runs done, in {root}", *failures, sep="\n", flush=True)
         return results
 
     def _subfolder(self, number: int, words: Sequence[str]) -> str:

@@ -27,8 +27,8 @@ import yaml
 
 import mtgrpo
 from mtgrpo import cli
-from mtgrpo.config.experiment import Experiment
-from mtgrpo.config.options import groups, options
+from mtgrpo.config.experiment import Experiment, groups
+from mtgrpo.config.options import options
 from mtgrpo.config.trust import declared
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Parts, Reach, Where, extension

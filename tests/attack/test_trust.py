@@ -20,8 +20,7 @@ import pytest
 
 import mtgrpo
 from mtgrpo import cli
-from mtgrpo.config.experiment import Experiment
-from mtgrpo.config.options import groups
+from mtgrpo.config.experiment import Experiment, groups
 from mtgrpo.config.trust import undeclared
 from mtgrpo.engines import Engine
 from mtgrpo.parts import Code, Data, Part, Parts, Reach, Text, Where

@@ -14,37 +14,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hydra import version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
-from hydra._internal.defaults_list import DefaultsList
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
+from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
-from hydra.core.utils import setup_globals
+from hydra.core.override_parser.types import IntervalSweep, Override, Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from mtgrpo.config.experiment import SINKS, Experiment
-from mtgrpo.config.options import Setting, chosen_class, entries, groups, options, schema, spell, store_name, unknown
+from mtgrpo.config.experiment import SINKS, Experiment, groups
+from mtgrpo.config.options import chosen_class, options, spell, unknown
 from mtgrpo.config.recipe import (
     RECIPES,
     Recipe,
+    Settled,
     absolute,
     base,
-    merge,
-    nest,
-    read_option,
     read_primary,
     read_recipe,
     refuse_absurd,
+    settle,
 )
 from mtgrpo.config.run_record import checkpoint_folder, read_run
 from mtgrpo.errors import ConfigError
+from mtgrpo.model.settings import FROM_SCRATCH
 
 OWN_NAME = re.compile(r"`([a-z_0-9]+)")  # how a part's message names a setting of its own
 
@@ -58,18 +55,7 @@ class Composed:
     choices: dict[str, Any]  # group -> option; a class of the user's own as /absolute/path.py:Name
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What Hydra is asked for, and what is needed to explain what it refuses."""
-
-    lines: list[str]  # overrides
-    choices: dict[str, Any]
-    known: dict[str, Setting]
-    sources: dict[str, str]  # of what recipes set, by key
-    settings: list[Override]
-
-
-def parse(arguments: Sequence[str], loader: ConfigLoaderImpl | None = None) -> list[Override]:
+def parse(arguments: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
     """Read `key=value` words. Raises ConfigError for anything else. loader: knows what glob(*) stands for."""
     parser = OverridesParser.create()
     overrides: list[Override] = []
@@ -113,7 +99,7 @@ def composed_from(config: DictConfig) -> Composed:
     """What Hydra composed, as an Experiment. Raises ConfigError where a part refuses its settings."""
     own = copy.deepcopy(config)
     with flag_override(own, ["struct", "readonly"], [False, False]):
-        chosen = own.pop("hydra").runtime.choices if "hydra" in own else {}
+        chosen: Any = OmegaConf.to_container(own.pop("hydra").runtime.choices) if "hydra" in own else {}
     missing = sorted(OmegaConf.missing_keys(own))
     if missing:
         raise ConfigError(f"{missing[0]} is not set and has no default; give {missing[0]}=VALUE")
@@ -123,27 +109,29 @@ def composed_from(config: DictConfig) -> Composed:
     return Composed(_built(own, ""), OmegaConf.to_yaml(own), choices)
 
 
-class ExperimentLoader(ConfigLoaderImpl):
-    """Hydra's loader for experiments: recipes, classes of the user's own, checks and messages."""
+class ExperimentLoader(ConfigLoader):
+    """Loads experiments for Hydra, by its own loader: recipes, classes of the user's own, checks and messages."""
 
     def __init__(
-        self, folders: Sequence[Path] = (), primary: str = "base", evaluates: bool = False, run: Path | None = None
+        self,
+        folders: Sequence[Path] = (),
+        primary: str = "base",
+        evaluates: bool = False,
+        run: Path | None = None,
+        job: str = "mtgrpo",
     ) -> None:
-        """folders: the user's own configurations. primary: the one of them to begin with.
+        """folders: the user's own configurations. primary: the one of them to begin with. job: its name for Hydra.
 
         evaluates: `checkpoint=PATH` is an option, whose run is the recipe. run: the folder of a run that is the recipe.
         """
-        version.setbase("1.3")
-        setup_globals()
-        path = create_config_search_path(str(RECIPES))
-        for folder in folders:
-            path.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
-        super().__init__(path)
-        ConfigStore.instance().store("experiment", Experiment)
+        self.hydra = _make_hydra(job)
+        self._inner: ConfigLoader = self.hydra.config_loader
+        self.hydra.config_loader = self
         named = zip(("--config-dir", "--config-path"), folders, strict=False)  # each can be given once
         self.flags = [word for flag, folder in named for word in (flag, str(folder.resolve()))]
         self.flags += [] if primary == "base" else ["--config-name", primary]
-        self._folders, self._evaluates, self._run = list(folders), evaluates, run
+        self.notes: list[str] = []  # for the user, of the last configuration
+        self._folders, self._reads, self._run = list(folders), evaluates or run is not None, run
         self._primary = None if primary == "base" else read_primary(primary, folders)
 
     def load_configuration(
@@ -158,36 +146,46 @@ class ExperimentLoader(ConfigLoaderImpl):
 
         Raises ConfigError for whatever is wrong with it.
         """
-        given = parse(overrides, self)
-        plan = self._plan(_firsts(given))
-        for override in given:
-            if override.is_sweep_override() and override.is_hydra_override():
-                raise ConfigError(f"{override.input_line} gives several values: what belongs to Hydra takes one")
-            if override.is_sweep_override() and run_mode is RunMode.RUN:
+        words = parse(overrides, self)
+        for word in words:
+            if word.is_sweep_override() and word.is_hydra_override():
+                raise ConfigError(f"{word.input_line} gives several values: what belongs to Hydra takes one")
+            if word.is_sweep_override() and run_mode is RunMode.RUN:
                 raise ConfigError(
-                    f"{override.input_line} gives several values: add --multirun for one run each; "
-                    "a list is written [1,2]"
+                    f"{word.input_line} gives several values: add --multirun for one run each; a list is written [1,2]"
                 )
+        settled = self._settled(words)
         try:
-            config = super().load_configuration(config_name, plan.lines, run_mode, from_shell)
+            ConfigStore.instance().store("chosen", _typed(settled), "recipe", "_global_")
+            config = self._inner.load_configuration(config_name, self._lines, run_mode, from_shell)
             composed_from(config)
         except ConfigError:
             raise
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(_explain(error, plan)) from error
+            raise ConfigError(_explain(error, settled)) from error
         except ValueError as error:  # a check in the __post_init__ of a class that knows nothing of ConfigError
             raise ConfigError(str(error)) from error
-        own = [override for override in given if not override.is_hydra_override()]
-        hydra = config.hydra
-        hydra.overrides.task = [override.input_line for override in own]
-        hydra.runtime.choices.update(plan.choices)
+        hydra, own = config.hydra, [word for word in words if not word.is_hydra_override()]
+        hydra.overrides.task = [word.input_line for word in own]
+        hydra.overrides.hydra = [word.input_line for word in words if word.is_hydra_override()]
+        with open_dict(hydra.runtime):
+            hydra.runtime.choices.update(settled.choices)
         names = hydra.job.config.override_dirname
-        hydra.job.override_dirname = get_overrides_dirname(own, names.exclude_keys, names.item_sep, names.kv_sep)
+        lines = sorted(str(word.input_line) for word in own if word.key_or_group not in names.exclude_keys)
+        hydra.job.override_dirname = names.item_sep.join(lines).replace("=", names.kv_sep)
         return config
 
-    def compute_defaults_list(self, config_name: str | None, overrides: list[str], run_mode: RunMode) -> DefaultsList:
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """Called by Hydra for each run of a sweep."""
+        words = [*cast("list[str]", OmegaConf.to_container(master_config.hydra.overrides.hydra)), *sweep_overrides]
+        config = self.load_configuration(master_config.hydra.job.config_name, words, RunMode.RUN)
+        OmegaConf.copy_cache(from_config=master_config, to_config=config)  # such as the time in a folder's name
+        return config
+
+    def compute_defaults_list(self, config_name: str | None, overrides: list[str], run_mode: RunMode) -> Any:
         """Called by Hydra for --info."""
-        return super().compute_defaults_list(config_name, self._plan(_firsts(parse(overrides, self))).lines, run_mode)
+        self.load_configuration(config_name, overrides, RunMode.MULTIRUN)
+        return self._inner.compute_defaults_list(config_name, self._lines, run_mode)
 
     def get_group_options(
         self,
@@ -199,78 +197,91 @@ class ExperimentLoader(ConfigLoaderImpl):
         """Called by Hydra for shell completion and glob(*)."""
         for group in groups():
             options(group)
-        return super().get_group_options(group_name, results_filter)
+        return self._inner.get_group_options(group_name, results_filter, None, self._search_path)
 
-    def _plan(self, given: Sequence[Override]) -> _Plan:
-        start = base()
-        taken = {"recipe"} | ({"checkpoint"} if self._evaluates else set())
-        taken |= {"trust_code"} if self._evaluates or self._run else set()
-        own = [o for o in given if not o.is_hydra_override() and o.key_or_group not in taken]
-        recipe, layers = self._recipes(start, given)
-        words = Recipe("the command line", {o.key_or_group: _option(o) for o in own if o.key_or_group in groups()}, {})
-        chosen, named = self._layered([start, *layers, words])
-        inherited = {group: read_option(group, named[group], self._folders) for group in groups()}
-        choices = {group: option.choices[group] if option else named[group] for group, option in inherited.items()}
-        known = schema(choices)
-        values, sources = merge(chosen, named, known)
-        values.setdefault("log", list(SINKS))
-        settings = [o for o in own if o.key_or_group not in choices]
-        inside = tuple(f"{group}.{name}." for group in choices for name in entries(group, choices[group]))
-        inside += tuple(f"{name}." for name, setting in known.items() if setting.holds_any)
-        settings.sort(key=lambda o: o.key_or_group.startswith(inside))  # a list first, then settings of what is in it
-        lines = [line for o in settings if (line := _line(o, known, values, inside))]
-        _gather(values, choices)
-        ConfigStore.instance().store("chosen", OmegaConf.create(nest(values)), "recipe", "_global_")
-        parts = [f"{group}={store_name(group, chosen_class(group, option))}" for group, option in choices.items()]
-        of_hydra = [f"{key}={layer.choices[key]}" for layer in layers for key in layer.choices if "/" in key]
-        of_hydra += [str(o.input_line) for o in given if o.is_hydra_override()]
-        lines = [*parts, "recipe=chosen", *lines, *of_hydra]
-        return _Plan(lines, choices | {"recipe": recipe}, known, sources, settings)
+    def list_groups(self, parent_name: str) -> list[str]:
+        return self.get_group_options(parent_name, ObjectType.GROUP)
 
-    def _layered(self, layers: Sequence[Recipe]) -> tuple[list[tuple[Recipe, dict[str, Any]]], dict[str, Any]]:
-        """The layers, each with the options chosen up to it, and all choices.
+    def get_search_path(self) -> Any:
+        return self._inner.get_search_path()
 
-        Where one chooses an option of the user's own folders, what is set there comes just before that layer.
-        """
-        chosen: list[tuple[Recipe, dict[str, Any]]] = []
-        running: dict[str, Any] = {}
-        for layer in layers:
-            new = {key: option for key, option in layer.choices.items() if running.get(key) != option}
-            running = running | layer.choices
-            found = [read_option(key, option, self._folders) for key, option in new.items() if key in groups()]
-            chosen += [(each, running) for each in (*found, layer) if each]
-        return chosen, running
+    def get_sources(self) -> list[Any]:
+        return self._inner.get_sources()
 
-    def _recipes(self, start: Recipe, given: Sequence[Override]) -> tuple[Any, list[Recipe]]:
-        """What was chosen as the recipe, and all that it comes to."""
-        self.notes: list[str] = []  # for the user, of the last configuration
-        layers = [self._primary] if self._primary else []
-        asked = [o for o in given if o.key_or_group == "recipe"]
-        checkpoint = [str(o.value()) for o in given if o.key_or_group == "checkpoint" and self._evaluates]
-        run = checkpoint_folder(checkpoint[-1]).parent.parent if checkpoint else self._run
-        if run is not None:
+    def _settled(self, overrides: Sequence[Override]) -> Settled:
+        """What recipes, or the record of a run, and the words of the command line come to."""
+        words = [_first(override) if override.is_sweep_override() else override for override in overrides]
+        typed = {word.key_or_group: _value(word) for word in words}
+        checkpoint = checkpoint_folder(str(typed["checkpoint"])) if self._reads and "checkpoint" in typed else None
+        recipe, layers = self._recipes(words, typed, checkpoint)
+        chosen = {group: option for group, option in typed.items() if group in groups()}
+        settled = settle([base(), *layers, Recipe("the command line", chosen, {})], self._folders)
+        settled.values.setdefault("log", list(SINKS))
+        elsewhere = {*groups(), "recipe", *(("checkpoint", "trust_code") if self._reads else ())}
+        settings = [word for word in words if not (word.is_hydra_override() or word.key_or_group in elsewhere)]
+        inside = tuple(f"{key}." for key, setting in settled.known.items() if setting.holds_any)
+        settings.sort(key=lambda word: word.key_or_group.startswith(inside))  # a list before its entries
+        for word in settings:
+            if word.is_delete():
+                settled.take_away(word.key_or_group, str(word.input_line))
+            else:
+                settled.put(word.key_or_group, word.value(), str(word.input_line))
+        settled.values.update({"model.name": str(checkpoint)} if checkpoint else {})
+        settled.choices["recipe"] = recipe
+        self._lines = [str(word.input_line) for word in words if word.is_hydra_override()]
+        self._lines += [f"{key}={layer.choices[key]}" for layer in layers for key in layer.choices if "/" in key]
+        self._lines += ["recipe=chosen", *self._search_path]
+        return settled
+
+    def _recipes(
+        self, words: Sequence[Override], typed: Mapping[str, Any], checkpoint: Path | None
+    ) -> tuple[Any, list[Recipe]]:
+        """What is chosen as the recipe, and the layers on top of the base that it comes to."""
+        self.notes = []
+        primary = [self._primary] if self._primary else []
+        asked = [word for word in words if word.key_or_group == "recipe"]
+        if run := checkpoint.parent.parent if checkpoint else self._run:
             if asked:
                 raise ConfigError("checkpoint= brings the configuration of its run: leave recipe= out")
-            typed = {(key := o.key_or_group): absolute(o.value()) if key in groups() else o.value() for o in given}
-            typed |= {"model.name": None} if checkpoint else {}  # whose place the checkpoint takes
-            used = read_run(run, typed.get("trust_code") is True, typed)
-            return used.choices.get("recipe"), [used, *layers]
-        primary = self._primary or start
-        typed = {o.key_or_group: o.value() for o in given}
-        recipe = start.usual(primary, typed)
-        usual = (start.choices["recipe"], primary.choices.get("recipe"))
-        if not asked and "model.name" in typed and recipe not in usual:
-            why = "no recipe= is given, and the usual one is for the model from scratch"
-            self.notes = [f"recipe={recipe} is taken for model.name={typed['model.name']}: {why}"]
-        for override in asked:
-            added = absolute(override.value()) if not override.is_delete() else []
-            recipe = [*_listed(recipe), *_listed(added)] if override.is_add() else added
-        found = [layer for option in _listed(recipe) for layer in read_recipe(str(option), self._folders)]
-        return recipe, [*found, *layers]
+            given = {**typed, **({"model.name": None} if checkpoint else {})}  # whose place the checkpoint takes
+            record = read_run(run, typed.get("trust_code") is True, given)
+            return record.choices.get("recipe"), [record, *primary]
+        recipe, note = self._usual_recipe(typed)
+        self.notes = [] if asked else note
+        for word in asked:
+            added = [] if word.is_delete() else absolute(word.value())
+            recipe = [*_listed(recipe), *_listed(added)] if word.is_add() else added
+        layers = [layer for option in _listed(recipe) for layer in read_recipe(str(option), self._folders)]
+        return recipe, [*layers, *primary]
+
+    def _usual_recipe(self, typed: Mapping[str, Any]) -> tuple[Any, list[str]]:
+        """Where none is asked for: that of the primary configuration, else by the model that is named; and a note."""
+        primary = self._primary or base()
+        model = primary.values.get("model") or {}
+        name = typed.get("model.name", model.get("name", FROM_SCRATCH[0]))
+        if name in FROM_SCRATCH or (self._primary and "recipe" in primary.choices):
+            return primary.choices.get("recipe", base().choices["recipe"]), []
+        rank = typed.get("model.lora.rank", (model.get("lora") or {}).get("rank"))
+        recipe = "pretrained_lora" if rank else "pretrained"
+        why = "no recipe= is given, and the usual one is for the model from scratch"
+        return recipe, [f"recipe={recipe} is taken for model.name={name}: {why}"] if "model.name" in typed else []
+
+    @property
+    def _search_path(self) -> list[str]:
+        """How Hydra finds its own groups in the user's folders; the path that he types himself stands before it."""
+        places = [QuotedString(f"file://{folder.resolve()}", Quote.single).with_quotes() for folder in self._folders]
+        return [f"hydra.searchpath=[{','.join(places)}]"] if places else []
 
 
-def _firsts(given: Sequence[Override]) -> list[Override]:
-    return [_first(override) if override.is_sweep_override() else override for override in given]
+def _make_hydra(job: str) -> Any:
+    """A Hydra that composes from the recipes; one that this process has already, as a notebook may, keeps its place."""
+    present = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(RECIPES), job, version_base="1.3"):
+            return GlobalHydra.instance().hydra
+    finally:
+        GlobalHydra.instance().hydra = present
 
 
 def _first(override: Override) -> Override:
@@ -285,54 +296,25 @@ def _first(override: Override) -> Override:
     return parse([f"{override.get_key_element()}={first}"])[0]
 
 
-def _line(override: Override, known: Mapping[str, Setting], values: dict[str, Any], inside: tuple[str, ...]) -> str:
-    """An override of a setting as Hydra needs it; "" where `values`, what recipes set, has taken it up.
-
-    inside: how the keys of options begin that stand in a list.
-    """
-    key, line = override.key_or_group, str(override.input_line)
-    if override.is_delete():
-        if key not in values:
-            raise ConfigError(f"{line}: no recipe sets {key}, there is nothing to take away")
-        del values[key]
-        return ""
-    holder = next((name for name in known if key.startswith(f"{name}.") and known[name].holds_any), "")
-    if holder and isinstance(values.get(holder), list | dict):
-        values[holder] = _with_entry(values[holder], key.removeprefix(f"{holder}.").split("."), override.value())
-        return ""
-    if holder:  # an entry of a mapping
-        return f"++{line.lstrip('+')}"
-    if key not in known:
-        section = [name for name in known if name.startswith(f"{key}.")]
-        if not section:
-            raise ConfigError(unknown(key, known))
-        if not isinstance(override.value(), dict):
-            raise ConfigError(f"{line}: {key} has settings of its own: {', '.join(section)}")
-    elif known[key].holds_any or key.startswith(inside):
-        values[key] = override.value()  # Hydra merges containers, but the user means to replace the whole of one
-        return ""
-    return line.lstrip("+")
+def _value(word: Override) -> Any:
+    """What a word gives. Raises ConfigError where it chooses nothing by its name that has to be."""
+    group, value = word.key_or_group, word.value()
+    if group not in groups():
+        return value
+    if word.is_delete() or isinstance(value, dict) or not value:
+        raise ConfigError(f"{word.input_line}: choose a {group} by its name, and settings as {group}.NAME=VALUE")
+    return absolute(value)
 
 
-def _with_entry(held: Any, path: Sequence[str], value: Any) -> dict[str, Any]:
-    """A list of names, or a mapping from them to settings, in which one has one more setting."""
-    found: dict[str, Any] = dict(held) if isinstance(held, dict) else {name: {} for name in held}
-    if len(path) < 2:
-        return {**found, path[0]: value}
-    name = next((option for option in found if Path(option).name.rpartition(":")[2] == path[0]), path[0])
-    return {**found, name: nest({".".join(path[1:]): value}, found.get(name) or {})}
-
-
-def _gather(values: dict[str, Any], choices: Mapping[str, Any]) -> None:
-    """The settings of options that stand in a list become one mapping, `of`, of the option that holds them."""
-    for group, choice in choices.items():
-        of = {option: {} for option in choice} if isinstance(choice, list) else {}
-        for option, name in zip(of, entries(group, choice), strict=True):
-            prefix = f"{group}.{name}."
-            given = {key.removeprefix(prefix): values.pop(key) for key in list(values) if key.startswith(prefix)}
-            of[option] = values.get(f"{group}.of", {}).get(option, {}) | given
-        if of:
-            values[f"{group}.of"] = of
+def _typed(settled: Settled) -> DictConfig:
+    """The configuration, whose values have been converted to the types of their settings."""
+    nested = settled.nested()
+    of_hydra = {"hydra": nested.pop("hydra")} if "hydra" in nested else {}
+    chosen = {group: OmegaConf.structured(chosen_class(group, settled.choices[group])) for group in groups()}
+    config = cast("DictConfig", OmegaConf.merge(Experiment, chosen, nested))
+    with open_dict(config):
+        config.update(of_hydra)
+    return config
 
 
 def _built(node: DictConfig, path: str) -> Any:
@@ -349,29 +331,20 @@ def _built(node: DictConfig, path: str) -> Any:
         raise ConfigError(re.sub(r"`([\w.]+(?:=[^`]*)?)`", r"\1", named)) from error
 
 
-def _explain(error: BaseException, plan: _Plan) -> str:
-    """What Hydra or OmegaConf found, in the user's terms. Both wrap errors; the one that has a key is of use."""
+def _explain(error: BaseException, settled: Settled) -> str:
+    """What Hydra or OmegaConf refuses, in the user's terms. Both wrap errors; the one that has a key is of use."""
     chain = [error]
     while following := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(following)
-    found = next((link for link in chain if getattr(link, "full_key", None)), error)
-    key = re.sub(r"\[.*", "", str(getattr(found, "full_key", "")))
-    if isinstance(found, ConfigAttributeError | ConfigKeyError) and key not in plan.known and "hydra" not in key:
-        return unknown(key, plan.known)
-    said = str(found).strip().partition("\n")[0]
-    if isinstance(found, ValidationError) and key in plan.known:
-        said = f"expected {spell(plan.known[key].type)}"
-    given = [str(o.input_line) for o in plan.settings if key == o.key_or_group or key.startswith(f"{o.key_or_group}.")]
-    of_recipe = [f"{plan.sources[key]}: {key}"] if key in plan.sources else [key] if key else []
-    return ": ".join([*(given[-1:] or of_recipe), said])
-
-
-def _option(override: Override) -> Any:
-    value = override.value()
-    if override.is_delete() or isinstance(value, dict) or not value:
-        group = override.key_or_group
-        raise ConfigError(f"{override.input_line}: choose a {group} by its name, and settings as {group}.NAME=VALUE")
-    return absolute(value)
+    cause = next((link for link in chain if getattr(link, "full_key", None)), error)
+    key = re.sub(r"\[.*", "", str(getattr(cause, "full_key", "")))
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and key not in settled.known and "hydra" not in key:
+        return unknown(key, settled.known)
+    text = str(cause).strip().partition("\n")[0]
+    if isinstance(cause, ValidationError) and key in settled.known:
+        text = f"expected {spell(settled.known[key].type)}"
+    source = settled.sources.get(key, "")
+    return ": ".join(filter(None, (source, "" if f"{key}=" in source else key, text)))
 
 
 def _listed(option: Any) -> list[Any]:

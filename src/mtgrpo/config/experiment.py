@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from mtgrpo.advantages import AdvantageEstimator
 from mtgrpo.agents import Agent
@@ -34,8 +36,9 @@ from mtgrpo.types import Sampling
 SINKS = ("console", "jsonl")  # where nothing else is chosen
 LATEST = "true"  # `resume=true`; any other text is the path of a checkpoint
 
-
 ResumeMode = Enum("ResumeMode", {"exact": "exact", "continue": "continue"})
+Interval = Enum("Interval", {"wilson": "wilson", "clopper_pearson": "clopper_pearson"})
+Form = Enum("Form", {"trajectories": "trajectories", "messages": "messages"})
 
 
 @dataclass
@@ -68,13 +71,6 @@ class WarmStart:
         require(self, steps=">= 0 (0 = none)", batch_size=">= 1")
 
 
-class Interval(Enum):
-    """How wide the 95 % interval of a share is."""
-
-    wilson = "wilson"  # the score interval: holds the true share as often as it says, on average
-    clopper_pearson = "clopper_pearson"  # the exact one: never less often, and wider
-
-
 @dataclass
 class Evaluation:
     """When and how the policy is measured, on held-out tasks."""
@@ -82,27 +78,17 @@ class Evaluation:
     every_steps: int = 0  # also during training, with one sample per task; 0 = only before and after
     tasks: int = 200
     samples: int = 8  # per task at temperature 1; pass@8 needs 8
-    interval: Interval = Interval.wilson  # clopper_pearson: the exact one, never too narrow
+    # the 95 % interval of a share; wilson holds the true one as often as it says, on average; clopper_pearson is exact:
+    # never less often, and wider
+    interval: Interval = Interval.wilson
     fail_under: float = 0.0  # `mtgrpo eval` ends with exit code 1 where held-out success is lower; 0 = never
     no_tools: bool = False  # a control: the same tasks without tools too, `eval/no_tools/success`
     # further task sets, `eval/NAME/success`: [gsm8k], or {easy: {task: jsonl, val_files: [easy.jsonl]}}
     sets: Annotated[Any, Parts("task")] = None
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            every_steps=">= 0 (0 = only before and after)",
-            tasks=">= 1",
-            samples=">= 1",
-            fail_under=">= 0 and <= 1",
-        )
-
-
-class Form(Enum):
-    """How collected conversations are written."""
-
-    trajectories = "trajectories"  # with statuses, rewards and the lengths of turns, as in a run's `trajectories`
-    messages = "messages"  # messages and tools alone, as most libraries fine-tune on them; `sft.demonstrations` too
+        require(self, every_steps=">= 0 (0 = only before and after)", fail_under=">= 0 and <= 1")
+        require(self, tasks=">= 1", samples=">= 1")
 
 
 @dataclass
@@ -112,7 +98,9 @@ class Collection:
     tasks: int = 200
     samples: int = 1  # per task
     held_out: bool = False  # of the held-out tasks in place of those of training
-    form: Form = Form.trajectories  # messages: alone, as most libraries fine-tune on them; `sft.demonstrations` too
+    # trajectories: with statuses, rewards and the lengths of turns, as in a run's `trajectories`; messages: these and
+    # tools alone, as most libraries fine-tune on them, and `sft.demonstrations`
+    form: Form = Form.trajectories
     file: Text = "collected.jsonl"  # in the run's folder; NAME.parquet: a table
     successes: bool = False  # only these
 
@@ -131,12 +119,8 @@ class CheckpointSettings:
     keep_best: int = 1  # beside them, the best by held-out success; steps after which that was measured are saved
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            every_steps=">= 0 (0 = only where a stage or the run ends)",
-            keep_last=">= 0 (0 = all)",
-            keep_best=">= 0",
-        )
+        require(self, every_steps=">= 0 (0 = only where a stage or the run ends)")
+        require(self, keep_last=">= 0 (0 = all)", keep_best=">= 0")
 
 
 @dataclass
@@ -144,12 +128,6 @@ class Debug:
     """Controls and probes."""
 
     advantages: Control = Control.normal  # shuffled and flipped are controls that must not learn
-
-
-_PARTS: dict[str, type] = {
-    **{"task": TaskSource, "environment": Environment, "condenser": Condenser, "reward": Reward},
-    **{"algorithm": Algorithm, "advantage": AdvantageEstimator, "engine": Engine, "agent": Agent},
-}
 
 
 @dataclass
@@ -195,7 +173,7 @@ class Experiment:
     profile: Profile = field(default_factory=Profile)
 
     def __post_init__(self) -> None:
-        for name, base in _PARTS.items():
+        for name, base in groups().items():
             if not isinstance(part := getattr(self, name), base):
                 raise ConfigError(
                     f"{name} must be an object of a class derived from {base.__name__}, got {part!r:.200}"
@@ -208,7 +186,6 @@ class Experiment:
         self._check_rewards()
         self._check_policies()
         self._check_agent()
-        self._check_evaluation()
         self._check_deterministic()
         for part in (self.task, self.environment, self.condenser, self.reward, self.engine, self.agent):
             part.check(self)
@@ -217,6 +194,8 @@ class Experiment:
                 f"condenser {self.condenser.name} goes by the model's attention, which engine "
                 f"{type(self.engine).__name__} cannot measure: set engine=local or another condenser"
             )
+        if self.eval.no_tools and (self.agent.active or self.environment.without_tools() is None):
+            raise ConfigError("eval.no_tools=true: the environment has no tools that could be left out; leave it out")
         if not self.trainer.steps and self.optimizer.schedule is not Schedule.constant:
             raise ConfigError(
                 f"optimizer.schedule={self.optimizer.schedule.value} needs to know the last step: set trainer.steps, "
@@ -303,10 +282,6 @@ class Experiment:
                 f"{type(self.agent).__name__} the agent chooses its contexts itself; set condenser=none"
             )
 
-    def _check_evaluation(self) -> None:
-        if self.eval.no_tools and (self.agent.active or self.environment.without_tools() is None):
-            raise ConfigError("eval.no_tools=true: the environment has no tools that could be left out; leave it out")
-
     def _check_deterministic(self) -> None:
         hurried = ("timeout_s", "score_timeout_s", "extra_samples", "max_staleness")
         settings = [("sampling.timeout_s", self.sampling), *((f"rollout.{name}", self.rollout) for name in hurried)]
@@ -341,3 +316,10 @@ class Experiment:
         """Raise ConfigError for what can be evaluated but not trained."""
         if self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 is greedy: nothing is explored; training needs a value above 0")
+
+
+@functools.cache
+def groups() -> dict[str, type]:
+    """The option groups, in the order of the Experiment's fields, with the base class of their options."""
+    hints = get_type_hints(Experiment)
+    return {name: hint for name, hint in hints.items() if inspect.isclass(hint) and inspect.isabstract(hint)}

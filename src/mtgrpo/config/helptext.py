@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import json
 import textwrap
+import typing
 from collections.abc import Sequence
 from enum import Enum
 from itertools import takewhile
@@ -15,14 +17,15 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mtgrpo.config.compose import compose, parse
-from mtgrpo.config.experiment import Experiment
-from mtgrpo.config.options import Setting, chosen_class, groups, options, schema
+from mtgrpo.config.experiment import Experiment, groups
+from mtgrpo.config.options import Setting, chosen_class, options, schema
 from mtgrpo.config.recipe import recipes
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sink
 from mtgrpo.parts import extension
 
 WIDTH = 100
+BASE = "Base: "  # the first word of such a recipe
 COLUMN = 46  # where what is said of an option begins
 
 
@@ -33,22 +36,18 @@ def help_text(words: Sequence[str], folders: Sequence[Path] = (), asked: str = "
     """
     composed = compose(parse(words), folders=folders)
     values = OmegaConf.create(composed.values)
-    classes = {group: chosen_class(group, composed.choices[group]) for group in groups()}
-    blocks = [["recipe", *_recipes(composed.choices["recipe"], folders)]]
-    sections: dict[str, list[str]] = {}
+    rows: dict[str, list[str]] = {}
     for key, setting in schema(composed.choices).items():
-        section = key.partition(".")[0] if "." in key else ""
-        sections.setdefault(section, []).append(_row(key, setting, OmegaConf.select(values, key)))
-    for group, cls in classes.items():
-        sections[group] = [*_options(group, composed.choices[group], cls), *sections.get(group, [])]
-    general = sections.pop("")
-    order = [*classes, *(section for section in sections if section not in classes)]
-    hints = {**inspect.get_annotations(Experiment, eval_str=True), **classes}
+        section = key.partition(".")[0] if "." in key else "general"
+        rows.setdefault(section, []).append(_row(key, setting, OmegaConf.select(values, key)))
     sinks = [_entry(f"  log=[{name}]", summary(sink)) for name, sink in extension.options("mtgrpo.log", Sink).items()]
-    blocks += [["general", *general], ["log", *sinks]]
-    for section in order:
-        title = section if section in classes else f"{section}: {summary(hints[section])}"
-        blocks.append(["\n".join(textwrap.wrap(title, WIDTH)), *sections[section]])
+    blocks = [["recipe", *_recipes(composed.choices["recipe"], folders)], ["general", *rows.pop("general")]]
+    blocks += [["log", *sinks]]
+    for group in groups():
+        blocks.append([group, *_options(group, composed.choices[group]), *rows.pop(group, [])])
+    hints = inspect.get_annotations(Experiment, eval_str=True)
+    for section, entries in rows.items():
+        blocks.append(["\n".join(textwrap.wrap(f"{section}: {summary(hints[section])}", WIDTH)), *entries])
     if asked and not (blocks := _speaking_of(asked.lower(), blocks)):
         raise ConfigError(f"no option speaks of {asked!r}; `mtgrpo train --help` lists all")
     return "\n\n".join(map("\n".join, [["Shown are the values of what is chosen (*)."], *blocks]))
@@ -73,7 +72,7 @@ def comments(cls: type) -> dict[str, str]:
     """What the source of a dataclass says of each field: the comment behind it, or above it, or the string below it."""
     try:
         source = textwrap.dedent(inspect.getsource(cls))
-    except OSError:
+    except (OSError, TypeError):  # of what is built in
         return {}
     lines = source.splitlines()
     definition = ast.parse(source).body[0]
@@ -95,20 +94,22 @@ def comments(cls: type) -> dict[str, str]:
 
 
 def _recipes(chosen: Any, folders: Sequence[Path]) -> list[str]:
+    """What the head of each file says; those that are there to be inherited begin with BASE, and are left out."""
     entries: list[str] = []
     for name, path in recipes(folders).items():
-        mark = "*" if name == chosen or name in chosen else " "
         head = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
         said = " ".join(line.lstrip("# ") for line in head if "@package" not in line)
-        entries.append(_entry(f"{mark} recipe={name}", said))
+        if not said.startswith(BASE):
+            entries.append(_entry(f"{'*' if name == chosen or name in chosen else ' '} recipe={name}", said))
     return entries
 
 
-def _options(group: str, chosen: str, cls: type) -> list[str]:
-    known = options(group)
-    offered = {**known, chosen: cls}
-    marked = {name: "*" if name == chosen else " " for name in offered}
-    return [_entry(f"{marked[name]} {group}={Path(name).name}", summary(option)) for name, option in offered.items()]
+def _options(group: str, chosen: Any) -> list[str]:
+    offered = {**options(group), str(chosen): chosen_class(group, chosen)}
+    return [
+        _entry(f"{'*' if name == str(chosen) else ' '} {group}={Path(name).name}", summary(option))
+        for name, option in offered.items()
+    ]
 
 
 def _row(key: str, setting: Setting, value: Any) -> str:
@@ -120,21 +121,17 @@ def _row(key: str, setting: Setting, value: Any) -> str:
 def _type(hint: Any) -> str:
     if hint is Any:
         return "list or mapping"
-    if inspect.isclass(hint) and issubclass(hint, Enum):
-        return "|".join(member.name for member in hint)
-    return (
-        hint.__name__ if inspect.isclass(hint) and not hasattr(hint, "__args__") else str(hint).replace("typing.", "")
-    )
+    if inspect.isclass(hint) and not typing.get_args(hint):
+        return "|".join(member.name for member in hint) if issubclass(hint, Enum) else hint.__name__
+    return str(hint).replace("typing.", "")
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, str):
-        return value or "''"
     if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
+        return json.dumps(value)
     if OmegaConf.is_config(value):
         return str(OmegaConf.to_container(value)).replace("'", "").replace(" ", "")
-    return str(value)
+    return str(value) or "''"
 
 
 def _entry(left: str, right: str) -> str:

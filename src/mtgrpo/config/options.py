@@ -1,6 +1,6 @@
 """What can be chosen and what can be set: the options of every group, and the settings of the chosen ones.
 
-Hydra's ConfigStore is the only registry. One scan of the folders fills it; a class from the user's own file joins it.
+One scan of the folders finds the options, and puts them where Hydra's shell completion and glob(*) look.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import hashlib
 import inspect
 import re
 import typing
@@ -20,9 +19,10 @@ from typing import Any, cast
 
 import yaml
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtgrpo.config.experiment import Experiment
+from mtgrpo.config.experiment import Experiment, groups
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import extension
 
@@ -40,13 +40,6 @@ class Setting:
     def holds_any(self) -> bool:
         """Whether its entries are the user's to name."""
         return self.type is Any or typing.get_origin(self.type) is dict
-
-
-@functools.cache
-def groups() -> dict[str, type]:
-    """The option groups, in the order of the Experiment's fields, with the base class of their options."""
-    hints = typing.get_type_hints(Experiment)
-    return {name: hint for name, hint in hints.items() if inspect.isclass(hint) and inspect.isabstract(hint)}
 
 
 @functools.cache
@@ -70,19 +63,12 @@ def chosen_class(group: str, option: str | list[str]) -> type:
         return known[COMPOSED]
     if option in known:
         return known[option]
-    if ".py:" not in option:
-        if Path(option).suffix == ".py":
-            raise ConfigError(f"{group}={option} names a file; name the class in it too, as {group}={option}:Name")
-        raise ConfigError(
-            f"there is no {group}={option}; {extension.meant(option, known)}known: {', '.join(known)}; "
-            f"or a class of your own: {group}=path/to/file.py:Name"
-        )
     base = groups()[group]
-    found = extension.find_class(base.__module__, option, base)
+    found = extension.find_class(f"mtgrpo.{group}s", option, base)
     if vars(found).get("__annotations__") and "__dataclass_fields__" not in vars(found):
         raise ConfigError(f"{group}={option}: put @dataclass above the class, so that its fields become settings")
     try:
-        ConfigStore.instance().store(store_name(group, found), found, group)
+        OmegaConf.structured(found)
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"{group}={option}: {' '.join(str(error).partition('full_key')[0].split())}; "
@@ -90,14 +76,6 @@ def chosen_class(group: str, option: str | list[str]) -> type:
             "a list or dict of these, or one of these | None"
         ) from error
     return found
-
-
-def store_name(group: str, cls: type) -> str:
-    """The name of a chosen class in the ConfigStore; for one of a user's own file it depends on the file's path."""
-    for name, option in options(group).items():
-        if option is cls:
-            return name
-    return f"{cls.__name__}_{hashlib.sha1(cls.__module__.encode()).hexdigest()[:8]}"
 
 
 def entries(group: str, choice: Any) -> dict[str, type]:

@@ -1,4 +1,4 @@
-"""Recipes: options of groups and values of settings, by name or in a file."""
+"""Recipes: options of groups and values of settings, by name or in a file; and what several of them come to."""
 
 from __future__ import annotations
 
@@ -8,41 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from omegaconf import OmegaConf
-from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
-from yaml.composer import ComposerError
 
-from mtgrpo.config.options import Setting, groups, unknown
+from mtgrpo.config.experiment import groups
+from mtgrpo.config.options import Setting, entries, schema, unknown
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.settings import FROM_SCRATCH
 from mtgrpo.parts.extension import meant
+from mtgrpo.runtime.plain_yaml import parse_yaml, read_bounded
 
 RECIPES = Path(__file__).parent / "recipes"
 ABSURD = 1e15  # no setting is as large
-MAX_BYTES = 2**18  # of a file
-MAX_DEPTH = 32
-MAX_DIGITS = 100
 SELF = "_self_"  # in a list of defaults: the place of the file's own values, last where it is not named
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Options of groups, and values of settings; the values of a group belong to the option chosen for it."""
+    """Options of groups, and values of settings."""
 
     source: str  # for messages
     choices: dict[str, Any]  # group -> option, or a list of options
     values: dict[str, Any]  # nested
-
-    def usual(self, primary: Recipe, given: Mapping[str, Any]) -> Any:
-        """The recipe on top of `primary` where `given`, the command line, asks for none: by the model that is named."""
-        own = primary.values.get("model") or {}
-        name = given.get("model.name", own.get("name", FROM_SCRATCH[0]))
-        rank = given.get("model.lora.rank", (own.get("lora") or {}).get("rank"))
-        pretrained = "pretrained_lora" if rank else "pretrained"
-        usual = self.choices["recipe"] if name in FROM_SCRATCH else pretrained
-        return usual if primary is self else primary.choices.get("recipe", usual)
 
 
 def recipes(folders: Sequence[Path] = ()) -> dict[str, Path]:
@@ -79,17 +65,14 @@ def read_primary(name: str, folders: Sequence[Path]) -> Recipe:
 
     Raises ConfigError.
     """
-    for folder in folders:
-        path = folder / f"{name.removesuffix('.yaml')}.yaml"
-        if path.is_file():
-            own, inherited = _read(path, f"--config-name {name}", primary=True)
-            if wrong := set(inherited) - {SELF, "base"}:
-                raise ConfigError(
-                    f"{path} inherits {wrong.pop()!r}; it can name recipes, as `override /recipe: [a, b]`"
-                )
-            return own
-    looked = f"not in {', '.join(map(str, folders))}" if folders else "give --config-dir FOLDER"
-    raise ConfigError(f"--config-name {name}: there is no {name}.yaml; {looked}")
+    path = _own_file(name.removesuffix(".yaml"), folders)
+    if path is None:
+        looked = f"not in {', '.join(map(str, folders))}" if folders else "give --config-dir FOLDER"
+        raise ConfigError(f"--config-name {name}: there is no {name}.yaml; {looked}")
+    own, inherited = _read(path, f"--config-name {name}", primary=True)
+    if wrong := set(inherited) - {SELF, "base"}:
+        raise ConfigError(f"{path} inherits {wrong.pop()!r}; it can name recipes, as `override /recipe: [a, b]`")
+    return own
 
 
 def read_option(group: str, option: Any, folders: Sequence[Path]) -> Recipe | None:
@@ -97,74 +80,35 @@ def read_option(group: str, option: Any, folders: Sequence[Path]) -> Recipe | No
 
     It inherits another option and sets some of its settings. Raises ConfigError.
     """
-    for folder in folders:
-        path = folder / group / f"{option}.yaml"
-        if path.is_file():
-            own, inherited = _read(path, f"{group}={option}")
-            named = [name for name in inherited if name != SELF]
-            if len(named) != 1 or own.choices:
-                raise ConfigError(f"{path} must inherit one {group}, as in defaults: [NAME]")
-            return Recipe(own.source, {group: named[0]}, {group: own.values})
-    return None
+    path = _own_file(f"{group}/{option}", folders)
+    if path is None:
+        return None
+    own, inherited = _read(path, f"{group}={option}")
+    named = [name for name in inherited if name != SELF]
+    if len(named) != 1 or own.choices:
+        raise ConfigError(f"{path} must inherit one {group}, as in defaults: [NAME]")
+    return Recipe(own.source, {group: named[0]}, own.values)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file of plain data. Raises ConfigError."""
-    return checked(parse_yaml(read_bounded(path), path), path)
+def _own_file(name: str, folders: Sequence[Path]) -> Path | None:
+    return next((path for folder in folders if (path := folder / f"{name}.yaml").is_file()), None)
 
 
-def read_bounded(path: Path) -> bytes:
-    """What a file holds. Raises ConfigError where there is none, or more in it than in any configuration."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no file {path}") from error
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_BYTES:,} bytes: it is no configuration")
-    return content
-
-
-def parse_yaml(content: bytes, path: Path) -> dict[str, Any]:
+def read_mapping(content: bytes, path: Path) -> dict[str, Any]:
     """The mapping in YAML, which is plain data of usable numbers; path: for messages. Raises ConfigError."""
-    try:
-        found = yaml.load(content, _PlainSafeLoader)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split()):.500}") from error
-    if not isinstance(found, dict):
+    values = parse_yaml(content, path)
+    if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping of options to values")
-    refuse_absurd(found)
-    return cast("dict[str, Any]", found)
+    refuse_absurd(values)
+    return cast("dict[str, Any]", values)
 
 
-def checked(values: dict[str, Any], path: Path) -> dict[str, Any]:
+def as_settings(values: dict[str, Any], path: Path) -> dict[str, Any]:
     """The values, where OmegaConf can take them up. Raises ConfigError."""
     try:
         return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.create(values)))
     except (OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split()):.500}") from error
-
-
-class _PlainSafeLoader(get_yaml_loader()):  # pyright: ignore[reportUntypedBaseClass]
-    """Reads plain data: no tags, no aliases, nothing nested deeper than any configuration."""
-
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
-        """Called for every value."""
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
-            raise ComposerError(None, None, "aliases and tags are refused: write the value", event.start_mark)
-        if self.depth == MAX_DEPTH:
-            raise ComposerError(None, None, f"nested deeper than {MAX_DEPTH}", event.start_mark)
-        self.depth += 1
-        node: yaml.Node = super().compose_node(parent, index)
-        self.depth -= 1
-        if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
-            raise ComposerError(None, None, f"a number of {len(node.value)} digits", event.start_mark)
-        return node
 
 
 def absolute(option: Any) -> Any:
@@ -174,12 +118,12 @@ def absolute(option: Any) -> Any:
     path, of_class, name = str(option).partition(".py:")
     if of_class:
         return f"{Path(path).expanduser().resolve()}.py:{name}"
-    return str(Path(option).expanduser().resolve()) if str(option).endswith(".yaml") else option
+    return str(Path(option).expanduser().resolve()) if str(option).endswith(".yaml") else str(option)
 
 
 def _read(path: Path, source: str, primary: bool = False) -> tuple[Recipe, list[str]]:
     """A file, and the names that it inherits, itself among them as SELF."""
-    values = read_yaml(path)
+    values = as_settings(read_mapping(read_bounded(path), path), path)
     inherited: list[str] = []
     choices: dict[str, Any] = {}
     for group in groups():
@@ -207,32 +151,90 @@ def refuse_absurd(value: Any, key: str = "") -> None:
         raise ConfigError(f"{key}={value!s:.40} is no usable number; give a finite one below {ABSURD:g}")
 
 
-def merge(
-    layers: Sequence[tuple[Recipe, Mapping[str, Any]]], choices: Mapping[str, Any], known: Mapping[str, Setting]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of all recipes by key, and where each is from; each recipe comes with the options chosen up to it.
+@dataclass(frozen=True)
+class Settled:
+    """What recipes come to, and what is set on top of them."""
 
-    A recipe's values of a group belong to the option chosen there: another option keeps its own defaults.
+    choices: dict[str, Any]  # options by group
+    known: dict[str, Setting]  # the settings that these have, by key, as are
+    values: dict[str, Any]
+    sources: dict[str, str]  # recipe or word that sets it
+
+    def put(self, key: str, value: Any, source: str) -> None:
+        """Set a value, or several below `key`; of a list or mapping one entry. Raises ConfigError."""
+        holder = next((name for name, own in self.known.items() if key.startswith(f"{name}.") and own.holds_any), "")
+        if isinstance(held := self.values.get(holder), list | dict):
+            self.values[holder] = _with_entry(held, key.removeprefix(f"{holder}.").split("."), value)
+            self.sources[key] = source
+            return
+        try:
+            new = {key: value} if holder else dict(_flat({key: value}, self.known))
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
+        self.values.update(new)
+        self.sources.update(dict.fromkeys(new, source))
+
+    def take_away(self, key: str, source: str) -> None:
+        """Leave what recipes set there at its default. Raises ConfigError."""
+        if key not in self.values:
+            raise ConfigError(f"{source}: no recipe sets {key}, there is nothing to take away")
+        del self.values[key]
+
+    def nested(self) -> dict[str, Any]:
+        """The values; settings of options that stand in a list are one mapping, `of`, of the option that holds them."""
+        values = dict(self.values)
+        for group in groups():
+            for name, option in zip(entries(group, self.choices[group]), self.choices[group], strict=False):
+                prefix = f"{group}.{name}."
+                own = {key.removeprefix(prefix): values.pop(key) for key in self.values if key.startswith(prefix)}
+                of = values.setdefault(f"{group}.of", {})
+                values[f"{group}.of"] = {**of, option: of.get(option, {}) | own}
+        return nest(values)
+
+
+def settle(layers: Sequence[Recipe], folders: Sequence[Path]) -> Settled:
+    """What layers come to, where a later one wins.
+
+    What is set of a group belongs to the option chosen for it up to there: another option keeps its own defaults.
     """
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for recipe, chosen in layers:
-        fitting = {name: value for name, value in recipe.values.items() if chosen.get(name) == choices.get(name)}
-        for key, value in _flat(fitting, known):
-            if key not in known and not key.startswith("hydra."):
-                raise ConfigError(f"{recipe.source}: {unknown(key, known)}")
-            values[key], sources[key] = value, recipe.source
-    return values, sources
+    named: dict[str, Any] = {}
+    choices: dict[str, Any] = {}
+    parts: list[tuple[str, str, Any]] = []  # source, section, what it sets there
+    for layer in layers:
+        for group, option in layer.choices.items():
+            if group in groups() and named.get(group) != option:
+                named[group], own = option, read_option(group, option, folders)
+                parts = [part for part in parts if str(part[1]).partition(".")[0] != group]
+                parts += [(own.source, group, own.values)] if own else []
+                choices |= own.choices if own else {group: option}
+        parts += [(layer.source, section, value) for section, value in layer.values.items()]
+    settled = Settled(choices, schema(choices), {}, {})
+    for source, section, value in parts:
+        settled.put(str(section), value, source)
+    return settled
 
 
 def _flat(values: Mapping[str, Any], known: Mapping[str, Setting], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested values by the keys of the settings that they are for."""
+    """Nested values by the keys of their settings. Raises ConfigError where there is no such setting."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and key not in known and key != "hydra.sweeper.params":  # it has dotted names
             yield from _flat(cast("dict[str, Any]", value), known, f"{key}.")
-        else:
+        elif key in known or key.startswith("hydra."):
             yield key, value
+        else:
+            section = [setting for setting in known if setting.startswith(f"{key}.")]
+            has = f"{key} has settings of its own: {', '.join(section)}; it is given {value!r:.200}"
+            raise ConfigError(has if section and key not in groups() else unknown(key, known))
+
+
+def _with_entry(held: Any, path: Sequence[str], value: Any) -> dict[str, Any]:
+    """A list of names, or a mapping from them to settings, in which one has one more setting."""
+    mapping: dict[str, Any] = dict(held) if isinstance(held, dict) else {name: {} for name in held}
+    if len(path) < 2:
+        return {**mapping, path[0]: value}
+    name = next((option for option in mapping if Path(option).name.rpartition(":")[2] == path[0]), path[0])
+    return {**mapping, name: nest({".".join(path[1:]): value}, mapping.get(name) or {})}
 
 
 def nest(values: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> dict[str, Any]:

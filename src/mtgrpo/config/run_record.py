@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mtgrpo.config.options import groups
-from mtgrpo.config.recipe import Recipe, checked, parse_yaml, read_bounded
+from mtgrpo.config.experiment import groups
+from mtgrpo.config.recipe import Recipe, as_settings, read_mapping
 from mtgrpo.config.trust import RECORD, refused, resolved, signed
 from mtgrpo.errors import ConfigError
+from mtgrpo.runtime.plain_yaml import read_bounded
 
 LOCK = ".lock"  # in the folder of a run
 
@@ -27,7 +28,7 @@ def read_run(folder: Path, trusted: bool = False, given: Mapping[str, Any] | Non
     reader typed, by key: it stands in place of the record's, which then counts for nothing. Raises ConfigError.
     """
     contents = [_content(folder, name) for name in RECORD]
-    content, hydra = (parse_yaml(text, folder / ".hydra" / name) for text, name in zip(contents, RECORD, strict=True))
+    content, hydra = (read_mapping(text, folder / ".hydra" / name) for text, name in zip(contents, RECORD, strict=True))
     try:
         chosen = hydra["hydra"]["runtime"]["choices"]
         choices = {key: chosen[key] for key in (*groups(), "recipe")}
@@ -51,7 +52,7 @@ def read_run(folder: Path, trusted: bool = False, given: Mapping[str, Any] | Non
                 f"the record of run {folder}, which you did not make here, wants to reach what a record may not: "
                 f"{wanted}; type these settings yourself, or, where you trust it, add trust_code=true"
             )
-    return Recipe(f"run {folder}", choices, checked(_without(content, left_out), folder))
+    return Recipe(f"run {folder}", choices, as_settings(_without(content, left_out), folder))
 
 
 def _without(values: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
@@ -66,12 +67,9 @@ def _content(folder: Path, name: str) -> bytes:
     return read_bounded(path)
 
 
-def checkpoint_folder(given: str, place: Path | None = None) -> Path:
-    """The folder that `checkpoint=` names; a relative one is looked for in `place`, by default the working folder.
-
-    Raises ConfigError where it is none, or lies in no run's folder.
-    """
-    path = ((place or Path()) / Path(given).expanduser()).resolve()
+def checkpoint_folder(given: str) -> Path:
+    """The folder that `checkpoint=` names. Raises ConfigError where it is none, or lies in no run's folder."""
+    path = Path(given).expanduser().resolve()
     if not path.is_dir():
         raise ConfigError(f"checkpoint={given}: there is no folder {path}")
     if saved := sorted((path / "checkpoints").glob("step_*")):
@@ -82,12 +80,6 @@ def checkpoint_folder(given: str, place: Path | None = None) -> Path:
             "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000070"
         )
     return path
-
-
-def _begun(place: Path) -> bool:
-    """Whether a folder that is there is that of a run, or empty."""
-    held = {path.name for path in place.iterdir()} - {LOCK}
-    return not held or bool(held & {".hydra", "versions.json"})
 
 
 @contextmanager
@@ -104,13 +96,14 @@ def claimed(folder: Path, chosen: bool, resumed: bool = False) -> Generator[Path
         try:
             place.mkdir(parents=True)
         except FileExistsError as error:
-            if chosen and (not place.is_dir() or (not resumed and any(path.name != LOCK for path in place.iterdir()))):
+            if not chosen:
+                continue
+            held = {path.name for path in place.iterdir()} - {LOCK} if place.is_dir() else {place.name}
+            if held and not (resumed and place.is_dir()):
                 raise ConfigError(
                     f"the folder {place} is not empty: a run needs one of its own, or resume=true to go on with it"
                 ) from error
-            if not chosen:
-                continue
-            if resumed and not _begun(place):
+            if held.isdisjoint({".hydra", "versions.json"}) and held:
                 raise ConfigError(
                     f"the folder {place} holds other things and no run: resume=true goes on in the folder of a run, or "
                     "begins in an empty one"

@@ -21,8 +21,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
-from mtgrpo.config.experiment import Experiment
-from mtgrpo.config.options import chosen_class, entries, groups, options
+from mtgrpo.config.experiment import Experiment, groups
+from mtgrpo.config.options import chosen_class, options
 from mtgrpo.parts import Parts, Reach, Where, extension
 from mtgrpo.tools import Tool
 
@@ -93,7 +93,6 @@ class _Walk:
     def record(self, values: Mapping[str, Any]) -> Iterator[str]:
         """All of it."""
         classes: dict[str, type] = {}
-        listed: dict[str, dict[str, type]] = {}
         for group, choice in self._choices.items():
             names: list[Any] = choice if isinstance(choice, list) else [choice]
             strange = [name for name in names if group not in self._chosen and name not in options(group)]
@@ -102,11 +101,11 @@ class _Walk:
             if strange:
                 values = {key: value for key, value in values.items() if str(key).partition(".")[0] != group}
             else:
-                classes[group], listed[group] = chosen_class(group, choice), entries(group, choice)
-            if isinstance(choice, list):
+                classes[group] = chosen_class(group, choice)
+            if isinstance(choice, list):  # a record has the settings of each in `of`
                 moved = {key: value for key, value in self._given.items() if key.startswith(f"{group}.")}
                 self._given |= {f"{group}.of{key.removeprefix(group)}": value for key, value in moved.items()}
-        yield from self._section(Experiment, {**dict.fromkeys(classes), **values}, "", classes, listed)
+        yield from self._section(Experiment, {**dict.fromkeys(classes), **values}, "", classes)
 
     def _section(
         self,
@@ -114,12 +113,11 @@ class _Walk:
         values: Any,
         path: str,
         classes: Mapping[str, type] | None = None,
-        listed: Mapping[str, Mapping[str, type]] | None = None,
         also: Sequence[str] = (),
     ) -> Iterator[str]:
         """The settings of a dataclass, and what it reaches by being chosen.
 
-        classes: of its fields that are groups, without those that are refused. listed: the options in their lists.
+        classes: of its fields that are groups, without those that are refused.
         also: the names of plain values that belong to whoever holds the part.
         """
         place = path.removesuffix(".")
@@ -135,19 +133,8 @@ class _Walk:
             inner: Any = {rest: value} if dot else value
             if not isinstance(key, str) or name not in {*fields, *also} or (name in also and not _plain(inner)):
                 yield _said(f"{path}{key}", UNKNOWN, value)
-            elif parts := (listed or {}).get(name):
-                yield from self._composed(hints[name], parts, inner, f"{name}.")
             elif name in fields:
                 yield from self._setting(hints[name], inner, f"{path}{name}", _default(fields[name]))
-
-    def _composed(self, cls: type, parts: Mapping[str, type], values: Any, path: str) -> Iterator[str]:
-        """A group that chose a list: each part's settings stand under its name, or in `of`."""
-        held = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
-        own = {name: held[name] for name in parts if name in held}
-        rest = {key: value for key, value in held.items() if key not in own} if held else values
-        yield from self._section(cls, rest, path)
-        for name, settings in own.items():
-            yield from self._section(parts[name], settings, f"{path}{name}.", also=("weight",))
 
     def _setting(self, hint: Any, value: Any, path: str, default: Any) -> Iterator[str]:
         section, refers = dataclasses.is_dataclass(hint), any(_REFERS in text for text in _texts(value))

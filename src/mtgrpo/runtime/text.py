@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -55,6 +56,14 @@ def printable(text: str) -> str:
     if "".join(text.split("\n")).replace("\t", "").isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def show(text: str) -> None:
+    """Print for the person at the terminal, who may have seen enough, as `| head` does."""
+    try:
+        print(printable(text), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(text: str) -> None:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from mtgrpo.config.compose import Composed
 
 
+LIMITS = ("steps", "epochs", "total_turns", "wall_time_s")  # of a run's length, in the trainer's settings
+
+
 @dataclass
 class Budget:
     """Counts what a run has used, and says which limit it has reached."""
@@ -31,8 +34,7 @@ class Budget:
 
     def reached(self, epoch: int) -> str:
         """The first limit that is reached, as the user would write it; "" while there is none."""
-        used = {"steps": self.steps, "epochs": epoch, "total_turns": self.turns, "wall_time_s": self.seconds}
-        for name, value in used.items():
+        for name, value in zip(LIMITS, (self.steps, epoch, self.turns, self.seconds), strict=True):
             limit = getattr(self.settings, name)
             if limit and value >= limit:
                 return f"trainer.{name}={limit}"
@@ -42,15 +44,14 @@ class Budget:
 def described(command: str, composed: Composed) -> str:
     """The options that were chosen, the whole configuration, and in a last comment what a run would take."""
     choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
-    plan, own = planned(command, composed.experiment), untried(composed.experiment)
+    plan, own = _planned(command, composed.experiment), untried(composed.experiment)
     return f"# {choices}\n{composed.values.rstrip()}\n# no fault found, and nothing was run{own}; a run would be {plan}"
 
 
-def planned(command: str, experiment: Experiment) -> str:
+def _planned(command: str, experiment: Experiment) -> str:
     """What a run of `command` would sample and train, on a line."""
     rollout, sft, measured, asked = experiment.rollout, experiment.sft, experiment.eval, experiment.collect
-    bounds = {name: getattr(experiment.trainer, name) for name in ("steps", "epochs", "total_turns", "wall_time_s")}
-    limits = [f"{name}={bound:g}" for name, bound in bounds.items() if bound]
+    limits = [f"{name}={limit:g}" for name in LIMITS if (limit := getattr(experiment.trainer, name))]
     warm_start = f"{sft.steps:,} steps of {sft.batch_size} demonstrations"
     evaluation = f"{measured.tasks:,} held-out tasks x {measured.samples} conversations, and a greedy one each"
     training = (

@@ -1,0 +1,256 @@
+"""Commands that run an experiment: all is checked, then Hydra starts each run in a folder of its own.
+
+They take `key=value` and the flags of Hydra. Nothing is written before the configuration has passed every check that
+needs no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import functools
+import importlib
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from mtgrpo.config.compose import Composed, ExperimentLoader, composed_from, parse
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.config.helptext import help_text
+from mtgrpo.config.run_record import claimed
+from mtgrpo.config.trust import sign
+from mtgrpo.errors import Arguments, ConfigError, RunError, refuse_unreadable
+from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback, meant, of_own_code
+from mtgrpo.record.summary import held_out_reward
+from mtgrpo.runtime.hub import stay_offline
+from mtgrpo.runtime.resources import CpuTimes, fit_openmp
+from mtgrpo.runtime.text import complain, show
+from mtgrpo.stages.budget import described
+
+STAGES = {  # what runs
+    "train": "stages.trainer.run_training",
+    "sft": "stages.sft.run_sft",
+    "eval": "stages.evaluate.run_evaluation",
+    "collect": "stages.collect.run_collection",
+    "serve": "commands.serve.run_serving",
+    "play": "commands.play.run_playing",
+}
+MEASURES = ("eval", "collect", "serve", "play")  # commands that train nothing
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+SWITCHES = ("-h --help", "--dry-run", "--online", "-m --multirun", "-r --run", "--resolve")
+TEXTS = ("-p --package", "-cd --config-dir", "-cp --config-path", "-cn --config-name")
+FLAGS: dict[str, dict[str, Any]] = {
+    **{names: {"action": "store_true"} for names in SWITCHES},
+    **{names: {} for names in TEXTS},
+    "-c --cfg": {"choices": ("job", "hydra", "all")},
+    "-i --info": {"choices": INFO, "const": "all", "nargs": "?"},
+    "--fail-under": {"type": float},
+}
+
+
+def main(command: str, purpose: str, arguments: Sequence[str], began: CpuTimes) -> None:
+    """Run `command`, whose purpose is for its help. began: when the program did.
+
+    Raises ConfigError for the user's mistakes, and RunError.
+    """
+    if int(os.environ.get("WORLD_SIZE") or "1") > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: torchrun would start as many runs that know nothing of one "
+            "another; training on several GPUs is not built yet. Start one process, without torchrun"
+        )
+    args = _flags(arguments)
+    folders = [Path(folder) for folder in (args.config_dir, args.config_path) if folder]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {folder}: there is no such folder")
+    if args.help:
+        words = [word for word in args.overrides if not word.startswith(("checkpoint=", "trust_code=", "hydra."))]
+        asked = " ".join(word for word in words if "=" not in word)
+        text = help_text([word for word in words if "=" in word], folders, asked)
+        show(f"mtgrpo {command} [KEY=VALUE ...]: {purpose}\n\n{text}")
+        return
+    loader = ExperimentLoader(folders, args.config_name or "base", evaluates=command in MEASURES, job=command)
+    _start(command, args, loader, began)
+
+
+def complete(command: str, words: list[str]) -> None:
+    """Print what the shell may put next behind `command`; the words `install=bash` print how it is told to ask."""
+    with contextlib.suppress(ConfigError):  # the line is wrong so far: nothing to offer
+        ExperimentLoader(evaluates=command in MEASURES, job=command).hydra.shell_completion("base", words)
+
+
+def _flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags, and as `overrides` the words that are none. Raises ConfigError."""
+    parser = Arguments("mtgrpo COMMAND", add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    for names, kind in FLAGS.items():
+        parser.add_argument(*names.split(), **kind)
+    args, rest = parser.parse_known_intermixed_args(arguments)
+    if rest:
+        typed = rest[0].partition("=")[0]
+        hint = meant(typed, " ".join(FLAGS).split()).rstrip() if typed.startswith("--") else ""
+        raise ConfigError(f"there is no {rest[0]}; {hint or 'options are key=value, without --; flags: mtgrpo --help'}")
+    return args
+
+
+def _start(command: str, args: argparse.Namespace, loader: ExperimentLoader, began: CpuTimes) -> None:
+    words = list(args.overrides)
+    if args.fail_under is not None:
+        if command != "eval":
+            raise ConfigError(f"--fail-under {args.fail_under:g} is for eval, it does nothing for {command}")
+        words.append(f"eval.fail_under={args.fail_under}")
+    if args.online and not args.dry_run:
+        raise ConfigError("--online is for --dry-run; a run asks the hub for what it needs")
+    if offline := args.dry_run and not args.online:
+        stay_offline()
+    if args.info:
+        loader.hydra.show_info(args.info, "base", words)
+    elif args.cfg:
+        loader.hydra.show_cfg("base", words, args.cfg, args.package, args.resolve)
+    else:
+        with fit_openmp(began):  # a file of the user's, and the checks, may import torch
+            several = args.multirun or _asks_for_several(args, loader)
+            _refuse_misplaced(words, several)
+            config = loader.load_configuration("base", words, RunMode.MULTIRUN if several else RunMode.RUN)
+            for title, job in _jobs(config, loader) if several else [("", config)]:
+                composed = _checked(command, job, loader, offline)
+                if args.dry_run:
+                    show(title + described(command, composed))
+        if not args.dry_run:
+            _run(command, loader, words, config, several)
+
+
+def _refuse_misplaced(words: Sequence[str], several: bool) -> None:
+    keys = {word.partition("=")[0] for word in words}
+    if several and "hydra.run.dir" in keys:
+        raise ConfigError("hydra.run.dir is for a single run; with --multirun give hydra.sweep.dir=PATH")
+    if several and any("hydra.sweeper.params" in key for key in keys):  # Hydra cannot add to none
+        raise ConfigError("hydra.sweeper.params belongs in a file; here give the settings themselves, as seed=1,2")
+    if not several and "hydra.sweep.dir" in keys:
+        raise ConfigError("hydra.sweep.dir is for several runs; add --multirun, or give hydra.run.dir=PATH")
+
+
+def _asks_for_several(args: argparse.Namespace, loader: ExperimentLoader) -> bool:
+    """Whether `hydra.mode` says so, where a word or a configuration of the user's own may set it."""
+    if not args.config_name and not any("hydra.mode" in word for word in args.overrides):
+        return False
+    return loader.load_configuration("base", args.overrides, RunMode.MULTIRUN).hydra.mode is RunMode.MULTIRUN
+
+
+def _run(command: str, loader: ExperimentLoader, words: list[str], config: DictConfig, several: bool) -> None:
+    """Let Hydra start the run, or its sweeper choose the runs and its launcher start them, in a folder of their own."""
+    mode, key = ("MULTIRUN", "hydra.sweep.dir") if several else ("RUN", "hydra.run.dir")
+    given = {word.partition("=")[0] for word in words}
+    resumable = command not in MEASURES or (command == "eval" and "resume" in given)  # else it is the record's
+    HydraConfig.instance().set_config(config)
+    place = Path(str(OmegaConf.select(config, key))).expanduser()
+    with claimed(place, key in given, resumable and str(config.resume).lower() == "true") as place:
+        words = [*words, f"hydra.mode={mode}", f"{key}={QuotedString(str(place), Quote.single).with_quotes()}"]
+        if several:
+            loader.hydra.multirun("base", functools.partial(run_job, command), words)
+            return
+        outcome = loader.hydra.run("base", functools.partial(_run_alone, command), words).return_value
+    if isinstance(outcome, Exception):
+        raise outcome
+
+
+def _run_alone(command: str, config: DictConfig) -> float | Exception | None:
+    """As `run_job`, but an error that is told is given back: Hydra would put a line of its own before it."""
+    try:
+        return run_job(command, config)
+    except (ConfigError, RunError) as error:
+        return error
+
+
+def _jobs(config: DictConfig, loader: ExperimentLoader) -> Iterator[tuple[str, DictConfig]]:
+    """Title and configuration of each run of a plain sweep, as Hydra's sweeper makes them. Raises ConfigError."""
+    if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+        return
+    params = [f"{key}={values}" for key, values in (config.hydra.sweeper.params or {}).items()]
+    lines: dict[str, list[str]] = {}
+    for word in parse([*params, *config.hydra.overrides.task], loader):
+        key = word.get_key_element()
+        try:
+            values = word.sweep_string_iterator() if word.is_sweep_override() else [word.get_value_element_as_str()]
+            lines[key] = [f"{key}={value}" for value in values]
+        except HydraException as error:
+            raise ConfigError(f"--multirun takes lists such as seed=1,2,3 and ranges: {error}") from error
+    for number, job in enumerate(itertools.product(*lines.values())):
+        yield f"# run {number}: {' '.join(job)}\n", loader.load_sweep_config(config, list(job))
+
+
+def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline: bool) -> Composed:
+    """The experiment of a run that could begin: all is checked that needs no model. Raises ConfigError.
+
+    loader: has composed it, and may have notes. offline: hubs are not asked, and what only they have is not checked.
+    """
+    composed = composed_from(config)
+    experiment = composed.experiment
+    if command == "sft" and experiment.sft.steps < 1:
+        raise ConfigError(f"sft.steps={experiment.sft.steps}: there is nothing to do; give sft.steps=NUMBER")
+    if command == "train":
+        experiment.check_training()
+    from mtgrpo.stages.run import check  # noqa: PLC0415  it imports what reads a tokenizer
+
+    if command in MEASURES:  # a checkpoint brings its own tokenizer
+        if experiment.model.name.startswith("tiny"):  # from scratch
+            raise ConfigError(
+                f"{command} needs checkpoint=RUN/checkpoints/step_000070, or model.name=NAME of a trained model"
+            )
+        experiment = replace(experiment, resume="")
+    with refuse_unreadable():
+        try:
+            notes = check(experiment, offline)
+            if command not in MEASURES:
+                experiment.check_warm_start()
+        except Exception as error:
+            if isinstance(error, OSError) or not of_own_code(error):
+                raise
+            raise ConfigError(explained(error)) from error
+    for note in (*loader.notes, *notes):
+        complain(note)
+    return composed
+
+
+def run_job(command: str, config: DictConfig) -> float | None:
+    """One run, called by Hydra; everything it leaves is in Hydra's output folder. Returns its held-out reward."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    run_stage(command, composed_from(config).experiment, folder)
+    return held_out_reward(folder)
+
+
+def run_stage(command: str, experiment: Experiment, folder: Path) -> None:
+    """Run what `command` says, in `folder`, whose record is signed as this user's.
+
+    Raises RunError for whatever ends it by somebody's own code, or a full disk, in two lines. The traceback is in the
+    folder, of any other error too.
+    """
+    sign(folder)
+    module, _, run = STAGES[command].rpartition(".")
+    kept = folder / TRACEBACK
+    kept.unlink(missing_ok=True)  # of what ended a run that is resumed
+    try:
+        getattr(importlib.import_module(f"mtgrpo.{module}"), run)(experiment, folder)
+    except ConfigError:
+        raise
+    except Exception as error:
+        said = str(error)
+        if not isinstance(error, RunError):
+            keep_traceback(error, folder)
+            said = explained(error)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                said = f"the disk is full: cannot write {error.filename or folder}; make room, then go on with "
+                raise RunError(f"{said}hydra.run.dir={folder} resume=true") from error
+            if not of_own_code(error):
+                raise
+        raise RunError(f"{said}\nthe traceback is in {kept}" if kept.is_file() else said) from error
