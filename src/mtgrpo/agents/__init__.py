@@ -131,9 +131,7 @@ async def run_process(
         code = await program.wait()
     finally:
         await program.end()
-    with written.open("rb") as output:
-        output.seek(max(0, written.stat().st_size - 4 * keep))  # a character has 4 bytes at most
-        text = output.read().decode(errors="replace")[-keep:] if keep else ""
+    text = processes.read_end(written, keep)
     if code:
         raise RuntimeError(f"{argv[0]} ended with exit code {code}: {text[-500:].strip()}")
     return text

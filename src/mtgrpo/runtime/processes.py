@@ -112,6 +112,13 @@ def die_with_parent() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def read_end(file: Path, characters: int) -> str:
+    """The last `characters` of a text file."""
+    with file.open("rb") as lines:
+        lines.seek(max(0, file.stat().st_size - 4 * characters))  # a character has 4 bytes at most
+        return lines.read().decode(errors="replace")[-characters:] if characters else ""
+
+
 @contextmanager
 def bounded_log(path: Path) -> Generator[TextIO]:
     """A stream for what programs say. A thread reads it all, and keeps the last MiB or two of it in `path`."""

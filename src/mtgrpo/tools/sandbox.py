@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Self, cast
+from typing import Annotated, Any, Self, cast
 
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.parts import Folder, Network, Part, Program, Reach, RunContext, extension
@@ -242,9 +242,9 @@ class Interpreter:
             os.write(write, allowed)
             os.close(write)
             command, folder = self._sandbox.command(rules), self._folder or "/"
-            options = dict.fromkeys(("stdin", "stdout", "stderr"), PIPE) | {"limit": 2**26}
+            options: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), PIPE)
             self._program = program = await processes.start(
-                command, _ENVIRONMENT, folder, supervised=supervised, pass_fds=(rules,), **options
+                command, _ENVIRONMENT, folder, supervised=supervised, pass_fds=(rules,), limit=2**26, **options
             )
         finally:
             os.close(rules)
