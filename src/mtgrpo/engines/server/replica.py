@@ -22,7 +22,7 @@ ANSWER_TIMEOUT_S = 60.0  # without an answer, and a server is lost
 POLL_S = 0.5  # between two questions whether a server that starts is ready
 GRACE_S = 20.0  # for a server to end by itself
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": None}
-SHOWN_CHARACTERS = 2000  # of a server's log, when it ends
+SHOWN_LINES = 15  # lines of a server's log that are shown when it ends
 HEAT = 2.0  # temperature of one more token: its log-probability must be that of the same distribution
 
 
@@ -65,8 +65,8 @@ class Process:
         """How it ended and what it said last; "" while it runs."""
         if self.program is None or self.program.returncode is None:
             return ""
-        end = processes.read_end(self.log, SHOWN_CHARACTERS)
-        return f"it ended with exit code {self.program.returncode}; the end of {self.log}:\n{end}"
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
+        return "\n".join([f"it ended with exit code {self.program.returncode}; the end of {self.log}:", *lines])
 
     async def stop(self) -> None:
         """End it, and return when all of it is gone."""
