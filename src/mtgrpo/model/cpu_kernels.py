@@ -29,7 +29,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 def use_cpu_kernels(model: nn.Module) -> None:
     """Let linear layers and plain RMS norms, x / rms(x) * weight, in float32 on a CPU, run by the kernels here."""
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if type(module) is nn.Linear and onednn(module.weight.device, module.weight.dtype):
             module.__class__ = OneDNNLinear
         elif type(module).__name__.endswith("RMSNorm") and _is_plain_norm(module):
