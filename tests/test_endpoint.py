@@ -115,7 +115,7 @@ async def test_an_exact_continuation_is_that_of_the_recorded_tokens() -> None:
 async def test_a_tool_call_is_known_by_its_id_whatever_was_made_of_it() -> None:
     of = session(scripted(f"Let me see.\n{CALL}", ANSWER))
     reply = await asked(of, "hi", tools=[TOOL])
-    (call_id,) = reply.call_ids
+    (call_id,) = reply.ids
     altered = Entry(replace(reply.message, content=""), (call_id,))
     answer = Entry(Message("tool", "391", name="calculator"))
     await asked(of, "hi", altered, answer, tools=[TOOL])
@@ -582,7 +582,7 @@ async def test_rewards_that_are_no_bounded_number_are_refused(amount: str) -> No
     async with served(scripted("yes"), posts_rewards=True) as (address, of, client, _):
         headers = {"x-api-key": address.rewards_key}
         await client.post(f"{address.url}/v1/messages", json=HI, headers={"x-api-key": address.key})
-        of.reward(1.0)
+        of.pay(1.0)
         for reply in ("", ', "reply": "msg_1-0"', ', "reply": "msg_9-9"'):
             of.trajectory.turns[0].paid = 1.0
             content = f'{{"reward": {amount}{reply}}}'

@@ -7,11 +7,10 @@ exactly as it was sampled, in the context in which it was; nothing is rendered a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from mtgrpo.types import Message, ToolSpec
+from mtgrpo.types import Message, ToolCall, ToolSpec
 
 Refusal = Literal["invalid", "overflow", "key", "missing", "closed", "large", "broken"]
 
@@ -68,6 +67,11 @@ class Entry:
     ids: tuple[str, ...] = ()  # of the tool calls that it makes
 
     @property
+    def calls(self) -> list[tuple[str, ToolCall]]:
+        """Its tool calls, each with its id."""
+        return list(zip(self.ids, self.message.tool_calls, strict=True))
+
+    @property
     def meaning(self) -> str:
         """Equal for messages that mean the same. Reasoning does not count: agents may or may not send it."""
         calls = [(call.name, call.arguments) for call in self.message.tool_calls]
@@ -88,20 +92,12 @@ class TurnRequest:
     retry: int = -1  # how often the client has sent it before, as it says itself; -1 = it does not say
 
 
-@dataclass(frozen=True, slots=True)
-class TurnReply:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnReply(Entry):
     """What the policy answered."""
 
     id: str
-    message: Message
-    finish: Literal["stop", "length", "stop_string"]
-    context_tokens: int
-    output_tokens: int
-    call_ids: tuple[str, ...] = ()  # of the message's tool calls
+    finish: Literal["stop", "length", "stop_string"] = "stop"
+    context_tokens: int = 0
+    output_tokens: int = 0
     stop: str = ""  # the stop string that ended it
-
-    @property
-    def calls(self) -> list[tuple[str, str, Mapping[str, Any]]]:
-        """Of each tool call its id, its name and its arguments."""
-        calls = zip(self.call_ids, self.message.tool_calls, strict=True)
-        return [(call_id, call.name, call.arguments) for call_id, call in calls]

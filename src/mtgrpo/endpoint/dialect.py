@@ -14,33 +14,30 @@ from mtgrpo.types import Message, ToolCall, ToolSpec
 
 Body = Mapping[str, Any]
 MAX_DEPTH = 100  # levels of nesting in what is sent
-STATUS: Mapping[Refusal, int] = {
-    "invalid": 400,
-    "overflow": 400,
-    "key": 401,
-    "missing": 404,
-    "closed": 409,
-    "large": 413,
-    "broken": 503,
+TEXTS = ("text", "input_text", "output_text", "summary_text", "refusal")  # types of the parts of a content
+ERRORS: Mapping[Refusal, tuple[int, str | None, str]] = {  # the status, the code of OpenAI, the type of Anthropic
+    "invalid": (400, None, "invalid_request_error"),
+    "overflow": (400, "context_length_exceeded", "invalid_request_error"),
+    "key": (401, "invalid_api_key", "authentication_error"),
+    "missing": (404, None, "not_found_error"),
+    "closed": (409, "conversation_closed", "invalid_request_error"),
+    "large": (413, "request_too_large", "request_too_large"),
+    "broken": (503, None, "api_error"),
 }
 
 
 class Dialect(ABC):
     """Pure functions between JSON and the nouns of the endpoint."""
 
-    reply_prefix: ClassVar[str]  # of the ids of replies
-    call_prefix: ClassVar[str]  # of the ids of tool calls
+    prefixes: ClassVar[tuple[str, str]]  # of the ids of replies, and of tool calls
     limits: ClassVar[tuple[str, ...]]  # the fields that limit the tokens of the output
     stop: ClassVar[str] = ""  # the field with the stop strings
     fields: ClassVar[frozenset[str]]  # further fields that are read, or that change nothing of what is sampled
+    tool_types: ClassVar[tuple[str | None, ...]] = ("function", None)  # those that an agent runs itself
 
     @abstractmethod
     def messages(self, body: Body) -> list[Entry]:
         """The conversation. Raises RefusedError."""
-
-    @abstractmethod
-    def tools(self, body: Body) -> list[ToolSpec]:
-        """The tools. Raises RefusedError."""
 
     @abstractmethod
     def write(self, reply: TurnReply, body: Body) -> dict[str, Any]:
@@ -50,9 +47,25 @@ class Dialect(ABC):
     def events(self, reply: TurnReply, body: Body) -> Iterator[bytes]:
         """The same as server-sent events; the last tells the client that it has all."""
 
-    @abstractmethod
     def error(self, kind: Refusal, text: str) -> dict[str, Any]:
-        """An error; what a stream sends too where it has begun."""
+        """An error, as OpenAI writes it; what a stream sends too where it has begun."""
+        name = "server_error" if kind == "broken" else "invalid_request_error"
+        return {"error": {"message": text, "type": name, "param": None, "code": ERRORS[kind][1]}}
+
+    def tools(self, body: Body) -> list[ToolSpec]:
+        """The tools. Raises RefusedError."""
+        specs: list[ToolSpec] = []
+        for tool in list_of(body.get("tools") or [], "tools"):
+            if (kind := tool.get("type")) not in self.tool_types:
+                own = self.tool_types[0]
+                raise RefusedError("invalid", f"tools of type {kind!r} run at the provider; give one of type {own!r}")
+            tool = mapping(tool["function"], "the function of a tool") if "function" in tool else tool
+            schema = tool.get("parameters") or tool.get("input_schema") or {"type": "object", "properties": {}}
+            name, description = (string(tool.get(field), f"the {field} of a tool") for field in ("name", "description"))
+            if not name:
+                raise RefusedError("invalid", f"a tool without a name is not supported: {dict(tool)!r:.100}")
+            specs.append(ToolSpec(name, description, mapping(schema, "the parameters of a tool")))
+        return specs
 
     def read(self, body: Body, retry: int) -> TurnRequest:
         """The request in `body`. Raises RefusedError for what is broken or not supported."""
@@ -125,32 +138,22 @@ def string(value: Any, what: str) -> str:
     return value or ""
 
 
-def text_of(content: Any, what: str, kinds: Sequence[str] = ("text", "input_text", "output_text", "refusal")) -> str:
+def text_of(content: Any, what: str) -> str:
     """The text of a content: a string, null, or a list of parts, which are joined by line breaks."""
     if content is None or isinstance(content, str):
         return content or ""
-    found: list[str] = []
+    texts: list[str] = []
     for part in list_of(content, what):
-        if part.get("type") not in kinds:
+        if part.get("type") not in TEXTS:
             raise RefusedError("invalid", f"{what}: content of type {part.get('type')!r} is not supported, only text")
-        found.append(string(part.get("text", part.get("refusal")), what))
-    return "\n".join(found)
+        texts.append(string(part.get("text", part.get("refusal")), what))
+    return "\n".join(texts)
 
 
-def call_of(name: Any, arguments: Any) -> ToolCall:
-    """The tool call of this name; arguments: an object, or the text of one."""
-    if isinstance(arguments, str):
-        arguments = parse_json(arguments or "{}", f"the text {arguments!r:.100} of a tool call's arguments")
-    return ToolCall(string(name, "the name of a tool call"), mapping(arguments, "the arguments of a tool call"))
-
-
-def tool_of(tool: Body, parameters: str) -> ToolSpec:
-    """A tool whose JSON schema stands in the field `parameters`."""
-    name = string(tool.get("name"), "the name of a tool")
-    if not name:
-        raise RefusedError("invalid", f"a tool without a name is not supported: {dict(tool)!r:.100}")
-    schema = tool.get(parameters) or {"type": "object", "properties": {}}
-    return ToolSpec(name, string(tool.get("description"), "the description of a tool"), mapping(schema, parameters))
+def split_by_type(parts: Sequence[Body], *types: str) -> list[list[Body]]:
+    """The parts of each of `types`, and last all others."""
+    of_types = [[part for part in parts if part.get("type") == kind] for kind in types]
+    return [*of_types, [part for part in parts if part.get("type") not in types]]
 
 
 class MessageReader:
@@ -172,12 +175,21 @@ class MessageReader:
         known = self._names.get(string(call_id, "the id of a tool call"), "")
         self.messages.append(Entry(Message("tool", content, name=known or string(name, "the name of a tool"))))
 
-    def assistant(self, content: str, reasoning: str = "", calls: Sequence[tuple[Any, ToolCall]] = ()) -> None:
-        """A message of the model; calls: each with its id."""
-        ids = tuple(string(call_id, "the id of a tool call") for call_id, _ in calls)
-        made = tuple(call for _, call in calls)
-        self._names.update((call_id, call.name) for call_id, call in zip(ids, made, strict=True))
-        self.messages.append(Entry(Message("assistant", content, reasoning, made), ids))
+    def assistant(self, content: str, reasoning: str, calls: Sequence[Body]) -> None:
+        """A message of the model; calls: as any of the dialects writes them."""
+        ids = tuple(string(call.get("call_id", call.get("id")), "the id of a tool call") for call in calls)
+        entry = Entry(Message("assistant", content, reasoning, tuple(map(_read_call, calls))), ids)
+        self._names.update((call_id, call.name) for call_id, call in entry.calls)
+        self.messages.append(entry)
+
+
+def _read_call(call: Body) -> ToolCall:
+    call = mapping(call["function"], "the function of a tool call") if "function" in call else call
+    arguments = call.get("arguments", call.get("input"))
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments or "{}", f"the text {arguments!r:.100} of a tool call's arguments")
+    name = string(call.get("name"), "the name of a tool call")
+    return ToolCall(name, mapping(arguments, "the arguments of a tool call"))
 
 
 def event(data: Any, name: str = "") -> bytes:

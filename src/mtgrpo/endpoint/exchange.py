@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Hashable, Iterable, Iterator
+import itertools
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from mtgrpo.endpoint import Entry, TurnReply, TurnRequest, canonical_json
@@ -23,10 +24,9 @@ class Exchange:
     before: bytes  # of the messages before the repeated one
     whole: bytes  # of all after the leading ones
     number: int = 0  # in the order in which they came
-    work: asyncio.Task[TurnReply] | None = None
+    work: asyncio.Task[TurnReply] = field(init=False)
     connections: set[object] = field(default_factory=set[object])  # that wait for the reply, or get it just now
     delivered: bool = False  # somebody has it
-    reply: TurnReply | None = None
     limit: str = ""  # what cut the turn, or refused it
     turn: int = -1  # its number; -1 = none is recorded
     history: list[Message] = field(default_factory=list[Message])  # of the turn, its own message included
@@ -34,15 +34,16 @@ class Exchange:
     @staticmethod
     def of(request: TurnRequest) -> Exchange:
         """A request that has just come."""
-        leading = 0
-        while leading < len(request.messages) and request.messages[leading].message.role == "system":
-            leading += 1
-        messages, tools = request.messages[leading:], ((t.name, t.description, t.parameters) for t in request.tools)
-        places = range(len(messages) - 2, -1, -1) if messages and messages[-1].message.role != "assistant" else ()
-        repeated = next((place for place in places if messages[place].message.role == "assistant"), -1)
+        system = tuple(itertools.takewhile(lambda sent: sent.message.role == "system", request.messages))
+        messages, tools = (
+            request.messages[len(system) :],
+            ((t.name, t.description, t.parameters) for t in request.tools),
+        )
+        of_model = [place for place, sent in enumerate(messages) if sent.message.role == "assistant"]
+        repeated = of_model[-1] if of_model and of_model[-1] < len(messages) - 1 else -1
         before = _chained(sent.meaning for sent in messages[: max(0, repeated)])
         whole = _chained((sent.meaning for sent in messages[max(0, repeated) :]), before)
-        head = _chained(sent.meaning for sent in request.messages[:leading])
+        head = _chained(sent.meaning for sent in system)
         return Exchange(request, messages, repeated, _chained(map(canonical_json, tools)), head, before, whole)
 
     @property
@@ -53,8 +54,7 @@ class Exchange:
     @property
     def failed(self) -> bool:
         """Whether there will be no reply."""
-        work = self.work
-        return work is not None and work.done() and (work.cancelled() or work.exception() is not None)
+        return self.work.done() and (self.work.cancelled() or self.work.exception() is not None)
 
 
 class TurnIndex:
@@ -67,33 +67,25 @@ class TurnIndex:
     def __init__(self) -> None:
         self._newest: dict[Hashable, Exchange] = {}
 
-    def add(self, one: Exchange) -> None:
+    def add(self, exchange: Exchange, reply: TurnReply) -> None:
         """One that has its reply; it lets go of its messages. What was cut is continued by none."""
-        reply = one.reply
-        if reply is not None and reply.finish == "stop":
-            reasoning = reply.message.reasoning.strip()
-            for answer in (
-                *reply.call_ids,
-                *((Entry(reply.message).meaning, given) for given in ("", reasoning)),
-            ):
-                for head in (one.head, None):
-                    self._newest[one.tools, head, one.whole, answer] = one
-        one.request, one.messages = replace(one.request, messages=()), ()
+        meanings = [(reply.meaning, reasoning) for reasoning in ("", reply.message.reasoning.strip())]
+        for answer in (*reply.ids, *meanings) if reply.finish == "stop" else ():
+            for head in (exchange.head, None):
+                self._newest[exchange.tools, head, exchange.whole, answer] = exchange
+        exchange.request, exchange.messages = replace(exchange.request, messages=()), ()
 
     def continued(self, by: Exchange, any_system: bool = False) -> Exchange | None:
         """The newest that `by` continues: it repeats its messages and reply, and says more, in no word of the model.
 
         any_system: also where the leading system messages differ.
         """
-        return max(self._found(by, None if any_system else by.head), key=lambda one: one.turn, default=None)
-
-    def _found(self, by: Exchange, head: bytes | None) -> Iterator[Exchange]:
         if by.repeated < 0:
-            return
-        sent = by.messages[by.repeated]
-        for answer in (*sent.ids, (sent.meaning, sent.message.reasoning.strip())):
-            if (one := self._newest.get((by.tools, head, by.before, answer))) is not None:
-                yield one
+            return None
+        sent, head = by.messages[by.repeated], None if any_system else by.head
+        answers = (*sent.ids, (sent.meaning, sent.message.reasoning.strip()))
+        earlier = [self._newest.get((by.tools, head, by.before, answer)) for answer in answers]
+        return max((one for one in earlier if one is not None), key=lambda one: one.turn, default=None)
 
 
 def _chained(texts: Iterable[str], digest: bytes = b"") -> bytes:

@@ -12,7 +12,7 @@ import hmac
 import logging
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -20,10 +20,10 @@ from aiohttp import web
 
 from mtgrpo.endpoint import Address, RefusedError, TurnReply
 from mtgrpo.endpoint.chat_completions import ChatCompletions
-from mtgrpo.endpoint.dialect import STATUS, Dialect, event, mapping, parse_json, string
+from mtgrpo.endpoint.dialect import ERRORS, Body, Dialect, event, mapping, parse_json, string
 from mtgrpo.endpoint.messages import Messages
 from mtgrpo.endpoint.responses import Responses
-from mtgrpo.endpoint.session import AgentSession
+from mtgrpo.endpoint.session import MAX_PAID, AgentSession
 from mtgrpo.runtime.files import strict_json
 from mtgrpo.runtime.workers import LoopThread
 
@@ -83,15 +83,15 @@ class Endpoint:
             raise RefusedError("closed", "the conversation of this key has ended")
         return self._sessions[name]
 
-    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def respond(self, request: web.Request) -> web.StreamResponse:
         """Answer one HTTP request."""
         client = _Client(request)
         try:
             return await self._answer(client)
-        except RefusedError as refused:
-            return await client.refuse(refused)
-        except Exception as error:  # ours: the agent is told, and the run goes on
-            return await client.send(client.dialect.error("broken", f"{type(error).__name__}: {error}"), 500)
+        except Exception as error:
+            refused = _refusal(error)
+            status, *_ = ERRORS[refused.kind]
+            return await client.send(client.dialect.error(refused.kind, str(refused)), status)
 
     async def _answer(self, client: _Client) -> web.StreamResponse:
         """The response, sent. Raises RefusedError. It is cancelled where the client goes."""
@@ -106,19 +106,19 @@ class Endpoint:
         session = self._session(client.key, POSTS if path == "/rewards" else SAMPLES)
         body = await client.body()
         if path == "/rewards":
-            await self._there(_call(session.post, body.get("reward"), string(body.get("reply"), "reply")))
+            await self._there(_call(session.pay, body.get("reward"), string(body.get("reply"), "reply"), MAX_PAID))
             return await client.send({"ok": True})
         request = dialect.read(body, client.retry)
         if path.endswith("/count_tokens"):
             return await client.send({"input_tokens": await self._there(_call(session.count, request))})
-        work = self._there(session.answer(request, client, (dialect.reply_prefix, dialect.call_prefix)))
+        work = self._there(session.answer(request, client, dialect.prefixes))
         work.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
         delivered = False
         try:
             if body.get("stream") is not True:
                 response = await client.send(dialect.write(await asyncio.shield(work), body))
             else:
-                response = await client.stream(work, lambda reply: dialect.events(reply, body))
+                response = await client.stream(work, body)
             delivered = not work.exception()
         finally:
             asyncio.run_coroutine_threadsafe(_call(session.settle, client, delivered), self._loop)  # after `answer`
@@ -132,7 +132,7 @@ class Endpoint:
 class _Client:
     """One request: who sends it, and what is sent to them."""
 
-    def __init__(self, request: web.BaseRequest) -> None:
+    def __init__(self, request: web.Request) -> None:
         self.request, self.path, headers = request, request.path, request.headers
         self.key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         if self.path.startswith("/s/"):  # for agents that cannot set a key
@@ -144,23 +144,14 @@ class _Client:
         retry = headers.get("x-stainless-retry-count", "")
         self.retry = int(retry[:9]) if retry.isdecimal() else -1
 
-    async def body(self) -> dict[str, Any]:
+    async def body(self) -> Body:
         """The JSON object that was sent. Raises RefusedError."""
-        pieces: list[bytes] = []
-        size = 0
-        if self.request.headers.get("expect", "").lower() == "100-continue":  # curl waits for it
-            await self.request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self.request.writer.output_size = 0
-        async for piece in self.request.content.iter_any():
-            size += len(piece)
-            if size <= MAX_BODY_BYTES:  # the rest is read too: who still sends would not see the answer
-                pieces.append(piece)
-        if size > MAX_BODY_BYTES:
-            raise RefusedError(
-                "large", f"the body of the request has {size:,} bytes, at most {MAX_BODY_BYTES:,} are read"
-            )
         what = "the body of the request"
-        return dict(mapping(parse_json(b"".join(pieces), what), what))
+        try:
+            content = await self.request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise RefusedError("large", f"{what} has more than the {MAX_BODY_BYTES:,} bytes that are read") from None
+        return mapping(parse_json(content, what), what)
 
     async def send(self, answer: dict[str, Any], status: int = 200) -> web.StreamResponse:
         """Send the whole response."""
@@ -171,13 +162,7 @@ class _Client:
         await response.write_eof()
         return response
 
-    async def refuse(self, refused: RefusedError) -> web.StreamResponse:
-        """Say that it is not answered."""
-        return await self.send(self.dialect.error(refused.kind, str(refused)), STATUS[refused.kind])
-
-    async def stream(
-        self, work: asyncio.Future[TurnReply], events: Callable[[TurnReply], Iterator[bytes]]
-    ) -> web.StreamResponse:
+    async def stream(self, work: asyncio.Future[TurnReply], body: Body) -> web.StreamResponse:
         """Send the events of the reply, and signs of life until it is there; once they began, also what is wrong."""
         response = web.StreamResponse(headers={"cache-control": "no-cache"})
         response.content_type, response.charset = "text/event-stream", "utf-8"
@@ -185,17 +170,22 @@ class _Client:
             await response.prepare(self.request)
             await response.write(b": keep-alive\n\n")
         try:
-            pieces = events(work.result())
+            pieces = self.dialect.events(work.result(), body)
         except Exception as error:
             if not response.prepared:  # who called says it, with a status
                 raise
-            kind, why = (error.kind, "") if isinstance(error, RefusedError) else ("broken", f"{type(error).__name__}: ")
-            pieces = iter([event(self.dialect.error(kind, f"{why}{error}"), "error")])
+            refused = _refusal(error)
+            pieces = iter([event(self.dialect.error(refused.kind, str(refused)), "error")])
         await response.prepare(self.request)
         for piece in pieces:
             await response.write(piece)
         await response.write_eof()
         return response
+
+
+def _refusal(error: Exception) -> RefusedError:
+    """What the agent is told of an error; of one of ours too, so that the run goes on."""
+    return error if isinstance(error, RefusedError) else RefusedError("broken", f"{type(error).__name__}: {error}")
 
 
 async def _call(function: Callable[..., T], *arguments: Any) -> T:
@@ -232,11 +222,12 @@ async def open_endpoint() -> AsyncGenerator[Endpoint]:
         listening.close()
 
 
-async def _serve(endpoint: Endpoint, listening: socket.socket) -> web.ServerRunner:
-    server = web.Server(
-        endpoint, handler_cancellation=True, access_log=None, keepalive_timeout=75, auto_decompress=False
+async def _serve(endpoint: Endpoint, listening: socket.socket) -> web.AppRunner:
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.router.add_route("*", "/{path:.*}", endpoint.respond)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, keepalive_timeout=75, auto_decompress=False, shutdown_timeout=0
     )
-    runner = web.ServerRunner(server, shutdown_timeout=0)
     await runner.setup()
     await web.SockSite(runner, listening, backlog=1024).start()
     return runner

@@ -7,8 +7,11 @@ was recorded, with what is new; any other request is rendered as a whole. All of
 from __future__ import annotations
 
 import asyncio
+import bisect
 import dataclasses
+import itertools
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -62,7 +65,6 @@ class _Context:
     """Where a turn is sampled."""
 
     parent: Exchange | None  # whose turn it continues
-    answers: list[Message]  # what it has beyond the parent's; [] without a parent
     history: list[Message]
     tokens: list[int]
     new: list[int]  # the tokens beyond the parent's; all of them where it is opened anew
@@ -84,7 +86,8 @@ class AgentSession:
         strict: bool = False,
     ) -> None:
         """pin_system: a rewritten system prompt counts as the first one; strict: ignored fields are refused."""
-        self.trajectory = Trajectory(task)
+        self._calls: list[CallRecord] = []
+        self.trajectory = Trajectory(task, calls=self._calls)
         self.counts: Counter[str] = Counter()
         self.failure: Exception | None = None  # of the engine
         self.name = ""  # part of the ids of replies; the endpoint sets it
@@ -96,15 +99,13 @@ class AgentSession:
         self._index = TurnIndex()
         self._equal: dict[str, list[Exchange]] = {}  # by digest, those that may be asked for again
         self._waiting: dict[object, Exchange] = {}  # by the connection that gets the reply
-        self._turns: dict[str, int] = {}  # by the id of a reply
+        self._turns: dict[str, Turn] = {}  # by the id of a reply
         self._sampled_tokens = 0
-        self._calls: list[CallRecord] = []
         self._reserved: dict[Exchange, int] = {}  # the most tokens that what is being sampled may still take
         self._chains: list[_Chain] = []
         self._opened = 0  # chains, those that are just being opened included
         self._open = AsyncExitStack()
         self._closed = False
-        self.trajectory.calls = self._calls
 
     @property
     def limit(self) -> str:
@@ -132,7 +133,6 @@ class AgentSession:
             self._equal.setdefault(request.digest, []).append(exchange)
         else:
             self.counts["retries_joined"] += 1
-        assert exchange.work is not None
         exchange.connections.add(connection)
         self._waiting[connection] = exchange
         try:
@@ -152,29 +152,25 @@ class AgentSession:
         """The tokens of the context that the request would have. Raises RefusedError."""
         return len(self._context(Exchange.of(request)).tokens)
 
-    def reward(self, amount: float, reply_id: str = "") -> None:
-        """Pay for the turn of a reply, or for the whole conversation; what is paid adds up. Raises RefusedError."""
-        if not math.isfinite(amount):
-            raise RefusedError("invalid", f"reward={amount}: give a finite number")
-        if not reply_id:
-            self.trajectory.given = (self.trajectory.given or 0.0) + amount
-            return
-        self.trajectory.turns[self._turn(reply_id)].paid += amount
+    def pay(self, amount: object, reply_id: str = "", most: float = sys.float_info.max) -> None:
+        """Pay for the turn of a reply, or for the whole conversation; what is paid adds up. Raises RefusedError.
 
-    def post(self, amount: object, reply_id: str = "") -> None:
-        """`reward`, by what somebody sent: a number that keeps what is paid within `MAX_PAID`. Raises RefusedError."""
+        most: what it may come to, below 0 too.
+        """
         if isinstance(amount, bool) or not isinstance(amount, int | float):
             raise RefusedError("invalid", f"reward must be a number, got {amount!r:.100}")
-        paid = self.trajectory.turns[self._turn(reply_id)].paid if reply_id else self.trajectory.given or 0.0
-        if not abs(paid + amount if abs(amount) <= MAX_PAID else amount) <= MAX_PAID:  # NaN too
-            raise RefusedError("invalid", f"reward={amount!s:.40}: at most {MAX_PAID:,.0f} is paid, 0 or below too")
-        self.reward(float(amount), reply_id)
-
-    def _turn(self, reply_id: str) -> int:
-        """The number of the turn of a reply. Raises RefusedError."""
-        if reply_id not in self._turns:
+        if reply_id and reply_id not in self._turns:
             raise RefusedError("invalid", f"a reward for the reply {reply_id!r:.100}, which this conversation has not")
-        return self._turns[reply_id]
+        turn = self._turns[reply_id] if reply_id else None
+        paid = turn.paid if turn else self.trajectory.given or 0.0
+        if not (abs(amount) <= most and abs(paid + amount) <= most):  # NaN too
+            raise RefusedError(
+                "invalid", f"reward={amount!s:.40}: what is paid must stay within {-most:g} and {most:g}"
+            )
+        if turn:
+            turn.paid = paid + amount
+        else:
+            self.trajectory.given = paid + amount
 
     async def close(self) -> None:
         """Wait a moment for what is being sent, cancel what is being sampled, answer no more."""
@@ -182,7 +178,7 @@ class AgentSession:
         while self._waiting and time.monotonic() < until:
             await asyncio.sleep(0.005)
         self._closed = True
-        works = [exchange.work for exchange in self._exchanges if exchange.work is not None]
+        works = [exchange.work for exchange in self._exchanges]
         for work in works:
             work.cancel()
         await asyncio.gather(*works, return_exceptions=True)
@@ -234,12 +230,10 @@ class AgentSession:
         reply_id = f"{of_reply}{self.name}-{exchange.number}"
         wanted = min(self._sampling.max_new_tokens, request.max_tokens or math.inf)
         while self._reserved and self._unreserved_tokens() < wanted:  # or one request would cut another
-            others = [other.work for other in self._reserved if other.work is not None]
-            await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([other.work for other in self._reserved], return_when=asyncio.FIRST_COMPLETED)
         if self._exhausted_limit():
             self.counts["budget_stops"] += 1
-            exchange.reply = TurnReply(reply_id, Message("assistant", USED_UP), "stop", 0, 0)
-            return exchange.reply
+            return TurnReply(Message("assistant", USED_UP), id=reply_id)
         self.counts["requests"] += 1
         context = self._context(exchange)
         try:
@@ -251,12 +245,18 @@ class AgentSession:
             self._record(exchange, context, completion, message)
         finally:
             self._reserved.pop(exchange, None)
-        cut = "length" if completion.finish is Finish.LENGTH else "stop_string" if stop else "stop"
-        calls = tuple(f"{of_call}{self.name}-{exchange.number}-{n}" for n in range(len(message.tool_calls)))
-        exchange.reply = TurnReply(reply_id, message, cut, len(context.tokens), len(completion.tokens), calls, stop)
-        self._turns[reply_id] = exchange.turn
-        self._index.add(exchange)
-        return exchange.reply
+        reply = TurnReply(
+            message,
+            tuple(f"{of_call}{self.name}-{exchange.number}-{n}" for n in range(len(message.tool_calls))),
+            id=reply_id,
+            finish="length" if completion.finish is Finish.LENGTH else "stop_string" if stop else "stop",
+            context_tokens=len(context.tokens),
+            output_tokens=len(completion.tokens),
+            stop=stop,
+        )
+        self._turns[reply_id] = self.trajectory.turns[exchange.turn]
+        self._index.add(exchange, reply)
+        return reply
 
     async def _sample(self, exchange: Exchange, context: _Context) -> tuple[Completion, str]:
         """The turn, and the stop string that ended it if one did. Raises RefusedError without room."""
@@ -288,56 +288,50 @@ class AgentSession:
         """The completion up to the token that completes a stop string, and this string."""
         tokens = completion.tokens
 
-        def found(count: int) -> str:
+        def first_stop(count: int) -> str:
             text = self._chat.decode(tokens[:count])
             places = [(text.find(stop), stop) for stop in stops if stop in text]
             return min(places)[1] if places else ""
 
-        if not stops or not found(len(tokens)):
+        if not stops or not first_stop(len(tokens)):
             return completion, ""
-        low, high = 0, len(tokens)  # found in `high` tokens, not in `low`
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if found(middle) else (middle, high)
-        cut = Completion(
-            tokens[:high], completion.logprobs[:high], completion.versions[:high], Finish.STOP, completion.kept[:high]
-        )
-        return cut, found(high)
+        count = bisect.bisect_left(range(len(tokens)), True, lo=1, key=lambda count: bool(first_stop(count)))
+        lists = (values[:count] for values in (tokens, completion.logprobs, completion.versions))
+        return Completion(*lists, Finish.STOP, completion.kept[:count]), first_stop(count)
 
     def _record(self, exchange: Exchange, context: _Context, completion: Completion, message: Message) -> None:
-        parent, trajectory = context.parent, self.trajectory
+        parent, turns = context.parent, self.trajectory.turns
         self.counts["exact" if context.extends else "chains"] += 1
         self.counts["rewritten_system"] += context.rewritten
         if parent is not None:
             parent.delivered = True  # or it could not be continued
-            turn = trajectory.turns[parent.turn]
-            turn.observations = turn.observations or tuple(context.answers)
-        exchange.turn, exchange.history = len(trajectory.turns), [*context.history, message]
+            answers = context.history[len(parent.history) :]
+            turns[parent.turn].observations = turns[parent.turn].observations or tuple(answers)
+        exchange.turn, exchange.history = len(turns), [*context.history, message]
         self._calls += [CallRecord(call.name, CallOutcome.unseen) for call in message.tool_calls]
         self._sampled_tokens += len(completion.tokens)
         number = parent.turn if parent is not None and context.extends else -1
-        trajectory.turns.append(Turn.of(completion, message, context.new, number))
+        turns.append(Turn.of(completion, message, context.new, number))
         self._recorded.append(exchange)
 
     def _context(self, exchange: Exchange) -> _Context:
         """Where the turn is sampled. Raises RefusedError where the chat template has no place for the messages."""
-        request = exchange.request
-        parent, rewritten = self._index.continued(exchange), False
-        if parent is None and (found := self._index.continued(exchange, any_system=True)):
-            rewritten = True
-            parent = found if self._pin_system else None
-        answers: list[Message] = []
-        history = [sent.message for sent in request.messages]
+        tools, history = exchange.request.tools, [sent.message for sent in exchange.request.messages]
+        parent = self._index.continued(exchange)
+        similar = None if parent is not None else self._index.continued(exchange, any_system=True)
+        rewritten = similar is not None
+        if self._pin_system:
+            parent = parent or similar
         try:
             if parent is not None:
                 answers = [sent.message for sent in exchange.messages[exchange.repeated + 1 :]]
                 history, turn = [*parent.history, *answers], self.trajectory.turns[parent.turn]
-                new = self._chat.extend(parent.history, answers, request.tools, turn.output[-1])
+                new = self._chat.extend(parent.history, answers, tools, turn.output[-1])
                 if new is not None:
                     tokens = [*self.trajectory.context(parent.turn), *turn.output, *new]
-                    return _Context(parent, answers, history, tokens, new, extends=True, rewritten=rewritten)
-            tokens = self._chat.open(history, request.tools)
-            return _Context(parent, answers, history, tokens, tokens, extends=False, rewritten=rewritten)
+                    return _Context(parent, history, tokens, new, extends=True, rewritten=rewritten)
+            tokens = self._chat.open(history, tools)
+            return _Context(parent, history, tokens, tokens, extends=False, rewritten=rewritten)
         except ConfigError as error:
             raise RefusedError("invalid", str(error)) from error
 
@@ -368,19 +362,12 @@ class AgentSession:
 
 def keep(trajectory: Trajectory, chosen: Sequence[bool]) -> None:
     """Leave the chosen turns to be trained, each in its context; the others become `untrained`."""
-    numbers: dict[int, int] = {-1: -1}  # of the turns that are left
-    left: list[Turn] = []
-    contexts = {
-        index: trajectory.context(index)
-        for index, turn in enumerate(trajectory.turns)
-        if chosen[index] and turn.parent >= 0 and not chosen[turn.parent]
-    }
-    for index, turn in enumerate(trajectory.turns):
-        if not chosen[index]:
-            trajectory.untrained.append(turn)
-            continue
-        numbers[index] = len(left)
-        turn.parent = numbers.get(turn.parent, -1)
-        turn.new_context = contexts.get(index, turn.new_context)
-        left.append(turn)
-    trajectory.turns = left
+    turns, left = trajectory.turns, itertools.compress(itertools.count(), chosen)
+    numbers = {-1: -1} | {index: number for number, index in enumerate(left)}
+    for index, turn in reversed(list(enumerate(turns))):  # a context is made of turns before it
+        if chosen[index]:
+            if turn.parent not in numbers:
+                turn.new_context = trajectory.context(index)
+            turn.parent = numbers.get(turn.parent, -1)
+    trajectory.untrained += [turn for turn, wanted in zip(turns, chosen, strict=True) if not wanted]
+    trajectory.turns = list(itertools.compress(turns, chosen))

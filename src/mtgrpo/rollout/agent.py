@@ -47,10 +47,10 @@ async def run_agent(
         )
     if outcome.reward is not None:
         trajectory.given = None
-        session.reward(outcome.reward)
+        session.pay(float(outcome.reward))
         trajectory.components = dict(outcome.components)
     for reply_id, amount in outcome.turn_rewards.items():
-        session.reward(amount, reply_id)
+        session.pay(float(amount), reply_id)
     trajectory.output, trajectory.data = outcome.output, outcome.data
     trajectory.tool_s = max(0.0, time.perf_counter() - began - trajectory.sample_s)
     if session.limit:
