@@ -48,9 +48,7 @@ def outcome_of(given: Any) -> Outcome:
         return Outcome(output=given)
     if isinstance(given, int | float):
         return Outcome(reward=float(given))
-    if isinstance(given, dict) and all(
-        isinstance(value, int | float) for value in cast("dict[str, Any]", given).values()
-    ):
+    if isinstance(given, dict) and all(isinstance(value, int | float) for value in given.values()):
         return Outcome(turn_rewards=cast("dict[str, float]", given))
     raise TypeError(f"the agent gave {given!r:.200}; give None, a number, a text, an Outcome or rewards by reply id")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator
@@ -58,15 +60,10 @@ class Command(Agent):
 
     async def run(self, task: Task, address: Address) -> Outcome:
         prompt = "\n\n".join(message.content for message in task.messages if message.role == "user")
-        given = {"prompt": prompt, "task": task.id, "url": address.url, "openai_url": address.openai_url}
-        given |= {"key": address.key, "model": address.model, "rewards_key": address.rewards_key}
+        values = {"prompt": prompt, "task": task.id, "openai_url": address.openai_url, **dataclasses.asdict(address)}
 
-        def filled(text: str) -> str:
-            pieces = text.split("{")  # what stands for itself may hold braces too
-            for number, piece in enumerate(pieces[1:], 1):
-                name, closed, rest = piece.partition("}")
-                pieces[number] = given[name] + rest if closed and name in given else "{" + piece
-            return "".join(pieces)
+        def fill(text: str) -> str:  # what stands for itself may hold braces too
+            return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), text)
 
         with tempfile.TemporaryDirectory(prefix="mtgrpo-", ignore_cleanup_errors=True) as place:
             folder = Path(place)
@@ -75,12 +72,10 @@ class Command(Agent):
                 await asyncio.to_thread(shutil.copytree, source, folder, dirs_exist_ok=True)
             for name, text in self.files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_text(filled(text))
-            argv = [filled(word) for word in self.argv]
-            environment = {name: filled(value) for name, value in self.environment.items()}
-            said = await run_process(argv, folder, address, environment, self.keep_output)
-            if not self.reward_file:
-                return Outcome(data={"output": said})
-            outcome = outcome_of(json.loads((folder / self.reward_file).read_text()))
-            outcome.data = {"output": said}
+                (folder / name).write_text(fill(text))
+            argv = [fill(word) for word in self.argv]
+            environment = {name: fill(value) for name, value in self.environment.items()}
+            output = await run_process(argv, folder, address, environment, self.keep_output)
+            outcome = outcome_of(json.loads((folder / self.reward_file).read_text()) if self.reward_file else None)
+            outcome.data = {"output": output}
             return outcome

@@ -92,12 +92,8 @@ class Python(Agent):
     async def _in_process(self, task: Task, address: Address) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="mtgrpo-", ignore_cleanup_errors=True) as place:
             folder = Path(place)
-            asked = (
-                str(Path(self.function).expanduser().resolve()),
-                dataclasses.asdict(task),
-                dataclasses.asdict(address),
-            )
-            (folder / ".asked").write_text(json.dumps(asked))
+            name = str(Path(self.function).expanduser().resolve())
+            (folder / ".asked").write_text(json.dumps((name, dataclasses.asdict(task), dataclasses.asdict(address))))
             code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
             argv = [sys.executable, "-P", "-c", code]
             await run_process(argv, folder, address, self.environment, keep=500)
