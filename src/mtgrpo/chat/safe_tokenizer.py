@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
 
 from mtgrpo.chat.formats import MARKUP
 from mtgrpo.messages import tool_to_dict
@@ -33,26 +34,25 @@ class SafeTokenizer:
         inner = {**layout, **_without_prefix_space(layout)}
         self._inner = self._full if inner == layout else Tokenizer.from_str(json.dumps(inner))
         self._plain = Tokenizer.from_str(json.dumps({**inner, "added_tokens": []}))
-        self.added: dict[str, int] = {token["content"]: token["id"] for token in layout["added_tokens"]}
-        prepends = inner["normalizer"] != layout["normalizer"]  # then a normalised token is hardly ever read amid text
         tokens = layout["added_tokens"]
-        self._read = _any_of(token["content"] for token in tokens if not (prepends and token["normalized"]))
+        self.added: dict[str, int] = {token["content"]: token["id"] for token in tokens}
+        prepends = inner["normalizer"] != layout["normalizer"]  # then a normalised token is hardly ever read amid text
+        self._read = _finder(token["content"] for token in tokens if not (prepends and token["normalized"]))
         self._names = {token: string for string, token in self.added.items()}
         self._strings = [_OPEN, _CLOSE, *(string for string in self.added if string.strip())]
         self._numbers = {string: number for number, string in enumerate(self._strings)}
-        self._escaped = _any_of(self._strings)
-        self._escaped_if_sampled = _any_of(string for string in self._strings if string not in MARKUP)
+        self._escaped = _finder(self._strings)
         self._normalizer = self._inner.normalizer
         normal = [self._normalizer.normalize_str(string) for string in self._strings] if self._normalizer else []
-        self._normalized = _any_of(string for string in (*self._strings, *normal) if string.strip())
-        self._spelled: dict[int, list[int]] = {}
+        self._normalized = _finder(string for string in (*self._strings, *normal) if string.strip())
+        self._spelled = [self._spell(string) for string in self._strings]
 
     def escape(self, text: str, *, sampled: bool = False) -> str:
         """`text` with markers for added tokens; in `sampled` text the markup that models generate stays."""
-        pattern = self._escaped_if_sampled if sampled else self._escaped
         if not text.isascii():
             text = text.encode(errors="replace").decode()  # halves of surrogate pairs, which have no tokens
-        text = pattern.sub(lambda match: self._marker(match.group()), text)
+        pieces = _split(self._escaped, text)
+        text = "".join(self._marker(name) if self._foreign(name, sampled) else piece for name, piece in pieces)
         if self._normalizer is None:
             return text
         parts = _MARKER.split(text)
@@ -93,9 +93,7 @@ class SafeTokenizer:
         """The tokens of an escaped text that follows `before`, an added token, or ordinary text where that is ""."""
         if before:
             return self.encode(before + text)[1:]
-        if self._inner is self._full and _OPEN not in text:
-            return self._full.encode(text, add_special_tokens=False).ids
-        return self.encode_with_spans(text, continues=True)[0]
+        return self.encode(text) if self._inner is self._full else self.encode_with_spans(text, continues=True)[0]
 
     def encode_with_spans(self, text: str, continues: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens of an escaped text, and for each the characters (from, to) of the escaped text it stands for.
@@ -113,7 +111,7 @@ class SafeTokenizer:
                 spans += [(position + first, position + last) for first, last in encoding.offsets]
                 position += len(piece)
             if marker:
-                spelled = self._spell(int(marker.group(1)))
+                spelled = self._spelled[int(marker.group(1))]
                 tokens += spelled
                 spans += [marker.span()] * len(spelled)
                 position = marker.end()
@@ -131,37 +129,36 @@ class SafeTokenizer:
         """`text` cut where tokenizers begin to put spaces before words, each piece with the tokenizer for it."""
         if not continues or self._inner is self._full:
             return [(text, self._full)] if text else []
-        match = self._read.search(text)
-        cut = match.start() if match else len(text)
+        pieces = _split(self._read, text)
+        cut = len(pieces[0][1]) if pieces and not pieces[0][0] else 0
         return [part for part in ((text[:cut], self._inner), (text[cut:], self._full)) if part[0]]
 
     def _escape_normalized(self, text: str, sampled: bool) -> str:
         """`text` with markers for strings that the normaliser turns into an added token."""
-        if not self._normalized.search(self._normalizer.normalize_str(text)):
+        if not any(name for name, _ in _split(self._normalized, self._normalizer.normalize_str(text))):
             return text
         encoding = self._inner.encode(text, add_special_tokens=False)
         escaped, position = "", 0
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             name, string = self._names.get(token, ""), text[start:end]
-            if name in self._numbers and string.strip() and not (sampled and name in MARKUP):
+            if self._foreign(name, sampled) and string.strip():
                 escaped += text[position:start] + string.replace(string.strip(), self._marker(name))
                 position = end
         return escaped + text[position:]
 
+    def _foreign(self, name: str, sampled: bool) -> bool:
+        """Whether this added token, "" for none, may not be read where it stands in a content."""
+        return name in self._numbers and not (sampled and name in MARKUP)
+
     def _marker(self, string: str) -> str:
         return f"{_OPEN}{self._numbers[string]}{_CLOSE}"
 
-    def _spell(self, number: int) -> list[int]:
-        if number not in self._spelled:
-            self._spelled[number] = self._encode_plain(self._strings[number])
-        return self._spelled[number]
-
-    def _encode_plain(self, text: str) -> list[int]:
+    def _spell(self, text: str) -> list[int]:
         tokens = self._plain.encode(text, add_special_tokens=False).ids
         if len(text) == 1 or self._names.keys().isdisjoint(tokens):
             return tokens
         half = len(text) // 2  # the model's own vocabulary holds the string whole: break it up
-        return self._encode_plain(text[:half]) + self._encode_plain(text[half:])
+        return self._spell(text[:half]) + self._spell(text[half:])
 
 
 _PIECE = 256  # items that are compared at once
@@ -175,46 +172,33 @@ def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((index for index in range(start, most) if one[index] != other[index]), most)
 
 
-_Trie = dict[str, "_Trie"]
+def _finder(strings: Iterable[str]) -> Tokenizer:
+    """A tokenizer whose only tokens are `strings`, of which there may be thousands; the longest is read."""
+    finder = Tokenizer(WordLevel({"": 0}, unk_token=""))
+    finder.add_tokens([AddedToken(string, normalized=False) for string in strings])
+    return finder
 
 
-def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Matches the longest of `strings`, of which there may be thousands: a common prefix is compared once."""
-    trie: _Trie = {}
-    for string in strings:
-        node = trie
-        for letter in string:
-            node = node.setdefault(letter, {})
-        node[""] = {}  # one of the strings ends here
-
-    def pattern(node: _Trie) -> str:
-        branches = [re.escape(letter) + pattern(rest) for letter, rest in node.items() if letter]
-        if not branches:
-            return ""
-        return f"(?:{'|'.join(branches)})" + ("?" if "" in node else "")
-
-    return re.compile(pattern(trie) or "(?!)")
+def _split(finder: Tokenizer, text: str) -> list[tuple[str, str]]:
+    """The pieces of `text`, each with the token that it is to `finder`, "" between tokens."""
+    encoding = finder.encode(text, add_special_tokens=False)
+    return [(name, text[start:end]) for name, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True)]
 
 
 def _without_prefix_space(layout: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a tokenizer that put a space before a text or strip one from it, changed to do neither."""
 
-    def change(part: Any, pre: bool = False) -> Any:
+    def change(part: Any, settings: Mapping[str, Any]) -> Any:
+        if isinstance(part, list):
+            return [change(inner, settings) for inner in cast("list[Any]", part) if inner["type"] != "Prepend"]
         if not isinstance(part, dict):
             return part
-        part = cast("dict[str, Any]", part)
-        for key in ("normalizers", "pretokenizers", "decoders"):
-            if key in part:
-                part = {**part, key: [change(inner, pre) for inner in part[key] if inner["type"] != "Prepend"]}
-        if part["type"] == "Metaspace":
-            return {**part, "prepend_scheme": "never"}
-        if part["type"] == "ByteLevel" and pre:
-            return {**part, "add_prefix_space": False}
-        return {**part, "start": 0} if "start" in part else part  # the decoder Strip
+        values = cast("dict[str, Any]", part).items()
+        return {key: settings[key] if key in settings else change(value, settings) for key, value in values}
 
-    normalizer = layout["normalizer"]
+    (normalizer,) = change([layout["normalizer"] or {"type": "Prepend"}], {}) or [None]
     return {
-        "normalizer": None if normalizer and normalizer["type"] == "Prepend" else change(normalizer),
-        "pre_tokenizer": change(layout["pre_tokenizer"], pre=True),
-        "decoder": change(layout["decoder"]),
+        "normalizer": normalizer,
+        "pre_tokenizer": change(layout["pre_tokenizer"], {"prepend_scheme": "never", "add_prefix_space": False}),
+        "decoder": change(layout["decoder"], {"prepend_scheme": "never", "start": 0}),
     }
