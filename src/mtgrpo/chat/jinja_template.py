@@ -1,33 +1,43 @@
-"""A chat template, cut once into fixed text and slots, so that a turn joins strings and no template runs.
+"""A jinja chat template: how it is rendered, what it has a place for, and what makes it unusable.
 
-A chat template writes fixed text around the contents of messages: headers of roles, line breaks, ends of turns.
-`TemplatePieces` holds what it writes for one shape of messages: `literals` are the fixed text, `slots` name the content
-between two of them, `trims` how the template strips or escapes it. `learn` finds the pieces by rendering marked
-contents, and checks them on odd ones. `Template` renders messages, whose contents are escaped (`safe_tokenizer.py`).
+It gets escaped contents (`safe_tokenizer.py`). What it does is found by rendering short conversations.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
 from importlib import resources
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from jinja2.exceptions import TemplateError
+from transformers.utils import chat_template_utils
 
 from mtgrpo.chat.formats import ToolFormat
-from mtgrpo.chat.safe_tokenizer import SafeTokenizer
+from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length
 from mtgrpo.errors import ConfigError
 from mtgrpo.messages import message_to_dict
-from mtgrpo.types import Message, ToolCall, ToolSpec
+from mtgrpo.types import Message, Role, ToolCall, ToolSpec
 
+OTHERS = "choose another one with chat.template=chatml or chat.template=PATH of a .jinja file"
 ANCHOR = "anchorx7q"
+USER = Message("user", "hello")
+PROBE_TOOL = ToolSpec("probe", "A probe.", {"type": "object", "properties": {"a": {"type": "string"}}})
+PROBE_CALL = ToolCall("probe", {"a": ANCHOR})
+_ODD = "said \n\n  a  b\t{{ x }} {'k': [1]} <b> &amp; \"q\" \\n \u00e9\u4e2d\U0001f600 1.50 end"
+_LONG = "word " * 20_000 + "end"
+_MOMENTS = (datetime(2026, 5, 17, 8), datetime(2026, 5, 17, 21, 34, 56, 789))  # one day: a date may be shown
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")  # of an object, as Python shows it
 
 
 class Template:
-    """A jinja chat template. It gets escaped contents, so `render` returns escaped text."""
+    """A jinja chat template; what it renders is escaped text."""
 
     def __init__(self, tokenizer: Any, source: str, safe: SafeTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -42,40 +52,34 @@ class Template:
         self.shows_reasoning = False
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False) -> str:
-        """The conversation as text, with the generation prompt if `prompt`. Raises jinja2's TemplateError."""
+        """The conversation as text, with the generation prompt if `prompt`. Raises ConfigError where it refuses."""
         written, offered = [self._as_dict(message) for message in messages], map(self._safe.escape_tool, tools)
         try:
             return self._tokenizer.apply_chat_template(
                 written, list(offered) or None, chat_template=self.source, add_generation_prompt=prompt, tokenize=False
             )
-        except (TemplateError, MemoryError):
+        except MemoryError:
             raise
         except Exception as error:  # a template is somebody's code, and may raise anything
-            raise TemplateError(f"{type(error).__name__}: {error}") from error
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            refusal = f"the chat template refuses a conversation of the roles {_roles(messages)}: {kind}{error}"
+            raise ConfigError(f"{refusal}; {OTHERS}") from error
 
     def try_render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False
     ) -> str | None:
-        """As `render`, but None where the template raises."""
+        """As `render`, but None where it refuses."""
         try:
             return self.render(messages, tools, prompt=prompt)
-        except TemplateError:
+        except ConfigError:
             return None
 
-    def render_or_refuse(self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, prompt: bool) -> str:
-        """As `render`, but raises ConfigError where the template refuses."""
-        try:
-            return self.render(messages, tools, prompt=prompt)
-        except TemplateError as problem:
-            roles = ", ".join(message.role for message in messages)
-            raise ConfigError(
-                f"the chat template refuses a conversation of the roles {roles}: {problem}; "
-                "choose another one with chat.template=chatml or chat.template=PATH"
-            ) from problem
-
-    def escape(self, message: Message) -> Message:
-        """A message as the template gets it."""
-        return self._safe.escape_message(message)
+    def shows(self, message: Message, text: str) -> bool:
+        """Whether `text` holds the content of a message, as it is or as JSON, and the argument `a` of its calls."""
+        content = self._safe.escape_message(message).content
+        quoted = json.dumps(content, ensure_ascii=False)[1:-1]
+        called = all(str(call.arguments["a"]) in text for call in message.tool_calls)
+        return called and (content in text or quoted in text)
 
     def _as_dict(self, message: Message) -> dict[str, Any]:
         message = self._safe.escape_message(message)
@@ -91,14 +95,9 @@ class Template:
         return {**entry, self._reasoning_key: reasoning} if reasoning and self._reasoning_key else entry
 
 
-USER = Message("user", "hello")
-PROBE_TOOL = ToolSpec("probe", "A probe.", {"type": "object", "properties": {"a": {"type": "string"}}})
-PROBE_CALL = ToolCall("probe", {"a": ANCHOR})
-
-
-def call_message(count: int) -> Message:
+def call_message(count: int, content: str = "") -> Message:
     """An assistant's message with `count` calls."""
-    return Message("assistant", tool_calls=(PROBE_CALL,) * count)
+    return Message("assistant", content, tool_calls=(PROBE_CALL,) * count)
 
 
 def missing_for_tools(template: Template) -> str:
@@ -126,53 +125,64 @@ def put_tools_in_prompt(template: Template) -> str:
     return f"{{%- set prompt_tools_role = '{role}' %}}\n{prelude}{template.source}"
 
 
-@dataclass(frozen=True, slots=True)
-class TemplatePieces:
-    """Fixed text around slots: `literals[0] slots[0] literals[1] slots[1] ... literals[-1]`."""
+def find_fault(template: Template, tools: bool) -> str:
+    """What makes a template unusable, "" for nothing: it must show every message as it was said, twice the same.
 
-    literals: tuple[str, ...]
-    slots: tuple[int, ...]  # the index of the value at each place
-    trims: tuple[Callable[[str], str], ...]  # what the template does to each value
-
-    def fill(self, values: Sequence[str]) -> str:
-        """The text with `values` in the slots."""
-        parts = [self.literals[0]]
-        for slot, literal in zip(self.slots, self.literals[1:], strict=True):
-            parts.append(self.trims[slot](values[slot]))
-            parts.append(literal)
-        return "".join(parts)
-
-
-_TRIMS: tuple[Callable[[str], str], ...] = (
-    str,
-    str.strip,
-    lambda text: text.strip("\n"),
-    lambda text: text.lstrip("\n"),
-    lambda text: text.rstrip("\n"),
-    str.lstrip,
-    str.rstrip,
-    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
-)
-_PROBES = ("\n \n odd \n \n", " \t\"'{}\\ 1 < 2 &amp; \u00e9\u4e2d\U0001f600 {{ x }} ", '{"a": [1]}', "x")
+    What it refuses is not tried. tools: with tools, their calls and replies, too.
+    """
+    tried = [(talk, ()) for talk in _talks()]
+    if tools:
+        tried += [(talk, (PROBE_TOOL,)) for talk in [*_talks(), *_calls()]]
+    for messages, specs in tried:
+        state = random.getstate()
+        once, again = (_render_at(moment, template, messages, specs) for moment in _MOMENTS)
+        if once is None or again is None:
+            continue
+        hidden = (index for index, message in enumerate(messages) if not template.shows(message, once))
+        index, deed = next(hidden, None), "hides or changes"
+        if index is None and (once != again or random.getstate() != state or _ADDRESS.search(once)):
+            same = once[: shared_length(once, again)]
+            index, deed = sum(_mark(message) in same for message in messages), "writes each time anew what stands at"
+        if index is not None:
+            at = f"message {index + 1} ({messages[index].role})" if index < len(messages) else "the end"
+            more = ", ..." * (len(messages) > 6)
+            return f"it {deed} {at} of a conversation of the roles {_roles(messages[:6])}{more}"
+    return ""
 
 
-def learn(write: Callable[[Sequence[str]], str | None], count: int) -> TemplatePieces | None:
-    """The pieces that `write` joins with `count` values; None when its text depends on the values in another way."""
-    names = [f"slot{index}q7x" for index in range(count)]
-    text = write(names)
-    if text is None:
-        return None
-    parts = re.split(r"slot(\d+)q7x", text)
-    literals, slots = tuple(parts[::2]), tuple(int(part) for part in parts[1::2])
-    trims: list[Callable[[str], str]] = []
-    for index in range(count):
-        values = [*names[:index], _PROBES[0], *names[index + 1 :]]
-        written = write(values)
-        tried = (TemplatePieces(literals, slots, (*trims, trim, *[str] * (count - index - 1))) for trim in _TRIMS)
-        trims.append(next((pieces.trims[index] for pieces in tried if pieces.fill(values) == written), str))
-    pieces = TemplatePieces(literals, slots, tuple(trims))
-    for shift in range(len(_PROBES)):
-        values = [_PROBES[(index + shift) % len(_PROBES)] for index in range(count)]
-        if pieces.fill(values) != write(values):
-            return None
-    return pieces
+def _talks() -> list[list[Message]]:
+    turns = [_odd("assistant" if index % 2 else "user", index) for index in range(41)]
+    long = [Message(turn.role, f"{turn.content} {_LONG}") for turn in turns[:3]]
+    return [turns[:1], turns[:3], [_odd("system", 50), *turns[:3]], turns, long]
+
+
+def _calls() -> list[list[Message]]:
+    user, answer, last = _odd("user", 0), _odd("assistant", 1), _odd("user", 2)
+    tried: list[list[Message]] = []
+    for content in ("", answer.content):
+        for count in (1, 2):
+            calls = tuple(ToolCall("probe", {"a": f"said{10 + number}q7x"}) for number in range(count))
+            replies = [_odd("tool", 20 + number) for number in range(count)]
+            begun = [user, Message("assistant", content, tool_calls=calls), *replies]
+            tried += [begun, [*begun, _odd("assistant", 3), last]]
+    return tried
+
+
+def _odd(role: Role, number: int) -> Message:
+    return Message(role, f"said{number}q7x {_ODD}", name="probe" if role == "tool" else "")
+
+
+def _mark(message: Message) -> str:
+    return message.content.split(" ")[0] or str(message.tool_calls[0].arguments["a"])
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(message.role for message in messages)
+
+
+def _render_at(
+    moment: datetime, template: Template, messages: Sequence[Message], tools: Sequence[ToolSpec]
+) -> str | None:
+    clock = SimpleNamespace(now=lambda: moment)  # the only one that templates can read, by `strftime_now`
+    with mock.patch.object(chat_template_utils, "datetime", clock):
+        return template.try_render(messages, tools, prompt=True)

@@ -11,7 +11,7 @@ import renderers.base  # pyright: ignore[reportMissingTypeStubs]
 
 from mtgrpo.chat import Chat, Thinking
 from mtgrpo.chat.formats import Malformed, split_thinking
-from mtgrpo.chat.pieces import PROBE_TOOL, USER
+from mtgrpo.chat.jinja_template import PROBE_TOOL, USER
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length
 from mtgrpo.errors import ConfigError
 from mtgrpo.messages import message_to_dict

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo.chat import Chat, ChatSettings, Thinking, Tools
 from mtgrpo.chat.formats import FORMATS, Hermes, ToolFormat, split_thinking
-from mtgrpo.chat.pieces import (
+from mtgrpo.chat.jinja_template import (
     ANCHOR,
+    OTHERS,
     PROBE_CALL,
     PROBE_TOOL,
     USER,
     Template,
-    TemplatePieces,
     call_message,
-    learn,
+    find_fault,
     missing_for_tools,
     put_tools_in_prompt,
     read_packaged,
 )
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length
-from mtgrpo.chat.trial import find_fault
 from mtgrpo.errors import ConfigError
 from mtgrpo.runtime.isolation import try_within_limits
 from mtgrpo.types import Message, ToolSpec
@@ -76,7 +77,7 @@ class TemplateChat(Chat):
 
     def __init__(self, tokenizer: Any, source: str, settings: ChatSettings, ends: Sequence[int] = ()) -> None:
         self._safe = SafeTokenizer(tokenizer)
-        if why := try_within_limits(lambda: _try_out(Template(tokenizer, source, self._safe))):
+        if why := try_within_limits(lambda: find_fault(Template(tokenizer, source, self._safe), tools=True)):
             raise _unusable(f"to render it {why}")
         self._template = Template(tokenizer, source, self._safe)
         lacking = missing_for_tools(self._template)
@@ -90,7 +91,7 @@ class TemplateChat(Chat):
         self._extensions: dict[tuple[Any, ...], TemplatePieces | None] = {}
         self._visible: dict[tuple[Any, ...], frozenset[int]] = {}
 
-        self._prompt = self._template.render_or_refuse([USER], (), prompt=True)
+        self._prompt = self._template.render([USER], prompt=True)
         self._opener = self._safe.last_added(self._safe.encode(self._prompt))
         spaced = self._safe.encode_after(self._opener, "x") != self._safe.encode_after("", "x")
         self._space = " " if spaced else ""  # which the tokenizer puts before an output
@@ -105,8 +106,7 @@ class TemplateChat(Chat):
         self.stop_ids = tuple(dict.fromkeys(token for token in stops if token is not None))
         self._format, self._no_tools = self._find_format()
         self.knows_tools = not (self._lacking or self._no_tools)  # its own, and its calls are read
-        spoken = self._template.try_render([USER, dataclasses.replace(call_message(2), content="contentx7q")])
-        if "contentx7q" not in (spoken or ""):
+        if "contentx7q" not in (self._template.try_render([USER, call_message(2, "contentx7q")]) or ""):
             self._template.calls_in_content = self._format
         if why := find_fault(self._template, tools=not self._no_tools):
             raise _unusable(why)
@@ -127,7 +127,7 @@ class TemplateChat(Chat):
                 f"chat: the template has no {self._lacking}: they are described in the prompt (chat.tools=prompt)"
             )
         self._schemas.update((tool.name, tool.parameters) for tool in tools)
-        return self._safe.encode(self._template.render_or_refuse(messages, tools, prompt=True))
+        return self._safe.encode(self._template.render(messages, tools, prompt=True))
 
     def extend(
         self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec], ended: int | None = None
@@ -193,7 +193,7 @@ class TemplateChat(Chat):
 
     def _find_separator(self) -> str:
         """The text that the template writes between content and tool calls."""
-        text = self._output(Message("assistant", "contentx7q", tool_calls=(PROBE_CALL,)))
+        text = self._output(call_message(1, "contentx7q"))
         between, written, _ = text.partition("contentx7q")[2].partition(self._format.write((PROBE_CALL,)))
         return between if written else "\n"
 
@@ -282,16 +282,65 @@ class TemplateChat(Chat):
         return self._visible[shape]
 
 
-def _try_out(template: Template) -> None:
-    find_fault(template, tools=not missing_for_tools(template))
-
-
 def _unusable(why: str) -> ConfigError:
-    return ConfigError(
-        f"the chat template cannot be used: {why}; choose another one with chat.template=chatml or chat.template=PATH"
-    )
+    return ConfigError(f"the chat template cannot be used: {why}; {OTHERS}")
 
 
 def _texts(messages: Sequence[Message]) -> list[str]:
     """The values of an extension's slots: each message's content and name."""
     return [text for message in messages for text in (message.content, message.name)]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplatePieces:
+    """What a template writes for one shape of messages, as fixed text around slots, so that a turn joins strings.
+
+    `literals[0] slots[0] literals[1] slots[1] ... literals[-1]`
+    """
+
+    literals: tuple[str, ...]
+    slots: tuple[int, ...]  # the index of the value at each place
+    trims: tuple[Callable[[str], str], ...]  # what the template does to each value
+
+    def fill(self, values: Sequence[str]) -> str:
+        """The text with `values` in the slots."""
+        parts = [self.literals[0]]
+        for slot, literal in zip(self.slots, self.literals[1:], strict=True):
+            parts.append(self.trims[slot](values[slot]))
+            parts.append(literal)
+        return "".join(parts)
+
+
+_TRIMS: tuple[Callable[[str], str], ...] = (
+    str,
+    str.strip,
+    lambda text: text.strip("\n"),
+    lambda text: text.lstrip("\n"),
+    lambda text: text.rstrip("\n"),
+    str.lstrip,
+    str.rstrip,
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+)
+_PROBES = ("\n \n odd \n \n", " \t\"'{}\\ 1 < 2 &amp; \u00e9\u4e2d\U0001f600 {{ x }} ", '{"a": [1]}', "x")
+
+
+def learn(write: Callable[[Sequence[str]], str | None], count: int) -> TemplatePieces | None:
+    """The pieces that `write` joins with `count` values; None when its text depends on the values in another way."""
+    names = [f"slot{index}q7x" for index in range(count)]
+    text = write(names)
+    if text is None:
+        return None
+    parts = re.split(r"slot(\d+)q7x", text)
+    literals, slots = tuple(parts[::2]), tuple(int(part) for part in parts[1::2])
+    trims: list[Callable[[str], str]] = []
+    for index in range(count):
+        values = [*names[:index], _PROBES[0], *names[index + 1 :]]
+        written = write(values)
+        tried = (TemplatePieces(literals, slots, (*trims, trim, *[str] * (count - index - 1))) for trim in _TRIMS)
+        trims.append(next((pieces.trims[index] for pieces in tried if pieces.fill(values) == written), str))
+    pieces = TemplatePieces(literals, slots, tuple(trims))
+    for shift in range(len(_PROBES)):
+        values = [_PROBES[(index + shift) % len(_PROBES)] for index in range(count)]
+        if pieces.fill(values) != write(values):
+            return None
+    return pieces
