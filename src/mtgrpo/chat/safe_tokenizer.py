@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer
@@ -36,29 +36,25 @@ class SafeTokenizer:
         self._plain = Tokenizer.from_str(json.dumps({**inner, "added_tokens": []}))
         tokens = layout["added_tokens"]
         self.added: dict[str, int] = {token["content"]: token["id"] for token in tokens}
-        prepends = inner["normalizer"] != layout["normalizer"]  # then a normalised token is hardly ever read amid text
-        self._read = _finder(token["content"] for token in tokens if not (prepends and token["normalized"]))
         self._names = {token: string for string, token in self.added.items()}
-        self._strings = [_OPEN, _CLOSE, *(string for string in self.added if string.strip())]
-        self._numbers = {string: number for number, string in enumerate(self._strings)}
-        self._escaped = _finder(self._strings)
-        self._normalizer = self._inner.normalizer
-        normal = [self._normalizer.normalize_str(string) for string in self._strings] if self._normalizer else []
-        self._normalized = _finder(string for string in (*self._strings, *normal) if string.strip())
-        self._spelled = [self._spell(string) for string in self._strings]
+        prepends = inner["normalizer"] != layout["normalizer"]  # then a normalised token is hardly ever read amid text
+        self._read = _finder({token["content"]: False for token in tokens if not (prepends and token["normalized"])})
+        escaped = {token["content"]: token["normalized"] for token in tokens if token["content"].strip()}
+        escaped |= {_OPEN: False, _CLOSE: False}
+        self._escaped = _finder(escaped, self._inner.normalizer)
+        self._spelled = [[], *map(self._spell, escaped)]  # by the number in a marker
 
     def escape(self, text: str, *, sampled: bool = False) -> str:
         """`text` with markers for added tokens; in `sampled` text the markup that models generate stays."""
         if not text.isascii():
             text = text.encode(errors="replace").decode()  # halves of surrogate pairs, which have no tokens
-        pieces = _split(self._escaped, text)
-        text = "".join(self._marker(name) if self._foreign(name, sampled) else piece for name, piece in pieces)
-        if self._normalizer is None:
-            return text
-        parts = _MARKER.split(text)
-        parts[::2] = [self._escape_normalized(part, sampled) for part in parts[::2]]
-        parts[1::2] = [f"{_OPEN}{number}{_CLOSE}" for number in parts[1::2]]
-        return "".join(parts)
+        encoding = self._escaped.encode(text, add_special_tokens=False)
+        escaped, position = "", 0
+        for number, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if number and not (sampled and self._escaped.id_to_token(number) in MARKUP):
+                escaped += f"{text[position:start]}{_OPEN}{number}{_CLOSE}"
+                position = end
+        return escaped + text[position:]
 
     def escape_all(self, value: Any) -> Any:
         """`escape` on every string in a JSON value."""
@@ -129,29 +125,10 @@ class SafeTokenizer:
         """`text` cut where tokenizers begin to put spaces before words, each piece with the tokenizer for it."""
         if not continues or self._inner is self._full:
             return [(text, self._full)] if text else []
-        pieces = _split(self._read, text)
-        cut = len(pieces[0][1]) if pieces and not pieces[0][0] else 0
+        encoding = self._read.encode(text, add_special_tokens=False)
+        number, (_, end) = next(zip(encoding.ids, encoding.offsets, strict=True), (0, (0, 0)))
+        cut = 0 if number else end
         return [part for part in ((text[:cut], self._inner), (text[cut:], self._full)) if part[0]]
-
-    def _escape_normalized(self, text: str, sampled: bool) -> str:
-        """`text` with markers for strings that the normaliser turns into an added token."""
-        if not any(name for name, _ in _split(self._normalized, self._normalizer.normalize_str(text))):
-            return text
-        encoding = self._inner.encode(text, add_special_tokens=False)
-        escaped, position = "", 0
-        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            name, string = self._names.get(token, ""), text[start:end]
-            if self._foreign(name, sampled) and string.strip():
-                escaped += text[position:start] + string.replace(string.strip(), self._marker(name))
-                position = end
-        return escaped + text[position:]
-
-    def _foreign(self, name: str, sampled: bool) -> bool:
-        """Whether this added token, "" for none, may not be read where it stands in a content."""
-        return name in self._numbers and not (sampled and name in MARKUP)
-
-    def _marker(self, string: str) -> str:
-        return f"{_OPEN}{self._numbers[string]}{_CLOSE}"
 
     def _spell(self, text: str) -> list[int]:
         tokens = self._plain.encode(text, add_special_tokens=False).ids
@@ -172,17 +149,16 @@ def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((index for index in range(start, most) if one[index] != other[index]), most)
 
 
-def _finder(strings: Iterable[str]) -> Tokenizer:
-    """A tokenizer whose only tokens are `strings`, of which there may be thousands; the longest is read."""
+def _finder(strings: Mapping[str, bool], normalizer: Any = None) -> Tokenizer:
+    """A tokenizer that finds the longest of `strings`, as the tokens 1, 2, ..., and 0 between them.
+
+    Those that are true are found in the text as `normalizer` writes it. There may be thousands.
+    """
     finder = Tokenizer(WordLevel({"": 0}, unk_token=""))
-    finder.add_tokens([AddedToken(string, normalized=False) for string in strings])
+    if normalizer is not None:
+        finder.normalizer = normalizer
+    finder.add_tokens([AddedToken(string, normalized=normalized) for string, normalized in strings.items()])
     return finder
-
-
-def _split(finder: Tokenizer, text: str) -> list[tuple[str, str]]:
-    """The pieces of `text`, each with the token that it is to `finder`, "" between tokens."""
-    encoding = finder.encode(text, add_special_tokens=False)
-    return [(name, text[start:end]) for name, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True)]
 
 
 def _without_prefix_space(layout: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,9 +172,9 @@ def _without_prefix_space(layout: Mapping[str, Any]) -> dict[str, Any]:
         values = cast("dict[str, Any]", part).items()
         return {key: settings[key] if key in settings else change(value, settings) for key, value in values}
 
-    (normalizer,) = change([layout["normalizer"] or {"type": "Prepend"}], {}) or [None]
+    normalizer = layout["normalizer"]
     return {
-        "normalizer": normalizer,
+        "normalizer": None if normalizer and normalizer["type"] == "Prepend" else change(normalizer, {}),
         "pre_tokenizer": change(layout["pre_tokenizer"], {"prepend_scheme": "never", "add_prefix_space": False}),
         "decoder": change(layout["decoder"], {"prepend_scheme": "never", "start": 0}),
     }
