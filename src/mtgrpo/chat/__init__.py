@@ -87,22 +87,19 @@ def open_chat(tokenizer: Any, settings: ChatSettings) -> Chat:
     serves with `chat.template=auto` those alone whose template is missing or writes tool calls in a format that is not
     in `formats.py`. Raises ConfigError when there is no usable template.
     """
-    from mtgrpo.chat.template import TemplateChat, template_source  # noqa: PLC0415  settings alone import no library
+    from mtgrpo.chat.template import TemplateChat  # noqa: PLC0415  settings alone import no library
     from mtgrpo.model.load import end_tokens  # noqa: PLC0415
 
     name = str(tokenizer.name_or_path)
     added = set(tokenizer.get_added_vocab().values())
     ends = [token for token in end_tokens(name) if token in added] if name else []
-    by_name = (
-        settings.template == "auto" and settings.tools is not Tools.prompt and "/" in name and not Path(name).exists()
-    )
-    chat = None
-    if tokenizer.chat_template or not by_name:
-        chat = TemplateChat(tokenizer, template_source(tokenizer, settings.template), settings, ends)
+    on_hub = "/" in name and not Path(name).exists()
+    by_name = on_hub and settings.template == "auto" and settings.tools is not Tools.prompt
+    chat = TemplateChat(tokenizer, settings, ends) if tokenizer.chat_template or not by_name else None
     if by_name and not (chat and chat.knows_tools):
         from mtgrpo.chat.renderer import RendererChat, find_config  # noqa: PLC0415
 
         config = find_config(name)
         if config is not None and (named := RendererChat(tokenizer, config, settings.thinking, ends)).knows_tools:
             return named
-    return chat or TemplateChat(tokenizer, template_source(tokenizer, settings.template), settings, ends)
+    return chat or TemplateChat(tokenizer, settings, ends)

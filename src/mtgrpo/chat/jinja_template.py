@@ -25,7 +25,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.messages import message_to_dict
 from mtgrpo.types import Message, Role, ToolCall, ToolSpec
 
-OTHERS = "choose another one with chat.template=chatml or chat.template=PATH of a .jinja file"
+OTHERS = "choose another one with chat.template=chatml or chat.template=PATH"
 ANCHOR = "anchorx7q"
 USER = Message("user", "hello")
 PROBE_TOOL = ToolSpec("probe", "A probe.", {"type": "object", "properties": {"a": {"type": "string"}}})

@@ -11,7 +11,7 @@ import renderers.base  # pyright: ignore[reportMissingTypeStubs]
 
 from mtgrpo.chat import Chat, Thinking
 from mtgrpo.chat.formats import Malformed, split_thinking
-from mtgrpo.chat.jinja_template import PROBE_TOOL, USER
+from mtgrpo.chat.jinja_template import PROBE_TOOL, USER, call_message
 from mtgrpo.chat.safe_tokenizer import SafeTokenizer, shared_length
 from mtgrpo.errors import ConfigError
 from mtgrpo.messages import message_to_dict
@@ -46,7 +46,7 @@ class RendererChat(Chat):
         self.stop_ids = tuple(dict.fromkeys([*own_ends, *ends]))
         self._prompt = self._render([USER])
         self.knows_tools = self._render([USER], [PROBE_TOOL]) != self._prompt
-        self._endings = {calls: self.encode(_sample(calls)) for calls in (False, True)}
+        self._endings = {calls: self.encode(call_message(calls, "ok")) for calls in (False, True)}
         self.notes = [f"chat: renderer {self._renderer.config.name}, thinking {thinking.value}"]
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
@@ -167,10 +167,6 @@ def _sampled(rendered: Any) -> list[int]:
     """The tokens of message 1 that a model would have sampled."""
     rows = zip(rendered.token_ids, rendered.message_indices, rendered.sampled_mask, strict=True)
     return [token for token, index, sampled in rows if index == 1 and sampled]
-
-
-def _sample(calls: bool) -> Message:
-    return Message("assistant", "ok", tool_calls=(ToolCall("probe", {}),) if calls else ())
 
 
 def _read_call(call: renderers.ParsedToolCall) -> ToolCall:

@@ -36,7 +36,7 @@ def chatml() -> str:
     return read_packaged("chatml.jinja")
 
 
-def template_source(tokenizer: Any, template: str) -> str:
+def _source(tokenizer: Any, template: str) -> str:
     """The jinja source that `chat.template` names. Raises ConfigError where there is none."""
     if template == "chatml":  # a base model may spell <|im_start|> as text; the end of a turn must be a token
         end = "<|im_end|>" if "<|im_end|>" in tokenizer.get_added_vocab() else tokenizer.eos_token
@@ -75,8 +75,9 @@ class TemplateChat(Chat):
     (roles, and which fields are empty) and joined; where the fixed text depends on contents, the template is rendered.
     """
 
-    def __init__(self, tokenizer: Any, source: str, settings: ChatSettings, ends: Sequence[int] = ()) -> None:
-        self._safe = SafeTokenizer(tokenizer)
+    def __init__(self, tokenizer: Any, settings: ChatSettings, ends: Sequence[int] = ()) -> None:
+        """Raises ConfigError where there is no template, or it cannot be used. ends: further tokens that end a turn."""
+        source, self._safe = _source(tokenizer, settings.template), SafeTokenizer(tokenizer)
         if why := try_within_limits(lambda: find_fault(Template(tokenizer, source, self._safe), tools=True)):
             raise _unusable(f"to render it {why}")
         self._template = Template(tokenizer, source, self._safe)
@@ -96,9 +97,7 @@ class TemplateChat(Chat):
         spaced = self._safe.encode_after(self._opener, "x") != self._safe.encode_after("", "x")
         self._space = " " if spaced else ""  # which the tokenizer puts before an output
         self._inside_thinking = bool(re.search(r"<think>\s*$", self._prompt))
-        self._turn_end = self._find_turn_end()
-        answered = self._template.try_render([USER, Message("assistant", ANCHOR)]) or ""
-        self._ends_at_once = answered.partition(ANCHOR)[2].startswith(self._turn_end)
+        self._turn_end, self._ends_at_once = self._find_turn_end()
         self._end = self._turn_end or tokenizer.eos_token
         if not self._end:
             raise ConfigError("the chat template ends a turn with no special token and the tokenizer has no eos token")
@@ -118,10 +117,7 @@ class TemplateChat(Chat):
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         if tools and self._no_tools:
-            raise ConfigError(
-                f"the chat template has {self._no_tools}; use chat.tools=prompt, chat.template=chatml or "
-                "chat.template=PATH"
-            )
+            raise ConfigError(f"the chat template has {self._no_tools}; use chat.tools=prompt, or {OTHERS}")
         if tools and not self._schemas and self._lacking:
             self.notes.append(
                 f"chat: the template has no {self._lacking}: they are described in the prompt (chat.tools=prompt)"
@@ -142,10 +138,8 @@ class TemplateChat(Chat):
         if shape not in self._extensions:
             self._extensions[shape] = self._learn_extension(calls, bool(tools), new)
         pieces = self._extensions[shape]
-        if pieces is not None:
-            text = pieces.fill([self._safe.escape(text) for text in _texts(new)])
-        else:
-            text = self._extension(calls, bool(tools), new)
+        texts = [self._safe.escape(text) for message in new for text in (message.content, message.name)]
+        text = self._extension(calls, bool(tools), new) if pieces is None else pieces.fill(texts)
         if text is None:
             return None
         return self._safe.encode_after("" if open_turn else self._turn_end, self._turn_end * open_turn + text)
@@ -166,16 +160,15 @@ class TemplateChat(Chat):
     def encode(self, message: Message) -> list[int]:
         return self._safe.encode_after(self._opener, self._output(message))
 
-    def _find_turn_end(self) -> str:
-        """The added token with which the template ends an assistant's turn whatever follows; "" if there is none."""
+    def _find_turn_end(self) -> tuple[str, bool]:
+        """(the added token with which an assistant's turn ends whatever follows, "" = none; whether at once)."""
         tokens = "|".join(re.escape(token) for token in sorted(self._safe.added, key=len, reverse=True))
-        ends: set[str] = set()
-        answer = Message("assistant", ANCHOR)
-        for messages, prompt in (([USER, answer], False), ([USER, answer, USER], True)):
-            text = self._template.try_render(messages, prompt=prompt) or ""
-            end = re.match(rf"\s*({tokens})", text.partition(ANCHOR)[2])
-            ends.add(end.group(1) if end else "")
-        return ends.pop() if len(ends) == 1 else ""
+        talk = [USER, Message("assistant", ANCHOR)]
+        texts = self._template.try_render(talk), self._template.try_render([*talk, USER], prompt=True)
+        rests = [(text or "").partition(ANCHOR)[2] for text in texts]
+        ends = [match.group(1) if (match := re.match(rf"\s*({tokens})", rest)) else "" for rest in rests]
+        end = ends[0] if ends[0] == ends[1] else ""
+        return end, rests[0].startswith(end)
 
     def _find_format(self) -> tuple[ToolFormat, str]:
         """(the format in which the template writes tool calls, why tools cannot be used with it or "")."""
@@ -198,14 +191,12 @@ class TemplateChat(Chat):
         return between if written else "\n"
 
     def _learn_extension(self, calls: bool, tools: bool, new: Sequence[Message]) -> TemplatePieces | None:
-        texts = _texts(new)
+        def write(texts: Sequence[str]) -> str | None:
+            rows = zip(new, texts[::2], texts[1::2], strict=True)
+            filled = [Message(m.role, text if m.content else "", name=name if m.name else "") for m, text, name in rows]
+            return self._extension(calls, tools, filled)
 
-        def write(values: Sequence[str]) -> str | None:
-            filled = [value if text else "" for value, text in zip(values, texts, strict=True)]
-            pairs = zip(new, filled[::2], filled[1::2], strict=True)
-            return self._extension(calls, tools, [Message(m.role, content, name=name) for m, content, name in pairs])
-
-        return learn(write, len(texts))
+        return learn(write, 2 * len(new))  # content and name of each
 
     def _extension(self, calls: bool, tools: bool, new: Sequence[Message]) -> str | None:
         """The text that the template writes between an assistant's end of turn and the next turn.
@@ -233,9 +224,8 @@ class TemplateChat(Chat):
     def _output(self, message: Message) -> str:
         """The text of the model's output, by rendering the template; in the format alone where that does not work."""
         if message.reasoning and not self._template.shows_reasoning:
-            opening = "" if self._inside_thinking else "<think>\n"
-            thoughts = opening + self._safe.escape(message.reasoning, sampled=True) + "\n</think>\n\n"
-            return thoughts + _EMPTY_THINKING.sub("", self._output(dataclasses.replace(message, reasoning="")))
+            answer = self._output(dataclasses.replace(message, reasoning=""))
+            return self._thoughts(self._safe.escape(message.reasoning, sampled=True)) + _EMPTY_THINKING.sub("", answer)
         full = self._template.try_render([USER, message]) or ""
         prompt = _OPEN_THINKING.sub("", self._prompt)
         if not full.startswith(prompt):
@@ -250,11 +240,15 @@ class TemplateChat(Chat):
         message = self._safe.escape_message(message)
         output = message.content
         if message.reasoning or self._inside_thinking:
-            opening = "" if self._inside_thinking else "<think>\n"
-            output = f"{opening}{message.reasoning}\n</think>\n\n{output}"
+            output = self._thoughts(message.reasoning) + output
         if message.tool_calls:
             output += ("\n" if message.content else "") + self._format.write(message.tool_calls)
         return output + self._end
+
+    def _thoughts(self, text: str) -> str:
+        """The escaped reasoning as the model writes it."""
+        opening = "" if self._inside_thinking else "<think>\n"
+        return f"{opening}{text}\n</think>\n\n"
 
     def _strips(self, history: Sequence[Message], new: Sequence[Message]) -> bool:
         """Whether the template shows less of the model's reasoning after `new` than the present context does."""
@@ -284,11 +278,6 @@ class TemplateChat(Chat):
 
 def _unusable(why: str) -> ConfigError:
     return ConfigError(f"the chat template cannot be used: {why}; {OTHERS}")
-
-
-def _texts(messages: Sequence[Message]) -> list[str]:
-    """The values of an extension's slots: each message's content and name."""
-    return [text for message in messages for text in (message.content, message.name)]
 
 
 @dataclass(frozen=True, slots=True)
