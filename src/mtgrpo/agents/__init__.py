@@ -58,7 +58,7 @@ class Agent(Part, ABC):
     """Base of all agents."""
 
     active: ClassVar[bool] = True  # whether it takes the place of the environment
-    _endpoint = cast("Endpoint | None", None)  # while it is open
+    endpoint = cast("Endpoint", None)  # where it sends its requests, while it is open
 
     max_requests: int = 64  # turns sampled in one attempt; then the conversation is truncated
     timeout_s: float = 1800.0  # of one attempt without its scoring; then it has failed; 0 = none
@@ -92,15 +92,8 @@ class Agent(Part, ABC):
 
         async with open_endpoint() as endpoint:
             running = copy.copy(self)
-            running._endpoint = endpoint
+            running.endpoint = endpoint
             yield running
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """Where it sends its requests. Raises RuntimeError before it is open."""
-        if self._endpoint is None:
-            raise RuntimeError(f"the agent {type(self).__name__} is not open: use `async with agent.open(context)`")
-        return self._endpoint
 
     @abstractmethod
     async def run(self, task: Task, address: Address) -> Outcome:
