@@ -55,7 +55,7 @@ class ChatCompletions(Dialect):
         }
 
     def events(self, reply: TurnReply, body: Body) -> Iterator[bytes]:
-        head = {**self.write(reply, body), "object": "chat.completion.chunk"}
+        head: dict[str, Any] = {**self.write(reply, body), "object": "chat.completion.chunk"}
         usage, (choice,) = head.pop("usage"), head.pop("choices")
 
         def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, cast
 
 from mtgrpo.endpoint import Entry, Refusal, RefusedError, TurnReply, TurnRequest, canonical_json
-from mtgrpo.runtime.files import strict_json
+from mtgrpo.runtime.files import is_deeper, strict_json
 from mtgrpo.types import Message, ToolCall, ToolSpec
 
 Body = Mapping[str, Any]
@@ -106,13 +106,9 @@ def parse_json(text: str | bytes, what: str) -> Any:
         value: Any = json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise RefusedError("invalid", f"{what} is no JSON: {error!s:.200}") from None
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        held = [list(part.values()) if isinstance(part, dict) else part for part in level]
-        level = [inner for parts in held for inner in parts if isinstance(inner, dict | list)]
-        if not level:
-            return value
-    raise RefusedError("invalid", f"{what} is nested more than {MAX_DEPTH} levels deep")
+    if is_deeper(value, MAX_DEPTH):
+        raise RefusedError("invalid", f"{what} is nested more than {MAX_DEPTH} levels deep")
+    return value
 
 
 def mapping(value: Any, what: str) -> Body:

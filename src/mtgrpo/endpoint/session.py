@@ -95,7 +95,6 @@ class AgentSession:
         self._sampling = dataclasses.replace(sampling, stop_ids=[*sampling.stop_ids, *chat.stop_ids])
         self._pin_system, self._strict = pin_system, strict
         self._exchanges: list[Exchange] = []
-        self._recorded: list[Exchange] = []  # of each turn
         self._index = TurnIndex()
         self._equal: dict[str, list[Exchange]] = {}  # by digest, those that may be asked for again
         self._waiting: dict[object, Exchange] = {}  # by the connection that gets the reply
@@ -191,12 +190,13 @@ class AgentSession:
         may ask for its last answer without tools.
         """
         trajectory = self.trajectory
-        tools = [tuple(tool.name for tool in exchange.request.tools) for exchange in self._recorded]
+        recorded = sorted((one for one in self._exchanges if one.turn >= 0), key=lambda exchange: exchange.turn)
+        tools = [tuple(tool.name for tool in exchange.request.tools) for exchange in recorded]
         main = Counter(tools).most_common(1)
         for turn, names in zip(trajectory.turns, tools, strict=True):
             continues = turn.parent >= 0 and not trajectory.turns[turn.parent].auxiliary
             turn.auxiliary = names != main[0][0] and not continues
-        delivered = [exchange.delivered for exchange in self._recorded]
+        delivered = [exchange.delivered for exchange in recorded]
         self.counts["discarded"] = delivered.count(False)
         self.counts["auxiliary"] = sum(turn.auxiliary for turn in trajectory.turns)
         chosen = trains(trajectory)
@@ -296,8 +296,8 @@ class AgentSession:
         if not stops or not first_stop(len(tokens)):
             return completion, ""
         count = bisect.bisect_left(range(len(tokens)), True, lo=1, key=lambda count: bool(first_stop(count)))
-        lists = (values[:count] for values in (tokens, completion.logprobs, completion.versions))
-        return Completion(*lists, Finish.STOP, completion.kept[:count]), first_stop(count)
+        cut = {name: getattr(completion, name)[:count] for name in ("tokens", "logprobs", "versions", "kept")}
+        return dataclasses.replace(completion, **cut, finish=Finish.STOP), first_stop(count)
 
     def _record(self, exchange: Exchange, context: _Context, completion: Completion, message: Message) -> None:
         parent, turns = context.parent, self.trajectory.turns
@@ -312,7 +312,6 @@ class AgentSession:
         self._sampled_tokens += len(completion.tokens)
         number = parent.turn if parent is not None and context.extends else -1
         turns.append(Turn.of(completion, message, context.new, number))
-        self._recorded.append(exchange)
 
     def _context(self, exchange: Exchange) -> _Context:
         """Where the turn is sampled. Raises RefusedError where the chat template has no place for the messages."""
@@ -341,7 +340,7 @@ class AgentSession:
         idle = [chain for chain in self._chains if not chain.busy]
         shared = [shared_length(chain.tokens, context.tokens) for chain in idle]
         best = max(range(len(idle)), key=lambda i: shared[i], default=0)
-        repeats = self._recorded and any(message.role == "assistant" for message in context.history)
+        repeats = self.trajectory.turns and any(message.role == "assistant" for message in context.history)
         if repeats and not context.extends:
             self.counts["drifted"] += 1
             self.counts["drifted_tokens"] += len(context.tokens) - max(shared, default=0)

@@ -24,6 +24,7 @@ from referencing.jsonschema import DRAFT202012
 
 from mtgrpo.errors import ConfigError, PolicyError
 from mtgrpo.parts.extension import place
+from mtgrpo.runtime.files import is_deeper
 from mtgrpo.types import ToolSpec
 
 _MAX_LEVELS = 100  # of arguments
@@ -90,7 +91,7 @@ class ArgumentCheck:
             errors = sorted(self._validator.iter_errors(dict(arguments)), key=_importance)
             refusal = _explained(errors[0], self._name) if errors else ""
             json.dumps(dict(arguments), ensure_ascii=False, allow_nan=False, default=str).encode()
-            if _deeper(arguments, _MAX_LEVELS):  # than what servers and other processes take
+            if is_deeper(arguments, _MAX_LEVELS):  # than what servers and other processes take
                 raise RecursionError
         except OverflowError:
             refusal = f"{self._name}: a number is too large"
@@ -103,12 +104,6 @@ class ArgumentCheck:
 
     def __reduce__(self) -> tuple[Any, ...]:  # a validator cannot be pickled
         return ArgumentCheck, self._made_of
-
-
-def _deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects are nested in one another more than `levels` deep."""
-    inner: Any = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return levels < 0 or any(_deeper(one, levels - 1) for one in inner)
 
 
 def _resolve(tool: str, resource: Resource[Any], resolver: Any) -> None:
