@@ -38,6 +38,11 @@ class Status(Enum):
     FAILED = "failed"  # by the world, never by what the policy writes (PolicyError): not trained, in no baseline
 
 
+def is_success(status: str, reward: float, success_at: float) -> bool:
+    """Whether a conversation ended by itself, within all limits, with a reward of at least `success_at`."""
+    return status == Status.COMPLETED.value and reward >= success_at
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """One tool call of the model. Example: `ToolCall("calculator", {"expression": "17 * 23"})`."""
@@ -278,6 +283,15 @@ class Trajectory(Counts):
         return replace(self, turns=turns, turn_rewards=self.turn_rewards[:], untrained=self.untrained[:], **tables)
 
     @property
+    def failed(self) -> bool:
+        """Whether the world failed it."""
+        return self.status is Status.FAILED
+
+    def succeeded(self, success_at: float) -> bool:
+        """Whether it is a success; see `is_success`."""
+        return is_success(self.status.value, self.reward, success_at)
+
+    @property
     def final(self) -> str:
         """The answer of its agent, or the text of the last message to the environment, without reasoning; "" = none."""
         return self.output or next((turn.message.content for turn in reversed(self.turns) if not turn.auxiliary), "")
@@ -328,3 +342,13 @@ class Group:
     task: Task
     trajectories: list[Trajectory]
     score_s: float = 0.0  # spent on rewards
+
+    @property
+    def valid(self) -> list[Trajectory]:
+        """Those that did not fail."""
+        return [trajectory for trajectory in self.trajectories if not trajectory.failed]
+
+    def success_rate(self, success_at: float) -> float | None:
+        """The share of successes among those that did not fail; None where all failed."""
+        outcomes = [trajectory.succeeded(success_at) for trajectory in self.valid]
+        return sum(outcomes) / len(outcomes) if outcomes else None

@@ -64,7 +64,7 @@ def run_playing(experiment: Experiment, folder: Path) -> None:
                 if ended.status is Status.TRUNCATED:
                     _show("model", ended.turns[-1].message.content if ended.turns else "")
                     run.sinks.note(f"cut by {ended.reason}")
-                elif ended.status is Status.FAILED:
+                elif ended.failed:
                     run.sinks.note(f"it failed: {ended.reason}")
 
     asyncio.run(play())

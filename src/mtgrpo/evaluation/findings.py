@@ -20,26 +20,11 @@ from mtgrpo.evaluation.statistics import (
     wilson,
 )
 from mtgrpo.rewards import Reward
-from mtgrpo.types import CallOutcome, Group, Status, Trajectory
+from mtgrpo.types import CallOutcome, Group, Trajectory
 
 NO_TOOLS = "no_tools"  # the name of the control beside the sets of tasks
 _DIFFICULTY = ("difficulty", "level")  # what data sets call it, in a task's metadata
 _MAX_PARTS = 8  # rows of a breakdown; the others are one
-
-
-def valid(groups: Sequence[Group]) -> list[Trajectory]:
-    """The trajectories that did not fail."""
-    return [t for group in groups for t in group.trajectories if t.status is not Status.FAILED]
-
-
-def is_success(status: str, reward: float, success_at: float) -> bool:
-    """Whether a conversation ended by itself, within all limits, with a reward of at least `success_at`."""
-    return status == Status.COMPLETED.value and reward >= success_at
-
-
-def succeeded(trajectory: Trajectory, success_at: float) -> bool:
-    """Whether a trajectory is a success; see `is_success`."""
-    return is_success(trajectory.status.value, trajectory.reward, success_at)
 
 
 @dataclass(frozen=True)
@@ -124,12 +109,12 @@ def control(groups: Mapping[str, EvaluationGroups], success_at: float) -> Compar
 
 def _by_task(groups: Sequence[Group]) -> list[list[Trajectory]]:
     """Those of each task that did not fail; tasks without one are left out."""
-    return [trajectories for group in groups if (trajectories := valid([group]))]
+    return [group.valid for group in groups if group.valid]
 
 
 def _outcomes(trajectories: Sequence[Trajectory], success_at: float) -> list[float]:
     """1 for each success, 0 for each other."""
-    return [float(succeeded(trajectory, success_at)) for trajectory in trajectories]
+    return [float(trajectory.succeeded(success_at)) for trajectory in trajectories]
 
 
 def _tools(trajectory: Trajectory) -> str:

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.evaluation.findings import is_success
 from mtgrpo.record.shapes import METRICS, RESULTS, SETTINGS, TEXTS, TRAJECTORY, Json, fit
 from mtgrpo.runtime.files import MAX_LINE_BYTES, Line, read_last_lines, read_lines
 from mtgrpo.runtime.plain_yaml import BrokenYamlError, parse_yaml, read_bounded
 from mtgrpo.runtime.text import number, printable, shorten
-from mtgrpo.types import LEARNING
+from mtgrpo.types import LEARNING, is_success
 
 BEFORE, AFTER = "evaluation_before", "evaluation_after"  # the files of trajectories that evaluations leave
 _POINTS = 2000  # rows of metrics that are kept

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mtgrpo.errors import require
-from mtgrpo.rollout.filter import success_rate
-from mtgrpo.tasks import hashed
+from mtgrpo.tasks.stream import hashed
 from mtgrpo.types import Group, Task
 
 
@@ -47,7 +46,7 @@ class Difficulty:
     def measure(self, groups: Iterable[Group]) -> None:
         """Take note of groups that were run; those in which every conversation failed say nothing of their task."""
         for group in groups if self._curriculum.active else ():
-            if (success := success_rate(group, self._success_at)) is not None:
+            if (success := group.success_rate(self._success_at)) is not None:
                 self.success[group.task.id] = success
 
     def skips(self, task: Task, number: int) -> bool:

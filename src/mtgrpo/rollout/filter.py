@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mtgrpo.errors import ConfigError, require
-from mtgrpo.types import Group, Status, Trajectory
+from mtgrpo.types import Group, Trajectory
 
 
 @dataclass
@@ -40,16 +40,9 @@ class Filter:
         """Whether a group is trained; `reward` is what training sees of a trajectory's outcome."""
         if not self.active:
             return True
-        valid = [t for t in group.trajectories if t.status is not Status.FAILED]
-        if not valid:
+        success = group.success_rate(success_at)
+        if success is None:
             return False
-        if self.zero_variance and len({(reward(t), tuple(t.turn_rewards)) for t in valid}) == 1:
+        if self.zero_variance and len({(reward(t), tuple(t.turn_rewards)) for t in group.valid}) == 1:
             return False
-        return self.min_success <= (success_rate(group, success_at) or 0.0) <= self.max_success
-
-
-def success_rate(group: Group, success_at: float) -> float | None:
-    """The share of the conversations that did not fail which succeeded; None where all failed."""
-    valid = [t for t in group.trajectories if t.status is not Status.FAILED]
-    succeeded = sum(t.status is Status.COMPLETED and t.reward >= success_at for t in valid)
-    return succeeded / len(valid) if valid else None
+        return self.min_success <= success <= self.max_success

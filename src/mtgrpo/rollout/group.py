@@ -73,7 +73,7 @@ class RolloutRunner:
             queued_s = time.perf_counter() - queued
             trajectory = await self._attempt(task, sample_index, 0)
             for attempt in range(1, self.retries + 1):
-                if trajectory.status is not Status.FAILED:
+                if not trajectory.failed:
                     break
                 trajectory = await self._attempt(task, sample_index, attempt)
                 trajectory.attempts = attempt + 1
@@ -85,9 +85,9 @@ class RolloutRunner:
         began = time.perf_counter()
         scored: list[Trajectory] = []
         for trajectory in group.trajectories:
-            if trajectory.given is not None and trajectory.status is not Status.FAILED:
+            if trajectory.given is not None and not trajectory.failed:
                 set_score(trajectory, Score(trajectory.given, trajectory.components))
-            elif trajectory.status is not Status.FAILED:
+            elif not trajectory.failed:
                 scored.append(trajectory)
         for trajectory, score in zip(scored, await self._scores(scored), strict=True):
             if isinstance(score, Exception):
@@ -149,7 +149,7 @@ async def _first(running: Sequence[asyncio.Future[Trajectory]], size: int) -> li
     ended: list[Trajectory] = []
     for sibling in asyncio.as_completed(running):
         ended.append(await sibling)
-        if sum(t.status is not Status.FAILED for t in ended) == size:
+        if sum(not t.failed for t in ended) == size:
             break
-    ended.sort(key=lambda trajectory: (trajectory.status is Status.FAILED, trajectory.sample_index))
+    ended.sort(key=lambda trajectory: (trajectory.failed, trajectory.sample_index))
     return ended[:size]

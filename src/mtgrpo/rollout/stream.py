@@ -25,7 +25,7 @@ from mtgrpo.rollout.curriculum import Curriculum, Difficulty
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import RolloutSettings
 from mtgrpo.tasks import TaskStream
-from mtgrpo.types import Group, Status, Task
+from mtgrpo.types import Group, Task
 
 
 @dataclass(eq=False)
@@ -234,8 +234,7 @@ class Stream:
 
     def _note_finished(self, number: int, group: Group, failed: bool) -> None:
         """Write a group down: one with conversations that have `failed` only when it is trained; else it runs again."""
-        has_failed = any(trajectory.status is Status.FAILED for trajectory in group.trajectories)
-        if self._journal.groups and has_failed == failed:
+        if self._journal.groups and failed == (len(group.valid) < len(group.trajectories)):
             self._journal.add(finished=number, group=group)
 
     def _chosen(self, version: int) -> list[PendingGroup] | None:
@@ -260,7 +259,7 @@ class Stream:
 def _check_failed(groups: list[Group], allowed: float) -> None:
     """Raise RunError when more than the share `allowed` of the conversations failed."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    causes = Counter(t.reason for t in trajectories if t.status is Status.FAILED)
+    causes = Counter(t.reason for t in trajectories if t.failed)
     if causes.total() > allowed * len(trajectories):
         why, often = causes.most_common(1)[0]
         raise RunError(

@@ -31,7 +31,7 @@ from mtgrpo.runtime.text import printable
 from mtgrpo.runtime.workers import together
 from mtgrpo.stages import trainer
 from mtgrpo.stages.run import check, make_runner, open_parts
-from mtgrpo.types import Attend, Completion, Group, Sample, Sampling, Status, Task
+from mtgrpo.types import Attend, Completion, Group, Sample, Sampling, Task
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ async def rollout_with_advantages(
             runner = make_runner(opened, chat, conversation, attend, longest)
             finished = await together(runner.run_group(task, group_size, extra) for task in tasks)
     trajectories = [trajectory for group in finished for trajectory in group.trajectories]
-    if trajectories and all(trajectory.status is Status.FAILED for trajectory in trajectories):
+    if trajectories and all(trajectory.failed for trajectory in trajectories):
         raise EngineError(f"every conversation failed, the first because of {trajectories[0].reason}")
     groups = comparable(finished, algorithm)
     if not groups:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.config.experiment import Experiment, Form
-from mtgrpo.evaluation.findings import succeeded, valid
 from mtgrpo.record.summary import write_summary
 from mtgrpo.record.tables import open_rows
 from mtgrpo.record.trajectories import fine_tuning, record
@@ -42,7 +41,7 @@ async def _collect(run: Run) -> None:
     with open_rows(path, wanted.form is Form.messages) as write:
         while chosen := list(itertools.islice(tasks, min(experiment.rollout.prompts_per_step, wanted.tasks - done))):
             groups = await together(runner.run_group(task, wanted.samples) for task in chosen)
-            if not done and not valid(groups):
+            if not (done or any(group.valid for group in groups)):
                 reason = groups[0].trajectories[0].reason
                 raise AllFailedError(f"every conversation of the first {len(chosen)} tasks failed, by {reason}")
             rows = _rows(run, groups)
@@ -57,5 +56,6 @@ async def _collect(run: Run) -> None:
 
 def _rows(run: Run, groups: list[Group]) -> list[dict[str, Any]]:
     wanted, tools = run.experiment.collect, run.experiment.environment.tool_specs
-    found = [t for t in valid(groups) if succeeded(t, run.runner.reward.success_at) or not wanted.successes]
-    return [record(t) if wanted.form is Form.trajectories else fine_tuning(t, tools) for t in found]
+    valid = [t for group in groups for t in group.valid]
+    chosen = [t for t in valid if t.succeeded(run.runner.reward.success_at) or not wanted.successes]
+    return [record(t) if wanted.form is Form.trajectories else fine_tuning(t, tools) for t in chosen]

@@ -13,7 +13,7 @@ from typing import Any
 
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError, RunError
-from mtgrpo.evaluation.findings import NO_TOOLS, EvaluationGroups, Findings, control, record, table, valid
+from mtgrpo.evaluation.findings import NO_TOOLS, EvaluationGroups, Findings, control, record, table
 from mtgrpo.evaluation.statistics import INTERVALS
 from mtgrpo.journal import Journal
 from mtgrpo.policy.step import Metrics
@@ -27,7 +27,7 @@ from mtgrpo.runtime.workers import together
 from mtgrpo.stages.metrics import describe
 from mtgrpo.stages.resume import differences
 from mtgrpo.stages.run import Run, open_run
-from mtgrpo.types import EVALUATION, Group, Status, Task
+from mtgrpo.types import EVALUATION, Group, Task
 
 _SHARE = 8  # beside training, an evaluation has one of so many conversations
 Play = Callable[[RolloutRunner, Task, int], Coroutine[Any, Any, Group]]  # so many samples of a task
@@ -125,7 +125,7 @@ async def _groups(
         return play(runner.at(f"{runner.scope}/again{repeated}") if repeated else runner, task, samples)
 
     groups = await together(map(playing, tasks))
-    if not valid(groups):
+    if not any(group.valid for group in groups):
         reason = groups[0].trajectories[0].reason
         raise AllFailedError(f"every conversation of the evaluation failed, the first because of {reason}")
     return groups
@@ -196,7 +196,7 @@ def _recorded(run: Run) -> Generator[tuple[Run, Play]]:
         group = journal.group(number, task)
         if group is None:
             group = await runner.run_group(task, samples)
-            if not any(trajectory.status is Status.FAILED for trajectory in group.trajectories):
+            if len(group.valid) == len(group.trajectories):
                 journal.add(finished=number, group=group)
         return group
 

@@ -8,46 +8,44 @@ from collections.abc import Iterable, Sequence
 
 from mtgrpo.advantages.rewards import comparable
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.evaluation.findings import succeeded, valid
 from mtgrpo.policy.step import Metrics
 from mtgrpo.profile import Profile
 from mtgrpo.rollout.stream import RolloutBatch
 from mtgrpo.runtime.isolation import count_abandoned_threads
-from mtgrpo.types import CallOutcome, CallRecord, Group, Status, Trajectory
+from mtgrpo.types import CallOutcome, Group, Status, Trajectory
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Of at least one value."""
+    """The mean of one value or more."""
     listed = list(values)
     return sum(listed) / len(listed)
 
 
-def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metrics:
-    """Means over trajectories, failed ones left out; pass@samples is the share of tasks that any sample solves.
+def _valid(groups: Sequence[Group]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.valid]
 
-    What a success is: see `succeeded`.
-    """
-    scored = valid(groups)
+
+def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metrics:
+    """Means over trajectories, failed ones left out; pass@samples is the share of tasks that any sample solves."""
+    scored = _valid(groups)
     if not scored:
         return {"failed": 1.0}
-
     limits = Counter(t.reason for t in scored if t.status is Status.TRUNCATED)
-    solved = [any(succeeded(t, success_at) for t in of_task) for group in groups if (of_task := valid([group]))]
-    results = {
-        "tool_error_rate": _mean(float(t.tool_errors > 0) for t in scored),
-        "tool_timeouts": _mean(float(t.tool_timeouts) for t in scored),
-        "tool_retries": _mean(float(t.tool_retries) for t in scored),
-        "tool_outages": _mean(float(len(t.outages)) for t in scored),
+    tools = {
+        "tool_error_rate": _mean(t.tool_errors > 0 for t in scored),
+        "tool_timeouts": _mean(t.tool_timeouts for t in scored),
+        "tool_retries": _mean(t.tool_retries for t in scored),
+        "tool_outages": _mean(len(t.outages) for t in scored),
     }
     return {
-        "success": _mean(float(succeeded(t, success_at)) for t in scored),
+        "success": _mean(t.succeeded(success_at) for t in scored),
         "reward": _mean(t.reward for t in scored),
-        f"pass@{samples}": _mean(float(s) for s in solved),
-        "tool_rate": _mean(float(t.tool_calls > 0) for t in scored),
-        **(results if not any(t.led_by_agent for t in scored) else {}),  # agents have tools of their own
-        "turns": _mean(float(len(t.turns)) for t in scored),
-        "sampled_tokens": _mean(float(t.sampled_tokens) for t in scored),
-        "truncated": _mean(float(t.status is Status.TRUNCATED) for t in scored),
+        f"pass@{samples}": _mean(any(t.succeeded(success_at) for t in group.valid) for group in groups if group.valid),
+        "tool_rate": _mean(t.tool_calls > 0 for t in scored),
+        **(tools if not any(t.led_by_agent for t in scored) else {}),  # agents have tools of their own
+        "turns": _mean(len(t.turns) for t in scored),
+        "sampled_tokens": _mean(t.sampled_tokens for t in scored),
+        "truncated": _mean(t.status is Status.TRUNCATED for t in scored),
         **{f"truncated/{limit}": cut / len(scored) for limit, cut in limits.items()},
         "failed": 1 - len(scored) / sum(len(group.trajectories) for group in groups),
     }
@@ -57,23 +55,23 @@ def describe_tools(scored: Sequence[Trajectory], success_at: float) -> Metrics:
     """For each tool that was called: calls per conversation, the share of them that failed, how long they took, and the
     success of the conversations that called it and of those that did not. Calls of no tool are counted together.
     """
-    calls: dict[str, list[CallRecord]] = {}
-    for call in (call for t in scored for call in t.calls if call.name and call.outcome is not CallOutcome.unknown):
-        calls.setdefault(call.name, []).append(call)
-    hallucinated = [call for t in scored for call in t.calls if call.outcome is CallOutcome.unknown]
-    found: Metrics = {"tool/hallucinated": len(hallucinated) / len(scored)} if hallucinated else {}
-    for name, made in calls.items():
-        found[f"tool/{name}/calls"] = len(made) / len(scored)
+    calls = [call for t in scored for call in t.calls]
+    hallucinated = [call for call in calls if call.outcome is CallOutcome.unknown]
+    metrics: Metrics = {"tool/hallucinated": len(hallucinated) / len(scored)} if hallucinated else {}
+    of_tools = [call for call in calls if call.name and call.outcome is not CallOutcome.unknown]
+    for name in dict.fromkeys(call.name for call in of_tools):
+        made = [call for call in of_tools if call.name == name]
+        metrics[f"tool/{name}/calls"] = len(made) / len(scored)
         if seen := [call for call in made if call.outcome is not CallOutcome.unseen]:
-            found[f"tool/{name}/errors"] = _mean(float(call.outcome is not CallOutcome.answered) for call in seen)
-            took = sorted(call.seconds for call in seen)
-            found[f"perf/tool/{name}/p50_s"] = took[(len(took) - 1) // 2]
-            found[f"perf/tool/{name}/p95_s"] = took[(len(took) - 1) * 95 // 100]
-        for key, callers in (("with", True), ("without", False)):
-            of = [succeeded(t, success_at) for t in scored if any(call.name == name for call in t.calls) is callers]
+            metrics[f"tool/{name}/errors"] = _mean(call.outcome is not CallOutcome.answered for call in seen)
+            seconds = sorted(call.seconds for call in seen)
+            metrics[f"perf/tool/{name}/p50_s"] = seconds[(len(seconds) - 1) // 2]
+            metrics[f"perf/tool/{name}/p95_s"] = seconds[(len(seconds) - 1) * 95 // 100]
+        for key, called in (("with", True), ("without", False)):
+            of = [t.succeeded(success_at) for t in scored if any(call.name == name for call in t.calls) is called]
             if of:
-                found[f"tool/{name}/success_{key}"] = _mean(map(float, of))
-    return found
+                metrics[f"tool/{name}/success_{key}"] = _mean(of)
+    return metrics
 
 
 def describe_step(
@@ -85,27 +83,27 @@ def describe_step(
     average longer than what is trained (`rollout/sampled_tokens`), long conversations are still waited for.
     """
     groups = batch.groups
-    found = describe(groups, experiment.reward.success_at, experiment.rollout.group_size)
+    means = describe(groups, experiment.reward.success_at, experiment.rollout.group_size)
     shaped = experiment.algorithm.shaped_reward
-    rewards = [[(shaped(t), *t.turn_rewards) for t in valid([group])] for group in groups]
+    rewards = [{(shaped(t), *t.turn_rewards) for t in group.valid} for group in groups]
     trajectories = [t for group in groups for t in group.trajectories]
     count = max(1, len(trajectories))
-    causes = Counter(t.reason.partition(":")[0] for t in trajectories if t.status is Status.FAILED)
+    causes = Counter(t.reason.partition(":")[0] for t in trajectories if t.failed)
     return {
-        "reward/mean": found.pop("reward", math.nan),
-        "reward/success": found.pop("success", math.nan),
-        "reward/groups_with_variance": sum(len(set(of_group)) > 1 for of_group in rewards) / len(rewards),
+        "reward/mean": means.pop("reward", math.nan),
+        "reward/success": means.pop("success", math.nan),
+        "reward/groups_with_variance": _mean(len(of_group) > 1 for of_group in rewards),
         **_components(trajectories),
         **_turn_rewards(trajectories),
         **_agents(trajectories),
-        **{f"rollout/{name}": value for name, value in found.items()},
+        **{f"rollout/{name}": value for name, value in means.items()},
         "rollout/segments": sum(t.segments for t in trajectories) / count,
         "rollout/retried": sum(t.attempts > 1 for t in trajectories) / count,
         **{f"rollout/failed/{cause}": failed / count for cause, failed in causes.items()},
         "rollout/groups_left_out": float(len(groups) - len(comparable(groups, experiment.algorithm))),
         "rollout/filtered": batch.left_out / len(groups),
         **({"rollout/skipped": float(batch.skipped)} if experiment.curriculum.active else {}),
-        **describe_tools(valid(groups), experiment.reward.success_at),
+        **describe_tools(_valid(groups), experiment.reward.success_at),
         **describe_staleness(batch, version),
         **_speed(trajectories, rollout_s + train_s if experiment.rollout.max_staleness else rollout_s),
         "time/rollout_s": rollout_s,
@@ -114,21 +112,20 @@ def describe_step(
 
 
 def _components(trajectories: Sequence[Trajectory]) -> Metrics:
-    """The means of what the rewards are made of, where they are composed; each over those that have it."""
-    found: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, amount in trajectory.components.items():
-            found.setdefault(name, []).append(amount)
-    return {f"reward/{name}/mean": _mean(amounts) for name, amounts in found.items()}
+    """The means of what rewards are made of, where they are composed; each over the trajectories that have it."""
+    names = dict.fromkeys(name for t in trajectories for name in t.components)
+    amounts = {name: [t.components[name] for t in trajectories if name in t.components] for name in names}
+    return {f"reward/{name}/mean": _mean(amounts[name]) for name in names}
 
 
 def _agents(trajectories: Sequence[Trajectory]) -> Metrics:
-    """What foreign agents sent, per conversation; exact_share: of turns after others, those on recorded tokens."""
+    """What foreign agents sent, per conversation.
+
+    `agent/exact_share` is the share of the turns that follow others whose context is the recorded tokens.
+    """
     counts = sum((Counter(t.counts) for t in trajectories), Counter[str]())
-    if not counts:
-        return {}
-    exact, drifted = counts["exact"], counts["drifted"]
-    share = {"agent/exact_share": exact / (exact + drifted)} if exact + drifted else {}
+    followed = counts["exact"] + counts["drifted"]
+    share = {"agent/exact_share": counts["exact"] / followed} if followed else {}
     return {f"agent/{name}": number / len(trajectories) for name, number in counts.items()} | share
 
 
@@ -137,8 +134,8 @@ def _turn_rewards(trajectories: Sequence[Trajectory]) -> Metrics:
     judged = [t.turn_rewards for t in trajectories if t.turn_rewards]
     if not judged:
         return {}
-    sums = [sum(amounts) for amounts in judged]
-    return {"reward/turn": sum(sums) / sum(map(len, judged)), "reward/turns_of_trajectory": sum(sums) / len(judged)}
+    total = sum(map(sum, judged))
+    return {"reward/turn": total / sum(map(len, judged)), "reward/turns_of_trajectory": total / len(judged)}
 
 
 def describe_staleness(batch: RolloutBatch, version: int) -> Metrics:
@@ -170,30 +167,30 @@ def _speed(trajectories: Sequence[Trajectory], seconds: float) -> Metrics:
 
 def describe_conversations(groups: Sequence[Group], settings: Profile) -> Metrics:
     """What a profile says of the conversations of a step: means over those that did not fail, if there are any."""
-    trajectories = valid(groups) or [t for group in groups for t in group.trajectories]
-    found = {
+    trajectories = _valid(groups) or [t for group in groups for t in group.trajectories]
+    metrics = {
         "generation_s_per_conversation": _mean(t.sample_s for t in trajectories),
         "tools_s_per_conversation": _mean(t.tool_s for t in trajectories),
     }
     if settings.reward:
-        found["reward_s"] = sum(group.score_s for group in groups)
+        metrics["reward_s"] = sum(group.score_s for group in groups)
     if settings.condensation:
         times = max(1, sum(t.condensed for t in trajectories))
-        found |= {
+        metrics |= {
             "condensation_s_per_conversation": _mean(t.condense_s for t in trajectories),
             "condensed_per_conversation": _mean(t.condensed for t in trajectories),
             "tokens_before_condensation": sum(t.tokens_before for t in trajectories) / times,
             "tokens_after_condensation": sum(t.tokens_after for t in trajectories) / times,
         }
-    return found
+    return metrics
 
 
 def describe_failures(groups: Sequence[Group]) -> list[str]:
     """What people should know of conversations that failed and of calls that no tool answered; [] for nothing."""
     trajectories = [t for group in groups for t in group.trajectories]
-    found: list[str] = []
-    if failed := [t.reason for t in trajectories if t.status is Status.FAILED]:
-        found.append(f"{len(failed)} of {len(trajectories)} conversations failed, the first because of {failed[0]}")
+    notes: list[str] = []
+    if failed := [t.reason for t in trajectories if t.failed]:
+        notes.append(f"{len(failed)} of {len(trajectories)} conversations failed, the first because of {failed[0]}")
     if outages := [why for t in trajectories for why in t.outages]:
-        found.append(f"calls that no tool answered: {len(outages)}, the first because {outages[0]}")
-    return found
+        notes.append(f"calls that no tool answered: {len(outages)}, the first because {outages[0]}")
+    return notes
