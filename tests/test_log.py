@@ -241,7 +241,7 @@ def test_a_plain_line_names_its_values(tmp_path: Path, capsys: pytest.CaptureFix
     line = capsys.readouterr().out.splitlines()[1]
     assert line.split("  ") == [
         *("", "step 1/1", "reward 0.712", "success 68.4%", "KL 0.0123", "entropy 0.310"),
-        *("clipped 2.0%", "5,120 tokens/s", "0:00"),
+        *("clipped 2.0%", "tokens/s 5,120", "0:00"),
     ]
 
 
@@ -322,7 +322,7 @@ def test_names_of_stages_and_sets_are_data() -> None:
     bar.stage("warm\x1b[2J", 3)
     bar.log({"eval/far\u202e/success": 0.5}, 1)
     rich_console.Console(file=shown, width=200).print(bar._panel())
-    assert "warm\\x1b[2J" in shown.getvalue() and "far\\u202e 50.0%" in shown.getvalue()
+    assert "warm\\x1b[2J" in shown.getvalue() and re.search(r"far\\u202e +50.0%", shown.getvalue())
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
@@ -366,11 +366,11 @@ def test_the_bar_fits_the_terminal(width: int, tmp_path: Path, monkeypatch: pyte
             "loss 1.5000",
             "999/1000",
             "KL 0.0123",
-            "5,120 tokens/s",
+            "tokens/s 5,120",
             "pass@8 100.0%",
             "during",
         ):
-            assert any(value in line for line in lines), value
+            assert any(value in re.sub(" +", " ", line) for line in lines), value
 
 
 # ---------------------------------------------------------------- curves

@@ -67,8 +67,8 @@ def test_a_run_that_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert lines[0] == "run  reinforcement learning  step 20 of 40  1:00 left, last row 0:00 ago"
     assert lines[1] == "━" * 50  # of 100
     shown = {re.split(r"\s{2,}", line.strip())[0]: re.split(r"\s{2,}", line.strip())[1:] for line in lines[2:]}
-    assert shown["reward"] == ["0.2", "▁▁▂▂▂▃▃▄▄▄▅▅▅▆▆▇▇▇██"]
-    assert shown["warm start loss"][0] == "0.005"
+    assert shown["reward"] == ["0.200", "▁▁▂▂▂▃▃▄▄▄▅▅▅▆▆▇▇▇██"]
+    assert shown["loss"][0] == "0.0050"
     assert lines[-1] == "  chat: template auto"
 
 

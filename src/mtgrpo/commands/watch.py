@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from mtgrpo.errors import Arguments
+from mtgrpo.log.console import panel
 from mtgrpo.record.reading import count, find_runs, parse_row, read_settings
 from mtgrpo.record.shapes import METRICS, Json
 from mtgrpo.runtime.files import read_last_lines
-from mtgrpo.runtime.text import clock, is_number, number, printable, sparkline
+from mtgrpo.runtime.text import clock, is_number, printable
 from mtgrpo.types import LEARNING
 
 _TAIL = 1 << 18  # bytes of metrics.jsonl that are read: of a run with fifty metrics, the last 200 rows
@@ -25,21 +24,6 @@ _NOTES = 1 << 12
 _EVERY_S = 1.0
 _RECENT = 20  # steps that tell the speed
 _SILENT = 20  # times as long as a step: then nothing may come any more
-_SHOWN = {  # metric: its name on the screen
-    "reward/mean": "reward",
-    "reward/success": "success",
-    "eval/success": "held-out success",
-    "policy/entropy": "entropy",
-    "policy/kl": "KL",
-    "policy/grad_norm": "gradient norm",
-    "policy/clip_fraction": "clipped",
-    "rollout/turns": "turns",
-    "rollout/sampled_tokens": "sampled tokens",
-    "rollout/truncated": "truncated",
-    "rollout/failed": "failed",
-    "perf/tokens_per_s": "tokens/s",
-    "sft/loss": "warm start loss",
-}
 
 
 @dataclass(frozen=True)
@@ -101,34 +85,13 @@ def read_progress(folder: Path, settings: dict[str, str]) -> Progress:
 
 def screen(folder: Path, progress: Progress, out: Console) -> Group:
     """The stage and its bar, the newest metrics with their recent course, the last notes."""
-    parts: list[RenderableType] = [_head(folder, progress)]
-    if progress.total:
-        bar = Table.grid()  # ends its line, as a bar alone does not
-        bar.add_row(ProgressBar(progress.total, progress.step, width=min(out.width, 100)))
-        parts.append(bar)
-    if not progress.rows:
-        parts.append(Text("no metrics yet (metrics.jsonl, which the sink jsonl writes)", "dim"))
-    table = Table.grid(padding=(0, 2))
-    width = min(60, max(0, out.width - 36)) if out.encoding.lower().startswith("utf") else 0
-    for metric, name in _SHOWN.items():
-        values = [row[metric] for row in progress.rows if is_number(row.get(metric))]
-        if values:
-            newest, course = Text(number(values[-1]), justify="right"), Text(sparkline(values, width), "cyan")
-            table.add_row(Text(f"  {name}"), newest, course)
-    parts.append(table)
+    step = f"step {progress.step:,}" if progress.total or progress.stage == LEARNING else ""
+    facts = [progress.stage, step + (f" of {progress.total:,}" if progress.total else ""), _times(progress)]
+    lines = [] if progress.rows else ["no metrics yet (metrics.jsonl, which the sink jsonl writes)"]
     notes = [line.decode(errors="replace") for line in read_last_lines(folder / "notes.txt", _NOTES)[-3:]]
-    return Group(*parts, *(Text(f"  {printable(note)}", "dim", no_wrap=True, overflow="ellipsis") for note in notes))
-
-
-def _head(folder: Path, progress: Progress) -> Text:
-    steps = f"{progress.step:,}"
-    if progress.total:
-        steps = f"step {steps} of {progress.total:,}"
-    else:
-        steps = f"step {steps}" if progress.stage == LEARNING else ""
-    pieces = [progress.stage, steps, _times(progress)]
-    head = Text(printable(folder.name), "bold", no_wrap=True, overflow="ellipsis")
-    return head.append("  " + "  ".join(filter(None, pieces)), "not bold")
+    lines += [f"  {printable(note)}" for note in notes]
+    shown = panel(folder.name, facts, progress.step, progress.total, progress.rows, out)
+    return Group(shown, *(Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in lines))
 
 
 def _times(progress: Progress) -> str:

@@ -6,13 +6,13 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from rich import console as rich_console
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -20,25 +20,33 @@ from rich.text import Text
 
 from mtgrpo.log import Sink
 from mtgrpo.parts import RunContext
-from mtgrpo.runtime.text import clock, printable
+from mtgrpo.runtime.text import clock, is_number, printable, sparkline
 from mtgrpo.types import EVALUATION, LEARNING
 
-_SHOWN = {  # metric: how it is written, in order of importance
-    "reward/mean": "reward {:.3f}",
-    "reward/success": "success {:.1%}",
-    "sft/loss": "loss {:.4f}",
-    "policy/kl": "KL {:.4f}",
-    "policy/entropy": "entropy {:.3f}",
-    "policy/clip_fraction": "clipped {:.1%}",
-    "perf/tokens_per_s": "{:,.0f} tokens/s",
-    "eval/success": "held-out {:.1%}",
-    "eval/greedy": "greedy {:.1%}",
+_SHOWN = {  # metric: its name and how it is written, in order of importance
+    "reward/mean": ("reward", "{:.3f}"),
+    "reward/success": ("success", "{:.1%}"),
+    "sft/loss": ("loss", "{:.4f}"),
+    "policy/kl": ("KL", "{:.4f}"),
+    "policy/entropy": ("entropy", "{:.3f}"),
+    "policy/clip_fraction": ("clipped", "{:.1%}"),
+    "perf/tokens_per_s": ("tokens/s", "{:,.0f}"),
+    "eval/success": ("held-out", "{:.1%}"),
+    "eval/greedy": ("greedy", "{:.1%}"),
+}
+_SHOWN_LIVE = {  # where there is room
+    "policy/grad_norm": ("gradient norm", "{:.3g}"),
+    "rollout/turns": ("turns", "{:.1f}"),
+    "rollout/sampled_tokens": ("sampled tokens", "{:,.0f}"),
+    "rollout/truncated": ("truncated", "{:.1%}"),
+    "rollout/failed": ("failed", "{:.1%}"),
 }
 _ABOUT = {  # stage: what happens there, and why
     "warm start": "imitates demonstrations: without a success there is nothing to reinforce",
     EVALUATION: "on tasks that it never trains on, sampled and by its likeliest tokens",
     LEARNING: "what did better than its siblings on a task becomes likelier",
 }
+_COURSE = 200  # rows of metrics whose course is drawn
 _LINES = 20  # at most about so many lines per stage where lines are plain
 
 
@@ -78,7 +86,7 @@ class Console(Sink):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Show the newest value of each metric."""
-        self._latest = {**self._latest, **metrics}
+        self._rows.append(metrics)
         self._obstacles = _obstacles(metrics)
         self.progress(step)
         if 0 < self._total <= step:
@@ -111,25 +119,16 @@ class Console(Sink):
     def _begin(self, name: str, total: int) -> None:
         self._name, self._total, self._done = name, total, 0
         self._unit = "group" if name == EVALUATION else "step"  # of what is counted: the samples of a task are a group
-        self._latest: dict[str, float] = {}
+        self._rows = deque[Mapping[str, float]](maxlen=_COURSE)
         self._obstacles: list[str] = []
         self._due = {False: 0, True: 0}  # the step of the next plain line; evaluations have lines of their own
         self._marks = deque([(time.monotonic(), 0)], 20)  # when which step was done: the newest ones tell the speed
         self._began = self._marks[0][0]
 
     def _panel(self) -> Group:
-        """The bar, and below it the newest values on as many lines as they need."""
-        width = self._out.width
         count = f"{self._done}/{self._total}" if self._total else f"step {self._done}"
-        bar = ProgressBar(self._total or None, self._done, width=max(8, min(40, width - len(self._name) - 30)))
-        head = Table.grid(padding=(0, 1))
-        head.add_row(Text(printable(self._name), "bold", no_wrap=True), bar, Text(count), Text(self._times(), "dim"))
-        lines = [""]
-        for piece in [*_pieces(self._latest), *self._obstacles]:
-            if len(lines[-1]) + len(piece) + 2 > width:
-                lines.append("")
-            lines[-1] += "  " + piece
-        return Group(head, *(Text(printable(line), no_wrap=True) for line in lines if line))
+        shown = panel(self._name, [count, self._times()], self._done, self._total, list(self._rows), self._out)
+        return Group(shown, *(Text(f"  {obstacle}", no_wrap=True) for obstacle in self._obstacles))
 
     def _times(self) -> str:
         """How long the stage has taken and, while it runs, what is left."""
@@ -142,10 +141,39 @@ class Console(Sink):
         return clock(now - self._began) + left
 
 
+def panel(
+    name: str, facts: Sequence[str], done: int, total: int, rows: Sequence[Mapping[str, Any]], out: rich_console.Console
+) -> Group:
+    """What is live on a screen: a name and `facts`, the bar, the newest value of each metric and its course in `rows`.
+
+    total: of what is `done`, 0 = not known.
+    """
+    head = Text(printable(name), "bold", no_wrap=True, overflow="ellipsis")
+    parts: list[RenderableType] = [head.append("  " + "  ".join(filter(None, facts)), "not bold")]
+    if total:
+        bar = Table.grid()  # ends its line, as a bar alone does not
+        bar.add_row(ProgressBar(total, done, width=min(out.width, 100)))
+        parts.append(bar)
+    table = Table.grid(padding=(0, 2))
+    width = min(60, max(0, out.width - 36)) if out.encoding.lower().startswith("utf") else 0
+    for metric, (label, form) in (_forms(name for row in rows for name in row) | _SHOWN_LIVE).items():
+        values = [row[metric] for row in rows if is_number(row.get(metric))]
+        if values:
+            newest = Text(form.format(values[-1]), justify="right")
+            table.add_row(Text(f"  {printable(label)}"), newest, Text(sparkline(values, width), "cyan"))
+    return Group(*parts, *([table] if table.row_count else []))
+
+
+def _forms(metrics: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """What is shown of `metrics`: the name of each and how it is written."""
+    further = [metric for metric in metrics if re.fullmatch(r"eval/(pass@(?!1$)\d+|[^/]+/success)", metric)]
+    return _SHOWN | {metric: (metric.split("/")[1], "{:.1%}") for metric in further}
+
+
 def _pieces(metrics: Mapping[str, float]) -> list[str]:
-    pieces = [form.format(metrics[name]) for name, form in _SHOWN.items() if name in metrics]
-    further = [name for name in metrics if re.fullmatch(r"eval/(pass@(?!1$)\d+|[^/]+/success)", name)]
-    return pieces + [f"{name.split('/')[1]} {metrics[name]:.1%}" for name in further]
+    return [
+        f"{label} {form.format(metrics[name])}" for name, (label, form) in _forms(metrics).items() if name in metrics
+    ]
 
 
 def _obstacles(metrics: Mapping[str, float]) -> list[str]:
