@@ -18,7 +18,7 @@ from typing import Any
 from learning import imitate
 
 from mtgrpo.config.compose import compose, parse
-from mtgrpo.record.summary import write_summary
+from mtgrpo.record.writing import write_summary
 from mtgrpo.stages.metrics import describe
 from mtgrpo.stages.run import Run, open_run
 

@@ -37,7 +37,7 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.policy.optimizer import Optimizer, Schedule
 from mtgrpo.policy.step import Policy, at_once
 from mtgrpo.policy.trainer import negative_log_likelihood
-from mtgrpo.record.summary import write_summary
+from mtgrpo.record.writing import write_summary
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.run import Run, open_run

@@ -40,7 +40,7 @@ from mtgrpo.log import Sink
 from mtgrpo.log.jsonl import Jsonl
 from mtgrpo.model import tiny
 from mtgrpo.parts import RunContext
-from mtgrpo.record import trajectories
+from mtgrpo.record.writing import write_trajectories
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.metrics import describe_step
 from mtgrpo.stages.run import make_runner, open_parts, open_tasks
@@ -107,7 +107,7 @@ async def train(stream: Stream, journal: Journal, experiment: Experiment, folder
         while version * BATCH < tasks:
             began = time.perf_counter()
             batch = await stream.batch(version)
-            trajectories.write(folder, f"step_{version + 1:06d}", batch.groups)
+            write_trajectories(folder, f"step_{version + 1:06d}", batch.groups)
             log.log(describe_step(batch, experiment, version, time.perf_counter() - began, 0.0), version + 1)
             file.writelines(f"{group.task.id.rpartition('/')[2]}\n" for group in batch.groups)
             file.flush()

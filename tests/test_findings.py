@@ -15,8 +15,7 @@ from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.evaluation.findings import EvaluationGroups, Findings, control, table
 from mtgrpo.evaluation.statistics import wilson
-from mtgrpo.record.tables import open_rows
-from mtgrpo.record.trajectories import fine_tuning, record
+from mtgrpo.record.writing import fine_tuning_row, open_rows, trajectory_row
 from mtgrpo.rewards.numeric import Numeric
 from mtgrpo.stages.collect import run_collection
 from mtgrpo.stages.evaluate import run_evaluation
@@ -286,14 +285,14 @@ def test_calls_and_lone_surrogates_are_in_the_table_too(tmp_path: Path) -> None:
     said.turns = [dataclasses.replace(said.turns[0], message=Message("assistant", "lone \ud83d", tool_calls=(call,)))]
     said.components = {"numeric": 0.5}
     with open_rows(tmp_path / "a.parquet", fine_tuning=False) as write:
-        write([record(said)])
+        write([trajectory_row(said)])
         write([])
     (row,) = parquet.read_table(tmp_path / "a.parquet").to_pylist()
     assert row["messages"][1]["content"] == "lone \\ud83d" and json.loads(row["components"]) == {"numeric": 0.5}
     assert row["messages"][1]["tool_calls"][0]["name"] == "search"
     assert json.loads(row["messages"][1]["tool_calls"][0]["arguments"]) == call.arguments
     with open_rows(tmp_path / "b.parquet", fine_tuning=True) as write:
-        write([fine_tuning(said, (ToolSpec("search", "finds", {"type": "object"}),))])
+        write([fine_tuning_row(said, (ToolSpec("search", "finds", {"type": "object"}),))])
     (row,) = parquet.read_table(tmp_path / "b.parquet").to_pylist()
     assert row["messages"][1]["tool_calls"][0]["function"]["name"] == "search"
     assert json.loads(row["tools"])[0]["function"]["name"] == "search"
@@ -308,8 +307,8 @@ def test_successes_alone_are_collected(base: Path, tmp_path: Path) -> None:
 def test_what_an_environment_opens_with_is_kept() -> None:
     found = trajectory(Task("t", (Message("user", "Play."),)), "up")
     found.opening = (Message("user", "Play."), Message("user", "SFFF"))
-    assert [m["content"] for m in record(found)["messages"]] == ["Play.", "SFFF", "up"]
-    assert [m["content"] for m in fine_tuning(found, ())["messages"]] == ["Play.", "SFFF", "up"]
+    assert [m["content"] for m in trajectory_row(found)["messages"]] == ["Play.", "SFFF", "up"]
+    assert [m["content"] for m in fine_tuning_row(found, ())["messages"]] == ["Play.", "SFFF", "up"]
 
 
 ROW = {

@@ -353,7 +353,7 @@ def test_a_sweep_s_runs_return_what_a_sweeper_optimises(place: Path) -> None:
         [sys.executable, "-m", "mtgrpo", "train", *words], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    from mtgrpo.record.summary import held_out_reward  # noqa: PLC0415
+    from mtgrpo.record.reading import held_out_reward  # noqa: PLC0415
 
     expected = json.loads((place / "all" / "0" / "summary.json").read_text())["eval/reward/after"]
     assert held_out_reward(place / "all" / "0") == expected

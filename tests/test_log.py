@@ -25,10 +25,9 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, open_sinks
 from mtgrpo.log import console as console_module
 from mtgrpo.parts import RunContext
-from mtgrpo.record import trajectories
 from mtgrpo.record.curve import Curve, save_curve
-from mtgrpo.record.summary import write_summary
-from mtgrpo.runtime.files import strict_json
+from mtgrpo.record.writing import write_summary, write_trajectories
+from mtgrpo.runtime.strict_json import strict_json
 from mtgrpo.stages.trainer import train
 from mtgrpo.types import Finish, Group, Message, Status, Task, ToolCall, Trajectory, Turn
 
@@ -444,7 +443,7 @@ def test_trajectories_are_readable(tmp_path: Path) -> None:
     ]
     failed = Trajectory(task, 1, status=Status.FAILED, reason="tool outage", reward=math.nan)
     group = Group(task, [Trajectory(task, 0, turns, Status.TRUNCATED, "max_turns", reward=0.5), failed])
-    trajectories.write(tmp_path, "step_000010", [group, group])
+    write_trajectories(tmp_path, "step_000010", [group, group])
 
     content = (tmp_path / "trajectories" / "step_000010.jsonl").read_text("utf-8")
     assert "é" in content  # readable, not escaped

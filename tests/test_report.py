@@ -22,7 +22,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.evaluation.statistics import clopper_pearson, compare, mean_over_tasks, wilson
 from mtgrpo.record import reading
 from mtgrpo.record.reading import find_runs, read_metrics, read_runs
-from mtgrpo.record.summary import write_versions
+from mtgrpo.record.writing import write_versions
 from mtgrpo.report import content, main
 from mtgrpo.report.charts import chart
 from mtgrpo.runtime.text import sparkline

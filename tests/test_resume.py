@@ -443,9 +443,9 @@ def test_a_full_disk_does_not_hide_what_ended_the_run(tmp_path: Path) -> None:
             raise OSError("no space left on device")
         return real(folder, name, groups)
 
-    real: Any = trainer.trajectories.write
+    real: Any = trainer.write_trajectories
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(trainer.trajectories, "write", full)
+        patch.setattr(trainer, "write_trajectories", full)
         patched(Optimizer, "step", 5, lambda: _raise(MemoryError), patch)
         ran(tmp_path)
 

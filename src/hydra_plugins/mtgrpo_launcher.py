@@ -17,7 +17,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from mtgrpo.record.summary import held_out_reward
+from mtgrpo.record.reading import held_out_reward
 
 OF_SWEEPS = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra/sweeper", "hydra.launcher", "hydra/launcher")
 TARGET = {"_target_": "hydra_plugins.mtgrpo_launcher.ProcessLauncher"}

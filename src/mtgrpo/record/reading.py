@@ -153,6 +153,17 @@ def read_object(path: Path, shape: Json) -> Json:
     return (path.is_file() and parse_row(read_bounded(path, MAX_LINE_BYTES), shape)) or {}
 
 
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The values in the `summary.json` of `folder`; {} where there is none."""
+    return read_object(folder / "summary.json", RESULTS)
+
+
+def held_out_reward(folder: Path) -> float | None:
+    """What a sweep optimises: the mean held-out reward of the run in `folder`, at its end. None where it has none."""
+    values = read_summary(folder)
+    return values.get("eval/reward/after", values.get("eval/reward"))
+
+
 def conversations(path: Path) -> Iterator[Json]:
     """Those of a file of trajectories; other lines are left out."""
     return (row for line in read_lines(path) if (row := parse_row(line.text, TRAJECTORY)) is not None)

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.config.experiment import Experiment, Form
-from mtgrpo.record.summary import write_summary
-from mtgrpo.record.tables import open_rows
-from mtgrpo.record.trajectories import fine_tuning, record
-from mtgrpo.runtime.workers import together
+from mtgrpo.record.writing import fine_tuning_row, open_rows, trajectory_row, write_summary
+from mtgrpo.runtime.together import together
 from mtgrpo.stages.evaluate import AllFailedError
 from mtgrpo.stages.metrics import describe
 from mtgrpo.stages.run import EVAL_SEED, Run, open_run
@@ -58,4 +56,4 @@ def _rows(run: Run, groups: list[Group]) -> list[dict[str, Any]]:
     wanted, tools = run.experiment.collect, run.experiment.environment.tool_specs
     valid = [t for group in groups for t in group.valid]
     chosen = [t for t in valid if t.succeeded(run.runner.reward.success_at) or not wanted.successes]
-    return [record(t) if wanted.form is Form.trajectories else fine_tuning(t, tools) for t in chosen]
+    return [trajectory_row(t) if wanted.form is Form.trajectories else fine_tuning_row(t, tools) for t in chosen]

@@ -17,10 +17,9 @@ from mtgrpo.evaluation.findings import NO_TOOLS, EvaluationGroups, Findings, con
 from mtgrpo.evaluation.statistics import INTERVALS
 from mtgrpo.journal import Journal
 from mtgrpo.policy.step import Metrics
-from mtgrpo.record import trajectories
 from mtgrpo.record.reading import AFTER, of_set, read_object, read_settings
 from mtgrpo.record.shapes import TEXTS
-from mtgrpo.record.summary import write_summary
+from mtgrpo.record.writing import write_summary, write_trajectories
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.runtime.files import strict_json, write_whole
 from mtgrpo.runtime.workers import together
@@ -96,7 +95,7 @@ async def _measure(
 
     for name, runner, tasks in sets:
         sampled = await _groups(runner, "eval", name, tasks, samples, counted)
-        trajectories.write(run.folder, of_set(file, name), sampled)
+        write_trajectories(run.folder, of_set(file, name), sampled)
         greedy = await _groups(runner, "greedy", name, tasks, 1, counted)
         found = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
         metrics |= _named(name, found)

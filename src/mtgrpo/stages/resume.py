@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.config.experiment import LATEST
-from mtgrpo.record.reading import BEFORE, read_settings
-from mtgrpo.record.summary import read_summary
+from mtgrpo.record.reading import BEFORE, read_settings, read_summary
 from mtgrpo.weights import checkpoint
 from mtgrpo.weights.checkpoint import Checkpoint
 

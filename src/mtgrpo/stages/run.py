@@ -32,7 +32,7 @@ from mtgrpo.model.load import device_of_process, load_tokenizer
 from mtgrpo.parts import RunContext, built, named
 from mtgrpo.parts.extension import find_class
 from mtgrpo.record.reading import read_settings
-from mtgrpo.record.summary import write_versions
+from mtgrpo.record.writing import write_versions
 from mtgrpo.rewards import opened
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.rollout.group import RolloutRunner

@@ -14,7 +14,7 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError
 from mtgrpo.policy.trainer import Stage
 from mtgrpo.record.curve import Curve
-from mtgrpo.record.summary import write_summary
+from mtgrpo.record.writing import write_summary
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.rollout.demonstrations import demonstrate
 from mtgrpo.rollout.group import RolloutRunner

@@ -17,10 +17,9 @@ from mtgrpo.journal import Journal
 from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.trainer import Stage
 from mtgrpo.profile import Profiler
-from mtgrpo.record import trajectories
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import BEFORE, read_settings
-from mtgrpo.record.summary import write_summary
+from mtgrpo.record.writing import write_summary, write_trajectories
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.budget import Budget
 from mtgrpo.stages.evaluate import AllFailedError, evaluate_during, evaluate_fully
@@ -100,7 +99,7 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
     except BaseException:
         with suppress(OSError):  # a full disk does not hide what went wrong
             if training.stream.finished:
-                trajectories.write(run.folder, "untrained", training.stream.finished)
+                write_trajectories(run.folder, "untrained", training.stream.finished)
         raise
     finally:
         for evaluation in training.evaluation.values():  # that has not ended beside training; there is one after it
@@ -165,7 +164,7 @@ class _Training:
         self.neighbours.begin_step()
         (run.folder / "summary.json").unlink(missing_ok=True)  # of a run that had ended before this step
         batch = await self.stream.batch(version=self.budget.steps)
-        evidence = trajectories.write(run.folder, f"step_{step:06d}", batch.groups)
+        evidence = write_trajectories(run.folder, f"step_{step:06d}", batch.groups)
         try:
             metrics, train_s, interrupted = await update(run, self.profiler, batch.trained, step)
         except RunError as error:
