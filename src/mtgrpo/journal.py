@@ -26,7 +26,7 @@ import json
 import os
 import zlib
 from array import array
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
 from io import FileIO
@@ -82,7 +82,8 @@ class Journal:
         self.groups = groups
         self._folder = folder
         self._file: FileIO | None = None
-        self._waiting: list[Event] = []  # to be written
+        self._waiting: list[str] = []  # lines to be written
+        self._size = 0  # characters of them
         self._forget()
 
     def _forget(self) -> None:
@@ -107,31 +108,44 @@ class Journal:
             self._file = None
 
     def add(self, **event: Any) -> None:
-        """Append an event; the operating system has it within `TOGETHER_S`. Do not change what it holds."""
+        """Append an event; the operating system has it within `TOGETHER_S`."""
         if self._file is None:
             return
+        try:
+            line = f"{_encode(event)}\n"
+            if len(line) > _MOST:
+                raise ValueError(f"an event has {len(line):,} characters, at most {_MOST:,} are written")
+        except (RecursionError, TypeError, ValueError) as error:
+            self._give_up(error)
+            return
+        if self._size + len(line) > _MOST:
+            self._write()
         if not self._waiting:
             asyncio.get_running_loop().call_later(TOGETHER_S, self._write)
-        self._waiting.append(event)
+        self._waiting.append(line)
+        self._size += len(line)
 
     def _write(self) -> None:
-        """What waits, together. Where that fails, no more is written."""
-        events, self._waiting = self._waiting, []
-        if self._file is None or not events:
+        """Write what waits, together."""
+        lines, self._waiting, self._size = self._waiting, [], 0
+        if self._file is None or not lines:
             return
+        packer = zlib.compressobj(1, zlib.DEFLATED, *_SMALL)
+        data = packer.compress("".join(lines).encode()) + packer.flush()
         try:
-            for text in _portions(f"{_encode(event)}\n" for event in events):
-                packer = zlib.compressobj(1, zlib.DEFLATED, *_SMALL)
-                data = packer.compress(text.encode()) + packer.flush()
-                if self._file.write(data) != len(data):
-                    raise OSError("the disk is full")
-        except (OSError, RecursionError, TypeError, ValueError) as error:
-            self.notes.append(
-                f"nothing more is written into {self._folder}: {type(error).__name__}: {error}; a run that is killed "
-                "now goes on with all conversations from their start"
-            )
-            self.close()
-            self._folder = None
+            if self._file.write(data) != len(data):
+                raise OSError("the disk is full")
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Write what waits and no more, and say why."""
+        folder, self._folder = self._folder, None
+        self.notes.append(
+            f"nothing more is written into {folder}: {type(error).__name__}: {error}; a run that is killed now goes on "
+            "with all conversations from their start"
+        )
+        self.close()
 
     def prune(self, version: int) -> None:
         """Remove what no run needs that goes on with groups admitted at `version` or later."""
@@ -152,6 +166,30 @@ class Journal:
         damaged is cut off. Where what is left does not lead on from `version`, it is removed, and all groups start
         again.
         """
+        self._read_back(version)
+        wanted = {number for number in self._admitted if number >= first} - passed
+        self._admitted = {number: self._admitted[number] for number in wanted}
+        self._finished = {number: packed for number, packed in self._finished.items() if number in wanted}
+        self._batches = {number: picked for number, picked in self._batches.items() if number >= version}
+        trained = {number for picked in self._batches.values() for numbers in picked for number in numbers}
+        last = max(wanted, default=first)
+        drawn = sum(first <= number < last for number in passed | wanted | self._skipped)
+        missing = len(trained - self._finished.keys())
+        passed |= self._skipped
+        if missing or drawn < last - first:
+            why = f": {missing} groups that were trained are not in it; resume_mode=exact keeps none" if missing else ""
+            self.notes.append(f"{self._folder} does not lead on from step {version}{why}. Conversations start again")
+            self.clear()
+        groups = {(event["scope"], event["task"]): number for number, event in self._admitted.items()}
+        numbers = {key: groups.get((key[0].rpartition("/")[0], key[1])) for key in self._turns}
+        self._turns = {key: turns for key, turns in self._turns.items() if numbers[key] is not None}
+        if self._turns:
+            begun = sum(numbers[key] not in self._finished for key in self._turns)
+            again = f"{len(self._batches)} steps are trained again with the groups they had; " if self._batches else ""
+            self.notes.append(f"{again}{len(self._finished)} groups are taken back, {begun} conversations had begun")
+
+    def _read_back(self, version: int) -> None:
+        """Take up the parts that lead on from `version`, and remove the others."""
         parts = self._parts()
         leads = bool(parts) and min(parts) <= version
         for number, path in sorted(parts.items()):
@@ -159,26 +197,6 @@ class Journal:
                 leads = self._take(path) and number + 1 in parts
             else:
                 path.unlink()
-        wanted = {number for number in self._admitted if number >= first} - passed
-        self._admitted = {number: self._admitted[number] for number in wanted}
-        self._finished = {number: packed for number, packed in self._finished.items() if number in wanted}
-        self._batches = {number: picked for number, picked in self._batches.items() if number >= version}
-        groups = {(known["scope"], known["task"]): number for number, known in self._admitted.items()}
-        numbers = {key: groups.get((key[0].rpartition("/")[0], key[1])) for key in self._turns}
-        self._turns = {key: turns for key, turns in self._turns.items() if numbers[key] is not None}
-        trained = {number for picked in self._batches.values() for numbers in picked for number in numbers}
-        last = max(wanted, default=first)
-        drawn = sum(first <= number < last for number in passed | wanted | self._skipped)
-        missing = len(trained - self._finished.keys())
-        if missing or drawn < last - first:
-            why = f": {missing} groups that were trained are not in it; resume_mode=exact keeps none" if missing else ""
-            self.notes.append(f"{self._folder} does not lead on from step {version}{why}. Conversations start again")
-            self.clear()
-        passed |= self._skipped
-        if self._turns:
-            begun = sum(numbers[key] not in self._finished for key in self._turns)
-            again = f"{len(self._batches)} steps are trained again with the groups they had; " if self._batches else ""
-            self.notes.append(f"{again}{len(self._finished)} groups are taken back, {begun} conversations had begun")
 
     def admitted(self, number: int) -> Event | None:
         """The version, scope and task with which a group was admitted before; None for a new one."""
@@ -270,17 +288,18 @@ class Journal:
         for name, types in _EVENTS[kind].items():
             if not isinstance(event[name], types):
                 raise TypeError(f"{name} of an event is {event[name]!r:.100}")
-        if "admitted" in event:
-            self._admitted[event["admitted"]] = {name: event[name] for name in ("version", "scope", "task")}
-        elif "skipped" in event:
-            self._skipped.add(event["skipped"])
-        elif "group" in event:
-            self._finished[event["finished"]] = _packed(event)
-        elif "batch" in event:
-            self._batches.setdefault(event["batch"], []).append([int(number) for number in event["groups"]])
-        else:
-            key = (event["scope"], event["task"], event["sample"])
-            self._turns[key] = [*self._turns.get(key, [])[: event["turn"]], _packed(event)]
+        match kind:
+            case "admitted":
+                self._admitted[event["admitted"]] = {name: event[name] for name in ("version", "scope", "task")}
+            case "skipped":
+                self._skipped.add(event["skipped"])
+            case "group":
+                self._finished[event["finished"]] = _packed(event)
+            case "batch":
+                self._batches.setdefault(event["batch"], []).append([int(number) for number in event["groups"]])
+            case _:
+                key = (event["scope"], event["task"], event["sample"])
+                self._turns[key] = [*self._turns.get(key, [])[: event["turn"]], _packed(event)]
 
     def _trajectory(self, scope: str, task: Task, record: Event) -> Trajectory:
         """A trajectory with the tokens that its turns had; those of a failed one are gone."""
@@ -288,27 +307,15 @@ class Journal:
         context: list[int] = []
         turns: list[Turn] = []
         events = map(_unpacked, self._turns.pop(key, [])[: len(record["turns"])])  # it may end earlier again
-        for said, event in zip(record["turns"], events, strict=True):
+        for fields, event in zip(record["turns"], events, strict=True):
             whole = (context if event["extends"] else []) + event["context"]
-            sampled = _completion(event["completion"])
-            context = whole + sampled.tokens
-            said["message"] = message_from_fields(said["message"])
-            said["observations"] = tuple(map(message_from_fields, said["observations"]))
-            turns.append(
-                Turn(
-                    new_context=event["context"] if said["parent"] >= 0 else whole,
-                    output=sampled.tokens,
-                    logprobs=sampled.logprobs,
-                    versions=sampled.versions,
-                    finish=sampled.finish,
-                    kept=sampled.kept,
-                    **said,
-                )
-            )
-        for call in record["calls"]:
-            call["outcome"] = CallOutcome(call["outcome"])
-        calls = tuple(CallRecord(**call) for call in record["calls"])
-        record |= {"turns": turns, "calls": calls, "status": Status(record["status"])}
+            sampled, message = _completion(event["completion"]), message_from_fields(fields["message"])
+            context, new = whole + sampled.tokens, event["context"] if fields["parent"] >= 0 else whole
+            turns.append(Turn.of(sampled, message, new, fields["parent"], fields["auxiliary"]))
+            turns[-1].observations = tuple(map(message_from_fields, fields["observations"]))
+            turns[-1].paid = fields["paid"]
+        calls = [CallRecord(**{**call, "outcome": CallOutcome(call["outcome"])}) for call in record["calls"]]
+        record |= {"turns": turns, "calls": tuple(calls), "status": Status(record["status"])}
         record["opening"] = tuple(map(message_from_fields, record["opening"]))
         return Trajectory(task, **record)
 
@@ -334,21 +341,6 @@ def _written_together(path: Path) -> Iterator[tuple[int, list[Event]]]:
                 return
             start = file.tell() - len(piece.unused_data)
             yield start, events
-
-
-def _portions(lines: Iterable[str]) -> Iterator[str]:
-    """Lines joined to texts of at most `_MOST` characters. Raises ValueError for a longer line."""
-    held: list[str] = []
-    size = 0
-    for line in lines:
-        if len(line) > _MOST:
-            raise ValueError(f"an event has {len(line):,} characters, at most {_MOST:,} are written")
-        if size + len(line) > _MOST:
-            yield "".join(held)
-            held, size = [], 0
-        held.append(line)
-        size += len(line)
-    yield "".join(held)
 
 
 def _packed(event: Event) -> bytes:
