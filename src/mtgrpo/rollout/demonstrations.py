@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 
 from mtgrpo.chat import Chat
@@ -32,74 +32,62 @@ async def demonstrate(
     there is none.
     """
     condenser = condenser or Whole()
-    script = _Script(task, opening, [m for m in messages if condenser.active or m.name != SUMMARY], chat, condenser)
+    left = [message for message in messages if condenser.active or message.name != SUMMARY]
+    script = _Script(task, left, chat, condenser)
     limits = Limits(context_tokens if condenser.active else UNLIMITED)
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    environment, asking = _ScriptedEnvironment(script), _ScriptedCondenser(script)
-    return await run_rollout(task, environment, chat, script.sample, sampling, limits, asking, attend)
+    return await run_rollout(task, _Scripted(opening, left), chat, script.sample, sampling, limits, script, attend)
 
 
-@dataclass
-class _Script:
-    """The messages that are left."""
+class _Script(Condenser):
+    """Samples the messages that are left. As the condenser it notes when the one that it stands for asks."""
 
-    task: Task
-    opening: Opening
-    messages: list[Message]
-    chat: Chat
-    condenser: Condenser
-    asks: bool = False  # the condenser does: the next message answers it
+    def __init__(self, task: Task, messages: list[Message], chat: Chat, condenser: Condenser) -> None:
+        super().__init__(condenser.when, condenser.max_condensed_tokens)
+        self._task, self._messages, self._chat, self._condenser = task, messages, chat, condenser
+        self._asks = False  # the condenser does: the next message answers it
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling) -> Completion:
         """The next message of the assistant, as an engine would have sampled it."""
-        while not self.asks and self.messages[0].name == SUMMARY:
-            self.messages.pop(0)
-        message = self.messages.pop(0)
-        if self.asks and message.name != SUMMARY:
+        while not self._asks and self._messages[0].name == SUMMARY:
+            self._messages.pop(0)
+        message = self._messages.pop(0)
+        if self._asks and message.name != SUMMARY:
             raise ConfigError(
-                f"condenser {self.condenser.name} asks for a summary, and the demonstration of task "
-                f"{self.task.id} has none; choose another condenser or sft.steps=0"
+                f"condenser {self.name} asks for a summary, and the demonstration of task {self._task.id} has none; "
+                "choose another condenser or sft.steps=0"
             )
-        self.asks = False
-        output = self.chat.encode(replace(message, name=""))
+        self._asks = False
+        output = self._chat.encode(replace(message, name=""))
         return Completion(output, [0.0] * len(output), [0] * len(output), Finish.STOP)
-
-
-class _ScriptedEnvironment(Environment):
-    """Answers what is written."""
-
-    def __init__(self, script: _Script) -> None:
-        super().__init__(max_turns=UNLIMITED, max_tool_tokens=UNLIMITED)
-        self._script = script
-
-    async def start(self, task: Task) -> Opening:
-        return self._script.opening
-
-    async def step(self, message: Message) -> Reply:
-        messages = self._script.messages
-        answers = tuple(takewhile(lambda answer: answer.role != "assistant", messages))
-        del messages[: len(answers)]
-        return Reply(answers, done=not answers or not messages)
-
-
-class _ScriptedCondenser(Condenser):
-    """The condenser of the script, which notes when it requests a summary."""
-
-    def __init__(self, script: _Script) -> None:
-        super().__init__(script.condenser.when, script.condenser.max_condensed_tokens)
-        self._script = script
 
     @property
     def active(self) -> bool:
-        return self._script.condenser.active
+        return self._condenser.active
 
     @property
     def name(self) -> str:
-        return self._script.condenser.name
+        return self._condenser.name
 
     async def condense(self, conversation: Conversation) -> list[Message]:
         async def ask(question: Message) -> Message:
-            self._script.asks = True
+            self._asks = True
             return await conversation.ask(question)
 
-        return await self._script.condenser.condense(replace(conversation, ask=ask))
+        return await self._condenser.condense(replace(conversation, ask=ask))
+
+
+class _Scripted(Environment):
+    """Answers what is written."""
+
+    def __init__(self, opening: Opening, messages: list[Message]) -> None:
+        super().__init__(max_turns=UNLIMITED, max_tool_tokens=UNLIMITED)
+        self._opening, self._messages = opening, messages
+
+    async def start(self, task: Task) -> Opening:
+        return self._opening
+
+    async def step(self, message: Message) -> Reply:
+        answers = tuple(takewhile(lambda answer: answer.role != "assistant", self._messages))
+        del self._messages[: len(answers)]
+        return Reply(answers, done=not answers or not self._messages)
