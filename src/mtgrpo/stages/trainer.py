@@ -8,7 +8,6 @@ import math
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtgrpo.config.experiment import Experiment
@@ -20,7 +19,6 @@ from mtgrpo.profile import Profiler
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import BEFORE, read_settings
 from mtgrpo.record.writing import write_summary, write_trajectories
-from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.budget import Budget
 from mtgrpo.stages.evaluate import AllFailedError, evaluate_during, evaluate_fully
 from mtgrpo.stages.metrics import describe_conversations, describe_failures, describe_step
@@ -79,21 +77,14 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
 
 async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
     """Roll out, update, repeat, until the first limit; returns steps and seconds, evaluation and saving not counted."""
-    budget = Budget(run.experiment.trainer, **saver.state.get("budget", {}))
-    trends = Trends(saver.state.get("entropy", math.nan))
-    recorded = not run.experiment.agent.active  # whose conversations only the agent can take up
-    journal = Journal(run.folder / "journal" if recorded else None, groups=not run.experiment.resumes_exactly)
-    neighbours = Neighbours(follows=not run.experiment.deterministic)
-    streamed = make_stream(run, journal)
     run.trainer.begin(Stage.reinforcement)
-    profiler = Profiler(run.experiment.profile, run.engine.sync_s)
-    training = _Training(run, profiler, streamed, journal, budget, saver, curve, trends, neighbours)
+    training = _Training(run, saver, curve)
     run.sinks.stage(LEARNING, run.experiment.trainer.steps)
     run.sinks.tell(list(run.experiment.notes))
     run.sinks.tell(run.trainer.notes)
     try:
         await training.begin()
-        while not (reached := training.reached):
+        while not training.reached:
             await training.step()
         await saver.save()
     except BaseException:
@@ -102,31 +93,28 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
                 write_trajectories(run.folder, "untrained", training.stream.finished)
         raise
     finally:
-        for evaluation in training.evaluation.values():  # that has not ended beside training; there is one after it
-            evaluation.cancel()
-        await asyncio.gather(*training.evaluation.values(), return_exceptions=True)
-        await training.stream.close()
-    run.sinks.note(f"stopped after step {budget.steps}: {reached}")
-    if summary := profiler.summary():
+        await training.close()
+    run.sinks.note(f"stopped after step {training.budget.steps}: {training.reached}")
+    if summary := training.profiler.summary():
         run.sinks.note(summary)
-    return budget.steps, budget.seconds
+    return training.budget.steps, training.budget.seconds
 
 
-@dataclass(frozen=True)
 class _Training:
     """Reinforcement learning under way."""
 
-    run: Run
-    profiler: Profiler
-    stream: Stream
-    journal: Journal
-    budget: Budget
-    saver: Saver
-    curve: Curve
-    trends: Trends
-    neighbours: Neighbours
-    # The one that is under way, by the step after which it began.
-    evaluation: dict[int, asyncio.Task[Metrics]] = field(default_factory=dict[int, "asyncio.Task[Metrics]"])
+    def __init__(self, run: Run, saver: Saver, curve: Curve) -> None:
+        self._run, self._saver, self._curve = run, saver, curve
+        experiment = run.experiment
+        recorded = not experiment.agent.active  # whose conversations only the agent can take up
+        self._journal = Journal(run.folder / "journal" if recorded else None, groups=not experiment.resumes_exactly)
+        self.stream = make_stream(run, self._journal)
+        self.profiler = Profiler(experiment.profile, run.engine.sync_s)
+        self.budget = Budget(experiment.trainer, **saver.state.get("budget", {}))
+        self._trends = Trends(saver.state.get("entropy", math.nan))
+        self._neighbours = Neighbours(follows=not experiment.deterministic)
+        self._evaluation: asyncio.Task[Metrics] | None = None  # the one that is under way
+        self._evaluated = 0  # the step after which it began
 
     @property
     def reached(self) -> str:
@@ -135,12 +123,12 @@ class _Training:
 
     async def begin(self) -> None:
         """Save the policy that it begins with, or go on from where the run was saved."""
-        run, state = self.run, self.saver.state
+        run, state = self._run, self._saver.state
         if run.resumed is None or "stream" not in state:
-            self.journal.clear()
-            self.mark(None)
-            if self.saver.due(0):
-                await self.saver.save()
+            self._journal.clear()
+            self._mark(None)
+            if self._saver.due(0):
+                await self._saver.save()
             return
         run.trainer.load(run.resumed.path, self.budget.steps)
         self.stream.load_state_dict(state["stream"])
@@ -148,20 +136,19 @@ class _Training:
         if same and not run.experiment.resumes_exactly:
             self.stream.go_on(self.budget.steps)
         else:
-            self.journal.clear()
-        run.sinks.tell(self.journal.notes)
+            self._journal.clear()
+        run.sinks.tell(self._journal.notes)
         await run.engine.load_weights(run.trainer.weights())
         if not run.resumed.path.is_relative_to(run.folder):
-            self.mark(state["row"])
-            await self.saver.save()
+            self._mark(state["row"])
+            await self._saver.save()
         if state["row"] is not None:
-            await self.conclude(state["row"])
+            await self._conclude(state["row"])
 
     async def step(self) -> None:
         """One rollout batch, one update, and where it is due an evaluation and a checkpoint."""
-        run, experiment = self.run, self.run.experiment
-        began, step = time.perf_counter(), self.budget.steps + 1
-        self.neighbours.begin_step()
+        run, began, step = self._run, time.perf_counter(), self.budget.steps + 1
+        self._neighbours.begin_step()
         (run.folder / "summary.json").unlink(missing_ok=True)  # of a run that had ended before this step
         batch = await self.stream.batch(version=self.budget.steps)
         evidence = write_trajectories(run.folder, f"step_{step:06d}", batch.groups)
@@ -169,52 +156,70 @@ class _Training:
             metrics, train_s, interrupted = await update(run, self.profiler, batch.trained, step)
         except RunError as error:
             raise RunError(f"{error}; what it was trained on is in {evidence}") from error
-        for notes in (run.engine.notes, run.trainer.notes, run.tasks.notes, self.journal.notes):
+        for notes in (run.engine.notes, run.trainer.notes, run.tasks.notes, self._journal.notes):
             run.sinks.tell(notes)
         seconds = time.perf_counter() - began
-        metrics |= describe_step(batch, experiment, step - 1, seconds - train_s, train_s)
-        metrics |= {f"engine/{name}": value for name, value in run.engine.metrics.items()}
-        conversations = describe_conversations(batch.groups, experiment.profile)
-        metrics |= self.profiler.step(conversations, run.trainer.take_phases(), run.engine.sync_s)
         self.budget.count(batch.groups, seconds)
+        metrics |= describe_step(batch, run.experiment, step - 1, seconds - train_s, train_s)
+        metrics |= {f"engine/{name}": value for name, value in run.engine.metrics.items()}
+        conversations = describe_conversations(batch.groups, run.experiment.profile)
+        metrics |= self.profiler.step(conversations, run.trainer.take_phases(), run.engine.sync_s)
         flat = float(metrics["reward/groups_with_variance"] == 0)
-        self.saver.summary[WITHOUT_VARIANCE] = self.saver.summary.get(WITHOUT_VARIANCE, 0.0) + flat
-        warnings = [*describe_failures(batch.groups), *self.trends.warnings(metrics), *self.neighbours.end_step()]
-        self.mark(metrics)
-        for text in warnings:
-            run.sinks.note(f"step {step}: {text}")
-        await self.conclude(metrics, interrupted)
+        self._saver.summary[WITHOUT_VARIANCE] = self._saver.summary.get(WITHOUT_VARIANCE, 0.0) + flat
+        notes = [*describe_failures(batch.groups), *self._trends.warnings(metrics), *self._neighbours.end_step()]
+        self._mark(metrics)
+        run.sinks.tell([f"step {step}: {note}" for note in notes])
+        await self._conclude(metrics, interrupted)
 
-    async def conclude(self, metrics: Metrics, interrupted: bool = False) -> None:
+    async def close(self) -> None:
+        """End what still runs; after an evaluation that has not ended beside training there is another one."""
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+            await asyncio.gather(self._evaluation, return_exceptions=True)
+        await self.stream.close()
+
+    async def _conclude(self, metrics: Metrics, interrupted: bool = False) -> None:
         """Evaluate the policy after an update where that is due, log what the step was like, and save it."""
-        step, due = self.budget.steps, self.saver.due(self.budget.steps)
+        run, step, begun = self._run, self.budget.steps, False
         try:
             if interrupted:
                 raise asyncio.CancelledError
-            every = self.run.experiment.eval.every_steps
-            if not self.reached and every and step % every == 0 and not self.evaluation:
-                self.evaluation[step] = asyncio.create_task(evaluate_during(self.run))
-                due = due or self.run.experiment.checkpoint.keep_best > 0
-            waits = not self.run.experiment.rollout.max_staleness
-            if self.evaluation and (waits or all(one.done() for one in self.evaluation.values())):
-                began, evaluation = self.evaluation.popitem()
-                metrics |= await evaluation
-                if (version := metrics.pop("eval/version", None)) is not None:
-                    metrics["eval/staleness"] = step - version
-                self.curve.success[began] = metrics["eval/success"]
+            begun = self._begin_evaluation()
+            metrics |= await self._end_evaluation()
         except AllFailedError as error:  # an outage, which may be over at the next step
-            self.run.sinks.note(str(error))
+            run.sinks.note(str(error))
         finally:  # also when Ctrl-C ends the evaluation
-            self.run.sinks.log(metrics, step)
-            self.curve.reward.append(metrics["reward/mean"])
-        self.mark(None)
-        if due and not self.reached:
-            await self.saver.save()
-        oldest = self.saver.step if self.run.experiment.checkpoint.every_steps else step  # to go on from
-        self.journal.prune(oldest - self.run.experiment.rollout.max_staleness)
+            run.sinks.log(metrics, step)
+            self._curve.reward.append(metrics["reward/mean"])
+        self._mark(None)
+        best = begun and run.experiment.checkpoint.keep_best > 0
+        if (self._saver.due(step) or best) and not self.reached:
+            await self._saver.save()
+        oldest = self._saver.step if run.experiment.checkpoint.every_steps else step  # to go on from
+        self._journal.prune(oldest - run.experiment.rollout.max_staleness)
 
-    def mark(self, row: Metrics | None) -> None:
+    def _begin_evaluation(self) -> bool:
+        """Whether an evaluation is due after this step; it has begun then."""
+        every, step = self._run.experiment.eval.every_steps, self.budget.steps
+        due = bool(every) and step % every == 0 and not self.reached and self._evaluation is None
+        if due:
+            self._evaluation, self._evaluated = asyncio.create_task(evaluate_during(self._run)), step
+        return due
+
+    async def _end_evaluation(self) -> Metrics:
+        """What the evaluation under way has measured; {} while rollouts run ahead and it has not ended."""
+        ahead = self._run.experiment.rollout.max_staleness
+        if self._evaluation is None or (ahead and not self._evaluation.done()):
+            return {}
+        evaluation, self._evaluation = self._evaluation, None
+        metrics = await evaluation
+        if (version := metrics.pop("eval/version", None)) is not None:
+            metrics["eval/staleness"] = self.budget.steps - version
+        self._curve.success[self._evaluated] = metrics["eval/success"]
+        return metrics
+
+    def _mark(self, row: Metrics | None) -> None:
         """The run can go on from here; `row` are metrics of the last step that are still to be logged."""
         budget = {name: value for name, value in dataclasses.asdict(self.budget).items() if name != "settings"}
         state = {"budget": budget, "stream": self.stream.state_dict(), "row": row and dict(row)}
-        self.saver.mark(self.budget.steps, entropy=self.trends.entropy, **state)
+        self._saver.mark(self.budget.steps, entropy=self._trends.entropy, **state)
