@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_an_evaluation_finds_the_numbers_of_its_formulas() -> None:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that can be named: the built-in one, untrained."""
     folder = tmp_path_factory.mktemp("base")
-    run_evaluation(preset("calculator", *SMALL), folder / "first")
+    asyncio.run(run_evaluation(preset("calculator", *SMALL), folder / "first"))
     from mtgrpo.model.load import load_model, load_tokenizer, save_weights, saved_weights  # noqa: PLC0415
     from mtgrpo.model.settings import ModelSettings  # noqa: PLC0415
     from mtgrpo.weights.checkpoint import tokenizer_files  # noqa: PLC0415
@@ -90,7 +91,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_without_a_checkpoint_is_measured(base: Path, tmp_path: Path) -> None:
-    run_evaluation(preset("calculator", *SMALL, f"model.name={base / 'model'}"), tmp_path)
+    asyncio.run(run_evaluation(preset("calculator", *SMALL, f"model.name={base / 'model'}"), tmp_path))
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert (found["tasks"], found["samples"]) == (3, 2)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -104,7 +105,7 @@ def test_several_sets_and_a_control_without_tools_are_measured_in_one_evaluation
     calculator = "{min_steps: 1, max_steps: 1}"
     sets = f"eval.sets={{easy: {{task: jsonl, val_files: ['{tmp_path}/easy.jsonl']}}, calculator: {calculator}}}"
     words = (*SMALL, f"model.name={base / 'model'}", "eval.no_tools=true", sets)
-    run_evaluation(preset("calculator", *words), tmp_path / "run")
+    asyncio.run(run_evaluation(preset("calculator", *words), tmp_path / "run"))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     alone = json.loads((base / "first" / "summary.json").read_text())
     assert {name: summary[name] for name in alone} == alone  # the run's own tasks, as if they were alone
@@ -190,16 +191,16 @@ def test_an_evaluation_that_was_ended_goes_on_with_what_it_has(base: Path, tmp_p
     own = tmp_path / "own.py"
     own.write_text(COUNTING)
     words = (*SMALL, f"model.name={base / 'model'}", f"environment={own}:Counting", "rollout.max_concurrent=1", ENDING)
-    run_evaluation(preset("calculator", *words), tmp_path / "at_once")
+    asyncio.run(run_evaluation(preset("calculator", *words), tmp_path / "at_once"))
     whole = (tmp_path / "begun").read_text().split()
     assert len(whole) == 3 * 2 + 3
     (tmp_path / "begun").unlink()
     (tmp_path / "stop").write_text("6")  # the last sampled conversation, in its first turn
     with pytest.raises(KeyboardInterrupt):
-        run_evaluation(preset("calculator", *words), tmp_path / "run")
+        asyncio.run(run_evaluation(preset("calculator", *words), tmp_path / "run"))
     assert not (tmp_path / "run" / "evaluation.json").exists()
     (tmp_path / "begun").unlink()
-    run_evaluation(preset("calculator", *words), tmp_path / "run")
+    asyncio.run(run_evaluation(preset("calculator", *words), tmp_path / "run"))
     begun = (tmp_path / "begun").read_text().split()
     assert begun == [whole[4], whole[5], *whole[6:]]  # of the third task both samples: one is played to its end again
     ended, gone_on = (tmp_path / name / "trajectories" / "evaluation_after.jsonl" for name in ("at_once", "run"))
@@ -209,11 +210,11 @@ def test_an_evaluation_that_was_ended_goes_on_with_what_it_has(base: Path, tmp_p
     with pytest.raises(ConfigError, match=r"has an evaluation with other settings, take another folder: eval\.tasks"):
         record = tmp_path / "run" / "journal.json"
         record.write_text(json.dumps({**json.loads(record.read_text()), "eval.tasks": "9"}))
-        run_evaluation(preset("calculator", *words), tmp_path / "run")
+        asyncio.run(run_evaluation(preset("calculator", *words), tmp_path / "run"))
     for strange in ("[]", "9", "{", '{"seed": []}'):
         record.write_text(strange)
         with pytest.raises(ConfigError, match=r"journal\.json does not say with which settings"):
-            run_evaluation(preset("calculator", *words), tmp_path / "run")
+            asyncio.run(run_evaluation(preset("calculator", *words), tmp_path / "run"))
 
 
 def test_tasks_of_one_id_are_told_apart(base: Path, tmp_path: Path) -> None:
@@ -227,26 +228,28 @@ def test_tasks_of_one_id_are_told_apart(base: Path, tmp_path: Path) -> None:
         f"task.path={rows}.jsonl",
     )
     rows.with_suffix(".jsonl.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
-    run_evaluation(preset("calculator", *words), tmp_path / "run")
+    asyncio.run(run_evaluation(preset("calculator", *words), tmp_path / "run"))
     file = tmp_path / "run" / "trajectories" / "evaluation_after.jsonl"
     said = {json.dumps(json.loads(line)["messages"]) for line in file.read_text().splitlines()}
     assert len(said) == 6  # each sampled with random numbers of its own
     before = (tmp_path / "run" / "evaluation.json").read_bytes()
-    run_evaluation(preset("calculator", *words), tmp_path / "run")  # all is taken back, each where it belongs
+    asyncio.run(
+        run_evaluation(preset("calculator", *words), tmp_path / "run")
+    )  # all is taken back, each where it belongs
     assert (tmp_path / "run" / "evaluation.json").read_bytes() == before
     assert {json.dumps(json.loads(line)["messages"]) for line in file.read_text().splitlines()} == said
 
 
 def test_an_evaluation_below_the_least_fails_when_all_is_written(base: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"held-out success is 0\.000, below eval\.fail_under=0\.5"):
-        run_evaluation(preset("calculator", *SMALL, "eval.fail_under=0.5"), tmp_path)
+        asyncio.run(run_evaluation(preset("calculator", *SMALL, "eval.fail_under=0.5"), tmp_path))
     assert (tmp_path / "evaluation.json").exists()
 
 
 def test_what_is_collected_is_what_the_policy_says_and_can_be_learned_from(base: Path, tmp_path: Path) -> None:
     words = ("collect.tasks=5", "collect.samples=2", "rollout.prompts_per_step=2", f"model.name={base / 'model'}")
-    run_collection(preset("calculator", *SMALL, *words), tmp_path / "full")
-    run_collection(preset("calculator", *SMALL, *words, "collect.form=messages"), tmp_path / "plain")
+    asyncio.run(run_collection(preset("calculator", *SMALL, *words), tmp_path / "full"))
+    asyncio.run(run_collection(preset("calculator", *SMALL, *words, "collect.form=messages"), tmp_path / "plain"))
     full = [json.loads(line) for line in (tmp_path / "full" / "collected.jsonl").read_text().splitlines()]
     plain = [json.loads(line) for line in (tmp_path / "plain" / "collected.jsonl").read_text().splitlines()]
     assert len(full) == len(plain) == 10
@@ -260,8 +263,8 @@ def test_what_is_collected_is_what_the_policy_says_and_can_be_learned_from(base:
 def test_a_table_holds_what_the_lines_hold(form: str, base: Path, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     words = ("collect.tasks=4", "rollout.prompts_per_step=2", f"model.name={base / 'model'}", f"collect.form={form}")
-    run_collection(preset("calculator", *SMALL, *words), tmp_path)
-    run_collection(preset("calculator", *SMALL, *words, "collect.file=said.parquet"), tmp_path)
+    asyncio.run(run_collection(preset("calculator", *SMALL, *words), tmp_path))
+    asyncio.run(run_collection(preset("calculator", *SMALL, *words, "collect.file=said.parquet"), tmp_path))
     table = parquet.ParquetFile(tmp_path / "said.parquet")
     assert table.num_row_groups == 2  # as it was written: two tasks at a time
     rows = [json.loads(line) for line in (tmp_path / "collected.jsonl").read_text().splitlines()]
@@ -300,7 +303,7 @@ def test_calls_and_lone_surrogates_are_in_the_table_too(tmp_path: Path) -> None:
 
 def test_successes_alone_are_collected(base: Path, tmp_path: Path) -> None:
     words = ("collect.tasks=2", "collect.successes=true", f"model.name={base / 'model'}")
-    run_collection(preset("calculator", *SMALL, *words), tmp_path)
+    asyncio.run(run_collection(preset("calculator", *SMALL, *words), tmp_path))
     assert (tmp_path / "collected.jsonl").read_text() == ""  # an untrained model solves nothing
 
 

@@ -39,7 +39,11 @@ SMALL = [
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Experiment, Path]]:
     """Runs are noted in place of being run."""
     found: list[tuple[Experiment, Path]] = []
-    monkeypatch.setattr("mtgrpo.stages.trainer.run_training", lambda *given: found.append(given))
+
+    async def note(experiment: Experiment, folder: Path) -> None:
+        found.append((experiment, folder))
+
+    monkeypatch.setattr("mtgrpo.stages.trainer.run_training", note)
     return found
 
 
@@ -278,7 +282,11 @@ def test_a_job_may_run_in_its_folder(
     run: Run, started: list[tuple[Experiment, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where: list[Path] = []
-    monkeypatch.setattr("mtgrpo.stages.trainer.run_training", lambda *_: where.append(Path.cwd()))
+
+    async def note(*_: object) -> None:
+        where.append(Path.cwd())
+
+    monkeypatch.setattr("mtgrpo.stages.trainer.run_training", note)
     assert run("train", "hydra.job.chdir=true", "hydra.run.dir=there")[0] == 0
     assert where[0].name == "there"
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
@@ -338,18 +339,18 @@ def test_what_a_gpu_has_no_room_for_is_refused_before_the_model_is_loaded(
 ) -> None:
     on_a_gpu(monkeypatch, free, total)
     with pytest.raises(ConfigError, match=said) as refused:
-        run_training(preset("calculator", *words), tmp_path)
+        asyncio.run(run_training(preset("calculator", *words), tmp_path))
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("run", [run_training, run_evaluation])
 def test_a_cache_that_holds_no_conversation_is_refused_before_the_model_is_loaded_on_a_cpu_too(
-    run: Callable[[Experiment, Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[[Experiment, Path], Coroutine[None, None, None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mtgrpo.policy.trainer.load_model", lambda *_: pytest.fail("loaded before it was refused"))
     words = ("environment.max_context_length=500", "engine.memory_fraction=0.0000001")
     with pytest.raises(ConfigError, match=r"^engine\.memory_fraction=1e-07 of .* one may grow to 500; set") as refused:
-        run(preset("calculator", *words), tmp_path)
+        asyncio.run(run(preset("calculator", *words), tmp_path))
     assert "\n" not in str(refused.value)
 
 
@@ -364,7 +365,7 @@ def test_four_bits_without_their_package_are_refused_before_weights_are_read(
     monkeypatch.setattr("mtgrpo.model.load.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read"))
     words = (f"model.name={folder}", "model.lora.rank=4", "model.quantization=nf4")
     with pytest.raises(ConfigError, match=r"^model\.quantization=nf4 needs the package bitsandbytes: pip install"):
-        run_training(preset("calculator", *words), tmp_path / "run")
+        asyncio.run(run_training(preset("calculator", *words), tmp_path / "run"))
 
 
 def test_no_memory_for_the_model_says_what_would_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,4 +374,4 @@ def test_no_memory_for_the_model_says_what_would_help(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("mtgrpo.policy.trainer.load_model", full)
     with pytest.raises(ConfigError, match=r"not enough \(loading\).* Unless it is set, set .*model\.lora\.rank=16"):
-        run_training(preset("calculator"), tmp_path)
+        asyncio.run(run_training(preset("calculator"), tmp_path))

@@ -463,7 +463,7 @@ def test_what_is_saved_elsewhere_is_not_said_to_be_here(tmp_path: Path, unbroken
 
 def test_the_warm_start_alone_goes_on(tmp_path: Path) -> None:
     def learned(folder: Path, *words: str) -> list[dict[str, Any]]:
-        run_sft(compose(parse([*SMALL, *words])).experiment, folder)
+        asyncio.run(run_sft(compose(parse([*SMALL, *words])).experiment, folder))
         return [digits(row) for row in rows(folder)]
 
     expected = learned(tmp_path / "unbroken")

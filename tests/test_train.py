@@ -140,7 +140,7 @@ def busy(own: Path, *words: str) -> list[str]:
 def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
     words = ("eval.samples=8", "eval.every_steps=1", "checkpoint.every_steps=1", "checkpoint.keep_last=0")
     folder = tmp_path / "run"
-    run_training(experiment(*words), folder)
+    asyncio.run(run_training(experiment(*words), folder))
     assert {path.name for path in folder.iterdir()} == {
         *(
             "metrics.jsonl",
@@ -194,7 +194,7 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
 
 
 def test_the_warm_start_alone_leaves_a_policy_to_go_on_from(tmp_path: Path) -> None:
-    run_sft(experiment(), tmp_path / "sft")
+    asyncio.run(run_sft(experiment(), tmp_path / "sft"))
     (saved,) = (tmp_path / "sft" / "checkpoints").iterdir()
     assert saved.name == "step_000002"
     checkpoint.read(saved)
@@ -210,12 +210,12 @@ def test_a_checkpoint_measures_as_the_run_did(tmp_path: Path, own: Path) -> None
     words = busy(own, "reward.success_at=10", "eval.tasks=6", "eval.samples=3")
     after = digits(summary(ran(tmp_path / "run", *words)))
     words.append(f"model.name={tmp_path / 'run' / 'checkpoints' / 'step_000002'}")
-    run_evaluation(experiment(*words), tmp_path / "measured")
+    asyncio.run(run_evaluation(experiment(*words), tmp_path / "measured"))
     measured = digits(summary(tmp_path / "measured"))
     assert len(measured) > 8
     assert measured == {name: after[f"{name}/after"] for name in measured}
     assert 0 < measured["eval/success"] < 1, "the test is too easy"
-    run_evaluation(experiment(*words, "seed=1"), tmp_path / "again")
+    asyncio.run(run_evaluation(experiment(*words, "seed=1"), tmp_path / "again"))
     again = digits(summary(tmp_path / "again"))
     assert again["eval/greedy"] == measured["eval/greedy"]  # nothing is drawn
     assert again["eval/reward"] != measured["eval/reward"]  # other samples for the same tasks
@@ -408,7 +408,7 @@ def test_a_world_that_fails_from_the_start_ends_the_run_with_the_reason(tmp_path
     module = vars(type(made.environment))["step"].__globals__
     module["down"].set()
     with pytest.raises(AllFailedError, match="OSError: the line is dead"):
-        run_training(made, tmp_path / "run")
+        asyncio.run(run_training(made, tmp_path / "run"))
 
 
 def test_an_outage_during_training_trains_nothing_and_passes(
@@ -549,4 +549,4 @@ def test_demonstrations_that_the_model_does_not_compute_exactly_are_left_out(
     limit = Limit(20, "beyond 20 it does something else")
     monkeypatch.setattr("mtgrpo.weights.source.traits", lambda model: Traits("", (), True, limit, limit))
     with pytest.raises(ConfigError, match="longer than the 20 tokens that the model computes exactly"):
-        run_sft(experiment(), tmp_path)
+        asyncio.run(run_sft(experiment(), tmp_path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import itertools
 from dataclasses import dataclass, field
@@ -44,30 +43,24 @@ class _Person(Environment):
         return Reply((*reply.messages, Message("user", said)), done=not said)
 
 
-def run_playing(experiment: Experiment, folder: Path) -> None:
+async def run_playing(experiment: Experiment, folder: Path) -> None:
     """Talk to the model as it is: an empty line begins anew, another one ends it."""
-
-    async def play() -> None:
-        async with open_run(by_hand(experiment), folder, trains=False) as run:
-            runner = run.runner.at("play")
-            world = runner.environment
-            run.sinks.note("your words, then Enter; an empty line begins a new conversation, and two end it")
-            for number in itertools.count():
-                if not (said := await _asked()):
-                    return
-                task = Task(f"play/{number}", run.experiment.task.with_prompt((Message("user", said),)))
-                person = _Person(max_turns=UNLIMITED, max_tool_tokens=world.max_tool_tokens, world=world)
-                async with runner.open_conversation("play", task.id, 0) as sample:
-                    limits = Limits(runner.limits.context_tokens)
-                    shared = (sample, runner.sampling, limits, runner.condenser, runner.attend)
-                    ended = await run_rollout(task, person, run.chat, *shared)
-                if ended.status is Status.TRUNCATED:
-                    _show("model", ended.turns[-1].message.content if ended.turns else "")
-                    run.sinks.note(f"cut by {ended.reason}")
-                elif ended.failed:
-                    run.sinks.note(f"it failed: {ended.reason}")
-
-    asyncio.run(play())
+    async with open_run(by_hand(experiment), folder, trains=False) as run:
+        runner = run.runner.at("play")
+        world = runner.environment
+        run.sinks.note("your words, then Enter; an empty line begins a new conversation, and two end it")
+        for number in itertools.count():
+            if not (said := await _asked()):
+                return
+            task = Task(f"play/{number}", run.experiment.task.with_prompt((Message("user", said),)))
+            person = _Person(max_turns=UNLIMITED, max_tool_tokens=world.max_tool_tokens, world=world)
+            async with runner.open_conversation("play", task.id, 0) as sample:
+                limits = Limits(runner.limits.context_tokens)
+                shared = (sample, runner.sampling, limits, runner.condenser, runner.attend)
+                ended = await run_rollout(task, person, run.chat, *shared)
+            if ended.status is Status.TRUNCATED:
+                _show("model", ended.turns[-1].message.content if ended.turns else "")
+                run.sinks.note(f"cut by {ended.reason}")
 
 
 async def _asked() -> str:

@@ -24,23 +24,19 @@ def by_hand(experiment: Experiment) -> Experiment:
     )
 
 
-def run_serving(experiment: Experiment, folder: Path) -> None:
+async def run_serving(experiment: Experiment, folder: Path) -> None:
     """Serve the model as it is until Ctrl-C; says where, and with which key."""
-
-    async def serve() -> None:
-        async with open_run(by_hand(experiment), folder, trains=False) as run, open_endpoint() as endpoint:
-            runner = run.runner.at("serve")
-            session = AgentSession(
-                Task("serve", ()),
-                run.chat,
-                runner.sampling,
-                Limits(runner.limits.context_tokens),
-                lambda number: runner.open_conversation(f"serve/chain{number}", "serve", 0),
-            )
-            async with endpoint.conversation(session) as address:
-                run.sinks.note("serving until Ctrl-C:")
-                for variable, value in address.environ().items():
-                    run.sinks.note(f"export {variable}={value}")
-                await asyncio.Event().wait()
-
-    asyncio.run(serve())
+    async with open_run(by_hand(experiment), folder, trains=False) as run, open_endpoint() as endpoint:
+        runner = run.runner.at("serve")
+        session = AgentSession(
+            Task("serve", ()),
+            run.chat,
+            runner.sampling,
+            Limits(runner.limits.context_tokens),
+            lambda number: runner.open_conversation(f"serve/chain{number}", "serve", 0),
+        )
+        async with endpoint.conversation(session) as address:
+            run.sinks.note("serving until Ctrl-C:")
+            for variable, value in address.environ().items():
+                run.sinks.note(f"export {variable}={value}")
+            await asyncio.Event().wait()

@@ -134,28 +134,24 @@ def _named(name: str, found: Metrics) -> Metrics:
     return {f"eval/{name}/{key}" if name else f"eval/{key}": value for key, value in found.items()}
 
 
-def run_evaluation(experiment: Experiment, folder: Path) -> None:
+async def run_evaluation(experiment: Experiment, folder: Path) -> None:
     """Measure the model as it is; writes `summary.json` and `evaluation.json` in `folder`.
 
     What one that was ended has left there is taken back. Raises RunError where held-out success is below
     `eval.fail_under`, when all is written.
     """
-
-    async def measure() -> None:
-        async with open_run(experiment, folder, trains=False) as run:
-            with _recorded(run) as (recorded, play):
-                metrics, played = await _measure(recorded, AFTER, play)
-            write_summary(folder, metrics)
-            interval = INTERVALS[experiment.eval.interval.value]
-            findings = {name: Findings.of(groups, run.runner.reward, interval) for name, groups in played.items()}
-            tools = control(played, run.runner.reward.success_at)
-            path = folder / "evaluation.json"
-            write_whole(path, strict_json(record(findings, tools), indent=2) + b"\n")
-            run.sinks.note(f"{table(findings, tools, experiment.eval.interval.value)}\nalso in {path}")
-        if (success := metrics["eval/success"]) < (least := experiment.eval.fail_under):
-            raise RunError(f"held-out success is {success:.3f}, below eval.fail_under={least:g}")
-
-    asyncio.run(measure())
+    async with open_run(experiment, folder, trains=False) as run:
+        with _recorded(run) as (recorded, play):
+            metrics, played = await _measure(recorded, AFTER, play)
+        write_summary(folder, metrics)
+        interval = INTERVALS[experiment.eval.interval.value]
+        findings = {name: Findings.of(groups, run.runner.reward, interval) for name, groups in played.items()}
+        tools = control(played, run.runner.reward.success_at)
+        path = folder / "evaluation.json"
+        write_whole(path, strict_json(record(findings, tools), indent=2) + b"\n")
+        run.sinks.note(f"{table(findings, tools, experiment.eval.interval.value)}\nalso in {path}")
+    if (success := metrics["eval/success"]) < (least := experiment.eval.fail_under):
+        raise RunError(f"held-out success is {success:.3f}, below eval.fail_under={least:g}")
 
 
 def _files(folder: Path) -> dict[str, str]:

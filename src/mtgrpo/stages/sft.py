@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -28,23 +27,19 @@ DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks th
 MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
 
 
-def run_sft(experiment: Experiment, folder: Path) -> None:
+async def run_sft(experiment: Experiment, folder: Path) -> None:
     """The warm start alone; saves a checkpoint that `model.name=FOLDER` takes."""
-
-    async def learn() -> None:
-        if not experiment.sft.steps:
-            raise ConfigError("sft.steps=0: there is nothing to do; set sft.steps above 0")
-        async with open_run(experiment, folder) as run:
-            with saving(run, Curve()) as saver:
-                await warm_start(run, saver, alone=True)
-                summary = saver.summary
-                try:
-                    summary |= {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
-                finally:  # also when the evaluation fails
-                    write_summary(folder, summary)
-            run.sinks.note(f"the weights are in {saver.path}")
-
-    asyncio.run(learn())
+    if not experiment.sft.steps:
+        raise ConfigError("sft.steps=0: there is nothing to do; set sft.steps above 0")
+    async with open_run(experiment, folder) as run:
+        with saving(run, Curve()) as saver:
+            await warm_start(run, saver, alone=True)
+            summary = saver.summary
+            try:
+                summary |= {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
+            finally:  # also when the evaluation fails
+                write_summary(folder, summary)
+        run.sinks.note(f"the weights are in {saver.path}")
 
 
 async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:

@@ -32,10 +32,10 @@ from mtgrpo.stages.update import make_stream, update
 from mtgrpo.types import LEARNING
 
 
-def run_training(experiment: Experiment, folder: Path) -> None:
+async def run_training(experiment: Experiment, folder: Path) -> None:
     """Warm start, evaluate, train, evaluate; everything a run leaves lies in `folder`."""
     curve = Curve()
-    summary = asyncio.run(train(experiment, folder, curve))
+    summary = await train(experiment, folder, curve)
     size = shutil.get_terminal_size((100, 24))
     drawn = curve.draw(folder, min(size.columns, 100))
     if "console" in experiment.log:
