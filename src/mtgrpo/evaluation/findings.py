@@ -113,12 +113,10 @@ def _by_task(groups: Sequence[Group]) -> list[list[Trajectory]]:
 
 
 def _outcomes(trajectories: Sequence[Trajectory], success_at: float) -> list[float]:
-    """1 for each success, 0 for each other."""
     return [float(trajectory.succeeded(success_at)) for trajectory in trajectories]
 
 
 def _tools(trajectory: Trajectory) -> str:
-    """Which tools it called."""
     names = {call.name if call.outcome is not CallOutcome.unknown else "" for call in trajectory.calls}
     return ", ".join(sorted(name or "no such tool" for name in names)) or "none"
 
@@ -138,7 +136,8 @@ def _break_down(
         for name, inside in of_task.items():
             parts[name].append(_outcomes(inside, success_at))
     by_size = sorted(parts, key=lambda name: -sum(map(len, parts[name])))
-    largest = by_size[:_MAX_PARTS] if len(by_size) <= _MAX_PARTS else by_size[: _MAX_PARTS - 1]
-    rest = [outcomes for name in by_size if name not in largest for outcomes in parts[name]]
-    shown = {name: parts[name] for name in sorted(largest, key=lambda name: (len(name), name))} | {"other": rest}
-    return {name: mean_over_tasks(outcomes, interval=interval) for name, outcomes in shown.items() if outcomes}
+    largest = by_size[: _MAX_PARTS - (len(by_size) > _MAX_PARTS)]
+    shown = {name: parts[name] for name in sorted(largest, key=lambda name: (len(name), name))}
+    if rest := [outcomes for name in by_size[len(largest) :] for outcomes in parts[name]]:
+        shown["other"] = rest
+    return {name: mean_over_tasks(outcomes, interval=interval) for name, outcomes in shown.items()}

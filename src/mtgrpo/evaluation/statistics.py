@@ -82,8 +82,8 @@ def majority_vote(answers: Sequence[str], outcomes: Sequence[float]) -> float:
         raise ValueError(f"every answer needs its outcome, got {len(answers)} answers and {len(outcomes)} outcomes")
     votes: dict[str, list[float]] = defaultdict(list)
     for answer, outcome in zip(answers, outcomes, strict=True):
-        if answer:
-            votes[answer].append(outcome)
+        votes[answer].append(outcome)
+    votes.pop("", None)
     most = max(map(len, votes.values()), default=0)
     first = [sum(of_answer) / most for of_answer in votes.values() if len(of_answer) == most]
     return sum(first) / len(first) if first else 0.0
@@ -92,14 +92,14 @@ def majority_vote(answers: Sequence[str], outcomes: Sequence[float]) -> float:
 def wilson(mean: float, size: float, confidence: float = 0.95) -> Estimate:
     """Wilson's score interval (1927) of a mean of `size` independent outcomes in [0, 1]; `size` may be a fraction.
 
-    Where several samples of each task were taken, `mean_over_tasks` finds the size. With the number of tasks as the
-    size it is safe whatever samples have in common, and wide.
+    Several samples of a task are not independent: `mean_over_tasks` finds their size. The number of tasks is safe, and
+    the interval then wide.
     """
     if not 0 <= mean <= 1:
         raise ValueError(f"Wilson's interval is for outcomes in [0, 1], got a mean of {mean}")
     if size <= 0:
         raise ValueError(f"an interval needs at least one outcome, got {size}")
-    z = _normal(confidence)
+    z = NormalDist().inv_cdf((1 + _checked(confidence)) / 2)
     centre = (mean + z * z / (2 * size)) / (1 + z * z / size)
     half = z / (1 + z * z / size) * math.sqrt(mean * (1 - mean) / size + (z / (2 * size)) ** 2)
     return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
@@ -203,24 +203,23 @@ def _multiples(values: Floats) -> NDArray[np.int64] | None:
 
 
 def _all_flips(multiples: NDArray[np.int64]) -> float:
-    """The distribution of the sum of those whose sign is plus, one difference after the other."""
+    """The p-value by the distribution of the sum of the differences whose sign is plus."""
     sizes = np.abs(multiples)
-    total, found = int(sizes.sum()), abs(int(multiples.sum()))
+    total = int(sizes.sum())
     chances = np.zeros(total + 1)
     chances[0] = 1.0
     for size in sizes:
         chances /= 2
         chances[size:] += chances[:-size].copy()
     sums = np.abs(2 * np.arange(total + 1) - total)
-    return min(1.0, float(chances[sums >= found].sum()))
+    return min(1.0, float(chances[sums >= abs(int(multiples.sum()))].sum()))
 
 
 def _random_flips(values: Floats) -> float:
     generator = np.random.default_rng(0)
-    found = abs(float(values.sum())) * (1 - 1e-12)
+    least = abs(float(values.sum())) * (1 - 1e-12)
     signs = (generator.integers(0, 2, len(values), dtype=np.int8) * 2 - 1 for _ in range(_FLIPS))
-    further = sum(abs(float(values @ chosen)) >= found for chosen in signs)
-    return (1 + further) / (1 + _FLIPS)
+    return (1 + sum(abs(float(values @ chosen)) >= least for chosen in signs)) / (1 + _FLIPS)
 
 
 def _by_task(outcomes: Outcomes) -> tuple[Floats, Floats]:
@@ -261,10 +260,6 @@ def _share_of_tail(successes: int, trials: int, tail: float) -> float:
         else:
             high = middle
     return low
-
-
-def _normal(confidence: float) -> float:
-    return NormalDist().inv_cdf((1 + _checked(confidence)) / 2)
 
 
 def _checked(confidence: float) -> float:
