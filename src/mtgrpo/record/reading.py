@@ -66,10 +66,6 @@ class RunRecord:
         except ValueError:
             return 1.0
 
-    def count(self, setting: str) -> int:
-        """The value of a setting that counts something; 0 for any other."""
-        return count(self.settings.get(setting, ""))
-
     def succeeded(self, trajectory: Json) -> bool:
         """Whether it is a success; see `is_success`."""
         return is_success(trajectory.get("status", ""), trajectory.get("reward") or 0.0, self.success_at)
@@ -102,7 +98,7 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
     """The folders of runs among `places`, in place of a sweep's folder those of its runs. Raises ConfigError."""
     runs: list[Path] = []
     for place in places:
-        inside = sorted((path for path in place.glob("*") if _is_run(path)), key=_in_order) if place.is_dir() else []
+        inside = sorted((path for path in place.glob("*") if _is_run(path)), key=_by_number) if place.is_dir() else []
         if not (_is_run(place) or inside):
             deeper = sorted(path.parent for name in _FILES for path in place.glob(f"*/*/{name}"))
             newest = f"; the newest below it is {deeper[-1]}" if deeper else ""
@@ -224,8 +220,7 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _FILES)
 
 
-def _in_order(path: Path) -> tuple[int, str]:
-    """Runs of a sweep are numbered."""
+def _by_number(path: Path) -> tuple[int, str]:
     return (count(path.name), path.name)
 
 

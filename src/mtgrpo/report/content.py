@@ -7,15 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtgrpo.config.recipe import read_recipe, recipes
-from mtgrpo.evaluation.statistics import (
-    INTERVALS,
-    Comparison,
-    Estimate,
-    Interval,
-    compare_by_task,
-    mean_over_tasks,
-    wilson,
-)
+from mtgrpo.evaluation.statistics import INTERVALS, Comparison, Estimate, compare_by_task, mean_over_tasks, wilson
 from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, flat, of_set
 from mtgrpo.record.shapes import Json
 from mtgrpo.runtime.text import clock, is_number, number, shorten
@@ -103,33 +95,27 @@ def measurements(run: RunRecord) -> list[Measurement]:
     shown = [name for name in names if name.rpartition("/")[2].startswith(("success", "greedy", "pass@"))]
     shown.sort(key=lambda name: (name.rpartition("/")[0], not name.endswith("success"), name))
     found: list[Measurement] = []
-    for name, of_one in itertools.groupby(shown, key=lambda name: name.rpartition("/")[0]):
+    for name, metrics in itertools.groupby(shown, key=lambda name: name.rpartition("/")[0]):
         before, after = (run.outcomes(of_set(file, name)) or {} for file in (BEFORE, AFTER))
-        found += [_measurement(run, metric, before, after) for metric in of_one]
+        found += [_measurement(run, metric, before, after) for metric in metrics]
     return found
 
 
 def _measurement(run: RunRecord, name: str, before: Outcomes, after: Outcomes) -> Measurement:
-    tasks = len(after) or run.count("eval.tasks")
-    first = _estimate(run, f"eval/{name}/before", tasks)
-    last = _estimate(run, f"eval/{name}/after", tasks) or _estimate(run, f"eval/{name}", tasks)
+    tasks = len(after) or count(run.settings.get("eval.tasks", ""))
+    chosen = INTERVALS.get(run.settings.get("eval.interval", ""), wilson)
+
+    def estimate(key: str) -> Estimate | None:
+        value = run.summary.get(key)
+        return chosen(float(value), tasks, 0.95) if is_number(value) and 0 <= value <= 1 and tasks else None
+
+    first, last = estimate(f"eval/{name}/before"), estimate(f"eval/{name}/after") or estimate(f"eval/{name}")
     if not (name.endswith("success") and after):
         return Measurement(name, first, last)
-    return Measurement(
-        name,
-        mean_over_tasks(list(before.values()), interval=_interval(run)) if before else first,
-        mean_over_tasks(list(after.values()), interval=_interval(run)),
-        compare_by_task(before, after),
-    )
-
-
-def _estimate(run: RunRecord, key: str, tasks: int) -> Estimate | None:
-    value = run.summary.get(key)
-    return _interval(run)(float(value), tasks, 0.95) if is_number(value) and 0 <= value <= 1 and tasks else None
-
-
-def _interval(run: RunRecord) -> Interval:
-    return INTERVALS.get(run.settings.get("eval.interval", ""), wilson)
+    if before:
+        first = mean_over_tasks(list(before.values()), interval=chosen)
+    last = mean_over_tasks(list(after.values()), interval=chosen)
+    return Measurement(name, first, last, compare_by_task(before, after))
 
 
 def series(run: RunRecord) -> dict[str, Series]:
@@ -199,19 +185,13 @@ def set_by_recipe(run: RunRecord) -> set[str]:
 def timing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Times of the stages, and means over the steps of training of what was measured of the machine."""
     rows = [(label, [clock(run.summary.get(key)) for run in runs]) for key, label in TIMES.items()]
-    means = [_means(run) for run in runs]
-    for metric in sorted({metric for of_run in means for metric in of_run}):
-        rows.append((f"{metric}, mean of a step", [number(of_run.get(metric)) for of_run in means]))
+    of_runs = [run.metrics.stage(LEARNING) for run in runs]
+    measured = {metric for steps in of_runs for row in steps for metric in row}
+    for metric in sorted(metric for metric in measured if metric.startswith(("time/", "perf/", "profile/"))):
+        values = [[row[metric] for row in steps if is_number(row.get(metric))] for steps in of_runs]
+        means = [number(sum(of_run) / len(of_run)) if of_run else "" for of_run in values]
+        rows.append((f"{metric}, mean of a step", means))
     return [(label, cells) for label, cells in rows if any(cells)]
-
-
-def _means(run: RunRecord) -> dict[str, float]:
-    measured: dict[str, list[float]] = {}
-    for row in run.metrics.stage(LEARNING):
-        for metric, value in row.items():
-            if metric.startswith(("time/", "perf/", "profile/")) and is_number(value):
-                measured.setdefault(metric, []).append(value)
-    return {metric: sum(values) / len(values) for metric, values in measured.items()}
 
 
 def examples(run: RunRecord) -> tuple[str, list[Example]]:
@@ -231,15 +211,14 @@ def examples(run: RunRecord) -> tuple[str, list[Example]]:
 
 def _example(row: Json, success: bool) -> Example:
     """What the policy said is as many messages of the assistant, from the end, as the conversation has turns."""
-    messages = [_cut(message) for message in row.get("messages", ())]
+    messages = [
+        {key: shorten(value) if isinstance(value, str) else value for key, value in message.items()}
+        for message in row.get("messages", ())
+    ]
     by_policy = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
     turns = len(row.get("turns", ()))
     start = by_policy[-turns] if 0 < turns <= len(by_policy) else len(messages)
     return Example(success, row, messages[:start], messages[start:])
-
-
-def _cut(message: Json) -> Json:
-    return {key: shorten(value) if isinstance(value, str) else value for key, value in message.items()}
 
 
 def results(runs: Sequence[RunRecord]) -> list[tuple[int, list[str]]]:
