@@ -111,7 +111,7 @@ class Tracker(Sink, ABC):
 
 
 class Sinks:
-    """Hands everything to each of its sinks; one that fails and is not required is noted and left out."""
+    """Hands everything to each of its sinks, see `Sink`; one that fails and is not required is noted and left out."""
 
     def __init__(self) -> None:
         self._sinks: list[Sink] = []
@@ -131,19 +131,15 @@ class Sinks:
         stack.push_async_callback(close)
 
     def stage(self, name: str, total: int) -> None:
-        """See `Sink.stage`."""
         self._each(lambda sink: sink.stage(name, total))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Sink.log`."""
         self._each(lambda sink: sink.log(metrics, step))
 
     def note(self, text: str) -> None:
-        """See `Sink.note`."""
         self._each(lambda sink: sink.note(text))
 
     def progress(self, done: int) -> None:
-        """See `Sink.progress`."""
         self._each(lambda sink: sink.progress(done))
 
     def tell(self, notes: list[str]) -> None:
@@ -185,8 +181,5 @@ def chosen(options: Any) -> list[Sink]:
     Raises ConfigError for what is no sink, or no setting of one.
     """
     wanted = named(options or [], "log", "wandb: {project: mine}")
-    return [built(f"sink {name}", _sink_class(name), settings) for name, settings in wanted.items()]
-
-
-def _sink_class(name: str) -> type[Sink]:
-    return extension.find_class(__name__, name, Sink)
+    classes = {name: extension.find_class(__name__, name, Sink) for name in wanted}
+    return [built(f"sink {name}", classes[name], settings) for name, settings in wanted.items()]

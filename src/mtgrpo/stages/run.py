@@ -36,11 +36,11 @@ from mtgrpo.record.writing import write_versions
 from mtgrpo.rewards import opened
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.rollout.group import RolloutRunner
-from mtgrpo.stages.policy_trainer import PolicyTrainer, trainer_config
+from mtgrpo.stages.policy_trainer import PolicyTrainer, open_trainer, trainer_config
 from mtgrpo.stages.resume import take_up, trained
 from mtgrpo.stages.threads import settle_threads
 from mtgrpo.stages.trial import try_tasks
-from mtgrpo.stages.watchdog import Watchdog, open_watchdog
+from mtgrpo.stages.watchdog import open_watchdog
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Attend, Limits, Message, Sample, Task
 from mtgrpo.weights import checkpoint
@@ -66,7 +66,6 @@ class Run:
     tasks: TaskStream
     held_out: list[Task]
     sets: dict[str, list[Task]]  # further ones that evaluations play, by name
-    watchdog: Watchdog
     resumed: Checkpoint | None = None  # from which the run goes on
 
 
@@ -185,68 +184,41 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         sinks.tell(early)
         context = replace(context, note=sinks.note)
         experiment = await stack.enter_async_context(open_parts(experiment, context))
-        tasks, held_out, sets = await _open_task_sets(experiment, context, stack, sinks)
+        tasks, held_out = open_tasks(experiment)
+        sources = {n: await stack.enter_async_context(s.open(context)) for n, s in task_sets(experiment).items()}
+        sinks.tell(tasks.notes)
+        await try_tasks(experiment, held_out, running=True)
+        sets = {name: held_out_tasks(experiment, source) for name, source in sources.items()}
         tokenizer, chat = open_tokenizer(experiment)
-        engine, why = experiment.engine.chosen(experiment.model)
-        sinks.tell([why] if why else [])
-        experiment = _with_room(replace(experiment, engine=engine), trains, sinks.note)
-        trainer = PolicyTrainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder))
+        experiment = _with_engine(experiment, trains, sinks.note)
+        trainer = open_trainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder))
         stack.callback(trainer.close)
         longest = longest_context(experiment, trainer.weights())
-        engine = await _open_engine(experiment, trainer, longest, folder, stack)
-        sinks.tell(list(chat.notes))
-        sinks.tell(trainer.notes)
-        sinks.tell(engine.notes)
+        engine = experiment.engine.start(trainer.weights(), experiment.deterministic, longest, folder)
+        stack.push_async_callback(engine.close)
+        if not engine.shares_weights:
+            await engine.load_weights(trainer.weights())
+        for notes in (list(chat.notes), trainer.notes, engine.notes):
+            sinks.tell(notes)
         slowest_s = max(experiment.rollout.timeout_s, experiment.rollout.score_timeout_s)  # nothing need move meanwhile
         limit_s = experiment.watchdog_s and max(experiment.watchdog_s, slowest_s + 600 if slowest_s else 0)
         watchdog = stack.enter_context(open_watchdog(limit_s, folder, engine))
         trainer.connect(watchdog.moved, gives_way=engine.shares_weights)
-        sampling = watchdog.sampling(engine.conversation)
-        attend = engine.attend if experiment.engine.attends else None
+        conversation = watchdog.sampling(engine.conversation)
+        runner = make_runner(experiment, chat, conversation, engine.attend, longest, folder)
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through it for garbage takes longer than some training steps
         stack.callback(gc.unfreeze)
-        yield Run(
-            experiment=experiment,
-            folder=folder,
-            sinks=sinks,
-            tokenizer=tokenizer,
-            chat=chat,
-            trainer=trainer,
-            engine=engine,
-            runner=make_runner(experiment, chat, sampling, attend, longest, folder),
-            tasks=tasks,
-            held_out=held_out,
-            sets=sets,
-            watchdog=watchdog,
-            resumed=resumed,
-        )
+        opened = experiment, folder, sinks, tokenizer, chat, trainer, engine, runner, tasks, held_out, sets, resumed
+        yield Run(*opened)
 
 
-async def _open_task_sets(
-    experiment: Experiment, context: RunContext, stack: AsyncExitStack, sinks: Sinks
-) -> tuple[TaskStream, list[Task], dict[str, list[Task]]]:
-    """The training tasks, the held-out ones, and further sets for evaluations; the first of them has been tried."""
-    tasks, held_out = open_tasks(experiment)
-    sources = {n: await stack.enter_async_context(s.open(context)) for n, s in task_sets(experiment).items()}
-    sinks.tell(tasks.notes)
-    await try_tasks(experiment, held_out, running=True)
-    return tasks, held_out, {name: held_out_tasks(experiment, source) for name, source in sources.items()}
-
-
-async def _open_engine(
-    experiment: Experiment, trainer: PolicyTrainer, longest: int, folder: Path, stack: AsyncExitStack
-) -> RunningEngine:
-    """The engine, with the trainer's weights."""
-    engine = experiment.engine.start(trainer.weights(), experiment.deterministic, longest, folder)
-    stack.push_async_callback(engine.close)
-    if not engine.shares_weights:
-        await engine.load_weights(trainer.weights())
-    return engine
-
-
-def _with_room(experiment: Experiment, trains: bool, note: Callable[[str], None]) -> Experiment:
-    """`experiment` with what memory has a say in settled. Raises ConfigError where there is not enough."""
+def _with_engine(experiment: Experiment, trains: bool, note: Callable[[str], None]) -> Experiment:
+    """`experiment` with its engine, and what memory has a say in, settled. ConfigError where there is not enough."""
+    engine, why = experiment.engine.chosen(experiment.model)
+    experiment = replace(experiment, engine=engine)
+    if why:
+        note(why)
     if not (trains and torch.cuda.is_available()):
         check_cache(experiment, device_of_process())
         return experiment
@@ -295,8 +267,7 @@ def longest_context(experiment: Experiment, source: WeightSource) -> int:
 
     Raises ConfigError when more is requested than the model can do, or than the engine can do with it.
     """
-    asked, traits = experiment.environment.max_context_length, source.traits
-    limit = traits.limit if experiment.engine.has_windows else traits.limit_without_windows
+    asked, limit = experiment.environment.max_context_length, experiment.engine.limit(source)
     if not limit.tokens and not asked:
         raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")
     limit.check(asked)
