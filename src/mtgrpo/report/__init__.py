@@ -53,18 +53,11 @@ def _page(name: str, runs: Sequence[RunRecord]) -> str:
         lstrip_blocks=True,
     )
     title = f"Report: {runs[0].name}" if len(runs) == 1 else f"Report: {len(runs)} runs"
-    filled = {"runs": runs, "several": len(runs) > 1, "title": title, "version": __version__}
-    offered = {
-        "content": content,
-        "calls": calls,
-        "facts": facts,
-        "number": number,
-        "shorten": shorten,
-        "sparkline": sparkline,
-        "fenced": _fenced,
-    }
-    drawing = {"chart": chart, "colors": COLORS}
-    return environment.get_template(f"{name}.jinja").render(**filled, **offered, **drawing).strip() + "\n"
+    filled = {"runs": runs, "several": len(runs) > 1, "title": title, "version": __version__, "colors": COLORS}
+    functions = (calls, chart, facts, number, shorten, sparkline)
+    environment.globals.update({function.__name__: function for function in functions})
+    page = environment.get_template(f"{name}.jinja").render(**filled, content=content, fenced=_fenced)
+    return page.strip() + "\n"
 
 
 def _markdown_text(text: str) -> Markup:

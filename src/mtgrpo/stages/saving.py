@@ -27,7 +27,6 @@ class _Mark:
     step: int
     state: dict[str, Any]
     changes: int  # of what the trainer holds: as long as they are so many, it is that of this step
-    saved: bool = False
 
 
 class Saver:
@@ -45,7 +44,7 @@ class Saver:
         self._settings = read_settings(run.folder)
         self._thread = thread
         self._writing: Future[Path] | None = None
-        self._mark: _Mark | None = None
+        self._mark: _Mark | None = None  # that is not written yet
         self.path = run.resumed.path if run.resumed else None  # of the checkpoint that was last seen whole
 
     @property
@@ -84,7 +83,7 @@ class Saver:
         """
         if self._writing is not None:
             self.path = await asyncio.shield(asyncio.wrap_future(self._writing))
-        if self._mark is not None and not self._mark.saved:
+        if self._mark is not None:
             self._write(self._mark)
 
     def save_last(self) -> None:
@@ -94,24 +93,21 @@ class Saver:
         """
         if self._writing is not None:
             self.path = self._writing.result()
-        mark = self._mark
-        if mark is None or mark.saved:
+        if self._mark is None:
             return
-        if mark.changes != self._run.trainer.changes:
-            self._run.sinks.note(f"the update after step {mark.step} had begun: that step is not saved")
-            return
-        self.path = self._write(mark).result()
+        if self._mark.changes == self._run.trainer.changes:
+            self.path = self._write(self._mark).result()
+        else:
+            self._run.sinks.note(f"the update after step {self._mark.step} had begun: that step is not saved")
 
     def _write(self, mark: _Mark) -> Future[Path]:
-        run = self._run
-        kept = run.experiment.checkpoint
+        run, settings = self._run, self._run.experiment.checkpoint
         measured = {step: success for step, success in self._curve.success.items() if step}
-        best = sorted(measured, key=lambda step: (measured[step], step))[-kept.keep_best :] if kept.keep_best else []
-        copied = run.trainer.snapshot()
-        mark.saved = True
-        self._writing = self._thread.submit(
-            checkpoint.write, run.folder, mark.step, copied, mark.state, self._tokenizer, kept.keep_last, best
-        )
+        by_success = sorted(measured, key=lambda step: (measured[step], step))
+        best = by_success[-settings.keep_best :] if settings.keep_best else []
+        content = run.trainer.snapshot(), mark.state, self._tokenizer
+        self._mark = None
+        self._writing = self._thread.submit(checkpoint.write, run.folder, mark.step, *content, settings.keep_last, best)
         return self._writing
 
 
