@@ -20,8 +20,7 @@ from mtgrpo.config.helptext import comments, summary
 from mtgrpo.config.options import options
 from mtgrpo.errors import ConfigError
 from mtgrpo.policy.reference import ReferenceSettings
-from mtgrpo.rollout.curriculum import Curriculum
-from mtgrpo.rollout.filter import Filter
+from mtgrpo.rollout.settings import Curriculum, Filter
 
 TARGET = Path(__file__).with_name("algorithms.md")
 INTRODUCTION = """# Algorithms and advantages

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.journal import Journal
-from mtgrpo.rollout.curriculum import Curriculum, Difficulty
 from mtgrpo.rollout.group import RolloutRunner
-from mtgrpo.rollout.settings import RolloutSettings
+from mtgrpo.rollout.settings import Curriculum, Difficulty, RolloutSettings
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.tasks import IndexedStream, hashed
 from mtgrpo.types import Group, Status, Task, Trajectory

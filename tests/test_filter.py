@@ -11,9 +11,8 @@ import pytest
 from mtgrpo.algorithms import Truncated
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.errors import ConfigError
-from mtgrpo.rollout.filter import Filter
 from mtgrpo.rollout.group import RolloutRunner
-from mtgrpo.rollout.settings import RolloutSettings
+from mtgrpo.rollout.settings import Filter, RolloutSettings
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.tasks import IndexedStream
 from mtgrpo.types import Group, Message, Status, Task, Trajectory

@@ -25,9 +25,7 @@ from mtgrpo.parts import File, Parts, Reach, Text
 from mtgrpo.policy.settings import Control, OptimizerSettings, ReferenceSettings, Schedule, Updates
 from mtgrpo.profile import Profile
 from mtgrpo.rewards import Reward
-from mtgrpo.rollout.curriculum import Curriculum
-from mtgrpo.rollout.filter import Filter
-from mtgrpo.rollout.settings import RolloutSettings
+from mtgrpo.rollout.settings import Curriculum, Filter, RolloutSettings
 from mtgrpo.tasks import Split, TaskSource
 from mtgrpo.tasks.conversations import Conversations
 from mtgrpo.tools.calls import Faults

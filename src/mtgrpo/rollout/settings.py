@@ -1,10 +1,13 @@
-"""How many conversations a step has, and how far they may go."""
+"""How many conversations a step has and how far they may go, which tasks are run, which groups are trained."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mtgrpo.errors import require
+from mtgrpo.errors import ConfigError, require
+from mtgrpo.tasks.stream import hashed
+from mtgrpo.types import Group, Task, Trajectory
 
 
 @dataclass
@@ -30,3 +33,87 @@ class RolloutSettings:
         require(self, timeout_s=">= 0 (0 = none)", score_timeout_s=">= 0 (0 = none)", extra_samples=">= 0")
         require(self, retries=">= 0", max_failed=">= 0 and <= 1 (1 = the run goes on whatever fails)")
         require(self, max_staleness=">= 0", ahead="> 1 (nothing runs ahead otherwise)")
+
+
+@dataclass
+class Filter:
+    """Leaves groups out before they are trained, and with `refill` runs others in their place.
+
+    Without refill a batch is smaller by what is left out, and so is the count that its loss is divided by.
+    """
+
+    zero_variance: bool = False  # leave out groups whose rewards are all equal: nothing to compare
+    min_success: float = 0.0  # leave out groups of which a smaller share succeeds: too hard
+    max_success: float = 1.0  # leave out groups of which a larger share succeeds: too easy
+    refill: bool = False  # run more until the batch is full, training no surplus (dynamic sampling, arXiv:2503.14476)
+    max_batches: int = 10  # run for one, at most; then it is trained as it is
+
+    def __post_init__(self) -> None:
+        require(self, min_success=">= 0", max_success=f">= {self.min_success} and <= 1 (min_success and 1)")
+        require(self, max_batches=">= 1")
+        if self.refill and not self.active:
+            raise ConfigError(
+                "filter.refill=true, but nothing is left out: set filter.zero_variance=true, or filter.min_success and "
+                "filter.max_success"
+            )
+
+    @property
+    def active(self) -> bool:
+        """Whether any group may be left out."""
+        return self.zero_variance or self.min_success > 0 or self.max_success < 1
+
+    def keeps(self, group: Group, success_at: float, reward: Callable[[Trajectory], float]) -> bool:
+        """Whether a group is trained; `reward` is what training sees of a trajectory's outcome."""
+        if not self.active:
+            return True
+        success = group.success_rate(success_at)
+        if success is None:
+            return False
+        if self.zero_variance and len({(reward(t), tuple(t.turn_rewards)) for t in group.valid}) == 1:
+            return False
+        return self.min_success <= success <= self.max_success
+
+
+@dataclass
+class Curriculum:
+    """Runs a task again the more often the nearer the success of its last group is to a half.
+
+    When a task comes up again of whose last group the share p succeeded (see `reward.success_at`), it is run with the
+    chance c + (1 - c) 4 p (1 - p), where c is `easy` for p above a half and `hard` below; else the next task has its
+    turn. A group's rewards differ most where p is a half, and not at all at 0 and 1. Tasks that are new are always run.
+    """
+
+    easy: float = 1.0  # the chance of a task that always succeeded; 1 = always run
+    hard: float = 1.0  # that of a task that never did
+
+    def __post_init__(self) -> None:
+        require(self, easy="> 0 and <= 1 (1 = always run)", hard="> 0 and <= 1 (1 = always run)")
+
+    @property
+    def active(self) -> bool:
+        """Whether any task may be passed over."""
+        return min(self.easy, self.hard) < 1
+
+    def chance(self, success: float) -> float:
+        """That a task is run of whose last group this share succeeded."""
+        least = self.easy if success > 0.5 else self.hard
+        return least + (1 - least) * 4 * success * (1 - success)
+
+
+class Difficulty:
+    """What a run has measured of its tasks. `success` is its whole state: the share of the last group, by task."""
+
+    def __init__(self, curriculum: Curriculum, success_at: float, seed: int) -> None:
+        self._curriculum, self._success_at, self._seed = curriculum, success_at, seed
+        self.success: dict[str, float] = {}
+
+    def measure(self, groups: Iterable[Group]) -> None:
+        """Take note of groups that were run; those in which every conversation failed say nothing of their task."""
+        for group in groups if self._curriculum.active else ():
+            if (success := group.success_rate(self._success_at)) is not None:
+                self.success[group.task.id] = success
+
+    def skips(self, task: Task, number: int) -> bool:
+        """Whether `task`, the stream's task of this number, is passed over; a function of that and of `success`."""
+        chance = self._curriculum.chance(self.success.get(task.id, 0.5))
+        return chance < 1 and hashed(f"{self._seed}/curriculum/{number}") / 2**64 >= chance

@@ -21,9 +21,8 @@ from typing import Any
 
 from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.journal import Journal
-from mtgrpo.rollout.curriculum import Curriculum, Difficulty
 from mtgrpo.rollout.group import RolloutRunner
-from mtgrpo.rollout.settings import RolloutSettings
+from mtgrpo.rollout.settings import Curriculum, Difficulty, RolloutSettings
 from mtgrpo.tasks import TaskStream
 from mtgrpo.types import Group, Task
 

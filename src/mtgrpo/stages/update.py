@@ -14,7 +14,7 @@ from mtgrpo.policy.guard import check_provenance
 from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.witness import Evidence, evidence_of
 from mtgrpo.profile import Profiler
-from mtgrpo.rollout.curriculum import Difficulty
+from mtgrpo.rollout.settings import Difficulty
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.policy_trainer import update_config
 from mtgrpo.stages.run import Run
