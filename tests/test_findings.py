@@ -18,8 +18,7 @@ from mtgrpo.evaluation.findings import EvaluationGroups, Findings, control, tabl
 from mtgrpo.evaluation.statistics import wilson
 from mtgrpo.record.writing import fine_tuning_row, open_rows, trajectory_row
 from mtgrpo.rewards.numeric import Numeric
-from mtgrpo.stages.collect import run_collection
-from mtgrpo.stages.evaluate import run_evaluation
+from mtgrpo.stages.evaluate import run_collection, run_evaluation
 from mtgrpo.stages.run import check
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations

@@ -1,14 +1,18 @@
-"""Talk to a policy and its tools in the terminal."""
+"""Try a finished policy by hand: talk to it and its tools in the terminal, or serve it to agents."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import dataclasses
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtgrpo.commands.serve import by_hand
+from mtgrpo.agents.none import NoAgent
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.endpoint.server import open_endpoint
+from mtgrpo.endpoint.session import AgentSession
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.rollout.conversation import run_rollout
@@ -45,7 +49,7 @@ class _Person(Environment):
 
 async def run_playing(experiment: Experiment, folder: Path) -> None:
     """Talk to the model as it is: an empty line begins anew, another one ends it."""
-    async with open_run(by_hand(experiment), folder, trains=False) as run:
+    async with open_run(_by_hand(experiment), folder, trains=False) as run:
         runner = run.runner.at("play")
         world = runner.environment
         run.sinks.note("your words, then Enter; an empty line begins a new conversation, and two end it")
@@ -73,3 +77,31 @@ async def _asked() -> str:
 
 def _show(who: str, text: str) -> None:
     print(f"{who}: {printable(text)}")
+
+
+async def run_serving(experiment: Experiment, folder: Path) -> None:
+    """Serve the model as it is until Ctrl-C; says where, and with which key."""
+    async with open_run(_by_hand(experiment), folder, trains=False) as run, open_endpoint() as endpoint:
+        runner = run.runner.at("serve")
+        session = AgentSession(
+            Task("serve", ()),
+            run.chat,
+            runner.sampling,
+            Limits(runner.limits.context_tokens),
+            lambda number: runner.open_conversation(f"serve/chain{number}", "serve", 0),
+        )
+        async with endpoint.conversation(session) as address:
+            run.sinks.note("serving until Ctrl-C:")
+            for variable, value in address.environ().items():
+                run.sinks.note(f"export {variable}={value}")
+            await asyncio.Event().wait()
+
+
+def _by_hand(experiment: Experiment) -> Experiment:
+    """The settings under which somebody tries a policy."""
+    return dataclasses.replace(
+        experiment,
+        agent=NoAgent(),
+        watchdog_s=0.0,  # silence is no fault
+        trainer=dataclasses.replace(experiment.trainer, deterministic=False),  # it would wait for who says nothing
+    )

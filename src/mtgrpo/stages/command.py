@@ -18,8 +18,8 @@ STAGES = {  # what runs
     "train": "stages.trainer.run_training",
     "sft": "stages.sft.run_sft",
     "eval": "stages.evaluate.run_evaluation",
-    "collect": "stages.collect.run_collection",
-    "serve": "commands.serve.run_serving",
+    "collect": "stages.evaluate.run_collection",
+    "serve": "commands.play.run_serving",
     "play": "commands.play.run_playing",
 }
 
