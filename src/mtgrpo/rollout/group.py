@@ -83,12 +83,10 @@ class RolloutRunner:
     async def _scored(self, group: Group) -> Group:
         """The group, all that did not fail of it scored together; what cannot be scored has failed."""
         began = time.perf_counter()
-        scored: list[Trajectory] = []
-        for trajectory in group.trajectories:
-            if trajectory.given is not None and not trajectory.failed:
+        for trajectory in group.valid:
+            if trajectory.given is not None:
                 set_score(trajectory, Score(trajectory.given, trajectory.components))
-            elif not trajectory.failed:
-                scored.append(trajectory)
+        scored = [trajectory for trajectory in group.valid if trajectory.given is None]
         for trajectory, score in zip(scored, await self._scores(scored), strict=True):
             if isinstance(score, Exception):
                 trajectory.status = Status.FAILED
@@ -103,8 +101,7 @@ class RolloutRunner:
             async with asyncio.timeout(self.score_timeout_s or None):
                 return await scores(self.reward, valid)
         except TimeoutError:
-            why = f"it took longer than rollout.score_timeout_s={self.score_timeout_s}"
-            return [TimeoutError(why)] * len(valid)
+            return [TimeoutError(f"it took longer than rollout.score_timeout_s={self.score_timeout_s}")] * len(valid)
 
     async def _attempt(self, task: Task, sample_index: int, attempt: int) -> Trajectory:
         """One trajectory, whatever became of it: what a tool or an environment raises is counted and shown as data."""

@@ -166,7 +166,10 @@ class Stream:
             for pending in chosen:
                 self._note_finished(pending.number, pending.group.result(), failed=True)
             self._journal.add(batch=version, groups=[pending.number for pending in chosen])
-        self._hand_out(chosen)
+        for pending in self._pending[: self._pending.index(chosen[-1])]:
+            pending.overtaken = True
+        self._pending = [pending for pending in self._pending if pending not in chosen]
+        self._difficulty.measure(pending.group.result() for pending in chosen)
         return chosen
 
     async def close(self) -> None:
@@ -189,7 +192,11 @@ class Stream:
                 self._journal.add(skipped=number)
                 self._skipped += 1
                 continue
-            event = event or self._admission(number, version, task)
+            if event is None:
+                repeated = self._names[version, task.id]  # in a small data set: then with other random numbers
+                scope = f"train/{version + 1}" + (f"/again{repeated}" if repeated else "")
+                event = {"admitted": number, "version": version, "scope": scope, "task": task.id}
+                self._journal.add(**event)
             self._names[event["version"], task.id] += 1
             if event["task"] != task.id:
                 raise ConfigError(
@@ -212,13 +219,6 @@ class Stream:
         in_time = (self._settings.max_staleness + 1) * batch
         wanted = math.ceil(self._settings.ahead * batch) + sum(pending.overtaken for pending in self._pending)
         return not again and len(self._pending) < min(in_time, wanted)
-
-    def _admission(self, number: int, version: int, task: Task) -> dict[str, Any]:
-        repeated = self._names[version, task.id]  # in a small data set: then with other random numbers
-        scope = f"train/{version + 1}" + (f"/again{repeated}" if repeated else "")
-        event = {"admitted": number, "version": version, "scope": scope, "task": task.id}
-        self._journal.add(**event)
-        return event
 
     async def _run(self, pending: PendingGroup, task: Task, scope: str) -> Group:
         settings = self._settings
@@ -246,13 +246,6 @@ class Stream:
         # The n-th of those that are left (from 0) can be trained n // prompts_per_step + 1 versions from now.
         in_time = all(last > version + n // self._settings.prompts_per_step for n, last in enumerate(deadline_versions))
         return chosen if len(chosen) == self._settings.prompts_per_step and in_time else None
-
-    def _hand_out(self, chosen: list[PendingGroup]) -> None:
-        last = self._pending.index(chosen[-1])
-        for pending in self._pending[:last]:
-            pending.overtaken = True
-        self._pending = [pending for pending in self._pending if pending not in chosen]
-        self._difficulty.measure(pending.group.result() for pending in chosen)
 
 
 def _check_failed(groups: list[Group], allowed: float) -> None:
