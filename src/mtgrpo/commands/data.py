@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,7 @@ from mtgrpo.tools.search import Passage, passage_from
 from mtgrpo.types import Message, Task
 
 _COLUMNS = ("prompt", "messages", "answer", "id")
-
-
-class Kind(Enum):
-    """What the rows of a file are."""
-
-    tasks = "tasks"  # with a prompt, or messages, and perhaps an answer
-    conversations = "conversations"  # messages to learn from
-    passages = "passages"  # a corpus for the search tool
+_TASKS, _CONVERSATIONS, _PASSAGES = "tasks", "conversations", "passages"  # what the rows of a file are
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,18 +33,15 @@ def main(arguments: Sequence[str]) -> int:
     model.add_argument("--dry-run", action="store_true", help="say where it goes, get nothing")
     check = commands.add_parser("check", help="say what is in a file, how it begins and which rows cannot be used")
     check.add_argument("file", type=Path, help="a .jsonl or .parquet file")
-    check.add_argument(
-        "--kind", choices=[kind.value for kind in Kind], help="of its rows; by default as the first has it"
-    )
+    kinds = (_TASKS, _CONVERSATIONS, _PASSAGES)
+    check.add_argument("--kind", choices=kinds, help="of its rows; by default as the first has it")
     check.add_argument("--rows", type=int, default=2, metavar="N", help="how many to show (2)")
     check.add_argument("--model", default="", metavar="NAME", help="show them in the chat template of this model")
     for name in _COLUMNS:
         check.add_argument(f"--{name}", default=getattr(Columns, name), help=f"as task.columns.{name}")
     build = commands.add_parser("build", help="the search index of a .jsonl corpus, or a Parquet file of .jsonl rows")
     build.add_argument("file", type=Path, help="a .jsonl file")
-    build.add_argument(
-        "--out", type=Path, help="FILE.parquet, or the folder of an index, by default in ~/.cache/mtgrpo"
-    )
+    build.add_argument("--out", type=Path, help="FILE.parquet, or an index's folder, by default in ~/.cache/mtgrpo")
     args = parser.parse_args(arguments)
     if args.what == "smollm2":
         goes = f"goes to {smollm2.folder()}" if args.dry_run else f"is in {smollm2.fetch()}"
@@ -79,14 +68,14 @@ def _check(args: argparse.Namespace) -> int:
     rows = source.rows({args.file: args.file.stem})
     if not len(rows):
         raise ConfigError(f"{args.file} is empty")
-    kind = Kind(args.kind) if args.kind else _kind(rows, columns)
-    if kind is Kind.conversations:
+    kind = args.kind or _kind(rows, columns)
+    if kind == _CONVERSATIONS:
         source = Conversations(columns=columns)
     show = _shown_by(args.model)
     wrong: dict[int, str] = {}  # by the number of the row
     first: dict[str, int] = {}  # the row of each id
     unanswered: list[int] = []
-    for number, found in enumerate(_passages(rows) if kind is Kind.passages else source.tried(rows)):
+    for number, found in enumerate(_passages(rows) if kind == _PASSAGES else source.tried(rows)):
         if isinstance(found, ConfigError):
             wrong[number] = str(found)
             continue
@@ -98,12 +87,12 @@ def _check(args: argparse.Namespace) -> int:
             print(f"--- {rows.where(number)}\n{show(found)}")
     print("".join(f"{note}\n" for note in rows.notes()), end="")
     usable = len(rows) - len(wrong)
-    if kind is Kind.tasks and len(unanswered) < usable:
+    if kind == _TASKS and len(unanswered) < usable:
         missing = f"no answer in column {columns.answer!r}, which other rows have"
         wrong |= {number: f"{rows.where(number)}: {missing}" for number in unanswered}
-    elif kind is Kind.tasks and usable:
+    elif kind == _TASKS and usable:
         print(f"no row has an answer in column {columns.answer!r}; name another with --answer")
-    print(f"{args.file}: {len(rows):,} rows of {kind.value}, {len(wrong):,} of which cannot be used")
+    print(f"{args.file}: {len(rows):,} rows of {kind}, {len(wrong):,} of which cannot be used")
     alike: dict[str, list[int]] = {}  # the rows with the same fault
     for number in sorted(wrong):
         fault = wrong[number].removeprefix(rows.where(number))
@@ -114,19 +103,21 @@ def _check(args: argparse.Namespace) -> int:
     return int(bool(wrong))
 
 
-def _kind(rows: Rows, columns: Columns) -> Kind:
-    """As the first row that can be read has it."""
+def _kind(rows: Rows, columns: Columns) -> str:
+    """What the first row is that can be read."""
     for read in rows.readings():
         try:
             row = read()
         except ConfigError:
             continue
-        said: Any = cell(row, columns.messages)
-        if cell(row, columns.prompt) is None and isinstance(said, list) and said:
-            last: Any = said[-1]
-            return Kind.conversations if isinstance(last, Mapping) and last.get("role") == "assistant" else Kind.tasks
-        return Kind.passages if "text" in row and cell(row, columns.prompt) is None else Kind.tasks
-    return Kind.tasks
+        if cell(row, columns.prompt) is not None:
+            return _TASKS
+        messages: Any = cell(row, columns.messages)
+        if isinstance(messages, list) and messages:
+            last: Any = messages[-1]
+            return _CONVERSATIONS if isinstance(last, Mapping) and last.get("role") == "assistant" else _TASKS
+        return _PASSAGES if "text" in row else _TASKS
+    return _TASKS
 
 
 def _passages(rows: Rows) -> Iterator[Passage | ConfigError]:

@@ -33,9 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     """Write the folder and say where it is. Raises ConfigError for a damaged checkpoint or one that does not fit."""
     parser = Arguments("mtgrpo export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step_000070")
-    parser.add_argument(
-        "--to", choices=TO, default="hf", help="; ".join(f"{name}: {what}" for name, what in TO.items())
-    )
+    forms = "; ".join(f"{name}: {what}" for name, what in TO.items())
+    parser.add_argument("--to", choices=TO, default="hf", help=forms)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is not there yet")
     parser.add_argument("--dry-run", action="store_true", help="verify the checkpoint, write nothing")
     given = parser.parse_args(arguments)
@@ -84,10 +83,10 @@ def card(found: Checkpoint, to: str, name: str) -> str:
     """The README.md of a model: what it was trained from, how, and how well it did."""
     settings, state = found.state["settings"], found.state
     base = str(settings.get("model.name", ""))
-    head = ["---", f"library_name: {'peft' if to == 'peft' else 'transformers'}", "pipeline_tag: text-generation"]
+    lines = ["---", f"library_name: {'peft' if to == 'peft' else 'transformers'}", "pipeline_tag: text-generation"]
     if base and base not in FROM_SCRATCH and not Path(base).exists():
-        head.append(f"base_model: {base}")
-    lines = [*head, "tags: [reinforcement-learning, grpo, mtgrpo]", "---", "", f"# {name}", ""]
+        lines.append(f"base_model: {base}")
+    lines += ["tags: [reinforcement-learning, grpo, mtgrpo]", "---", "", f"# {name}", ""]
     lines.append(f"{base or 'A model'}, trained with mtgrpo for {found.step} steps of reinforcement learning.")
     success = {int(step): value for step, value in state["success"].items()}
     if after := final_results(found.path.parent.parent, found.step):  # measured when it was saved already

@@ -48,9 +48,8 @@ def main(arguments: Sequence[str]) -> int:
             for line in _lines(row):
                 out.print(line)
     if not shown:
-        raise ConfigError(
-            f"{source} of {run.folder} has no such conversation; leave --task, --sample or --failures out"
-        )
+        cure = "leave --task, --sample or --failures out"
+        raise ConfigError(f"{source} of {run.folder} has no such conversation; {cure}")
     return 0
 
 

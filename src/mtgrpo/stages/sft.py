@@ -89,10 +89,9 @@ async def demonstrations(
         if not messages:
             without += 1
             if without == MAX_WITHOUT:
-                raise ConfigError(
-                    f"task {type(source).__name__} gave no demonstration for {MAX_WITHOUT} tasks in a row; "
-                    "set sft.steps=0 or choose a task that has demonstrations"
-                )
+                cure = "set sft.steps=0 or choose a task that has demonstrations"
+                name = type(source).__name__
+                raise ConfigError(f"task {name} gave no demonstration for {MAX_WITHOUT} tasks in a row; {cure}")
             continue
         without = 0
         async with runner.environment.conversation(task) as (_, opening):

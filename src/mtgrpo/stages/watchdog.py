@@ -24,16 +24,11 @@ class Watchdog:
     """Knows when something moved last: a turn was sampled, or a micro-batch trained."""
 
     def __init__(self) -> None:
-        self._moved_s = time.monotonic()
+        self.moved_s = time.monotonic()
 
     def moved(self) -> None:
         """Something has moved."""
-        self._moved_s = time.monotonic()
-
-    @property
-    def still_s(self) -> float:
-        """For how many seconds nothing has moved."""
-        return time.monotonic() - self._moved_s
+        self.moved_s = time.monotonic()
 
     def sampling(
         self, conversation: Callable[[Key], AbstractAsyncContextManager[Sample]]
@@ -65,7 +60,7 @@ def open_watchdog(limit_s: float, folder: Path, engine: RunningEngine) -> Genera
 
     def watch() -> None:
         wait_s, path = min(5.0, limit_s / 4), folder / "watchdog.txt"
-        while watchdog.still_s <= limit_s:
+        while time.monotonic() - watchdog.moved_s <= limit_s:
             looked_s = time.monotonic()
             if over.wait(wait_s):
                 return
