@@ -116,19 +116,18 @@ class Sinks:
     def __init__(self) -> None:
         self._sinks: list[Sink] = []
 
-    async def add(self, sink: Sink, context: RunContext, stack: AsyncExitStack) -> None:
+    async def open(self, sink: Sink, context: RunContext, stack: AsyncExitStack) -> None:
         """Open a sink; `stack` closes it."""
-        own = AsyncExitStack()
-        running = await own.enter_async_context(sink.open(context))
+        opening = AsyncExitStack()
+        running = await opening.enter_async_context(sink.open(context))
         self._sinks.append(running)
+        stack.push_async_callback(self._close, running, opening)
 
-        async def close() -> None:
-            try:
-                await own.aclose()
-            except Exception as error:
-                self._failed(running, error)
-
-        stack.push_async_callback(close)
+    async def _close(self, sink: Sink, opening: AsyncExitStack) -> None:
+        try:
+            await opening.aclose()
+        except Exception as error:
+            self._failed(sink, error)
 
     def stage(self, name: str, total: int) -> None:
         self._each(lambda sink: sink.stage(name, total))
@@ -171,7 +170,7 @@ async def open_sinks(options: Any, context: RunContext) -> AsyncGenerator[Sinks]
     sinks = Sinks()
     async with AsyncExitStack() as stack:
         for sink in chosen(options):
-            await sinks.add(sink, context, stack)
+            await sinks.open(sink, context, stack)
         yield sinks
 
 

@@ -55,14 +55,9 @@ def trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
     messages = list(trajectory.opening or trajectory.task.messages)
     for turn in trajectory.turns:
         messages += [turn.message, *turn.observations]
-    optional = {
-        "components": trajectory.components,
-        "turn_rewards": trajectory.turn_rewards,
-        "outages": trajectory.outages,
-        "output": trajectory.output,
-        "counts": trajectory.counts,
-        "untrained": [_message(turn.message) for turn in trajectory.untrained],
-    }
+    names = ("components", "turn_rewards", "outages", "output", "counts")
+    optional: dict[str, Any] = {name: getattr(trajectory, name) for name in names}
+    optional["untrained"] = [_message(turn.message) for turn in trajectory.untrained]
     return {
         "task": trajectory.task.id,
         "sample": trajectory.sample_index,
@@ -78,12 +73,8 @@ def trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
 
 def _message(message: Message) -> dict[str, Any]:
     """A message without its empty fields."""
-    optional = {
-        "reasoning": message.reasoning,
-        "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls],
-        "name": message.name,
-        "error": message.error,
-    }
+    calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    optional = {"reasoning": message.reasoning, "tool_calls": calls, "name": message.name, "error": message.error}
     return {"role": message.role, "content": message.content, **{name: part for name, part in optional.items() if part}}
 
 

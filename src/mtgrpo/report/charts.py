@@ -38,19 +38,17 @@ def chart(metric: str, curves: Sequence[Series | None]) -> str:
     for place, curve in enumerate(curves):
         color = COLORS[place % len(COLORS)]
         columns = _columns(curve or [], first, last)
+        steps, means = [step for step, *_ in columns], [mean for _, _, mean, _ in columns]
         if len(columns) > SPARSE:
             spans = [(x(step), y(value)) for step, least, _, most in columns for value in (least, most)]
             parts.append(_line(spans, color, 'stroke-opacity=".3" stroke-width="1"'))
-            smooth = smoothed([mean for _, _, mean, _ in columns])
-            line = [(x(column[0]), y(mean)) for column, mean in zip(columns, smooth, strict=True)]
-            parts.append(_line(line, color, 'stroke-width="2"'))
-        else:
-            dots = [(x(step), y(mean), f"step {number(step)}: {number(mean)}") for step, _, mean, _ in columns]
-            parts.append(_line([dot[:2] for dot in dots], color, 'stroke-width="1.2"'))
-            parts += [
-                f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3" fill="{color}"><title>{title}</title></circle>'
-                for left, top, title in dots
-            ]
+            smooth = zip(map(x, steps), map(y, smoothed(means)), strict=True)
+            parts.append(_line(list(smooth), color, 'stroke-width="2"'))
+            continue
+        parts.append(_line(list(zip(map(x, steps), map(y, means), strict=True)), color, 'stroke-width="1.2"'))
+        for step, mean in zip(steps, means, strict=True):
+            title = f"<title>step {number(step)}: {number(mean)}</title>"
+            parts.append(f'<circle cx="{x(step):.1f}" cy="{y(mean):.1f}" r="3" fill="{color}">{title}</circle>')
     return "".join([*parts, "</svg>"])
 
 
