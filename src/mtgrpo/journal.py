@@ -175,11 +175,11 @@ class Journal:
         last = max(wanted, default=first)
         drawn = sum(first <= number < last for number in passed | wanted | self._skipped)
         missing = len(trained - self._finished.keys())
-        passed |= self._skipped
         if missing or drawn < last - first:
             why = f": {missing} groups that were trained are not in it; resume_mode=exact keeps none" if missing else ""
             self.notes.append(f"{self._folder} does not lead on from step {version}{why}. Conversations start again")
             self.clear()
+        passed |= self._skipped
         groups = {(event["scope"], event["task"]): number for number, event in self._admitted.items()}
         numbers = {key: groups.get((key[0].rpartition("/")[0], key[1])) for key in self._turns}
         self._turns = {key: turns for key, turns in self._turns.items() if numbers[key] is not None}
