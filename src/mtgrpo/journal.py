@@ -229,35 +229,35 @@ class Journal:
 
         @asynccontextmanager
         async def opened(scope: str, task: str, sample_index: int) -> AsyncGenerator[Sample]:
-            known = list(map(_unpacked, self._turns.pop((scope, task, sample_index), [])))
-            if known and not replayable:
+            events = list(map(_unpacked, self._turns.pop((scope, task, sample_index), [])))
+            if events and not replayable:
                 self.notes.append(f"{task}, sample {sample_index}: its environment cannot be replayed: it starts again")
-                known = []
+                events = []
             context = array("i")
             turn = 0
-            # What is sampled from here on has random numbers of its own.
-            own = f"{scope}/turn{len(known)}" if known else scope
-            async with open_conversation(own, task, sample_index) as sample:
+            # What is sampled from here on has other random numbers.
+            sampling_scope = f"{scope}/turn{len(events)}" if events else scope
+            async with open_conversation(sampling_scope, task, sample_index) as sample:
 
                 async def sample_turn(tokens: Sequence[int], sampling: Sampling) -> Completion:
-                    nonlocal context, turn, known
-                    given = array("i", tokens)
-                    extends = given[: len(context)] == context
-                    new = given[len(context) if extends else 0 :].tolist()
-                    event = known[turn] if turn < len(known) else None
+                    nonlocal context, turn, events
+                    whole = array("i", tokens)
+                    extends = whole[: len(context)] == context
+                    new = whole[len(context) if extends else 0 :].tolist()
+                    event = events[turn] if turn < len(events) else None
                     if event is not None and (event["extends"], event["context"]) == (extends, new):
                         completion = _completion(event["completion"])
                     else:
                         if event is not None:
                             self.notes.append(
                                 f"{task}, sample {sample_index}: its environment answers otherwise than before: "
-                                f"{len(known) - turn} of {len(known)} turns are sampled anew"
+                                f"{len(events) - turn} of {len(events)} turns are sampled anew"
                             )
-                            known = []
+                            events = []
                         completion = await sample(tokens, sampling)
                         key = {"turn": turn, "scope": scope, "task": task, "sample": sample_index}
                         self.add(**key, extends=extends, context=new, completion=_sampled(completion))
-                    context, turn = given + array("i", completion.tokens), turn + 1
+                    context, turn = whole + array("i", completion.tokens), turn + 1
                     return completion
 
                 yield sample_turn

@@ -75,16 +75,16 @@ def _check(args: argparse.Namespace) -> int:
     wrong: dict[int, str] = {}  # by the number of the row
     first: dict[str, int] = {}  # the row of each id
     unanswered: list[int] = []
-    for number, found in enumerate(_passages(rows) if kind == _PASSAGES else source.tried(rows)):
-        if isinstance(found, ConfigError):
-            wrong[number] = str(found)
+    for number, row in enumerate(_passages(rows) if kind == _PASSAGES else source.tried(rows)):
+        if isinstance(row, ConfigError):
+            wrong[number] = str(row)
             continue
-        if (earlier := first.setdefault(found.id, number)) != number:
-            wrong[number] = f"{rows.where(number)}: the id {found.id!r} is that of {rows.where(earlier)} already"
-        if isinstance(found, Task) and not found.answer:
+        if (earlier := first.setdefault(row.id, number)) != number:
+            wrong[number] = f"{rows.where(number)}: the id {row.id!r} is that of {rows.where(earlier)} already"
+        if isinstance(row, Task) and not row.answer:
             unanswered.append(number)
         if len(first) <= args.rows and earlier == number:
-            print(f"--- {rows.where(number)}\n{show(found)}")
+            print(f"--- {rows.where(number)}\n{show(row)}")
     print("".join(f"{note}\n" for note in rows.notes()), end="")
     usable = len(rows) - len(wrong)
     if kind == _TASKS and len(unanswered) < usable:

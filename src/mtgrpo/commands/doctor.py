@@ -77,10 +77,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = Arguments("mtgrpo doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="JSON and nothing else, for scripts")
     parser.add_argument("--online", action="store_true", help="also ask whether the Hugging Face hub answers")
-    given = parser.parse_args(arguments)
-    checks = examine(given.online)
+    args = parser.parse_args(arguments)
+    checks = examine(args.online)
     broken = [check.name for check in checks if check.required and check.state is State.broken]
-    if given.json:
+    if args.json:
         listed = [{**asdict(check), "state": check.state.value} for check in checks]
         print(json.dumps({"mtgrpo": __version__, "ok": not broken, "checks": listed}, indent=2))
     else:
@@ -154,11 +154,11 @@ def _gpus() -> list[Check]:
     code, text = _run("nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
     gpus = [line.split(", ") for line in text.splitlines() if line.count(", ") == 2]
     if code != 0 or not gpus:
-        state, said = (
+        state, found = (
             (State.missing, "none") if code is None else (State.broken, text.strip() or "nvidia-smi lists none")
         )
         purpose = "larger models; without one everything runs on the CPU"
-        return [Check("GPU", state, said, purpose, "install or load the NVIDIA driver, until nvidia-smi lists a GPU")]
+        return [Check("GPU", state, found, purpose, "install or load the NVIDIA driver, until nvidia-smi lists a GPU")]
     checks: list[Check] = []
     for number, (name, total, free) in enumerate(gpus):
         memory = f", {float(free) / 1024:.0f} of {float(total) / 1024:.0f} GiB free" if total.isdigit() else ""

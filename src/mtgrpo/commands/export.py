@@ -37,31 +37,31 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", choices=TO, default="hf", help=forms)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is not there yet")
     parser.add_argument("--dry-run", action="store_true", help="verify the checkpoint, write nothing")
-    given = parser.parse_args(arguments)
-    out: Path = given.out
+    args = parser.parse_args(arguments)
+    out: Path = args.out
     if out.exists():
         raise ConfigError(f"--out {out}: it is there already; choose another name")
-    found = checkpoint.read(given.checkpoint)
-    adapted = ADAPTER_CONFIG_NAME in found.files
-    if adapted != (given.to != "hf"):
+    point = checkpoint.read(args.checkpoint)
+    adapted = ADAPTER_CONFIG_NAME in point.files
+    if adapted != (args.to != "hf"):
         held, other = ("an adapter", "--to peft or --to merged") if adapted else ("all weights", "--to hf")
-        raise ConfigError(f"--to {given.to}: {given.checkpoint} holds {held}; give {other}")
+        raise ConfigError(f"--to {args.to}: {args.checkpoint} holds {held}; give {other}")
     try:
-        about = card(found, given.to, out.name)
+        about = card(point, args.to, out.name)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{given.checkpoint}: its {checkpoint.STATE} is not that of a run") from error
-    if given.dry_run:
+        raise ConfigError(f"{args.checkpoint}: its {checkpoint.STATE} is not that of a run") from error
+    if args.dry_run:
         return 0
-    left_out = (*checkpoint.TRAINING_FILES, *(_ADAPTER if given.to == "merged" else ()))
+    left_out = (*checkpoint.TRAINING_FILES, *(_ADAPTER if args.to == "merged" else ()))
     with put_whole(out) as partial:
         partial.mkdir()
-        for name in found.files:
+        for name in point.files:
             if name not in left_out:
-                shutil.copyfile(given.checkpoint / name, partial / name)
-        if given.to == "merged":
-            merged(given.checkpoint).save_pretrained(partial)
+                shutil.copyfile(args.checkpoint / name, partial / name)
+        if args.to == "merged":
+            merged(args.checkpoint).save_pretrained(partial)
         (partial / "README.md").write_text(about, encoding="utf-8")
-    print(f"{TO[given.to]}: {out}")
+    print(f"{TO[args.to]}: {out}")
     return 0
 
 
@@ -79,21 +79,21 @@ def merged(path: Path) -> PreTrainedModel:
         return PeftModel.from_pretrained(model, str(path)).merge_and_unload()  # pyright: ignore[reportCallIssue]
 
 
-def card(found: Checkpoint, to: str, name: str) -> str:
+def card(point: Checkpoint, to: str, name: str) -> str:
     """The README.md of a model: what it was trained from, how, and how well it did."""
-    settings, state = found.state["settings"], found.state
+    settings, state = point.state["settings"], point.state
     base = str(settings.get("model.name", ""))
     lines = ["---", f"library_name: {'peft' if to == 'peft' else 'transformers'}", "pipeline_tag: text-generation"]
     if base and base not in FROM_SCRATCH and not Path(base).exists():
         lines.append(f"base_model: {base}")
     lines += ["tags: [reinforcement-learning, grpo, mtgrpo]", "---", "", f"# {name}", ""]
-    lines.append(f"{base or 'A model'}, trained with mtgrpo for {found.step} steps of reinforcement learning.")
+    lines.append(f"{base or 'A model'}, trained with mtgrpo for {point.step} steps of reinforcement learning.")
     success = {int(step): value for step, value in state["success"].items()}
-    if after := final_results(found.path.parent.parent, found.step):  # measured when it was saved already
-        success[found.step] = after["eval/success/after"]
+    if after := final_results(point.path.parent.parent, point.step):  # measured when it was saved already
+        success[point.step] = after["eval/success/after"]
     if success:
         lines += ["", "| step | held-out success |", "| --- | --- |"]
-        lines += [f"| {step} | {value:.3f} |" for step, value in sorted(success.items()) if step <= found.step]
+        lines += [f"| {step} | {value:.3f} |" for step, value in sorted(success.items()) if step <= point.step]
     lines += ["", "| setting | value |", "| --- | --- |"]
     lines += [f"| `{key}` | `{settings[key]}` |" for key in _SHOWN if settings.get(key)]
     return "\n".join(lines) + "\n"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from mtgrpo.engines.server import PYTHON, Server
-from mtgrpo.engines.server.replica import GRACE_S
+from mtgrpo.engines.server.replica import END_S
 from mtgrpo.engines.server.vllm import command, environment, interpreter
 from mtgrpo.errors import Arguments
 from mtgrpo.runtime.processes import supervise
@@ -30,15 +30,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--lora-rank", type=int, default=0, help="of adapters that are trained")
     parser.add_argument("--argument", action="append", default=[], help="another word for the server; may be repeated")
     parser.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     settings = Server(
-        tensor_parallel=given.tensor_parallel, memory_fraction=given.memory_fraction, arguments=given.argument
+        tensor_parallel=args.tensor_parallel, memory_fraction=args.memory_fraction, arguments=args.argument
     )
-    place = ["--host", given.host, "--port", str(given.port)]
-    words = command(settings, given.model, given.dtype, given.max_length, place, given.lora_rank)
-    if given.dry_run:
-        print(" ".join([given.python, *words]))
+    place = ["--host", args.host, "--port", str(args.port)]
+    words = command(settings, args.model, args.dtype, args.max_length, place, args.lora_rank)
+    if args.dry_run:
+        print(" ".join([args.python, *words]))
         return 0
     variables = environment(settings, 0)
-    supervised = supervise([interpreter(given.python), *words], variables, parent=os.getppid(), grace_s=GRACE_S)
+    supervised = supervise([interpreter(args.python), *words], variables, parent=os.getppid(), grace_s=END_S)
     os.execve(supervised[0], supervised, variables)

@@ -31,18 +31,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sample", type=int, metavar="N", help="only the sample of this number")
     parser.add_argument("--failures", action="store_true", help="only those that are no success")
     parser.add_argument("--count", type=int, default=2, metavar="N", help="how many at most, default 2")
-    given = parser.parse_args(arguments)
-    (run, *_) = reading.read_runs(reading.find_runs([given.run]))
-    name = "" if given.step is None else f"step_{given.step:06d}"
-    if given.before or given.after or given.set:
-        name = of_set(BEFORE if given.before else AFTER, given.set)
+    args = parser.parse_args(arguments)
+    (run, *_) = reading.read_runs(reading.find_runs([args.run]))
+    name = "" if args.step is None else f"step_{args.step:06d}"
+    if args.before or args.after or args.set:
+        name = of_set(BEFORE if args.before else AFTER, args.set)
     source, rows = _conversations(run, name)
     out = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     out.print(Text(printable(f"{run.folder}, {source}"), "bold"))
     shown = 0
     for row in rows:
-        wanted = str(row.get("task")).endswith(given.task) and given.sample in (None, row.get("sample"))
-        if wanted and not (given.failures and run.succeeded(row)) and shown < given.count:
+        wanted = str(row.get("task")).endswith(args.task) and args.sample in (None, row.get("sample"))
+        if wanted and not (args.failures and run.succeeded(row)) and shown < args.count:
             shown += 1
             out.print()
             for line in _lines(row):
@@ -56,14 +56,14 @@ def main(arguments: Sequence[str]) -> int:
 def _conversations(run: RunRecord, name: str) -> tuple[str, Iterator[Json]]:
     """Where they come from, and the conversations."""
     if not name:
-        found, rows = run.last_trajectories()
-        if not found:
+        newest, rows = run.last_trajectories()
+        if not newest:
             raise ConfigError(f"{run.folder} has kept no conversations yet")
-        return found, rows
+        return newest, rows
     path = run.folder / "trajectories" / f"{name}.jsonl"
     if not path.is_file():
-        kept = sorted(file.stem for file in path.parent.glob("*.jsonl"))
-        raise ConfigError(f"{run.folder} has kept no {name}; it has {', '.join(kept[:1] + kept[-1:]) or 'none'}")
+        names = sorted(file.stem for file in path.parent.glob("*.jsonl"))
+        raise ConfigError(f"{run.folder} has kept no {name}; it has {', '.join(names[:1] + names[-1:]) or 'none'}")
     return name, reading.conversations(path)
 
 

@@ -44,12 +44,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = Arguments("mtgrpo watch", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder; of a sweep's, the run that wrote last")
     parser.add_argument("--once", action="store_true", help="print how it stands now, and end")
-    given = parser.parse_args(arguments)
-    folder = max(find_runs([given.run]), key=_changed)
+    args = parser.parse_args(arguments)
+    folder = max(find_runs([args.run]), key=_changed)
     settings = read_settings(folder)
     out = Console(highlight=False, markup=False, emoji=False)
     progress = read_progress(folder, settings)
-    if given.once or not out.is_terminal:
+    if args.once or not out.is_terminal:
         out.print(screen(folder, progress, out))
         return 0
     try:

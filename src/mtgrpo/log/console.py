@@ -108,8 +108,8 @@ class Console(Sink):
     def note(self, text: str) -> None:
         """Lines that stay, above the bar; a terminal's are broken between words."""
         encoding = self._out.encoding
-        said = Text(printable(text).encode(encoding, "backslashreplace").decode(encoding))
-        self._out.print(said, soft_wrap=not self._interactive)
+        line = Text(printable(text).encode(encoding, "backslashreplace").decode(encoding))
+        self._out.print(line, soft_wrap=not self._interactive)
 
     def _end_bar(self) -> None:
         if self._live is not None:
@@ -178,17 +178,17 @@ def _pieces(metrics: Mapping[str, float]) -> list[str]:
 
 def _obstacles(metrics: Mapping[str, float]) -> list[str]:
     """Why little or nothing is learned from a step, or measured by an evaluation, as far as its metrics tell."""
-    found: list[str] = []
+    obstacles: list[str] = []
     if metrics.get("reward/groups_with_variance") == 0:
-        found.append("no group's rewards differ: nothing to learn")
+        obstacles.append("no group's rewards differ: nothing to learn")
     elif "reward/mean" in metrics and "policy/entropy" not in metrics:
-        found.append("no update: too few conversations to compare")
+        obstacles.append("no update: too few conversations to compare")
     for area in ("rollout", "eval"):
         cut = {name: share for name, share in metrics.items() if name.startswith(f"{area}/truncated/")}
         if metrics.get(f"{area}/truncated", 0) > 0.5:
             limit = max(cut, key=lambda name: cut[name])
-            found.append(f"{cut[limit]:.0%} cut by {limit.rpartition('/')[2]}, which is no success")
-    return found
+            obstacles.append(f"{cut[limit]:.0%} cut by {limit.rpartition('/')[2]}, which is no success")
+    return obstacles
 
 
 def _next_line(step: int, total: int) -> int:

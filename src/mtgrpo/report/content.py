@@ -90,15 +90,15 @@ def measurements(run: RunRecord) -> list[Measurement]:
     account of them, and both evaluations are compared task by task. Otherwise its interval is the one that holds
     whatever the samples of a task have in common: as wide as if there were one of each.
     """
-    measured = [key.removeprefix("eval/") for key in run.summary if key.startswith("eval/")]
-    names = {key.removesuffix("/before").removesuffix("/after") for key in measured}
+    keys = [key.removeprefix("eval/") for key in run.summary if key.startswith("eval/")]
+    names = {key.removesuffix("/before").removesuffix("/after") for key in keys}
     shown = [name for name in names if name.rpartition("/")[2].startswith(("success", "greedy", "pass@"))]
     shown.sort(key=lambda name: (name.rpartition("/")[0], not name.endswith("success"), name))
-    found: list[Measurement] = []
+    measured: list[Measurement] = []
     for name, metrics in itertools.groupby(shown, key=lambda name: name.rpartition("/")[0]):
         before, after = (run.outcomes(of_set(file, name)) or {} for file in (BEFORE, AFTER))
-        found += [_measurement(run, metric, before, after) for metric in metrics]
-    return found
+        measured += [_measurement(run, metric, before, after) for metric in metrics]
+    return measured
 
 
 def _measurement(run: RunRecord, name: str, before: Outcomes, after: Outcomes) -> Measurement:
@@ -159,11 +159,11 @@ def configuration(runs: Sequence[RunRecord]) -> list[tuple[str, list[tuple[str, 
     """Options and their value in each run, under headings: what differs stands first. An option is listed once."""
     keys = sorted({key for run in runs for key in run.settings})
     values = {key: [run.settings.get(key, "") for run in runs] for key in keys}
-    given = {line.lstrip("+~").partition("=")[0] for run in runs for line in run.overrides}
+    typed = {line.lstrip("+~").partition("=")[0] for run in runs for line in run.overrides}
     of_recipe = {key for run in runs for key in set_by_recipe(run)}
     headings: list[tuple[str, list[str]]] = [
         ("Different between the runs", [key for key in keys if len(set(values[key])) > 1]),
-        ("Given on the command line", [key for key in keys if key in given]),
+        ("Given on the command line", [key for key in keys if key in typed]),
         ("Set by the recipe", [key for key in keys if key in of_recipe]),
         ("Defaults", keys),
     ]

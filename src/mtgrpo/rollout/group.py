@@ -136,9 +136,9 @@ def set_score(trajectory: Trajectory, score: Score) -> None:
     """Write down what a trajectory is worth; to what the reward gives each turn comes what the environment paid."""
     trajectory.reward, trajectory.components, trajectory.paid = score.total, dict(score.components), score.paid
     paid = [turn.paid for turn in trajectory.turns]
-    given = [float(amount) for amount in score.turns] or [0.0] * len(paid)
+    amounts = [float(amount) for amount in score.turns] or [0.0] * len(paid)
     judged = bool(score.turns) or any(paid)
-    trajectory.turn_rewards = [amount + more for amount, more in zip(given, paid, strict=True)] if judged else []
+    trajectory.turn_rewards = [amount + more for amount, more in zip(amounts, paid, strict=True)] if judged else []
 
 
 async def _first(running: Sequence[asyncio.Future[Trajectory]], size: int) -> list[Trajectory]:

@@ -213,8 +213,8 @@ class Stream:
         """Whether the next task may be drawn. What was admitted before a crash is, at the version at which it was."""
         if self._drawn in self._passed:
             return True
-        if known := self._journal.admitted(self._drawn):
-            return known["version"] <= version
+        if event := self._journal.admitted(self._drawn):
+            return event["version"] <= version
         batch = self._settings.prompts_per_step
         in_time = (self._settings.max_staleness + 1) * batch
         wanted = math.ceil(self._settings.ahead * batch) + sum(pending.overtaken for pending in self._pending)

@@ -108,8 +108,8 @@ async def rollout_with_advantages(
         return []
     batch = build_batch([trajectory for group in groups for trajectory in group.trajectories])
     rewards = estimator.weigh(rewards_of(groups, algorithm, batch.trajectory, batch.turn))
-    found = advantages(estimator, algorithm, rewards).advantage
-    sums = torch.zeros(len(rewards.per_turn), dtype=torch.float64).index_add(0, rewards.turn, found)
+    per_token = advantages(estimator, algorithm, rewards).advantage
+    sums = torch.zeros(len(rewards.per_turn), dtype=torch.float64).index_add(0, rewards.turn, per_token)
     tokens = torch.bincount(rewards.turn, minlength=len(sums)).clamp(min=1)
     per_turn = iter((sums / tokens).tolist())
     return [Scored(group, [[next(per_turn) for _ in t.turns] for t in group.trajectories]) for group in groups]
@@ -119,12 +119,12 @@ def _checked(sample: Sample, size: int) -> Sample:
     """Somebody's `sample`, which raises MisgivenError for completions that no engine gives; size: of the vocabulary."""
 
     async def checked(tokens: Sequence[int], sampling: Sampling) -> Completion:
-        given: Any = await awaited(sample, tokens, sampling)
-        if isinstance(given, Completion) and given.tokens and all(0 <= token < size for token in given.tokens):
-            lengths = {len(given.tokens), len(given.logprobs), len(given.versions)}
+        sampled: Any = await awaited(sample, tokens, sampling)
+        if isinstance(sampled, Completion) and sampled.tokens and all(0 <= token < size for token in sampled.tokens):
+            lengths = {len(sampled.tokens), len(sampled.logprobs), len(sampled.versions)}
             if len(lengths) == 1:
-                return given
+                return sampled
         expected = f"give a Completion of one token or more, all below {size}, each with its logprob and version"
-        raise misgiven(sample, given, expected)
+        raise misgiven(sample, sampled, expected)
 
     return checked

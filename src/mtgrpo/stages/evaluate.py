@@ -64,10 +64,10 @@ async def evaluate_during(run: Run) -> Metrics:
         versions.extend(version for t in group.trajectories for turn in t.turns for version in turn.versions)
         return group
 
-    found: Metrics = {}
+    metrics: Metrics = {}
     for name, runner, tasks in _task_sets(run):
-        found |= await evaluate(runner, tasks, 1, name, play)
-    return found | ({"eval/version": sum(versions) / max(1, len(versions))} if rollout.max_staleness else {})
+        metrics |= await evaluate(runner, tasks, 1, name, play)
+    return metrics | ({"eval/version": sum(versions) / max(1, len(versions))} if rollout.max_staleness else {})
 
 
 async def evaluate_fully(run: Run, name: str = AFTER) -> Metrics:
@@ -98,8 +98,8 @@ async def _measure(
         sampled = await _groups(runner, "eval", name, tasks, samples, counted)
         write_trajectories(run.folder, of_set(file, name), sampled)
         greedy = await _groups(runner, "greedy", name, tasks, 1, counted)
-        found = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
-        metrics |= _named(name, found)
+        described = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
+        metrics |= _named(name, described)
         played[name] = EvaluationGroups(sampled, greedy)
     run.sinks.log(metrics, total)
     return metrics, played
@@ -131,8 +131,8 @@ async def _groups(
     return groups
 
 
-def _named(name: str, found: Metrics) -> Metrics:
-    return {f"eval/{name}/{key}" if name else f"eval/{key}": value for key, value in found.items()}
+def _named(name: str, metrics: Metrics) -> Metrics:
+    return {f"eval/{name}/{key}" if name else f"eval/{key}": value for key, value in metrics.items()}
 
 
 async def run_evaluation(experiment: Experiment, folder: Path) -> None:
@@ -157,8 +157,8 @@ async def run_evaluation(experiment: Experiment, folder: Path) -> None:
 
 def _files(folder: Path) -> dict[str, str]:
     """What tells whether a model's files are still the same: size and time of each; {} for a name on the hub."""
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    return {file.name: f"{(known := file.stat()).st_size} bytes, {known.st_mtime_ns}" for file in found}
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {file.name: f"{(state := file.stat()).st_size} bytes, {state.st_mtime_ns}" for file in files}
 
 
 @contextmanager
@@ -184,11 +184,11 @@ def _recorded(run: Run) -> Generator[tuple[Run, Play]]:
 
     async def play(runner: RolloutRunner, task: Task, samples: int) -> Group:
         number = next(numbers)
-        known = journal.admitted(number)
-        if known is None:
+        admitted = journal.admitted(number)
+        if admitted is None:
             journal.add(admitted=number, version=0, scope=runner.scope, task=task.id)
-        elif (known["scope"], known["task"]) != (runner.scope, task.id):
-            raise ConfigError(f"the data has changed: {known['task']} was where {task.id} is; take another folder")
+        elif (admitted["scope"], admitted["task"]) != (runner.scope, task.id):
+            raise ConfigError(f"the data has changed: {admitted['task']} was where {task.id} is; take another folder")
         group = journal.group(number, task)
         if group is None:
             group = await runner.run_group(task, samples)

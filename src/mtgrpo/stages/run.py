@@ -121,14 +121,14 @@ def open_tasks(experiment: Experiment) -> tuple[TaskStream, list[Task]]:
 def task_sets(experiment: Experiment) -> dict[str, TaskSource]:
     """What `eval.sets` names beside the run's own tasks, whose system prompt they take over. Raises ConfigError."""
     wanted = named(experiment.eval.sets or [], "eval.sets", "easy: {task: jsonl, val_files: [easy.jsonl]}")
-    found: dict[str, TaskSource] = {}
+    sources: dict[str, TaskSource] = {}
     for name, settings in wanted.items():
         if not re.fullmatch(r"[\w-]+", name) or name == NO_TOOLS:
             raise ConfigError(f"eval.sets: {name!r} cannot be the name of a set; give {{NAME: {{task: {name}}}}}")
         kind = find_class("mtgrpo.tasks", settings.get("task", name), TaskSource)
-        own = {key: value for key, value in settings.items() if key != "task"}
-        found[name] = built(f"task set {name}", kind, {"system_prompt": experiment.task.system_prompt, **own})
-    return found
+        others = {key: value for key, value in settings.items() if key != "task"}
+        sources[name] = built(f"task set {name}", kind, {"system_prompt": experiment.task.system_prompt, **others})
+    return sources
 
 
 def held_out_tasks(experiment: Experiment, source: TaskSource) -> list[Task]:

@@ -63,15 +63,15 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
             steps, seconds = await reinforce(run, saver, curve)
             summary |= {"train/steps": float(steps), "time/rl_s": seconds}
             try:
-                known = final_results(folder, steps) if run.resumed else {}
-                summary |= known or {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
+                after = final_results(folder, steps) if run.resumed else {}
+                summary |= after or {f"{name}/after": value for name, value in (await evaluate_fully(run)).items()}
                 curve.success[steps] = summary["eval/success/after"]
             finally:  # also when the evaluation fails
                 summary["time/total_s"] = saver.seconds
                 write_summary(folder, summary)
         algorithm = run.experiment.algorithm
-        if algorithm.compares_siblings and not algorithm.always_has_gradient and (said := in_vain(summary)):
-            run.sinks.note(said)
+        if algorithm.compares_siblings and not algorithm.always_has_gradient and (note := in_vain(summary)):
+            run.sinks.note(note)
     return summary
 
 

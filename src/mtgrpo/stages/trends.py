@@ -56,7 +56,7 @@ class Trends:
             self.mismatch = mismatch
         left, total = memory_left()
         limits = [name.rpartition("/")[2] for name in metrics if name.startswith("rollout/truncated/")]
-        found = {
+        bad = {
             "entropy": entropy < COLLAPSED * self.entropy and unsolved,
             "collapse": success < best / 2 and entropy < COLLAPSED * widest,
             "mismatch": mismatch > max(FAR_APART * usual, HARMLESS),
@@ -79,6 +79,6 @@ class Trends:
             f"{resident_bytes() / 2**30:.1f}), and without any the kernel ends the run; set batch.token_budget, "
             "rollout.max_concurrent or engine.memory_fraction lower",
         }
-        self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name, bad in found.items() if bad})
+        self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name, is_bad in bad.items() if is_bad})
         due = {"memory": 1, "collapse": 1, "mismatch": 1}
         return [texts[name] for name, times in self._in_a_row.items() if times == due.get(name, PATIENCE)]

@@ -110,4 +110,4 @@ def _places(coroutine: Any) -> Iterator[str]:
             if frame := getattr(coroutine, f"{kind}_frame", None):
                 yield f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
         waits = (getattr(coroutine, name, None) for name in ("cr_await", "gi_yieldfrom", "ag_await"))
-        coroutine = next((found for found in waits if found is not None), None)
+        coroutine = next((inner for inner in waits if inner is not None), None)
