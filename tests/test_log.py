@@ -27,7 +27,7 @@ from mtgrpo.log import console as console_module
 from mtgrpo.parts import RunContext
 from mtgrpo.record.curve import Curve, save_curve
 from mtgrpo.record.writing import write_summary, write_trajectories
-from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.files import strict_json
 from mtgrpo.stages.trainer import train
 from mtgrpo.types import Finish, Group, Message, Status, Task, ToolCall, Trajectory, Turn
 

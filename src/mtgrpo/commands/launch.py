@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from mtgrpo.engines.server import PYTHON, Server
-from mtgrpo.engines.server.replica import END_S
+from mtgrpo.engines.server.replica import GRACE_S
 from mtgrpo.engines.server.vllm import command, environment, interpreter
 from mtgrpo.errors import Arguments
 from mtgrpo.runtime.processes import supervise
@@ -40,5 +40,5 @@ def main(arguments: Sequence[str]) -> int:
         print(" ".join([args.python, *words]))
         return 0
     variables = environment(settings, 0)
-    supervised = supervise([interpreter(args.python), *words], variables, parent=os.getppid(), grace_s=END_S)
+    supervised = supervise([interpreter(args.python), *words], variables, parent=os.getppid(), grace_s=GRACE_S)
     os.execve(supervised[0], supervised, variables)

@@ -14,8 +14,7 @@ from typing import Any, TypeGuard
 
 from mtgrpo.messages import message_to_dict, tool_to_dict
 from mtgrpo.record.shapes import FINE_TUNING, TRAJECTORY, Json
-from mtgrpo.runtime.files import open_pyarrow, open_table, write_whole
-from mtgrpo.runtime.strict_json import strict_json
+from mtgrpo.runtime.files import open_pyarrow, open_table, strict_json, write_whole
 from mtgrpo.types import Group, Message, ToolSpec, Trajectory, Turn
 
 _PACKAGES = ("mtgrpo", "torch", "transformers", "peft", "hydra-core", "safetensors", "renderers", "numpy")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mtgrpo.errors import ConfigError, require
-from mtgrpo.tasks.stream import hashed
+from mtgrpo.tasks import hashed
 from mtgrpo.types import Group, Task, Trajectory
 
 

@@ -36,7 +36,7 @@ from mtgrpo.record.writing import write_versions
 from mtgrpo.rewards import opened
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.rollout.group import RolloutRunner
-from mtgrpo.stages.policy_trainer import PolicyTrainer, open_trainer, trainer_config
+from mtgrpo.stages.policy_trainer import PolicyTrainer, trainer_config
 from mtgrpo.stages.resume import take_up, trained
 from mtgrpo.stages.threads import settle_threads
 from mtgrpo.stages.trial import try_tasks
@@ -191,7 +191,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         sets = {name: held_out_tasks(experiment, source) for name, source in sources.items()}
         tokenizer, chat = open_tokenizer(experiment)
         experiment = _with_engine(experiment, trains, sinks.note)
-        trainer = open_trainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder))
+        trainer = PolicyTrainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder))
         stack.callback(trainer.close)
         longest = longest_context(experiment, trainer.weights())
         engine = experiment.engine.start(trainer.weights(), experiment.deterministic, longest, folder)
@@ -205,7 +205,8 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         watchdog = stack.enter_context(open_watchdog(limit_s, folder, engine))
         trainer.connect(watchdog.moved, gives_way=engine.shares_weights)
         conversation = watchdog.sampling(engine.conversation)
-        runner = make_runner(experiment, chat, conversation, engine.attend, longest, folder)
+        attend = engine.attend if experiment.engine.attends else None
+        runner = make_runner(experiment, chat, conversation, attend, longest, folder)
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through it for garbage takes longer than some training steps
         stack.callback(gc.unfreeze)
@@ -267,7 +268,8 @@ def longest_context(experiment: Experiment, source: WeightSource) -> int:
 
     Raises ConfigError when more is requested than the model can do, or than the engine can do with it.
     """
-    asked, limit = experiment.environment.max_context_length, experiment.engine.limit(source)
+    asked, traits = experiment.environment.max_context_length, source.traits
+    limit = traits.limit if experiment.engine.has_windows else traits.limit_without_windows
     if not limit.tokens and not asked:
         raise ConfigError("the model's configuration names no longest context: set environment.max_context_length")
     limit.check(asked)
