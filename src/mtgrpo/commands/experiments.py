@@ -7,6 +7,7 @@ needs no model.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import errno
 import functools
@@ -31,7 +32,7 @@ from mtgrpo.config.run_record import claimed
 from mtgrpo.config.trust import sign
 from mtgrpo.errors import Arguments, ConfigError, RunError, refuse_unreadable
 from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback, meant, of_own_code
-from mtgrpo.record.summary import held_out_reward
+from mtgrpo.record.reading import held_out_reward
 from mtgrpo.runtime.hub import stay_offline
 from mtgrpo.runtime.resources import CpuTimes, fit_openmp
 from mtgrpo.runtime.text import complain, show
@@ -41,8 +42,8 @@ STAGES = {  # what runs
     "train": "stages.trainer.run_training",
     "sft": "stages.sft.run_sft",
     "eval": "stages.evaluate.run_evaluation",
-    "collect": "stages.collect.run_collection",
-    "serve": "commands.serve.run_serving",
+    "collect": "stages.evaluate.run_collection",
+    "serve": "commands.play.run_serving",
     "play": "commands.play.run_playing",
 }
 MEASURES = ("eval", "collect", "serve", "play")  # commands that train nothing
@@ -240,7 +241,7 @@ def run_stage(command: str, experiment: Experiment, folder: Path) -> None:
     kept = folder / TRACEBACK
     kept.unlink(missing_ok=True)  # of what ended a run that is resumed
     try:
-        getattr(importlib.import_module(f"mtgrpo.{module}"), run)(experiment, folder)
+        asyncio.run(getattr(importlib.import_module(f"mtgrpo.{module}"), run)(experiment, folder))
     except ConfigError:
         raise
     except Exception as error:

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.shapes import METRICS, RESULTS, SETTINGS, TEXTS, TRAJECTORY, Json, fit
 from mtgrpo.runtime.files import MAX_LINE_BYTES, Line, read_last_lines, read_lines
+from mtgrpo.runtime.plain_yaml import BrokenYamlError, parse_yaml, read_bounded
 from mtgrpo.runtime.text import number, printable, shorten
 from mtgrpo.types import is_success
 
@@ -26,9 +25,6 @@ BEFORE, AFTER = "evaluation_before", "evaluation_after"  # the files of trajecto
 _POINTS = 2000  # rows of metrics that are kept
 _MARK = b'"eval/'  # in rows with a measurement on held-out tasks: there are few, and they are kept by themselves
 _END = 200  # bytes: what was measured on held-out tasks stands last in its row
-_YAML_BYTES = 1 << 20  # of a file of settings
-_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_YAML_DEPTH = 50
 
 
 def of_set(file: str, name: str) -> str:
@@ -148,7 +144,7 @@ def parse_row(line: bytes, shape: Json) -> Json | None:
 
 def read_object(path: Path, shape: Json) -> Json:
     """The object in a file of JSON, in this shape; {} where there is none. Raises ConfigError for one too large."""
-    return parse_row(_content(path, MAX_LINE_BYTES), shape) or {}
+    return (path.is_file() and parse_row(read_bounded(path, MAX_LINE_BYTES), shape)) or {}
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -226,34 +222,11 @@ def _by_number(path: Path) -> tuple[int, str]:
     return (count(path.name), path.name)
 
 
-def _content(path: Path, most: int) -> bytes:
-    """What is in a file, nothing where there is none. Raises ConfigError for more than `most` bytes."""
-    data = b""
-    if path.is_file():
-        with path.open("rb") as file:
-            data = file.read(most + 1)
-    if len(data) > most:
-        raise ConfigError(f"{path} has more than {most:,} bytes, which no run writes")
-    return data
-
-
 def _yaml(path: Path) -> Any:
-    """What a file of settings holds; {} where there is none, or it is no YAML. Raises ConfigError.
-
-    libyaml's reader is asked first how deep it is and whether it repeats itself: what it makes of it goes down as far
-    as the file does, and aliases of aliases are exponentially many.
-    """
-    depth = 0
-    data = _content(path, _YAML_BYTES)
+    """What a file of settings holds; {} where there is none, or it is no YAML. Raises ConfigError."""
     try:
-        for event in yaml.parse(data, _SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if isinstance(event, yaml.AliasEvent) or depth > _YAML_DEPTH:
-                raise ConfigError(f"{path} has aliases, or more than {_YAML_DEPTH} levels: no run writes these")
-        return yaml.load(data, _SafeLoader) or {}
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, ValueError, RecursionError):
+        return (path.is_file() and parse_yaml(read_bounded(path), path)) or {}
+    except BrokenYamlError:
         return {}
 
 
