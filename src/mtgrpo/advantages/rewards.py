@@ -23,9 +23,9 @@ def comparable(groups: Sequence[Group], algorithm: Algorithm) -> list[Group]:
     """The groups without their failed trajectories; those too small to compare are left out."""
     large_enough: list[Group] = []
     for group in groups:
-        least = min(2, len(group.trajectories)) if algorithm.compares_siblings else 1
-        if len(group.valid) >= max(1, least):
-            large_enough.append(Group(group.task, group.valid))
+        valid = group.valid
+        if valid and (len(valid) >= 2 or len(group.trajectories) == 1 or not algorithm.compares_siblings):
+            large_enough.append(Group(group.task, valid))
     return large_enough
 
 
@@ -72,21 +72,20 @@ class Rewards:
 
 def is_first(sequence: Tensor) -> Tensor:
     """Where each sequence begins: [n] bool for `sequence` [n] int64, ascending."""
-    return is_last(sequence.flip(0)).flip(0)
+    first = sequence != sequence.roll(1)
+    first[:1] = True
+    return first
 
 
 def is_last(sequence: Tensor) -> Tensor:
     """Where each sequence ends: [n] bool for `sequence` [n] int64, ascending."""
-    import torch  # noqa: PLC0415  settings alone import no library
-
-    return torch.cat([sequence[1:] != sequence[:-1], torch.ones(min(1, len(sequence)), dtype=torch.bool)])
+    last = sequence != sequence.roll(-1)
+    last[-1:] = True
+    return last
 
 
 def discounted_sums(amounts: Tensor, sequence: Tensor, discount: float) -> Tensor:
-    """The discounted sum of `amounts` [n] from each to the end of its sequence; [n] fp64.
-
-    sequence [n] int64, ascending: equal for amounts of the same sequence.
-    """
+    """The discounted sum of `amounts` [n] from each to the end of its `sequence` [n] int64, ascending; [n] fp64."""
     import torch  # noqa: PLC0415  settings alone import no library
 
     if len(amounts) == 0:
