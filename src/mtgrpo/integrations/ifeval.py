@@ -195,7 +195,8 @@ def _layout(name: str, text: str, given: Given) -> bool:
             return sum("[" in part for part in closed) >= number
         case "postscript", {"postscript_marker": marker}:
             spelled = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
-            return re.search(spelled.get(marker, re.escape(marker.lower())), text.lower()) is not None
+            pattern = spelled[marker] if marker in spelled else re.escape(marker.lower())
+            return re.search(pattern, text.lower()) is not None
         case "number_bullet_lists", {"num_bullets": number}:
             # lines that begin with a dash, or with a single star; a bare star takes the next line with it
             return len(re.findall(r"^[^\S\n]*+(?:-|\*[^*]).*$", text, re.MULTILINE)) == number
