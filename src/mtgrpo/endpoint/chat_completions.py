@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from mtgrpo.endpoint import Entry, TurnReply
+from mtgrpo.endpoint import TurnReply
 from mtgrpo.endpoint.dialect import Body, Dialect, MessageReader, event, list_of, text_of
 from mtgrpo.messages import message_to_dict
 from mtgrpo.runtime.files import strict_json
@@ -19,18 +19,16 @@ class ChatCompletions(Dialect):
     limits, stop = ("max_completion_tokens", "max_tokens"), "stop"
     fields = frozenset(("messages", "n", "stream_options", "user", "metadata", "store", "prompt_cache_key"))
 
-    def messages(self, body: Body) -> list[Entry]:
-        read = MessageReader()
+    def read_messages(self, body: Body, reader: MessageReader) -> None:
         for entry in list_of(body.get("messages"), "messages"):
             content = text_of(entry.get("content"), "messages")
             if entry.get("role") == "tool":
-                read.answer(entry.get("tool_call_id"), content, entry.get("name"))
+                reader.answer(entry.get("tool_call_id"), content, entry.get("name"))
             elif entry.get("role") == "assistant":
                 reasoning = text_of(entry.get("reasoning_content") or entry.get("reasoning"), "reasoning_content")
-                read.assistant(content, reasoning, list_of(entry.get("tool_calls") or [], "tool_calls"))
+                reader.assistant(content, reasoning, list_of(entry.get("tool_calls") or [], "tool_calls"))
             else:
-                read.add(entry.get("role"), content)
-        return read.messages
+                reader.add(entry.get("role"), content)
 
     def write(self, reply: TurnReply, body: Body) -> dict[str, Any]:
         message = message_to_dict(reply.message)

@@ -6,13 +6,15 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from mtgrpo.endpoint import Entry, Refusal, RefusedError, TurnReply, TurnRequest, canonical_json
 from mtgrpo.runtime.files import is_deeper, strict_json
 from mtgrpo.types import Message, ToolCall, ToolSpec
 
+T = TypeVar("T")
 Body = Mapping[str, Any]
+TYPES: Mapping[type, str] = {dict: "an object", list: "a list", str: "a string"}
 MAX_DEPTH = 100  # levels of nesting in what is sent
 TEXTS = ("text", "input_text", "output_text", "summary_text", "refusal")  # types of the parts of a content
 ERRORS: Mapping[Refusal, tuple[int, str | None, str]] = {  # the status, the code of OpenAI, the type of Anthropic
@@ -27,7 +29,7 @@ ERRORS: Mapping[Refusal, tuple[int, str | None, str]] = {  # the status, the cod
 
 
 class Dialect(ABC):
-    """Pure functions between JSON and the nouns of the endpoint."""
+    """Translates between JSON and the nouns of the endpoint; it holds no state."""
 
     prefixes: ClassVar[tuple[str, str]]  # of the ids of replies, and of tool calls
     limits: ClassVar[tuple[str, ...]]  # the fields that limit the tokens of the output
@@ -36,8 +38,8 @@ class Dialect(ABC):
     tool_types: ClassVar[tuple[str | None, ...]] = ("function", None)  # those that an agent runs itself
 
     @abstractmethod
-    def messages(self, body: Body) -> list[Entry]:
-        """The conversation. Raises RefusedError."""
+    def read_messages(self, body: Body, reader: MessageReader) -> None:
+        """Put the conversation into `reader`. Raises RefusedError."""
 
     @abstractmethod
     def write(self, reply: TurnReply, body: Body) -> dict[str, Any]:
@@ -59,12 +61,12 @@ class Dialect(ABC):
             if (kind := tool.get("type")) not in self.tool_types:
                 own = self.tool_types[0]
                 raise RefusedError("invalid", f"tools of type {kind!r} run at the provider; give one of type {own!r}")
-            tool = mapping(tool["function"], "the function of a tool") if "function" in tool else tool
+            tool = typed(tool["function"], dict, "the function of a tool") if "function" in tool else tool
             schema = tool.get("parameters") or tool.get("input_schema") or {"type": "object", "properties": {}}
             name, description = (string(tool.get(field), f"the {field} of a tool") for field in ("name", "description"))
             if not name:
                 raise RefusedError("invalid", f"a tool without a name is not supported: {dict(tool)!r:.100}")
-            specs.append(ToolSpec(name, description, mapping(schema, "the parameters of a tool")))
+            specs.append(ToolSpec(name, description, typed(schema, dict, "the parameters of a tool")))
         return specs
 
     def read(self, body: Body, retry: int) -> TurnRequest:
@@ -82,11 +84,12 @@ class Dialect(ABC):
         asked = [body[name] for name in self.limits if body.get(name) is not None]
         if any(not isinstance(limit, int) or isinstance(limit, bool) or limit < 1 for limit in asked):
             raise RefusedError("invalid", f"{' and '.join(self.limits)} must be a positive integer, got {asked[0]!r}")
-        messages = self.messages(body)
-        if not messages:
+        reader = MessageReader()
+        self.read_messages(body, reader)
+        if not reader.messages:
             raise RefusedError("invalid", "the request has no messages")
         return TurnRequest(
-            messages=tuple(messages),
+            messages=tuple(reader.messages),
             tools=() if choice == "none" else tuple(self.tools(body)),
             digest=hashlib.sha256(canonical_json(body).encode()).hexdigest(),
             max_tokens=min(asked, default=None),
@@ -111,27 +114,21 @@ def parse_json(text: str | bytes, what: str) -> Any:
     return value
 
 
-def mapping(value: Any, what: str) -> Body:
-    """`value`, a JSON object. Raises RefusedError."""
-    if not isinstance(value, dict):
-        raise RefusedError("invalid", f"{what} must be an object, got {value!r:.100}")
-    return cast("dict[str, Any]", value)
+def typed(value: Any, kind: type[T], what: str) -> T:
+    """`value`, which is of this type. Raises RefusedError."""
+    if not isinstance(value, kind):
+        raise RefusedError("invalid", f"{what} must be {TYPES[kind]}, got {value!r:.100}")
+    return value
 
 
-def list_of(value: Any, what: str, kind: type = dict) -> list[Any]:
-    """`value`, a list of `kind`. Raises RefusedError."""
-    entries = cast("list[Any]", value) if isinstance(value, list) else [None]
-    if any(not isinstance(entry, kind) for entry in entries):
-        names = {dict: "objects", str: "strings"}
-        raise RefusedError("invalid", f"{what} must be a list of {names[kind]}, got {value!r:.100}")
-    return entries
+def list_of(value: Any, what: str, kind: type[Any] = dict) -> list[Any]:
+    """`value`, a list of this type. Raises RefusedError."""
+    return [typed(entry, kind, f"each of {what}") for entry in typed(value, list, what)]
 
 
 def string(value: Any, what: str) -> str:
     """`value`, a string; null is the empty one. Raises RefusedError."""
-    if value is not None and not isinstance(value, str):
-        raise RefusedError("invalid", f"{what} must be a string, got {value!r:.100}")
-    return value or ""
+    return "" if value is None else typed(value, str, what)
 
 
 def text_of(content: Any, what: str) -> str:
@@ -180,12 +177,12 @@ class MessageReader:
 
 
 def _read_call(call: Body) -> ToolCall:
-    call = mapping(call["function"], "the function of a tool call") if "function" in call else call
+    call = typed(call["function"], dict, "the function of a tool call") if "function" in call else call
     arguments = call.get("arguments", call.get("input"))
     if isinstance(arguments, str):
         arguments = parse_json(arguments or "{}", f"the text {arguments!r:.100} of a tool call's arguments")
     name = string(call.get("name"), "the name of a tool call")
-    return ToolCall(name, mapping(arguments, "the arguments of a tool call"))
+    return ToolCall(name, typed(arguments, dict, "the arguments of a tool call"))
 
 
 def event(data: Any, name: str = "") -> bytes:

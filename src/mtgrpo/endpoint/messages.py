@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mtgrpo.endpoint import Entry, Refusal, TurnReply
+from mtgrpo.endpoint import Refusal, TurnReply
 from mtgrpo.endpoint.dialect import ERRORS, Body, Dialect, MessageReader, event, list_of, split_by_type, text_of
 from mtgrpo.runtime.files import strict_json
 
@@ -18,24 +18,22 @@ class Messages(Dialect):
     fields = frozenset(("messages", "system", "metadata", "cache_control"))
     tool_types = "custom", None
 
-    def messages(self, body: Body) -> list[Entry]:
-        read = MessageReader()
+    def read_messages(self, body: Body, reader: MessageReader) -> None:
         if system := text_of(body.get("system"), "system"):
-            read.add("system", system)
+            reader.add("system", system)
         for entry in list_of(body.get("messages"), "messages"):
             content = entry.get("content")
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else list_of(content, "content")
             if entry.get("role") == "assistant":
                 calls, thoughts, _, texts = split_by_type(parts, "tool_use", "thinking", "redacted_thinking")
                 reasoning = "".join(str(part.get("thinking") or "") for part in thoughts)
-                read.assistant(text_of(texts, "messages"), reasoning, calls)
+                reader.assistant(text_of(texts, "messages"), reasoning, calls)
                 continue
             results, rest = split_by_type(parts, "tool_result")
             for result in results:
-                read.answer(result.get("tool_use_id"), text_of(result.get("content"), "tool_result"))
+                reader.answer(result.get("tool_use_id"), text_of(result.get("content"), "tool_result"))
             if rest or not parts:
-                read.add(entry.get("role"), text_of(rest, "messages"))
-        return read.messages
+                reader.add(entry.get("role"), text_of(rest, "messages"))
 
     def write(self, reply: TurnReply, body: Body) -> dict[str, Any]:
         message = reply.message

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from mtgrpo.endpoint import Entry, RefusedError, TurnReply
+from mtgrpo.endpoint import RefusedError, TurnReply
 from mtgrpo.endpoint.dialect import Body, Dialect, MessageReader, event, list_of, split_by_type, text_of
 from mtgrpo.runtime.files import strict_json
 
@@ -19,14 +19,13 @@ class Responses(Dialect):
     limits = ("max_output_tokens",)
     fields = frozenset(("input", "instructions", "include", "store", "user", "metadata", "prompt_cache_key"))
 
-    def messages(self, body: Body) -> list[Entry]:
+    def read_messages(self, body: Body, reader: MessageReader) -> None:
         if body.get("previous_response_id") or body.get("conversation"):
             raise RefusedError(
                 "invalid", "nothing is stored here: leave previous_response_id out, send the whole input"
             )
-        read = MessageReader()
         if instructions := text_of(body.get("instructions"), "instructions"):
-            read.add("system", instructions)
+            reader.add("system", instructions)
         sent = body.get("input")
         items = [{"role": "user", "content": sent}] if isinstance(sent, str) else list_of(sent, "input")
         for of_model, run in itertools.groupby(items, _of_model):  # several items are one message of the model
@@ -34,17 +33,16 @@ class Responses(Dialect):
                 calls, thoughts, texts = split_by_type(list(run), "function_call", "reasoning")
                 reasoning = [text_of(item.get("summary"), "reasoning") for item in thoughts]
                 content = [text_of(item.get("content"), "input") for item in texts]
-                read.assistant("\n".join(content), "\n".join(reasoning), calls)
+                reader.assistant("\n".join(content), "\n".join(reasoning), calls)
                 continue
             for item in run:
                 kind = item.get("type") or "message"
                 if kind == "function_call_output":
-                    read.answer(item.get("call_id"), text_of(item.get("output"), "function_call_output"))
+                    reader.answer(item.get("call_id"), text_of(item.get("output"), "function_call_output"))
                 elif kind == "message":
-                    read.add(item.get("role"), text_of(item.get("content"), "input"))
+                    reader.add(item.get("role"), text_of(item.get("content"), "input"))
                 else:
                     raise RefusedError("invalid", f"input of type {kind!r} is not supported")
-        return read.messages
 
     def write(self, reply: TurnReply, body: Body) -> dict[str, Any]:
         message, done, cut = reply.message, {"status": "completed"}, reply.finish == "length"

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from mtgrpo.endpoint import Address, RefusedError, TurnReply
 from mtgrpo.endpoint.chat_completions import ChatCompletions
-from mtgrpo.endpoint.dialect import ERRORS, Body, Dialect, event, mapping, parse_json, string
+from mtgrpo.endpoint.dialect import ERRORS, Body, Dialect, event, parse_json, string, typed
 from mtgrpo.endpoint.messages import Messages
 from mtgrpo.endpoint.responses import Responses
 from mtgrpo.endpoint.session import MAX_PAID, AgentSession
@@ -151,7 +151,7 @@ class _Client:
             content = await self.request.read()
         except web.HTTPRequestEntityTooLarge:
             raise RefusedError("large", f"{what} has more than the {MAX_BODY_BYTES:,} bytes that are read") from None
-        return mapping(parse_json(content, what), what)
+        return typed(parse_json(content, what), dict, what)
 
     async def send(self, answer: dict[str, Any], status: int = 200) -> web.StreamResponse:
         """Send the whole response."""
