@@ -31,12 +31,12 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **{"call": operator.call, "next": next, "iter": iter},
     **{"getattr": getattr, "setattr": setattr, "isinstance": isinstance},
 }
-_GATHERED: dict[str, Callable[[list[Any]], Any]] = {
+_FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     **{"list": list, "tuple": tuple, "set": set, "frozenset": frozenset},
     "range": lambda items: range(*items),
     "dict": lambda items: dict(zip(items[::2], items[1::2], strict=True)),
 }
-_SPELLED: dict[str, Callable[[str], Any]] = {
+_FROM_TEXT: dict[str, Callable[[str], Any]] = {
     "int": lambda text: int(text, 16),
     "float": float.fromhex,
     "complex": lambda text: complex(*map(float.fromhex, text.split())),
@@ -58,49 +58,49 @@ class Peer:
 
     def ask(self, operation: str, /, *operands: Any, **named: Any) -> Any:
         """What `operation` gives at the other end, whose calls are answered meanwhile. Raises what it raises."""
-        self._say("do", operation, self._coded(operands), self._coded(named))
+        self._send("do", operation, self._encode(operands), self._encode(named))
         while True:
-            kind, *parts = self._hear()
+            kind, *parts = self._receive()
             if kind == "do":
                 self._do(*parts)
             elif kind == "gave":
                 if self.takes_changes:
                     for operand, changed in zip(operands, parts[1], strict=False):
-                        _take_over(operand, self._meant(changed))
-                return self._meant(parts[0])
+                        _take_over(operand, self._decode(changed))
+                return self._decode(parts[0])
             else:
-                raise _raised(operation, parts[0], self._meant(parts[1]))
+                raise _make_error(operation, parts[0], self._decode(parts[1]))
 
     def serve(self) -> None:
         """Answer until the other end has gone."""
         while True:
-            self._do(*self._hear()[1:])
+            self._do(*self._receive()[1:])
 
     def _do(self, operation: str, operands: Any, named: Any) -> None:
         try:
-            values = self._meant(operands)
-            result = self._operations[operation](*values, **self._meant(named))
-            after = [self._coded(value) if type(value) in (list, dict, set) else None for value in values]
+            values = self._decode(operands)
+            result = self._operations[operation](*values, **self._decode(named))
+            after = [self._encode(value) if type(value) in (list, dict, set) else None for value in values]
             changed = [new if new != old else None for old, new in zip(operands[1], after, strict=True)]
-            answer = "gave", self._coded(result), changed
+            answer = "gave", self._encode(result), changed
         except BaseException as error:
             if not self._judges:
                 show(error)
             names = [kind.__name__ for kind in type(error).__mro__]
-            answer = "raised", names, self._coded([str(error)])
-        self._say(*answer)
+            answer = "raised", names, self._encode([str(error)])
+        self._send(*answer)
 
-    def _say(self, *said: Any) -> None:
-        self._writer.write(json.dumps(said).encode() + b"\n")
+    def _send(self, *parts: Any) -> None:
+        self._writer.write(json.dumps(parts).encode() + b"\n")
         self._writer.flush()
 
-    def _hear(self) -> list[Any]:
+    def _receive(self) -> list[Any]:
         line = self._reader.readline(MOST_BYTES)
         if not line.endswith(b"\n"):
             raise EOFError("the program has ended, or said too much")
         return json.loads(line)
 
-    def _coded(self, value: Any) -> Any:
+    def _encode(self, value: Any) -> Any:
         """`value` as JSON. Subclasses of built-in types go as what they are derived from."""
         if value is None or isinstance(value, bool):
             return value
@@ -108,21 +108,21 @@ class Peer:
             return ["yours", value.__dict__["_number"]]
         for kind in (str, int, float, complex, bytes):
             if isinstance(value, kind):
-                return _spelled(kind, value)
+                return _spell(kind, value)
         for kind in (list, tuple, set, frozenset, range):
             if isinstance(value, kind):
                 items = (value.start, value.stop, value.step) if isinstance(value, range) else value
-                return [kind.__name__, [self._coded(item) for item in cast(Iterable[Any], items)]]
+                return [kind.__name__, [self._encode(item) for item in cast(Iterable[Any], items)]]
         if isinstance(value, dict):
             pairs = cast("dict[Any, Any]", value).items()
-            return ["dict", [self._coded(each) for pair in pairs for each in pair]]
+            return ["dict", [self._encode(each) for pair in pairs for each in pair]]
         module = type(value).__module__
-        if module in ("decimal", "fractions") and type(value).__name__ in _SPELLED:
+        if module in ("decimal", "fractions") and type(value).__name__ in _FROM_TEXT:
             return [type(value).__name__, str(value)]
         if module == "numpy" and hasattr(value, "tolist"):
-            return self._coded(value.tolist())
+            return self._encode(value.tolist())
         if isinstance(value, (KeysView, ValuesView, ItemsView)):
-            return self._coded(list(cast(Iterable[Any], value)))
+            return self._encode(list(cast(Iterable[Any], value)))
         if isinstance(value, Iterator):
             return ["iterator", self._lend(value)]
         if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
@@ -135,21 +135,21 @@ class Peer:
         self._lent.append(value)
         return len(self._lent) - 1
 
-    def _meant(self, said: Any) -> Any:
+    def _decode(self, coded: Any) -> Any:
         """The value that JSON of the other end stands for. Raises ValueError or TypeError for what stands for none."""
-        if said is None or type(said) in (bool, str, int):
-            return said
-        kind, what = said
-        if kind in _GATHERED:
-            return _GATHERED[kind]([self._meant(item) for item in what])
-        if kind in _SPELLED:
-            return _SPELLED[kind](what)
-        if kind == "type" and isinstance(found := vars(builtins).get(what), type):
-            return found
+        if coded is None or type(coded) in (bool, str, int):
+            return coded
+        kind, what = coded
+        if kind in _FROM_ITEMS:
+            return _FROM_ITEMS[kind]([self._decode(item) for item in what])
+        if kind in _FROM_TEXT:
+            return _FROM_TEXT[kind](what)
+        if kind == "type" and isinstance(built_in := vars(builtins).get(what), type):
+            return built_in
         if kind == "yours":
             return self._lent[what]
         if kind == "iterator":
-            return _pulled(Remote(self, int(what)))
+            return _pull(Remote(self, int(what)))
         if kind == "object" and self.takes_objects:
             return Remote(self, int(what))
         raise TypeError("the result is no plain data: number, text, list, tuple, set, dictionary or iterator of such")
@@ -182,7 +182,7 @@ for _operation in (*_OF_OBJECTS, *_BINARY, "getattr", "setattr", "call", "iter")
     _add_method(_operation)
 
 
-def _pulled(remote: Remote) -> Iterator[Any]:
+def _pull(remote: Remote) -> Iterator[Any]:
     """The items of an iterator of the other end, each when it is wanted."""
     while True:
         try:
@@ -192,7 +192,7 @@ def _pulled(remote: Remote) -> Iterator[Any]:
         yield item
 
 
-def _spelled(kind: type, value: Any) -> Any:
+def _spell(kind: type, value: Any) -> Any:
     if kind is str:
         return str.__str__(value)
     if kind is int:
@@ -214,7 +214,7 @@ def _take_over(operand: Any, changed: Any) -> None:
         cast("dict[Any, Any]", operand).update(changed)
 
 
-def _raised(operation: str, names: Sequence[Any], said: Sequence[Any]) -> BaseException:
+def _make_error(operation: str, names: Sequence[Any], arguments: Sequence[Any]) -> BaseException:
     """An exception of this process' own class: the first of `names` that is a built-in one.
 
     Only the end of an iterator may be told as such: elsewhere it would end a loop over tests.
@@ -224,7 +224,7 @@ def _raised(operation: str, names: Sequence[Any], said: Sequence[Any]) -> BaseEx
         if isinstance(kind, type) and issubclass(kind, Exception):
             if issubclass(kind, (StopIteration, StopAsyncIteration)) and operation != "next":
                 break
-            return kind.__new__(kind, *said)
+            return kind.__new__(kind, *arguments)
     return RuntimeError(f"the program raised {names[:1]}")
 
 
