@@ -97,7 +97,7 @@ def _questions(name: str, config: str, seed: int) -> Any:
     from reasoning_gym.factory import DATASETS  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 
     if name not in DATASETS:
-        raise ConfigError(f"task.dataset={name!r} is none of reasoning-gym's: {', '.join(sorted(DATASETS))}")
+        raise ConfigError(f"task.dataset={name!r} is no data set of reasoning-gym: {', '.join(sorted(DATASETS))}")
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=_SIZE, **json.loads(config))
     except Exception as error:  # a data set checks its settings as it likes
