@@ -22,7 +22,7 @@ class BrokenYamlError(ConfigError):
     """The text is no YAML."""
 
 
-class _PlainSafeLoader(_Parser):
+class _PlainSafeLoader(_Parser):  # pyright: ignore[reportUntypedBaseClass]
     """As OmegaConf reads: 1e-3 is a number, a date is a text, and a key stands once in its mapping."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
