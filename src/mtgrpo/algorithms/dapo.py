@@ -34,7 +34,10 @@ class DAPO(ClippedSurrogate, GroupRelative):
         super().check(experiment)
         tokens, limit = self.overlong_tokens, experiment.rollout.max_trajectory_tokens
         if tokens > limit:
-            raise ConfigError(f"algorithm.overlong_tokens={tokens} is above rollout.max_trajectory_tokens={limit}")
+            raise ConfigError(
+                f"algorithm.overlong_tokens={tokens} is above rollout.max_trajectory_tokens={limit}, which cuts a "
+                "trajectory before its penalty is whole: lower the one or raise the other"
+            )
 
     def shaped_reward(self, trajectory: Trajectory) -> float:
         return super().shaped_reward(trajectory) - self._penalty(trajectory.sampled_tokens)
