@@ -23,10 +23,8 @@ class Calculation(Reward):
 
     def reward(self, trajectory: Trajectory) -> Score:
         """Raises ConfigError when the task names no results, or its answer is not a number."""
-        results = [
-            str(value)
-            for value in required(trajectory.task, "values", "calculation", "calculator; for others set reward=numeric")
-        ]
+        values = required(trajectory.task, "values", "calculation", "calculator; for others set reward=numeric")
+        results = [str(value) for value in values]
         turns: list[float] = []
         for turn in trajectory.turns:
             brought = bool(results) and results[0] in [message.content for message in turn.observations]
