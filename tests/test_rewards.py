@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mtgrpo.advantages.rewards import rewards_of
 from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.errors import ConfigError
-from mtgrpo.parts.extension import find, names
+from mtgrpo.parts.extension import find, options
 from mtgrpo.rewards import Reward, Score, scores
 from mtgrpo.rewards.calculation import Calculation
 from mtgrpo.rewards.composed import Composed
@@ -64,8 +64,8 @@ async def test_a_score_of_what_is_no_number_fails(score: Score) -> None:
 
 
 def test_every_file_in_the_folder_is_one_option() -> None:
-    assert {"numeric", "em"} <= set(names("mtgrpo.rewards"))
-    for name in names("mtgrpo.rewards"):
+    assert {"numeric", "em"} <= set(options("mtgrpo.rewards", Reward))
+    for name in options("mtgrpo.rewards", Reward):
         assert issubclass(find("mtgrpo.rewards", name, Reward), Reward)
 
 
