@@ -240,7 +240,7 @@ def test_any_text_is_judged(text: str) -> None:
     "unit", ["[", "<<", "*", "* ", "\n", "\n ", " ", "***", "[[[\n", "{", "p.", "A.", "-\n", '"', "`"]
 )
 def test_huge_texts_take_no_time(unit: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     followed(ALL, unit * 30_000)
     followed(ALL, "x" + unit * 30_000 + "x")
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
