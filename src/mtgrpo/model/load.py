@@ -229,7 +229,7 @@ def refuse_model(name: str, base: str = "") -> AbstractContextManager[None]:
     if base:
         cure = f"put that model back, or write where it is as base_model_name_or_path in {name}/adapter_config.json"
         return refuse_unloadable(f"model.name={name} is an adapter of {base}, which", base, cure)
-    cure = f"give a folder, a name on the Hugging Face hub, smollm2 (mtgrpo data smollm2), or {', '.join(tiny.SHAPES)}"
+    cure = f"give a folder, smollm2 (mtgrpo data smollm2), a name on the Hugging Face hub, or {', '.join(tiny.SHAPES)}"
     return refuse_unloadable(f"model.name={name}", name, cure)
 
 
