@@ -20,22 +20,23 @@ PROJECT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((PROJECT / "src").rglob("*.py"))
 MOST_LINES_PER_FILE = 400
 MOST_LINES_PER_FUNCTION = 60
-MOST_LINES = 33_900
+MOST_LINES = 32_100
 MOST_LINES_OF_INTEGRATIONS = 3_500
 TWICE = {  # class names that two modules have; none is added
-    *(
-        "Attention",
-        "Calculator",
-        "Comparison",
-        "Composed",
-        "Conversation",
-        "Environment",
-        "Evidence",
-        "Form",
-        "FunctionCalls",
-    ),
-    *("GuessNumber", "IFEval", "Jsonl", "Judge", "Kind", "Level", "Part", "Prefix", "Python"),
-    *("ReasoningGym", "Row", "Server", "Verifiers", "_Plan"),
+    "Attention",
+    "Calculator",
+    "Comparison",
+    "Composed",
+    "Conversation",
+    "Environment",
+    "Evidence",
+    "FunctionCalls",
+    "GuessNumber",
+    "Jsonl",
+    "Level",
+    "Part",
+    "Prefix",
+    "Row",
 }
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|Users|work|opt/(?:wheels|pypi))/\w")
 

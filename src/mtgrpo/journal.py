@@ -314,8 +314,10 @@ class Journal:
             turns.append(Turn.of(sampled, message, new, fields["parent"], fields["auxiliary"]))
             turns[-1].observations = tuple(map(message_from_fields, fields["observations"]))
             turns[-1].paid = fields["paid"]
-        calls = [CallRecord(**{**call, "outcome": CallOutcome(call["outcome"])}) for call in record["calls"]]
-        record |= {"turns": turns, "calls": tuple(calls), "status": Status(record["status"])}
+        for call in record["calls"]:
+            call["outcome"] = CallOutcome(call["outcome"])
+        calls = tuple(CallRecord(**call) for call in record["calls"])
+        record |= {"turns": turns, "calls": calls, "status": Status(record["status"])}
         record["opening"] = tuple(map(message_from_fields, record["opening"]))
         return Trajectory(task, **record)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,12 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 def use_cpu_kernels(model: nn.Module) -> None:
     """Let linear layers and plain RMS norms, x / rms(x) * weight, in float32 on a CPU, run by the kernels here."""
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        if type(module) is nn.Linear and onednn(module.weight.device, module.weight.dtype):
+    for module in cast("list[Any]", list(model.modules())):
+        kind: type = type(module)
+        if kind is nn.Linear and onednn(module.weight.device, module.weight.dtype):
             module.__class__ = OneDNNLinear
-        elif type(module).__name__.endswith("RMSNorm") and _is_plain_norm(module):
-            module.__class__ = subclass("Fused", _FusedNorm, type(module))
+        elif kind.__name__.endswith("RMSNorm") and _is_plain_norm(module):
+            module.__class__ = subclass("Fused", _FusedNorm, kind)
 
 
 def onednn(device: torch.device, dtype: torch.dtype) -> bool:

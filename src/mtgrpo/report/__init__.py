@@ -54,9 +54,9 @@ def _page(name: str, runs: Sequence[RunRecord]) -> str:
     )
     title = f"Report: {runs[0].name}" if len(runs) == 1 else f"Report: {len(runs)} runs"
     filled = {"runs": runs, "several": len(runs) > 1, "title": title, "version": __version__, "colors": COLORS}
-    functions = (calls, chart, facts, number, shorten, sparkline)
-    environment.globals.update({function.__name__: function for function in functions})
-    page = environment.get_template(f"{name}.jinja").render(**filled, content=content, fenced=_fenced)
+    functions = {"calls": calls, "chart": chart, "facts": facts, "number": number, "shorten": shorten}
+    functions |= {"sparkline": sparkline, "fenced": _fenced}
+    page = environment.get_template(f"{name}.jinja").render(**filled, **functions, content=content)
     return page.strip() + "\n"
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtgrpo.errors import ConfigError, RunError
-from mtgrpo.journal import Journal
+from mtgrpo.journal import Event, Journal
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.rollout.settings import Curriculum, Difficulty, RolloutSettings
 from mtgrpo.tasks import TaskStream
@@ -187,7 +187,7 @@ class Stream:
             number, self._drawn = self._drawn, self._drawn + 1
             if number in self._passed:
                 continue
-            event = self._journal.admitted(number)
+            event: Event | None = self._journal.admitted(number)
             if event is None and number >= self._chosen_before and self._difficulty.skips(task, number):
                 self._journal.add(skipped=number)
                 self._skipped += 1

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from mtgrpo.runtime.files import strict_json
 
 if TYPE_CHECKING:
     import aiohttp
-    from yarl import URL
 
 SHOWN = 500  # characters of an answer that an error shows
 _JSON = {"Content-Type": "application/json"}
@@ -93,12 +94,7 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
         await self.close()
 
 
-def _proxy_for(url: str) -> URL | None:
+def _proxy_for(url: str) -> str | None:
     """The proxy of the environment for it. Not by `trust_env`, which would send the passwords in ~/.netrc too."""
-    from aiohttp.helpers import get_env_proxy_for_url  # noqa: PLC0415
-    from yarl import URL  # noqa: PLC0415
-
-    try:
-        return get_env_proxy_for_url(URL(url))[0]
-    except LookupError:
-        return None
+    parts = urlsplit(url)
+    return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
