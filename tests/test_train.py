@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from mtgrpo.advantages.trajectory import WholeTrajectory
-from mtgrpo.batch.forest import Batch
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.options import options
 from mtgrpo.errors import ConfigError
 from mtgrpo.evaluation.statistics import mean_over_tasks
 from mtgrpo.model.traits import Limit, Traits
+from mtgrpo.policy.objective import Objective
 from mtgrpo.policy.trainer import Stage
-from mtgrpo.policy.updater import PolicyUpdater
 from mtgrpo.profile import Profiler
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import read_runs
@@ -249,22 +248,21 @@ def test_controls_reach_the_update(kind: str, tmp_path: Path, own: Path, monkeyp
     """The advantages that are trained on, against those of the rewards."""
     credited: list[torch.Tensor] = []
     given: list[torch.Tensor] = []
-    assign, prepare = WholeTrajectory.assign, PolicyUpdater._prepare
+    assign, prepare = WholeTrajectory.assign, Objective.prepare
 
     def spy_assign(self: WholeTrajectory, *arguments: Any) -> Any:
         assigned = assign(self, *arguments)
         credited.append(assigned.advantage.clone())
         return assigned
 
-    def spy_prepare(self: PolicyUpdater, batch: Batch, *rest: Any) -> Any:
-        prepared = yield from prepare(self, batch, *rest)
-        first = torch.cat([torch.ones(1) > 0, batch.trajectory.diff() != 0])
+    def spy_prepare(self: Objective, *arguments: Any) -> Any:
+        yield from prepare(self, *arguments)
+        first = torch.cat([torch.ones(1) > 0, self._batch.trajectory.diff() != 0])
         credited[-1] = credited[-1][first]  # one advantage for each trajectory
-        given.append(prepared.advantage[first])
-        return prepared
+        given.append(self._advantage[first])
 
     monkeypatch.setattr(WholeTrajectory, "assign", spy_assign)
-    monkeypatch.setattr(PolicyUpdater, "_prepare", spy_prepare)
+    monkeypatch.setattr(Objective, "prepare", spy_prepare)
     words = busy(own, "rollout.prompts_per_step=4", "sft.steps=0", f"debug.advantages={kind}")
     ran(tmp_path / "run", *words)
     assert len(given) == len(credited) == 2

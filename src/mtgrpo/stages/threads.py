@@ -1,4 +1,4 @@
-"""With how many threads a run computes, and what is done where other processes come to use their cores."""
+"""What becomes of the threads that `fit_openmp` chose: noted, as before on resume, fewer where others use the cores."""
 
 from __future__ import annotations
 
