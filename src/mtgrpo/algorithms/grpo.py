@@ -7,8 +7,8 @@ For a task q, the trajectories o_i of its group with rewards r_i, and the sample
     J_i,t   = min(rho_i,t A_i, clip(rho_i,t, 1 - clip_low, 1 + clip_high) A_i)            equation 3
     L       = -(sum of w_i,t J_i,t over all i and t), where `average.py` gives the weights w, whose sum is 1
 
-`Baseline.advantage` computes the first line from the baseline below, `Policy.updating` the sum of the last. The KL penalty
-of equation 3 is added by `kl.py`, its estimator k3 is equation 4.
+`Baseline.advantage` computes the first line from the baseline below, `Policy.updating` the sum of the last. The KL
+penalty of equation 3 is added by `kl.py`, its estimator k3 is equation 4.
 """
 
 from __future__ import annotations
