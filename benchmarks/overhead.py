@@ -49,7 +49,7 @@ CHECKS: tuple[tuple[Any, str], ...] = (
     (update, "evidence_of"),
     (step, "compare"),
     (step.Policy, "judge"),
-    (LocalEngine, "_check_weights"),
+    (LocalEngine, "_check_fused"),
     (Trends, "warnings"),
     (Trajectory, "copy"),
     (objective, "choose"),

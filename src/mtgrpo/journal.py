@@ -140,6 +140,8 @@ class Journal:
 
     def _give_up(self, error: Exception) -> None:
         """Write what waits and no more, and say why."""
+        if self._folder is None:  # it was said
+            return
         folder, self._folder = self._folder, None
         self.notes.append(
             f"nothing more is written into {folder}: {type(error).__name__}: {error}; a run that is killed now goes on "

@@ -25,7 +25,7 @@ from rich.text import Text
 from mtgrpo import __version__
 from mtgrpo.errors import Arguments
 from mtgrpo.runtime.packages import PACKAGES, Package
-from mtgrpo.runtime.resources import WAITING_SET, CpuTimes, cores, free_cores, read_cpu_times, threads_for
+from mtgrpo.runtime.resources import WAITING_SET, CpuTimes, cores, free_cores, memory_left, read_cpu_times, threads_for
 
 GIB = 2**30
 _LEAST_DISK_GIB = 1
@@ -88,6 +88,7 @@ def examine(online: bool = False) -> list[Check]:
             Check("sandbox", *sandbox.result(), "the tool python, reward=unit_tests", "apt-get install bubblewrap"),
             *packages,
             *map(_optional, PACKAGES.values()),
+            Check("processor", State.ok, f"{cores()} cores, {memory_left()[1] / GIB:.0f} GiB of memory"),
             Check("OpenMP threads", *_threads(began), "threads without a free core slow all down", f"unset {_THREADS}"),
             Check("OpenMP waiting", *_waiting(), "threads that spin for ever take cores from others", f"unset {_WAIT}"),
             Check("disk", *_disk(), "runs are kept in ./outputs", "make room, or hydra.run.dir=FOLDER", required=True),

