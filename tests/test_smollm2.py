@@ -130,7 +130,7 @@ def errors(model: PreTrainedModel, played: list[Trajectory]) -> torch.Tensor:
 @real
 def test_the_engine_is_the_model_in_fp32(model: PreTrainedModel) -> None:
     wrong = errors(model, conversations(model, 40)).abs()
-    assert len(wrong) > 300
+    assert len(wrong) > 200  # how many are sampled depends on the processor, by rounding
     assert wrong.mean() < 2e-5
     assert wrong.max() < 2e-4
 
