@@ -1,76 +1,117 @@
-"""Every code block of the README: commands run with --dry-run, files as they stand."""
+"""Every code block of README and docs: commands run with --dry-run, files as they stand."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
 from conftest import Run
 from mtgrpo import cli
+from mtgrpo.config.experiment import groups
 from mtgrpo.config.options import options, schema
+from mtgrpo.config.recipe import recipes
 from mtgrpo.log import Sink
 from mtgrpo.parts import extension
 from mtgrpo.parts.extension import load_file
+from mtgrpo.types import Task
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-OPTIONS = Path(__file__).parents[1] / "docs" / "options.txt"
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.M | re.S)
-
-
-def commands() -> list[str]:
-    lines = [line.partition("#")[0] for block in blocks("console") for line in block.splitlines()]
-    return [part.strip() for line in lines for part in line.split(";") if part.strip().startswith("mtgrpo")]
+ROOT = Path(__file__).parents[1]
+OPTIONS = ROOT / "docs" / "options.txt"
+PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+README, OWN, VERL = PAGES["README"], PAGES["your_own_agent"], PAGES["coming_from_verl"]
+# Their commands are run below or in tests of their own; servers are needed for those of the last.
+TRIED_ELSEWHERE = {"agents", "algorithms", "coming_from_verl", "your_own_agent", "vllm"}
 
 
-@pytest.fixture
-def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_folder: Path) -> Path:
-    """A folder with the README's own files, and a finished run at the path the README names."""
-    monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
-    monkeypatch.chdir(tmp_path)
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.M | re.S)
+
+
+def commands(page: str) -> list[str]:
+    lines = [re.split(r"\s+#", line)[0] for block in blocks("console", page) for line in block.splitlines()]
+    return [part.strip() for line in lines for part in line.split(" ; ") if part.strip().startswith("mtgrpo")]
+
+
+@pytest.fixture(scope="module")
+def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of the pages, and a finished run at the path that they name."""
+    folder = tmp_path_factory.mktemp("newcomer")
     for name in ("problems.jsonl", "held_out.jsonl"):
-        (tmp_path / name).write_text("".join(blocks("json")))
-    for name, block in zip(("tools.py", "short.py", "my_agent.py"), blocks("python"), strict=True):
-        (tmp_path / name).write_text(block)
-    (path,) = set(re.findall(r"checkpoint=(\S+)/checkpoints/step_000070", README))
+        (folder / name).write_text("".join(blocks("json")))
+    for name, block in zip(("shop.py", "my_agent.py"), blocks("python"), strict=True):
+        (folder / name).write_text(block)
+    for block in blocks("yaml", PAGES["command"]):
+        (folder / block.splitlines()[0].removeprefix("# ")).write_text(block)
     words = ["sft.steps=1", "trainer.steps=1", "rollout.prompts_per_step=1", "eval.tasks=1", "eval.samples=1"]
     with pytest.raises(SystemExit) as done:
-        cli.main(["train", *words, f"hydra.run.dir={path}", "log=[jsonl]"])
+        cli.main(["train", *words, f"hydra.run.dir={folder}/runs/a", "log=[jsonl]"])
     assert done.value.code == 0
-    checkpoints = tmp_path / path / "checkpoints"
+    checkpoints = folder / "runs/a/checkpoints"
+    shutil.copytree(checkpoints / "step_000001", checkpoints / "step_000040")
     (checkpoints / "step_000001").rename(checkpoints / "step_000070")
-    return tmp_path
+    return folder
 
 
-def test_every_command_is_accepted(newcomer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = commands()
-    assert len(found) >= 10
-    for command in found:
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - TRIED_ELSEWHERE))
+def test_every_command_is_accepted(
+    page: str, newcomer: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
+    monkeypatch.chdir(newcomer)
+    assert len(commands(README)) == 8 + 2
+    for command in commands(PAGES[page]):
         words = shlex.split(command)[1:]
-        if "--help" not in words and words[0] != "show":
+        if words[0] in ("train", "sft", "eval", "play", "export") and not {"--help", "--dry-run"} & set(words):
             words.append("--dry-run")
-        recipes = {"recipe=gsm8k", "recipe=jsonl", "recipe=smollm2"}  # whose models have to be fetched
-        needs_hub = bool(recipes & set(words))
-        words = [word for word in words if not word.startswith("model.name=")]
-        words += ["model.name=tiny"] if needs_hub else []
+        words += ["--once"] if words[0] == "watch" else []
+        if "recipe=smollm2" in words or "model.name=smollm2" in words:  # a model that has to be fetched
+            words = [word for word in words if word != "model.name=smollm2"] + ["model.name=tiny"]
+            words += [] if any(word.startswith("recipe=") for word in words) else ["recipe=pretrained"]
         with pytest.raises(SystemExit) as done:
             cli.main(words)
         assert done.value.code == 0, (command, capsys.readouterr().err)
 
 
-def test_every_path_exists() -> None:
-    root = Path(__file__).parents[1]
-    paths = re.findall(r"\]\(([^)#:]+)\)", README)
-    assert len(paths) >= 6
-    assert [path for path in paths if not (root / path).exists()] == []
+def test_every_recipe_has_a_row() -> None:
+    table = PAGES["command"].partition("| recipe |")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`([\w.]+)`", row.split("|")[1])}
+    assert named == set(recipes())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    folder = ROOT if page == "README" else ROOT / "docs"
+    for link in re.findall(r"\]\(([^):]+)\)", PAGES[page]):
+        path, _, anchor = link.partition("#")
+        assert (folder / path).exists(), link
+        text = (folder / path).read_text() if path and anchor else PAGES[page]
+        heads = re.findall(r"^#+ (.*)$", text, flags=re.M)
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads], link
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
+    assert "shared/data" not in README
+
+
+def test_no_sentence_stands_twice() -> None:
+    seen: set[str] = set()
+    for page, text in PAGES.items():
+        if page in ("algorithms", "architectures"):  # written from the source
+            continue
+        prose = re.sub(r"^```.*?^```$|^[|#< ].*?$", "\n", text, flags=re.M | re.S)
+        for paragraph in re.split(r"\n\s*\n", prose):
+            for sentence in re.split(r"(?<=[.:;?!]) ", " ".join(paragraph.split())):
+                assert len(sentence) < 40 or sentence not in seen, (page, sentence)
+                seen.add(sentence)
 
 
 def test_the_page_of_algorithms_is_current() -> None:
@@ -108,7 +149,6 @@ def test_the_list_of_options_is_current(capsys: pytest.CaptureFixture[str]) -> N
     assert OPTIONS.read_text() == capsys.readouterr().out, "run `make docs`"
 
 
-OWN = (Path(__file__).parents[1] / "docs" / "your_own_agent.md").read_text()
 QUICK = ["trainer.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2", "eval.tasks=2", "eval.samples=1"]
 
 
@@ -154,9 +194,6 @@ def test_what_to_train_with_an_engine_of_one_s_own(own_agent: Path, capsys: pyte
     assert capsys.readouterr().out.splitlines()[-1] == "[0.45, -0.45, 0.45, -0.45]"
 
 
-VERL = (Path(__file__).parents[1] / "docs" / "coming_from_verl.md").read_text()
-
-
 def test_the_names_beside_those_of_verl_exist() -> None:
     chosen = {"task": "parquet", "environment": "tool_use", "condenser": "keep_last", "reward": "context_efficiency"}
     chosen |= {"algorithm": "grpo", "advantage": "trajectory", "engine": "local", "agent": "none"}
@@ -170,18 +207,18 @@ def test_the_names_beside_those_of_verl_exist() -> None:
     assert names <= set(known), names - set(known)
 
 
-def test_the_options_in_the_readme_exist() -> None:
-    chosen = {"environment": "tool_use", "condenser": "keep_last", "reward": "em", "algorithm": "grpo"}
-    known: set[str] = set()
-    for task in ("jsonl", "parquet", "reasoning_gym"):
-        options = {**chosen, "task": task, "advantage": "trajectory", "engine": "local", "agent": "verifiers"}
-        known |= set(schema(options))
-    groups = {name.partition(".")[0] for name in known}
-    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S))
-    words = [word.partition("=")[0] for span in spans for word in span.split()]
-    names = {word for word in words if "." in word and word.partition(".")[0] in groups and not word.endswith(".py")}
-    assert len(names) > 12
-    assert names <= known, names - known
+def test_the_options_that_are_named_exist() -> None:
+    chosen = {group: next(iter(options(group))) for group in groups()}
+    known = {key for group in groups() for option in options(group) for key in schema({**chosen, group: option})}
+    known |= set(schema({**chosen, "reward": [*options("reward")]}))
+    known |= {f"task.{field.name}" for field in dataclasses.fields(Task)}  # as functions of one's own see it
+    for page in PAGES.keys() - {"coming_from_verl"}:  # whose own test is above
+        text = PAGES[page]
+        spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+        words = [re.split("[=/]", word)[0] for span in spans for word in span.split()]
+        sections = {key.partition(".")[0] for key in known}
+        names = {word for word in words if "." in word and word.partition(".")[0] in sections}
+        assert names <= known, (page, names - known)
 
 
 def test_what_a_user_of_verl_types_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from mtgrpo import cli
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
@@ -453,16 +451,6 @@ def test_the_page_names_what_there_is() -> None:
         listed = re.findall(r"^\| `(\w+)` \|", table, flags=re.M)
         assert len(listed) >= 6
         assert set(listed) <= set(options(f"mtgrpo.{group}s", base)), group
-
-
-def test_the_commands_of_the_page_are_accepted(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
-    commands = re.findall(r"^mtgrpo (.*)$", PAGE, flags=re.M)
-    assert len(commands) == 10
-    for command in commands:
-        with pytest.raises(SystemExit) as done:
-            cli.main(shlex.split(command))
-        assert done.value.code == 0
 
 
 def test_the_recipe_searches_as_its_demonstrations_do(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
