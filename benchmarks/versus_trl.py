@@ -32,17 +32,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from gate import MARK
 from record import RESULTS, finish
+from sides import HERE, Side, Step
 
 from mtgrpo.model.tiny import load_tokenizer
 from mtgrpo.tasks.calculator import draw_problem, tell
 
-HERE = Path(__file__).resolve().parent
 THREADS = len(os.sched_getaffinity(0))
 GROUPS, SIBLINGS = 4, 8
 FILE = "versus_trl.json"
-Step = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -90,43 +88,6 @@ def system_prompt(tokens: int) -> str:
     return text
 
 
-class Side:
-    """A trainer in a process of its own that waits between steps."""
-
-    def __init__(self, name: str, command: Sequence[str], threads: int | None, folder: Path) -> None:
-        """threads: None = as many as the command chooses, with the waiting that it chooses."""
-        self._log = folder / f"{name}.log"
-        count = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-        search = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, *command],
-                env={**os.environ, **count, "PYTHONPATH": search},
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-            )
-        self.loaded = self._answer()
-
-    def step(self) -> Step:
-        """One training step."""
-        assert self._process.stdin
-        print(file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
-
-    def _answer(self) -> Step:
-        assert self._process.stdout
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                return json.loads(line.removeprefix(MARK))
-        raise RuntimeError(f"the process ended:\n{self._log.read_text()[-3000:]}")
-
-
 def ours(words: Sequence[str], folder: Path, threads: int | None = None) -> Side:
     """`mtgrpo train`, evaluating next to nothing."""
     own = [
@@ -136,15 +97,15 @@ def ours(words: Sequence[str], folder: Path, threads: int | None = None) -> Side
         "checkpoint.every_steps=0",
         f"log=[{HERE / 'gate.py'}:Gate]",
     ]
-    return Side("ours", ["-m", "mtgrpo", "train", *words, *own, f"hydra.run.dir={folder / 'ours'}"], threads, folder)
+    count = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return Side("ours", ["-m", "mtgrpo", "train", *words, *own, f"hydra.run.dir={folder / 'ours'}"], folder, **count)
 
 
 def trl(words: Sequence[str], folder: Path, threads: int = THREADS, **settings: Any) -> Side:
     """TRL's trainer; `settings` are those of trl_side.py."""
     settings["words"] = list(words)
-    return Side(
-        f"trl-{len(list(folder.iterdir()))}", [str(HERE / "trl_side.py"), json.dumps(settings)], threads, folder
-    )
+    name, command = f"trl-{len(list(folder.iterdir()))}", [str(HERE / "trl_side.py"), json.dumps(settings)]
+    return Side(name, command, folder, OMP_NUM_THREADS=str(threads))
 
 
 def warm_start(words: Sequence[str], folder: Path) -> Path:
@@ -155,6 +116,13 @@ def warm_start(words: Sequence[str], folder: Path) -> Path:
     calling = json.loads((folder / "summary.json").read_text())["eval/tool_rate/after"]
     assert calling > 0.3, f"after its warm start the model calls the tool in {calling:.0%} of the conversations"
     return max((folder / "checkpoints").glob("step_*"))
+
+
+def taught(name: str, kept: Path) -> Path:
+    """The weights of a case after its short warm start."""
+    case = CASES[name]
+    lesson = ["sft.steps=100", "sft.batch_size=8", "eval.tasks=16", "eval.samples=1"]
+    return warm_start([*case.words(), f"model.name={case.model}", *lesson], kept / name)
 
 
 def sampled_tokens(step: Step) -> float:
@@ -191,9 +159,7 @@ def short(words: Sequence[str], case: Case, folder: Path, settings: dict[str, An
 
 def measure(name: str, repeats: int, with_best: bool, kept: Path) -> dict[str, Any]:
     """The sides of one case in turns; the first step of each is not counted."""
-    case = CASES[name]
-    short_lesson = ["sft.steps=100", "sft.batch_size=8", "eval.tasks=16", "eval.samples=1"]
-    weights = warm_start([*case.words(), f"model.name={case.model}", *short_lesson], kept / name)
+    case, weights = CASES[name], taught(name, kept)
     words = [
         *case.words(),
         f"model.name={weights}",

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from record import finish
+from sides import HERE, Side, Step
 from smollm2 import MODEL
-from versus_trl import HERE, THREADS, Side, Step, ours, report, summary, trl
+from versus_trl import THREADS, ours, report, summary, trl
 
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.stages.run import open_tasks, open_tokenizer

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from record import finish
-from versus_trl import THREADS, Side, Step, ours, trl, warm_start
+from sides import Side, Step
+from versus_trl import THREADS, ours, trl, warm_start
 
 from mtgrpo.config.compose import compose
 

@@ -155,6 +155,23 @@ def test_the_memory_benchmark_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["token_budget"] == 512 and set(found["peak_gb"]) == {"sampling", "training", "update"}
 
 
+def test_an_older_commit_is_compared_by_its_least_and_its_median_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    against = load_file(RECORD.parent / "against.py")
+    old = [{"seconds": seconds, "tokens": 30, "threads": 2} for seconds in (3.0, 9.0, 6.0)]
+    here = [{"seconds": seconds, "tokens": 40, "threads": 1} for seconds in (2.0, 5.0, 2.5)]
+    assert " ".join(against.row("forest.A", old, here).split()) == "forest.A 3.000 2.000 1.50 6.000 2.500 2.40 0.75 2/1"
+
+
+@pytest.mark.real
+def test_a_commit_against_itself_trains_the_same_tokens(tmp_path: Path) -> None:
+    command = [sys.executable, str(RECORD.parent / "against.py"), "HEAD", "versus_trl.2m_280", "--repeats=1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    said = subprocess.run(command, check=True, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True).stdout
+    name, *_, tokens, threads = said.splitlines()[-1].split()
+    assert (name, tokens, threads) == ("versus_trl.2m_280", "1.00", "1/1")
+
+
 @pytest.mark.real
 def test_the_benchmark_of_a_decoding_step_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
