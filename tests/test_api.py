@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,18 +18,21 @@ from mtgrpo import cli
 from mtgrpo.advantages.rewards import rewards_of
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
+from mtgrpo.environments.single_turn import SingleTurn
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import ModelSettings, load_model
 from mtgrpo.policy import objective
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy, at_once
 from mtgrpo.policy.updater import PolicyUpdater
-from mtgrpo.profile import Profile
-from mtgrpo.rewards import Reward
+from mtgrpo.profile import PHASES, Profile, Profiler
+from mtgrpo.rewards import Given, Reward
+from mtgrpo.rewards.composed import Composed
 from mtgrpo.stages.api import Scored
 from mtgrpo.stages.policy_trainer import update_config
 from mtgrpo.types import Completion, Finish, Message, Sample, Sampling, Status, Task, Trajectory
-from test_conversation import CALL, chat, said, tokenizer
+from scripted import ScriptedEngine
+from test_conversation import CALL, chat, make_runner, said, tokenizer
 
 TASKS = [Task(f"own/{number}", (Message("user", "What is 17 * 23?"),), answer="391") for number in range(3)]
 WORDS = ["model.name=tiny", "rollout.group_size=4", "batch.token_budget=2048"]
@@ -236,17 +240,89 @@ def test_a_profile_says_where_the_time_goes(tmp_path: Path, capsys: pytest.Captu
     words = ["profile.enabled=true", "profile.trace_steps=[2]", "condenser=keep_last", f"reward={reward}:First"]
     steps = train(tmp_path / "run", *words)
     for step in steps:
-        phases = [step[f"profile/{phase}_s"] for phase in ("packing", "forward", "backward", "update")]
-        assert min(phases) > 0 and sum(phases) < step["time/train_s"]
+        phases = [step[f"profile/{phase}_s"] for phase in (*PHASES, "other")]
+        assert min(phases) > 0 and sum(phases) == pytest.approx(step["time/train_s"])
         assert 0 < step["profile/reward_s"] < 10
         assert step["profile/generation_s_per_conversation"] > 0
     assert 0 < sum(step["profile/sync_s"] for step in steps) < 10
     printed = capsys.readouterr().out
     assert "profile, means over 2 steps:" in printed
-    assert "tokens after condensation" in printed
+    assert "  reward s  " in printed and "condensed" not in printed  # what is 0 throughout is left out
     trace = json.loads((tmp_path / "run" / "traces" / "step_000002.json").read_text())
     assert any("mm" in str(event.get("name")) for event in trace["traceEvents"])
     assert not (tmp_path / "run" / "traces" / "step_000001.json").exists()
+
+
+def test_a_phase_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    profiler = Profiler(Profile(enabled=True))
+    with profiler.measure("packing"):
+        now[0] += 1
+        for _ in range(2):
+            with profiler.measure("check"):
+                now[0] += 10
+                with profiler.measure("packing"):
+                    now[0] += 100
+    assert profiler.take() == {**dict.fromkeys(PHASES, 0.0), "packing": 201.0, "check": 20.0}
+
+
+@dataclass
+class Slow(Reward):
+    """Takes a second of `now`."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        now[0] += 1
+        return 1.0
+
+
+@dataclass
+class Together(Slow):
+    """As slow, siblings together; waits meanwhile."""
+
+    async def rewards(self, siblings: Sequence[Trajectory]) -> Sequence[float]:
+        await asyncio.sleep(0)
+        return [self.reward(trajectory) for trajectory in siblings]
+
+
+@dataclass
+class Asks(Slow):
+    """Leaves it to what it overrides."""
+
+    async def rewards(self, siblings: Sequence[Trajectory]) -> Sequence[Given]:
+        return await super().rewards(siblings)
+
+
+now = [0.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "seconds", "waits"),
+    [
+        (Slow(), 2, False),
+        (Composed(of={"length": None, "format": None}), 4, False),
+        (Together(), 2, True),
+        (Asks(), 2, True),
+    ],
+)
+async def test_seconds_of_rewards_are_their_own(
+    reward: Reward, seconds: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each counts once, and so does what it waits for; what else the event loop does does not."""
+    if isinstance(reward, Composed):
+        reward._parts = dict.fromkeys(reward._parts, Slow())
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    async def decode() -> None:
+        while True:
+            now[0] += 100
+            await asyncio.sleep(0)
+
+    decoding = asyncio.create_task(decode())
+    runner = replace(make_runner(ScriptedEngine(lambda key, turn: said("hello")), SingleTurn()), reward=reward)
+    waited, computed = divmod((await runner.run_group(TASKS[0], 2)).score_s, 100)
+    decoding.cancel()
+    assert computed == seconds and bool(waited) == waits
 
 
 def test_parts_of_the_profile_can_be_left_out(tmp_path: Path) -> None:

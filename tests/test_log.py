@@ -222,12 +222,29 @@ def test_plain_output_is_ten_to_twenty_lines(total: int, tmp_path: Path, capsys:
     assert "\x1b" not in "".join(lines)
 
 
-def test_an_evaluation_counts_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_says_how_far_it_is(
+    clock: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with opened(["console"], tmp_path) as sinks:
-        sinks.stage("evaluation", 40)
-        sinks.log({"eval/success": 0.5}, 40)
-    title, line = capsys.readouterr().out.splitlines()
-    assert title.startswith("evaluation (40 groups): ") and line.startswith("  group 40/40  held-out 50.0%")
+        sinks.stage("evaluation", 90)
+        for done in (*range(8, 81, 8), *range(81, 91)):  # eight samples of ten tasks, and a greedy one
+            clock[0] += 2.0 if done % 16 else 0.0  # two groups end at once
+            sinks.progress(done)
+        sinks.log({"eval/success": 0.5}, 90)
+    title, *lines = [line.removeprefix("  conversation ") for line in capsys.readouterr().out.splitlines()]
+    assert title.startswith("evaluation (90 conversations): ")
+    assert lines == [
+        "16/90  0:02  ETA 0:09",
+        "24/90  0:04  ETA 0:11",
+        "32/90  0:04  ETA 0:07",
+        "40/90  0:06  ETA 0:08",
+        "48/90  0:06  ETA 0:05",
+        "56/90  0:08  ETA 0:05",
+        "64/90  0:08  ETA 0:03",
+        "72/90  0:10  ETA 0:02",
+        "81/90  0:12  ETA 0:01",
+        "90/90  held-out 50.0%  0:30",
+    ]
 
 
 def test_plain_output_of_a_stage_of_unknown_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,10 +325,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("first", [1, 41])  # 41: resumed
 def test_the_time_left(first: int, clock: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the first step takes, which has checks of its own."""
     with opened(["console"], tmp_path) as sinks:
         sinks.stage("reinforcement learning", 100)
         for step in range(first, 51):
-            clock[0] += 90.0
+            clock[0] += 90.0 if step > first else 9000.0
             sinks.log(TRAINING, step)
     assert capsys.readouterr().out.splitlines()[-1].endswith("ETA 1:15:00")  # 50 steps of 90 s
 

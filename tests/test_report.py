@@ -256,6 +256,13 @@ def test_times(tmp_path: Path) -> None:
     assert found["time/train_s, mean of a step"] == ["2.4"]
 
 
+def test_phases_that_took_no_time_are_left_out(tmp_path: Path) -> None:
+    rows = [{"stage": LEARNING, "step": n, "profile/check_s": n - 1.0, "profile/forward_s": 0.0} for n in (1, 2)]
+    found = dict(content.timing([the_run(tmp_path / "run", rows=rows)]))
+    assert found["profile/check_s, mean of a step"] == ["0.5"]
+    assert "profile/forward_s, mean of a step" not in found
+
+
 def test_examples_of_success_and_failure(tmp_path: Path) -> None:
     rewards = [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
     found = [trajectory(f"task/{number // 2}", reward) for number, reward in enumerate(rewards)]

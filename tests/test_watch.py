@@ -77,6 +77,11 @@ def test_the_warm_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert lines[0] == "run  warm start  step 100 of 200  0:50 left, last row 0:00 ago"
 
 
+def test_the_first_step_has_checks_of_its_own(tmp_path: Path) -> None:
+    rows = [learned(1, **{"time/train_s": 600.0}), learned(2), learned(3)]
+    assert read_progress(make_run(tmp_path / "run", rows), {}).step_s == 3.0
+
+
 def test_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = once(make_run(tmp_path / "run", []), capsys)
     assert lines[0] == "run  last row 0:00 ago"

@@ -11,7 +11,7 @@ from statistics import mean
 
 from mtgrpo.errors import ConfigError, refuse_without_effect
 
-PHASES: tuple[str, ...] = ("packing", "forward", "backward", "update")  # of a training step
+PHASES: tuple[str, ...] = ("packing", "forward", "backward", "update", "check")  # of a training step
 
 
 @dataclass
@@ -43,15 +43,16 @@ class Profiler:
 
     @contextmanager
     def measure(self, phase: str) -> Generator[None]:
-        """Count the time inside as `phase`, one of PHASES."""
+        """Count the time inside as `phase`, one of PHASES, but for that of phases within."""
         if not self._settings.enabled:
             yield
             return
-        began = self._now()
+        began, counted = self._now(), sum(self._seconds.values())
         try:
             yield
         finally:
-            self._seconds[phase] += self._now() - began
+            within = sum(self._seconds.values()) - counted
+            self._seconds[phase] += self._now() - began - within
 
     @contextmanager
     def trace(self, step: int, folder: Path) -> Generator[None]:
@@ -72,24 +73,29 @@ class Profiler:
         seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
         return seconds
 
-    def step(self, conversations: Mapping[str, float], trained: Mapping[str, float], sync_s: float) -> dict[str, float]:
+    def step(
+        self, conversations: Mapping[str, float], trained: Mapping[str, float], train_s: float, sync_s: float
+    ) -> dict[str, float]:
         """The measurements of a step: those of its `conversations`, and the seconds of the phases of its update.
 
-        The trainer took `trained` seconds of phases; the engine has spent `sync_s` on new weights since the run began.
+        The trainer took `trained` seconds of phases; the update took `train_s` in all. The engine has spent `sync_s` on
+        new weights since the run began.
         """
         if not self._settings.enabled:
             return {}
         phases = {f"{phase}_s": seconds + trained[phase] for phase, seconds in self.take().items()}
+        phases["other_s"] = train_s - sum(phases.values())
         measured = {**conversations, **phases, "sync_s": sync_s - self._sync_s}
         self._sync_s = sync_s
         self._steps.append(measured)
         return {f"profile/{name}": value for name, value in measured.items()}
 
     def summary(self) -> str:
-        """The means over all steps as lines of text; "" without steps."""
+        """The means over all steps as lines of text, without those that are 0; "" without steps."""
         if not self._steps:
             return ""
-        rows = [f"  {name.replace('_', ' '):<34}{mean(s[name] for s in self._steps):12,.3f}" for name in self._steps[0]]
+        means = {name: mean(step[name] for step in self._steps) for name in self._steps[0]}
+        rows = [f"  {name.replace('_', ' '):<34}{value:12,.3f}" for name, value in means.items() if value]
         return "\n".join([f"profile, means over {len(self._steps)} steps:", *rows])
 
     def _now(self) -> float:

@@ -341,7 +341,7 @@ class Group:
 
     task: Task
     trajectories: list[Trajectory]
-    score_s: float = 0.0  # spent on rewards
+    score_s: float = 0.0  # that rewards took, the event loop around them left out
 
     @property
     def valid(self) -> list[Trajectory]:

@@ -77,7 +77,7 @@ def read_progress(folder: Path, settings: dict[str, str]) -> Progress:
         stage=stage,
         step=of_stage[-1]["step"] if of_stage else 0,
         total=count(settings.get(totals.get(stage, ""), "")),
-        step_s=_step_s(of_stage[-_RECENT:]),
+        step_s=_step_s((of_stage[1:] or of_stage)[-_RECENT:]),  # the first step has checks of its own
         silent_s=max(0.0, time.time() - written),
         ended=summary.is_file() and summary.stat().st_mtime >= written,
     )

@@ -88,28 +88,35 @@ class Console(Sink):
         """Show the newest value of each metric."""
         self._rows.append(metrics)
         self._obstacles = _obstacles(metrics)
-        self.progress(step)
+        self._move(step)
         if 0 < self._total <= step:
             self._end_bar()  # so that what is noted then stands below it
         measured = any(name.startswith("eval/") for name in metrics)
         if not self._interactive and (step >= self._due[measured] or step == self._total):
             self._due[measured] = _next_line(step, self._total)
-            of = f"{step:>{len(str(self._total))}}/{self._total}" if self._total else f"{step}"
-            self.note("  ".join([f"  {self._unit} {of}", *_pieces(metrics), *self._obstacles, self._times()]))
+            self._line([*_pieces(metrics), *self._obstacles])
 
     def progress(self, done: int) -> None:
-        """Move the bar on."""
-        if done > self._done:
-            if not self._done:
-                self._marks = deque([(self._marks[0][0], done - 1)], self._marks.maxlen)  # resumed: not from 0
-            self._done = done
-            self._marks.append((time.monotonic(), done))
+        """Move the bar on; a plain line for each tenth of the stage."""
+        begins_tenth = 10 * done // self._total > 10 * self._done // self._total
+        self._move(done)
+        if begins_tenth and done < self._total and not self._interactive:
+            self._line([])
 
     def note(self, text: str) -> None:
         """Lines that stay, above the bar; a terminal's are broken between words."""
         encoding = self._out.encoding
         line = Text(printable(text).encode(encoding, "backslashreplace").decode(encoding))
         self._out.print(line, soft_wrap=not self._interactive)
+
+    def _line(self, pieces: Sequence[str]) -> None:
+        of = f"{self._done:>{len(str(self._total))}}/{self._total}" if self._total else f"{self._done}"
+        self.note("  ".join([f"  {self._unit} {of}", *pieces, self._times()]))
+
+    def _move(self, done: int) -> None:
+        if done > self._done:
+            self._done = done
+            self._marks.append((time.monotonic(), done))
 
     def _end_bar(self) -> None:
         if self._live is not None:
@@ -118,12 +125,14 @@ class Console(Sink):
 
     def _begin(self, name: str, total: int) -> None:
         self._name, self._total, self._done = name, total, 0
-        self._unit = "group" if name == EVALUATION else "step"  # of what is counted: the samples of a task are a group
+        self._unit = "conversation" if name == EVALUATION else "step"  # of what is counted
         self._rows = deque[Mapping[str, float]](maxlen=_COURSE)
         self._obstacles: list[str] = []
         self._due = {False: 0, True: 0}  # the step of the next plain line; evaluations have lines of their own
-        self._marks = deque([(time.monotonic(), 0)], 20)  # when which step was done: the newest ones tell the speed
-        self._began = self._marks[0][0]
+        self._began = time.monotonic()
+        # When so many were done, which tells the speed: of steps the newest, without the first, which has checks of its
+        # own; of an evaluation all, for conversations end many at once.
+        self._marks = deque[tuple[float, int]](maxlen=20) if self._unit == "step" else deque([(self._began, 0)])
 
     def _panel(self) -> Group:
         count = f"{self._done}/{self._total}" if self._total else f"step {self._done}"
@@ -132,10 +141,9 @@ class Console(Sink):
 
     def _times(self) -> str:
         """How long the stage has taken and, while it runs, what is left."""
-        now = time.monotonic()
-        (first, first_step), (last, last_step) = self._marks[0], self._marks[-1]
-        left = ""
-        if self._total > self._done and last_step > first_step:
+        now, left = time.monotonic(), ""
+        if self._total > self._done and len(self._marks) > 1:
+            (first, first_step), (last, last_step) = self._marks[0], self._marks[-1]
             rest = (last - first) / (last_step - first_step) * (self._total - self._done) - (now - last)
             left = f"  ETA {clock(max(0.0, rest))}"
         return clock(now - self._began) + left

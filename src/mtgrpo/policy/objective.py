@@ -83,7 +83,8 @@ class Objective:
         self._target = assigned.target
         self._advantage = apply_control(learning.control, assigned.advantage, batch.trajectory, seed)
         if evidence:
-            self.witness = choose(evidence, learning, rewards, values, self._steps[0].tolist(), seed)
+            with self._policy.profiler.measure("check"):
+                self.witness = choose(evidence, learning, rewards, values, self._steps[0].tolist(), seed)
         self.entries = entries = self._with_gradient(rewards).nonzero()[:, 0]
         if not self._advantage[entries].isfinite().all():
             raise RunError("an advantage is not finite: see the rewards in the trajectories of this step")

@@ -16,6 +16,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import computes_in
 from mtgrpo.policy.settings import Kind, OptimizerSettings, Schedule
 from mtgrpo.policy.update_check import Stepped, UpdateCheck
+from mtgrpo.profile import Profiler
 
 MIN_LARGE_WEIGHTS = 250_000_000  # of a model whose usual learning rates are small
 
@@ -77,7 +78,7 @@ class Optimizer:
         """What to take the gradient of in the place of `loss`."""
         return self._scaler.scale(loss)
 
-    def step(self) -> float:
+    def step(self, profiler: Profiler | None = None) -> float:
         """Clip the gradient, update, advance the schedule; returns the gradient norm before clipping, without scale.
 
         A gradient that is not finite is dropped: weights, optimiser and schedule stay as they are. In float16 the scale
@@ -85,7 +86,9 @@ class Optimizer:
         """
         for optimizer in self._optimizers:
             self._scaler.unscale_(optimizer)
-        self.check.before()
+        profiler = profiler or Profiler()
+        with profiler.measure("check"):
+            self.check.before()
         norm = float(nn.utils.clip_grad_norm_(self._stepped.values(), self._settings.max_grad_norm))
         share = factor(self._settings, self._steps, self._total_steps)
         self.changes += math.isfinite(norm)  # before the weights are: who reads them meanwhile sees it
@@ -100,7 +103,8 @@ class Optimizer:
             if stepped is not weight:
                 weight.detach().copy_(stepped.detach(), non_blocking=True)
         if math.isfinite(norm):
-            self.check.after(min(1.0, self._settings.max_grad_norm / (norm + 1e-6)), share)
+            with profiler.measure("check"):
+                self.check.after(min(1.0, self._settings.max_grad_norm / (norm + 1e-6)), share)
         return norm
 
     def state_dict(self) -> dict[str, Any]:

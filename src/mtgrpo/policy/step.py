@@ -81,7 +81,8 @@ class Policy:
         if (longest := depth(packing.micro_batches)) <= self._checked_tokens:
             return packing
         self._checked_tokens = 1 << (longest - 1).bit_length()  # once more when contexts outgrow the next power of two
-        return self._check_layout(packing, batch, entries)
+        with self.profiler.measure("check"):
+            return self._check_layout(packing, batch, entries)
 
     def _pack(self, batch: Batch, entries: Tensor) -> Packing:
         with self.profiler.measure("packing"):
@@ -143,7 +144,8 @@ class Policy:
         """Note, or raise RunError, where log-probabilities are `apart` nats apart, more than rounding explains."""
         if apart <= max(self._bound, 2 * self._noted):
             return
-        self._bound = MAX_OUTLIER_RATIO * reference(self.model, self._context, first=-1).bound  # of the present weights
+        with self.profiler.measure("check"):  # by the present weights
+            self._bound = MAX_OUTLIER_RATIO * reference(self.model, self._context, first=-1).bound
         text = f"{what} by {apart:.2g} nats, of which rounding explains {self._bound:.2g}"
         if ends_the_run(apart, self._bound):
             raise RunError(text)
@@ -209,7 +211,7 @@ class Policy:
                 yield
         lr, weight, total = self.optimizer.lr, sums.pop("weight"), sums.pop("loss")
         with self.profiler.measure("update"), explained("update"):
-            metrics = {"loss": total, "lr": lr, "grad_norm": self.optimizer.step()}
+            metrics = {"loss": total, "lr": lr, "grad_norm": self.optimizer.step(self.profiler)}
         metrics["skipped"] = self._count_skipped(total, metrics["grad_norm"])
         metrics["computed_tokens"] = float(packing.computed)
         metrics["repeated_tokens"] = float(packing.computed - packing.distinct)

@@ -189,6 +189,8 @@ def timing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     measured = {metric for steps in of_runs for row in steps for metric in row}
     for metric in sorted(metric for metric in measured if metric.startswith(("time/", "perf/", "profile/"))):
         values = [[row[metric] for row in steps if is_number(row.get(metric))] for steps in of_runs]
+        if metric.startswith("profile/") and not any(map(any, values)):
+            continue
         means = [number(sum(of_run) / len(of_run)) if of_run else "" for of_run in values]
         rows.append((f"{metric}, mean of a step", means))
     return [(label, cells) for label, cells in rows if any(cells)]

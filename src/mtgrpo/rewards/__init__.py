@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import math
 import pickle
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar, cast
@@ -21,6 +24,7 @@ from mtgrpo.runtime.workers import Workers, open_workers, together
 from mtgrpo.types import Task, Trajectory
 
 T = TypeVar("T")
+spent_s: ContextVar[list[float]] = ContextVar("spent_s")  # what each reward took that was asked within
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class Reward(Part, ABC, retries=">= 0"):
         Override it where a reward depends on the siblings, is cheaper for all at once, or awaits something; by default
         each trajectory is scored by itself. An exception in the place of a score fails that trajectory alone.
         """
-        score = self.reward if self._workers is None else partial(self._score_elsewhere, self._workers)
+        workers = self._workers
+        score = partial(_timed, self.reward) if workers is None else partial(self._score_elsewhere, workers)
         return await together(attempt(partial(score, trajectory), self.retries) for trajectory in siblings)
 
     async def _score_elsewhere(self, workers: Workers, trajectory: Trajectory) -> float | Score:
@@ -75,7 +80,9 @@ class Reward(Part, ABC, retries=">= 0"):
         settings = copy.copy(self)
         settings._workers = None
         try:
-            return await workers.run(settings.reward, trajectory)
+            result, seconds = await workers.run(partial(_with_seconds, settings.reward), trajectory)
+            spent_s.get([]).append(seconds)
+            return result
         except RecursionError as error:
             try:
                 pickle.dumps(trajectory)
@@ -129,6 +136,22 @@ def _refuse_alone(self: Reward, trajectory: Trajectory) -> float:
     raise NotImplementedError(f"{type(self).__name__} scores siblings together")
 
 
+async def _timed(work: Callable[..., T | Awaitable[T]], *arguments: Any) -> T:
+    """What `work` gives; how long it takes, or waits for others, is added to `spent_s`."""
+    began, seconds = time.perf_counter(), spent_s.get([])
+    spent_s.set([])  # of this task alone: what it asks of other rewards is part of its own time
+    try:
+        result = work(*arguments)
+        return cast(T, await result if inspect.isawaitable(result) else result)
+    finally:
+        seconds.append(time.perf_counter() - began)
+
+
+def _with_seconds(work: Callable[[Trajectory], T], trajectory: Trajectory) -> tuple[T, float]:
+    began = time.perf_counter()
+    return work(trajectory), time.perf_counter() - began
+
+
 async def attempt(work: Callable[[], T | Awaitable[T]], retries: int, backoff_s: float = 0.0) -> T | Exception:
     """The result of `work`, or the exception of its last attempt (see `run_isolated`). Raises ConfigError at once.
 
@@ -155,8 +178,10 @@ async def scores(reward: Reward, siblings: Sequence[Trajectory]) -> list[Score |
     """
     if not siblings:
         return []
-    method = reward.reward if type(reward).rewards is Reward.rewards else reward.rewards
-    results: Any = await attempt(lambda: reward.rewards([trajectory.copy() for trajectory in siblings]), reward.retries)
+    alone = type(reward).rewards is Reward.rewards
+    method = reward.reward if alone else reward.rewards
+    score = reward.rewards if alone or reward.parts else partial(_timed, reward.rewards)  # the others time themselves
+    results: Any = await attempt(lambda: score([trajectory.copy() for trajectory in siblings]), reward.retries)
     if isinstance(results, Exception):
         results = [results] * len(siblings)
     if not isinstance(results, Sequence) or isinstance(results, str) or len(cast(Any, results)) != len(siblings):

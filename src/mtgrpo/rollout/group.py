@@ -18,7 +18,7 @@ from mtgrpo.condensers import Condenser
 from mtgrpo.environments import STOP_S, Environment
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback
-from mtgrpo.rewards import Reward, Score, scores
+from mtgrpo.rewards import Reward, Score, scores, spent_s
 from mtgrpo.rollout.agent import run_agent
 from mtgrpo.rollout.conversation import run_rollout
 from mtgrpo.runtime.isolation import run_isolated
@@ -82,7 +82,8 @@ class RolloutRunner:
 
     async def _scored(self, group: Group) -> Group:
         """The group, all that did not fail of it scored together; what cannot be scored has failed."""
-        began = time.perf_counter()
+        seconds: list[float] = []
+        spent_s.set(seconds)
         for trajectory in group.valid:
             if trajectory.given is not None:
                 set_score(trajectory, Score(trajectory.given, trajectory.components))
@@ -93,7 +94,7 @@ class RolloutRunner:
                 trajectory.reason = f"RewardError: {type(self.reward).__name__}: {self._why(score)}"
             else:
                 set_score(trajectory, score)
-        group.score_s = time.perf_counter() - began
+        group.score_s = sum(seconds)
         return group
 
     async def _scores(self, valid: Sequence[Trajectory]) -> Sequence[Score | Exception]:

@@ -83,15 +83,17 @@ async def _measure(
 ) -> tuple[Metrics, dict[str, EvaluationGroups]]:
     """The metrics, and what was sampled of each set."""
     samples, success_at = run.experiment.eval.samples, run.runner.reward.success_at
-    sets, ended = list(_task_sets(run)), itertools.count(1)
-    total = 2 * sum(len(tasks) for *_, tasks in sets)
+    sets, ended = list(_task_sets(run)), 0
+    total = (samples + 1) * sum(len(tasks) for *_, tasks in sets)
     run.sinks.stage(EVALUATION, total)
     metrics: Metrics = {}
     played: dict[str, EvaluationGroups] = {}
 
     async def counted(runner: RolloutRunner, task: Task, samples: int) -> Group:
+        nonlocal ended
         group = await play(runner, task, samples)
-        run.sinks.progress(next(ended))
+        ended += samples
+        run.sinks.progress(ended)
         return group
 
     for name, runner, tasks in sets:

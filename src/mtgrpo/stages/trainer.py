@@ -163,7 +163,7 @@ class _Training:
         metrics |= describe_step(batch, run.experiment, step - 1, seconds - train_s, train_s)
         metrics |= {f"engine/{name}": value for name, value in run.engine.metrics.items()}
         conversations = describe_conversations(batch.groups, run.experiment.profile)
-        metrics |= self.profiler.step(conversations, run.trainer.take_phases(), run.engine.sync_s)
+        metrics |= self.profiler.step(conversations, run.trainer.take_phases(), train_s, run.engine.sync_s)
         flat = float(metrics["reward/groups_with_variance"] == 0)
         self._saver.summary[WITHOUT_VARIANCE] = self._saver.summary.get(WITHOUT_VARIANCE, 0.0) + flat
         notes = [*describe_failures(batch.groups), *self._trends.warnings(metrics), *self._neighbours.end_step()]

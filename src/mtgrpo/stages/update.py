@@ -76,9 +76,11 @@ async def learn(run: Run, profiler: Profiler, groups: Sequence[Group], step: int
         with profiler.measure("packing"):
             trajectories = [trajectory for group in compared for trajectory in group.trajectories]
             batch = build_batch(trajectories)
-            check_provenance(batch, trajectories)
+            with profiler.measure("check"):
+                check_provenance(batch, trajectories)
             rewards = rewards_of(compared, experiment.algorithm, batch.trajectory, batch.turn)
-            return batch, rewards, evidence_of(compared, learning)
+            with profiler.measure("check"):
+                return batch, rewards, evidence_of(compared, learning)
 
     began = time.perf_counter()
     batch, rewards, evidence = lay_out() if run.engine.shares_weights else await asyncio.to_thread(lay_out)
