@@ -61,12 +61,13 @@ def training(case: str, repeats: int, weights: Path, folder: Path) -> Measured:
 
 
 def sampling(case: str) -> Measured:
-    """The conversations of rollout.py."""
+    """The conversations of rollout.py; the model is loaded as for `mtgrpo train`."""
     import rollout  # noqa: PLC0415
 
-    shape = rollout.tiny.SHAPES["tiny-2m"]
-    ours = rollout.Ours(rollout.tiny.build_model(shape, 0).eval())
-    conversations = rollout.workloads(shape.vocabulary, quick=False)[case]
+    from mtgrpo.model import load  # noqa: PLC0415
+
+    model = load.load_model(load.ModelSettings("tiny-2m"), 0)
+    ours, conversations = rollout.Ours(model), rollout.workloads(model.config.vocab_size, quick=False)[case]
     return lambda: {"seconds": ours.play(conversations)[0]}
 
 

@@ -1,7 +1,8 @@
 """The main ratios in a few minutes, beside the committed ones: `make bench-quick`.
 
 Each is a part of a full benchmark, with fewer repetitions and the small model alone. A ratio more than 15 % below the
-committed one is marked: the change that did it explains itself.
+committed one is marked: the change that did it explains itself. First comes which results are older than the code that
+they measure.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from age import age
 from record import RESULTS, machine
 
 FALL = 0.15
@@ -32,6 +34,9 @@ def measure(name: str, *options: str) -> tuple[dict[str, float], str]:
 
 def main() -> None:
     """Measure and compare."""
+    for result in sorted(RESULTS.glob("*.json")):
+        if old := age(result):
+            print(f"results/{result.name}: {old}")
     print(f"{'ratio':40}{'now':>8}{'committed':>11}")
     for name, *options in PARTS:
         results = json.loads((RESULTS / f"{name}.json").read_text())

@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import age
+
 from mtgrpo.runtime.resources import THREADS_SET, WAITING_SET, fit_openmp, read_cpu_times
 
 with fit_openmp(read_cpu_times()):
@@ -61,6 +63,7 @@ def finish(benchmark: str, ratios: dict[str, float | None], detail: dict[str, An
         "threads": torch.get_num_threads(),
         "openmp": OPENMP,
         "versions": versions(),
+        "commit": age.head(),
     }
     text = json.dumps(line)
     if file is not None:

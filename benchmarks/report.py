@@ -1,6 +1,7 @@
 """Writes the tables of BENCHMARKS.md and README.md from benchmarks/results: `make bench-report`.
 
-A table stands between `<!-- NAME -->` and `<!-- end -->`; a test compares both files with the results.
+A table stands between `<!-- NAME -->` and `<!-- end -->`; a test compares both files with the results. A line after it
+says which of its results are older than the code that they measure, as it was when the files were written.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from age import age
 from record import RESULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (ROOT / "BENCHMARKS.md", ROOT / "README.md")
+SOURCES: list[str] = []  # the results that the last table was made of
 LABELS = {"2m": "2.2 M", "30m": "30 M"}
 FOREST = {
     "A": "A: 4 groups of 8, prompt 256, completions 30-250",
@@ -52,6 +56,7 @@ OUTAGES = {
 def read(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Ratios and detail of one benchmark."""
     found = json.loads((RESULTS / f"{name}.json").read_text())
+    SOURCES.append(name)
     return found["ratios"], found["detail"]
 
 
@@ -410,10 +415,25 @@ def filled(text: str) -> str:
     return re.sub(rf"<!-- ({'|'.join(TABLES)}) -->\n.*?<!-- end -->", replace, text, flags=re.DOTALL)
 
 
+def dated(text: str) -> str:
+    """`text` with a line after each table whose results are older than their code."""
+
+    def replace(match: re.Match[str]) -> str:
+        SOURCES.clear()
+        with suppress(FileNotFoundError):
+            TABLES[match[1]]()
+        ages = {name: age(RESULTS / f"{name}.json") for name in dict.fromkeys(SOURCES)}
+        said = "; ".join(f"`{name}.json` {old}" for name, old in ages.items() if old)
+        return match[2] + (f"\n_Older than the code: {said}._" if said else "")
+
+    names = "|".join(TABLES)
+    return re.sub(rf"(?s)(?=<!-- ({names}) -->)(.*?<!-- end -->)(\n_Older than [^\n]*_)?", replace, text)
+
+
 def main() -> None:
     """Rewrite both files."""
     for file in FILES:
-        file.write_text(filled(file.read_text()))
+        file.write_text(dated(filled(file.read_text())))
 
 
 if __name__ == "__main__":

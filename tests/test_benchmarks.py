@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ RECORD = Path(__file__).resolve().parent.parent / "benchmarks" / "record.py"
 
 
 def test_the_machine_is_described_on_any_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
     record = load_file(RECORD)
     monkeypatch.setattr(record.platform, "processor", lambda: "arm")
     monkeypatch.setattr(record, "CPUINFO", tmp_path / "absent")
@@ -245,6 +247,38 @@ def test_the_tables_are_those_of_the_results(name: str, monkeypatch: pytest.Monk
     text = (RECORD.parent.parent / name).read_text()
     assert report.filled(text) == text, "run `make bench-report`"
     assert report.filled(text.replace("1", "0")) != text.replace("1", "0")
+
+
+def test_a_result_is_as_old_as_the_commits_to_its_code(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    shutil.copy(RECORD.parent / "age.py", tmp_path / "benchmarks")
+    age, result = load_file(tmp_path / "benchmarks" / "age.py"), tmp_path / "benchmarks" / "results" / "forest.json"
+    identity = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+
+    def commit(file: str, text: str) -> str:
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        for words in (("add", "."), (*identity, "commit", "--quiet", "--message", file)):
+            subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+        return age.head()
+
+    found = {"benchmark": "forest", "ratios": {"forest.A": 8.0}}
+    result.write_text(json.dumps(found))
+    assert age.age(result) == ""  # no repository
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    measured = commit("src/mtgrpo/batch/forest.py", "1")
+    for commit_of_result in ({"commit": ""}, {"commit": measured}, {"commit": "abcdef1"}):  # the last was rebased away
+        brought = commit("benchmarks/results/forest.json", json.dumps(found | commit_of_result))
+        commit("src/mtgrpo/tools/search.py", brought)  # which forest.py does not measure
+        assert age.age(result) == ""
+    commit("src/mtgrpo/batch/forest.py", "2")
+    commit("benchmarks/forest.py", "3")
+    assert age.age(result) == f"measured at {brought}, 2 commits of its code ago"
+    brought = commit("benchmarks/results/forest.json", json.dumps(found | {"commit": measured}))
+    assert age.age(result) == f"measured at {measured}, 2 commits of its code ago"
+    (tmp_path / "benchmarks" / "forest.py").write_text("4")
+    assert age.head() == f"{brought}-dirty"
 
 
 def test_every_row_of_the_benchmark_against_trl_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
