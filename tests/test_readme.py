@@ -18,14 +18,19 @@ from mtgrpo import cli
 from mtgrpo.config.experiment import groups
 from mtgrpo.config.options import options, schema
 from mtgrpo.config.recipe import recipes
+from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.log import Sink
 from mtgrpo.parts import extension
 from mtgrpo.parts.extension import load_file
-from mtgrpo.types import Task
+from mtgrpo.rewards import Score, scores
+from mtgrpo.tasks import Split
+from mtgrpo.tasks.jsonl import Jsonl
+from mtgrpo.types import Finish, Message, Task, ToolCall, Trajectory, Turn
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = ROOT / "docs" / "options.txt"
 PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+(BILL,) = re.findall(r"^```python\n(# bill.py.*?)^```$", PAGES["tasks_and_rewards"], flags=re.M | re.S)
 README, OWN, VERL = PAGES["README"], PAGES["your_own_agent"], PAGES["coming_from_verl"]
 # Their commands are run below or in tests of their own; servers are needed for those of the last.
 TRIED_ELSEWHERE = {"agents", "algorithms", "coming_from_verl", "your_own_agent", "vllm"}
@@ -48,7 +53,9 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text("".join(blocks("json")))
     for name, block in zip(("shop.py", "my_agent.py"), blocks("python"), strict=True):
         (folder / name).write_text(block)
-    for block in blocks("yaml", PAGES["command"]):
+    (folder / "bills.jsonl").write_text("".join(blocks("json", PAGES["tools"])))
+    named = [*blocks("yaml", PAGES["command"]), *blocks("python", PAGES["tools"]), BILL]
+    for block in named:
         (folder / block.splitlines()[0].removeprefix("# ")).write_text(block)
     words = ["sft.steps=1", "trainer.steps=1", "rollout.prompts_per_step=1", "eval.tasks=1", "eval.samples=1"]
     with pytest.raises(SystemExit) as done:
@@ -78,6 +85,30 @@ def test_every_command_is_accepted(
         with pytest.raises(SystemExit) as done:
             cli.main(words)
         assert done.value.code == 0, (command, capsys.readouterr().err)
+
+
+async def test_the_tools_and_the_reward_of_the_pages(newcomer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(newcomer)
+    task = next(Jsonl(path="bills.jsonl", val_files=["held_out.jsonl"]).stream(Split.train, 0))
+    environment = ToolUse(tools=["till.py:Till", "weekday.py:weekday"])
+
+    async def told(playing: ToolUse, tool: str, **arguments: str) -> str:
+        reply = await playing.step(Message("assistant", tool_calls=(ToolCall(tool, arguments),)))
+        return reply.messages[0].content
+
+    for _ in range(2):  # conversations, each with a receipt of its own
+        async with environment.conversation(task) as (playing, _):
+            assert await told(playing, "Till", thing="tea") == "tea 3 EUR\n"
+            assert await told(playing, "Till", thing="lamp") == "tea 3 EUR\nlamp 40 EUR\n"
+            assert await told(playing, "Till", thing="car") == "error: there is no car"
+            assert await told(playing, "weekday", day="2026-02-28") == "Saturday"
+            assert (await told(playing, "weekday", day="2026-02-30")).startswith("error: day is out of range")
+    reward = load_file(newcomer / "bill.py").Bill()
+    graded = [
+        Trajectory(task, turns=[Turn([], [], [], [], Finish.STOP, Message("assistant", text))])
+        for text in ("#### 43", "#### 44", "none")
+    ]
+    assert [score.total for score in await scores(reward, graded) if isinstance(score, Score)] == [1, 0, 0]
 
 
 def test_every_recipe_has_a_row() -> None:
