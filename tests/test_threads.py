@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -316,3 +318,33 @@ def test_the_command_looks_at_the_cores_before_it_imports_torch() -> None:
     code = "import sys; from mtgrpo import cli; print('torch' in sys.modules, cli._BEGAN.cores != {})"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.split() == ["False", str(Path("/proc/stat").exists())]
+
+
+FREED = """
+import resource, sys
+from mtgrpo.runtime.resources import keep_freed_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+if sys.argv[1] == "keeps":
+    keep_freed_memory()
+for _ in range(5):
+    began = faults()
+    blocks = [bytearray(1 << 20) for _ in range(40)]
+    del blocks
+print(faults() - began)  # of 40 MiB that were there before
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc alone is told what to keep")
+def test_freed_memory_is_taken_again() -> None:
+    def last_faults(word: str, **environment: str) -> int:
+        told = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | environment
+        run = subprocess.run([sys.executable, "-c", FREED, word], env=told, check=True, capture_output=True)
+        return int(run.stdout)
+
+    pages = (40 << 20) // resource.getpagesize()
+    assert last_faults("keeps") < pages / 20
+    assert last_faults("gives back") > pages / 2
+    assert last_faults("keeps", MALLOC_TRIM_THRESHOLD_="131072") > pages / 2  # as the user wants it

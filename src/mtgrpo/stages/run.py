@@ -36,6 +36,7 @@ from mtgrpo.record.writing import write_versions
 from mtgrpo.rewards import opened
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.rollout.group import RolloutRunner
+from mtgrpo.runtime.resources import keep_freed_memory
 from mtgrpo.stages.policy_trainer import PolicyTrainer, trainer_config
 from mtgrpo.stages.resume import take_up, trained
 from mtgrpo.stages.threads import settle_threads
@@ -178,6 +179,8 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         stack.enter_context(_ended_by_signals())
         resumed = take_up(experiment.resume, folder, early.append) if trains else None
         stack.enter_context(settle_threads(experiment, resumed, early.append))
+        if not torch.cuda.is_available():
+            keep_freed_memory()
         write_versions(folder, torch.get_num_threads())
         context = RunContext(folder, early.append, os.environ, read_settings(folder), trained(resumed))
         sinks = await stack.enter_async_context(open_sinks(experiment.log, context))
