@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from transformers import PreTrainedModel
 from mtgrpo.engines import Key
 from mtgrpo.engines.local import Local, paged_attention, scheduler
 from mtgrpo.engines.local import engine as local
+from mtgrpo.engines.local.decode_kernels import CompiledPlanner
 from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, KVCache, token_bytes
-from mtgrpo.engines.local.paged_attention import BatchPlan, BatchPlanner, Row
+from mtgrpo.engines.local.paged_attention import BatchPlanner, Row
 from mtgrpo.engines.local.scheduler import Scheduler
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.model.load import DType, ModelSettings, load_model
@@ -107,13 +109,18 @@ def differences(model: PreTrainedModel, conversations: list[Played], temperature
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize(("dtype", "worst", "mean"), [(DType.float64, 1e-9, 1e-9), (DType.float32, 5e-4, 1e-5)])
+@pytest.mark.parametrize(
+    ("dtype", "compiled", "worst", "mean"),
+    [(DType.float64, False, 1e-9, 1e-9), (DType.float32, False, 5e-4, 1e-5), (DType.float32, True, 5e-4, 1e-5)],
+)
 def test_logprobs_equal_a_full_forward_at_every_turn(
-    dtype: DType, worst: float, mean: float, temperature: float
+    dtype: DType, compiled: bool, worst: float, mean: float, temperature: float
 ) -> None:
     model = make_model(dtype)
     sampling = Sampling(temperature=temperature, max_new_tokens=12, stop_ids=[STOP])
-    found = differences(model, play_many(Local().start(ModelWeights(model), True, 1024), sampling), temperature)
+    found = differences(
+        model, play_many(Local(compiled=compiled).start(ModelWeights(model), True, 1024), sampling), temperature
+    )
     assert len(found) > 200
     assert max(found) <= worst
     assert sum(found) / len(found) <= mean
@@ -466,14 +473,14 @@ def count_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of every forward pass, those at the start apart."""
     monkeypatch.setattr(LocalEngine, "check", lambda _: None)
     counts: list[int] = []
-    plan = BatchPlanner.plan
+    for planner in (BatchPlanner, CompiledPlanner):
 
-    def counting(self: BatchPlanner, rows: list[Row]) -> BatchPlan:
-        found = plan(self, rows)
-        counts.append(found.real)
-        return found
+        def counting(self: Any, rows: list[Row], plan: Any = planner.plan) -> Any:
+            found = plan(self, rows)
+            counts.append(found.real)
+            return found
 
-    monkeypatch.setattr(BatchPlanner, "plan", counting)
+        monkeypatch.setattr(planner, "plan", counting)
     return counts
 
 
@@ -730,7 +737,7 @@ def test_fused_decoding_that_has_gone_wrong_gives_way_to_the_models_own_modules(
     asyncio.run(engine.load_weights(ModelWeights(model, 1)))
     played = play_many(engine, Sampling(max_new_tokens=6))
     assert not engine._forward.fused
-    assert "fused decoding differs" in engine.notes[0]
+    assert "fused decoding differ" in engine.notes[0]
     assert max(differences(model, played, 1.0)) <= 5e-4
 
 
@@ -749,17 +756,30 @@ def test_tokens_on_which_a_model_was_never_trained_do_not_condemn_it() -> None:
     assert len(engine.notes) == 1
 
 
-def test_a_cache_that_is_wrong_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = BatchPlanner.plan
+def shift_positions(monkeypatch: pytest.MonkeyPatch, planner: type[BatchPlanner | CompiledPlanner]) -> None:
+    """Of all tokens that come after others."""
+    plan: Any = planner.plan
 
-    def shifted(self: BatchPlanner, rows: list[Row]) -> BatchPlan:
+    def shifted(self: Any, rows: list[Row]) -> Any:
         past = len(rows[0].block_table.tokens)
         found = plan(self, rows)
         return replace(found, positions=found.positions + 1) if past else found
 
-    monkeypatch.setattr(BatchPlanner, "plan", shifted)
+    monkeypatch.setattr(planner, "plan", shifted)
+
+
+def test_a_cache_that_is_wrong_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    shift_positions(monkeypatch, BatchPlanner)
     with pytest.raises(ConfigError, match=r"differ from the model's own forward pass by .* nats"):
-        Local().start(ModelWeights(make_model()), True, 1024)
+        Local(compiled=False).start(ModelWeights(make_model()), True, 1024)
+
+
+def test_compiled_kernels_that_are_wrong_give_way_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    shift_positions(monkeypatch, CompiledPlanner)
+    model = make_model()
+    engine = Local().start(ModelWeights(model), True, 1024)
+    assert "log-probabilities by compiled kernels differ" in engine.notes[0]
+    assert max(differences(model, play_many(engine, Sampling(max_new_tokens=6)), 1.0)) <= 5e-4
 
 
 def test_models_that_the_fused_path_does_not_know_sample_through_their_own_forward(

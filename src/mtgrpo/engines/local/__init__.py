@@ -23,6 +23,7 @@ class Local(Engine):
     """Decode in this process (CPU or one GPU)."""
 
     memory_fraction: float | None = None  # of all memory, at most, for the KV cache; null: what a GPU has left, or 0.3
+    compiled: bool = True  # on a CPU, in float32: by kernels that are compiled for it, where there is a C++ compiler
     keep_stale_cache: bool = False  # open conversations keep that of older weights; else it is reset at every update
 
     attends: ClassVar[bool] = True

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mtgrpo.engines import Answer, Key, RunningEngine
 from mtgrpo.engines.local import Local
+from mtgrpo.engines.local.decode_kernels import CompiledPlan, CompiledPlanner, NoKernelsError, load_kernels
 from mtgrpo.engines.local.decoder import Forward
 from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, BlockTable, KVCache, check_room, memory_bytes, token_bytes
 from mtgrpo.engines.local.paged_attention import BatchPlan, BatchPlanner, Row, attend
@@ -53,7 +54,7 @@ def start_engine(settings: Local, source: WeightSource, deterministic: bool, lon
     check_room(settings.cache_share, total, token_bytes(model), longest_context)
     source.traits.limit_without_windows.check(longest_context)
     kv_cache = KVCache(model, int(settings.cache_share * total / token_bytes(model)), longest_context)
-    engine = LocalEngine(source, deterministic, kv_cache, longest_context, settings.keep_stale_cache)
+    engine = LocalEngine(source, deterministic, kv_cache, longest_context, settings.keep_stale_cache, settings.compiled)
     engine.check()
     return engine
 
@@ -68,7 +69,7 @@ class LocalEngine(RunningEngine):
 
     def __init__(
         self, source: ModelWeights, deterministic: bool, kv_cache: KVCache, longest_context: int,
-        keep_stale: bool = False,
+        keep_stale: bool = False, compiled: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(longest_context)
         self.version = source.version
@@ -79,7 +80,7 @@ class LocalEngine(RunningEngine):
         self._forward = Forward(model)
         self._kv_cache = kv_cache
         self._scheduler = Scheduler(kv_cache, MAX_PREFILL_TOKENS[model.device.type])
-        self._planner = BatchPlanner(kv_cache, model.device, computes_in(model))
+        self._planner, self._kernels_note = self._choose_planner(compiled)
         self._bound = 0.0  # nats that rounding explained when it was last measured
         self._changed = asyncio.Event()
         self._going = asyncio.Event()  # unset while asleep
@@ -104,17 +105,22 @@ class LocalEngine(RunningEngine):
         expected = reference(self._model, context)
         self._bound = expected.bound
         apart = distance(expected.logprobs, self._through_cache(context))
+        if isinstance(self._planner, CompiledPlanner) and not apart <= expected.bound:
+            self._planner, self._kernels_note = self._choose_planner(compiled=False)
+            self.notes.append(
+                f"engine: log-probabilities by compiled kernels {_differ(apart, expected)}: torch's are used"
+            )
+            apart = distance(expected.logprobs, self._through_cache(context))
         if self._forward.fused and not apart <= expected.bound:
             self._leave_fused(apart, expected)
             apart = distance(expected.logprobs, self._through_cache(context))
         if not apart <= expected.bound:
             raise ConfigError(
                 f"engine=local cannot sample from {type(self._model).__name__}: over {len(context)} tokens its "
-                f"log-probabilities differ from the model's own forward pass by {apart:.2g} nats, of which rounding "
-                f"explains {expected.bound:.2g}; choose another model or engine"
+                f"log-probabilities {_differ(apart, expected)}; choose another model or engine"
             )
         path = "fused decoding" if self._forward.fused else "decoding through the model's own modules"
-        self.notes.append(f"engine: local, {path}; a KV cache of {self._kv_cache.tokens:,} tokens")
+        self.notes.append(f"engine: local, {path}{self._kernels_note}; a KV cache of {self._kv_cache.tokens:,} tokens")
 
     @torch.inference_mode()
     def _through_cache(self, context: Tensor) -> Tensor:
@@ -128,16 +134,29 @@ class LocalEngine(RunningEngine):
         self._kv_cache.own.cut(block_table, 0)
         return torch.cat(logprobs)
 
-    def _compute(self, rows: Sequence[Row]) -> tuple[BatchPlan, Tensor]:
+    def _compute(self, rows: Sequence[Row]) -> tuple[BatchPlan | CompiledPlan, Tensor]:
         """One forward pass over new tokens: its plan, and their final hidden states."""
         plan = self._planner.plan(rows)
-        return plan, self._forward(plan.ids, plan.positions, partial(attend, self._kv_cache, plan))
+        attention = plan if isinstance(plan, CompiledPlan) else partial(attend, self._kv_cache, plan)
+        return plan, self._forward(plan.ids, plan.positions, attention)
+
+    def _choose_planner(self, compiled: bool) -> tuple[BatchPlanner | CompiledPlanner, str]:
+        """By compiled kernels where they compute such a model here; and what is said of it."""
+        model, kv_cache = self._model, self._kv_cache
+        if compiled and model.device.type == "cpu" and computes_in(model) == torch.float32:
+            try:
+                return CompiledPlanner(load_kernels(kv_cache.own.size), kv_cache), " by compiled kernels"
+            except NoKernelsError as error:
+                note = f", more slowly without compiled kernels ({error})"
+        else:
+            note = ""
+        return BatchPlanner(kv_cache, model.device, computes_in(model)), note
 
     def _leave_fused(self, apart: float, expected: Reference) -> None:
         self._forward.fused = None
         self.notes.append(
-            f"engine: fused decoding differs from the model's own forward pass by {apart:.2g} nats, of which rounding "
-            f"explains {expected.bound:.2g}: from here on the model decodes through its own modules, more slowly"
+            f"engine: log-probabilities of fused decoding {_differ(apart, expected)}: from here on the model decodes "
+            "through its own modules, more slowly"
         )
 
     @contextmanager
@@ -296,7 +315,8 @@ class LocalEngine(RunningEngine):
         keys = np.array([request.stream for request in requests], dtype=np.uint64)
         counters = np.array([len(request.output.tokens) for request in requests], dtype=np.uint64)
         logits = self._forward.logits(hidden)
-        sampled = sample(logits, [request.sampling for request in requests], uniforms(keys, counters))
+        settings = [request.sampling for request in requests]
+        sampled = sample(logits, settings, uniforms(keys, counters), self._planner.library)
         for request, token, logprob, kept in zip(requests, sampled.tokens, sampled.logprobs, sampled.kept, strict=True):
             output = request.output
             request.tokens.append(token)
@@ -310,3 +330,9 @@ class LocalEngine(RunningEngine):
                 self._scheduler.drop(request)
                 if not request.reply.done():  # else it was given up, and is about to say so
                     request.reply.set_result(replace(output, finish=Finish.STOP if stopped else Finish.LENGTH))
+
+
+def _differ(apart: float, expected: Reference) -> str:
+    return (
+        f"differ from the model's own forward pass by {apart:.2g} nats, of which rounding explains {expected.bound:.2g}"
+    )

@@ -73,35 +73,36 @@ class BatchPlan:
 class BatchPlanner:
     """Makes plans; where only one more token follows in every row, from the last one."""
 
+    library = None  # of compiled kernels
+
     def __init__(self, blocks: KVCache, device: torch.device, dtype: torch.dtype) -> None:
         self.blocks, self.device, self.dtype = blocks, device, dtype
         self._last: BatchPlan | None = None
 
     def plan(self, rows: Sequence[Row]) -> BatchPlan:
         """Lay out one forward pass; from here on the new tokens count as cached."""
-        if self._last and _goes_on(self._last, rows):
-            return self._advance(self._last, rows)
+        last = self._last
+        if last and follow_on(rows, last.block_table, last.lengths):
+            return self._advance(last, rows)
         decoding = [row for row in rows if len(row.tokens) == 1 and not isinstance(row.block_table, Prefix)]
         prefill = [row for row in rows if len(row.tokens) > 1 and not isinstance(row.block_table, Prefix)]
         prefixes = [row for row in rows if isinstance(row.block_table, Prefix)]
         for several in (prefill, prefixes):
             several.sort(key=lambda row: (len(row.tokens).bit_length(), len(row.block_table.blocks)))
-        flat = _Flat([*decoding, *prefill, *prefixes])
+        flat = FlatRows([*decoding, *prefill, *prefixes])
         build = _Parts(self, flat, len(decoding))
         build.add_blocks()
         build.add_rows(len(decoding), len(decoding) + len(prefill))
         build.add_rows(len(decoding) + len(prefill), len(rows))
         build.add_prefixes(len(decoding) + len(prefill))
 
-        padding = -flat.real % max(GRID, 2 ** (flat.real.bit_length() - 3))
-        table = np.concatenate([build.table, build.table[:1].repeat(padding, axis=0)])
+        table = np.concatenate([build.table, build.table[:1].repeat(flat.padding, axis=0)])
         absent = table < 0
         advances = len(decoding) == len(rows)
-        place = {id(row): last for row, last in zip(flat.rows, flat.ends.tolist(), strict=True)}
         self._last = BatchPlan(
-            ids=self.put(np.pad(flat.ids, (0, padding))),
-            positions=self.put(np.pad(flat.positions, (0, padding))),
-            last=self.put(np.array([place[id(row)] for row in rows])),
+            ids=self.put(np.pad(flat.ids, (0, flat.padding))),
+            positions=self.put(np.pad(flat.positions, (0, flat.padding))),
+            last=self.put(flat.last_of(rows)),
             writes=self._writes(flat, flat.real - sum(len(row.tokens) for row in prefixes)),
             real=flat.real,
             parts=build.parts,
@@ -114,7 +115,7 @@ class BatchPlanner:
         )
         return self._last
 
-    def _writes(self, flat: _Flat, own: int) -> list[tuple[BlockPool, slice, Tensor]]:
+    def _writes(self, flat: FlatRows, own: int) -> list[tuple[BlockPool, slice, Tensor]]:
         """Where keys go: the first `own` tokens are those of conversations, the others those of prefixes."""
         writes: list[tuple[BlockPool, slice, Tensor]] = []
         for pool, tokens in ((self.blocks.own, slice(0, own)), (self.blocks.prefixes, slice(own, flat.real))):
@@ -142,18 +143,18 @@ class BatchPlanner:
         return torch.from_numpy(numbers).to(self.device)
 
 
-def _goes_on(plan: BatchPlan, rows: Sequence[Row]) -> bool:
-    """Whether `rows` are those of `plan`, one token further in the same blocks."""
-    return len(rows) == len(plan.block_table) and all(
+def follow_on(rows: Sequence[Row], block_tables: Sequence[BlockTable], lengths: Sequence[int]) -> bool:
+    """Whether `rows` are one more token each of the conversations of the last plan, in the same blocks."""
+    return len(rows) == len(block_tables) and all(
         row.block_table is block_table
         and len(row.tokens) == 1
         and len(block_table.tokens) == length
         and length % BLOCK_SIZE
-        for row, block_table, length in zip(rows, plan.block_table, plan.lengths, strict=True)
+        for row, block_table, length in zip(rows, block_tables, lengths, strict=True)
     )
 
 
-class _Flat:
+class FlatRows:
     """The new tokens of rows in one sequence; from here on they count as cached."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -172,12 +173,18 @@ class _Flat:
         self.ends = self.counts.cumsum() - 1  # the last token of each row
         self.within = np.arange(self.real) + (self.lengths - 1 - self.ends)[self.row]  # its place in what is cached
         self.positions = self.within + starts[self.row]
+        self.padding = -self.real % max(GRID, 2 ** (self.real.bit_length() - 3))
+
+    def last_of(self, rows: Sequence[Row]) -> _Numbers:
+        """The flat number of the last token of each of `rows`, which may come in another order."""
+        place = {id(row): last for row, last in zip(self.rows, self.ends.tolist(), strict=True)}
+        return np.array([place[id(row)] for row in rows])
 
 
 class _Parts:
     """Collects parts and, for every token, the numbers of its partial results: those of its own blocks come first."""
 
-    def __init__(self, planner: BatchPlanner, flat: _Flat, decoding: int) -> None:
+    def __init__(self, planner: BatchPlanner, flat: FlatRows, decoding: int) -> None:
         self.parts: list[Part] = []
         self._results = 0
         self._planner, self._kv_cache, self._flat, self._decoding = planner, planner.blocks, flat, decoding

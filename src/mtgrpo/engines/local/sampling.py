@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from ctypes import CDLL
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mtgrpo.engines.local.decode_kernels import sample_whole
 from mtgrpo.types import Sampling
 
 BLOCK = 64  # tokens of the vocabulary whose probabilities are summed first
@@ -37,25 +39,30 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def sample(logits: Tensor, settings: Sequence[Sampling], uniform: NDArray[np.float64]) -> Sampled:
+def sample(
+    logits: Tensor, settings: Sequence[Sampling], uniform: NDArray[np.float64], library: CDLL | None = None
+) -> Sampled:
     """One token for each row by inverting the cumulative distribution at `uniform`.
 
     logits [rows, vocabulary] fp32 or fp64. A row with temperature 0 takes the most likely token and reports its
-    log-probability at temperature 1.
+    log-probability at temperature 1. library: kernels compiled for this CPU, which overwrite the logits.
     """
+    if library is not None and not any(s.cuts for s in settings):
+        tokens, logprobs = sample_whole(library, logits, [s.temperature for s in settings], uniform)
+        return Sampled(tokens, logprobs, [None] * len(settings))
     if any(s.temperature not in (0, 1) for s in settings):
         temperatures = [s.temperature or 1.0 for s in settings]
         logits = logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
     cut = [i for i, s in enumerate(settings) if s.cuts]
     kept: list[array[int] | None] = [None] * len(settings)
     probability = truncate(logits.log_softmax(-1), settings).exp() if cut else logits.softmax(-1)
-    for i, tokens in zip(cut, _kept(probability[cut]), strict=True) if cut else ():
-        kept[i] = tokens
-    tokens = _invert(probability, torch.from_numpy(uniform).to(logits.device))
+    for i, left in zip(cut, _kept(probability[cut]), strict=True) if cut else ():
+        kept[i] = left
+    chosen = _invert(probability, torch.from_numpy(uniform).to(logits.device))
     greedy = [s.temperature == 0 for s in settings]
     if any(greedy):
-        tokens = torch.where(torch.tensor(greedy, device=logits.device), probability.argmax(-1), tokens)
-    return Sampled(tokens.tolist(), probability.gather(-1, tokens[:, None])[:, 0].log().tolist(), kept)
+        chosen = torch.where(torch.tensor(greedy, device=logits.device), probability.argmax(-1), chosen)
+    return Sampled(chosen.tolist(), probability.gather(-1, chosen[:, None])[:, 0].log().tolist(), kept)
 
 
 def _invert(probability: Tensor, uniform: Tensor) -> Tensor:
