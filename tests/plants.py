@@ -17,10 +17,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from mtgrpo import rewards
 from mtgrpo.batch.forest import Batch
 from mtgrpo.config.compose import preset
-from mtgrpo.engines.local import decoder, paged_attention
+from mtgrpo.engines.local import decoder, paged_attention, sampling
 from mtgrpo.engines.local import engine as local
+from mtgrpo.engines.local.decode_kernels import END, FIRST, LENGTH, PREFIX_LENGTH, CompiledPlan, CompiledPlanner
 from mtgrpo.engines.local.decoder import _Product
-from mtgrpo.engines.local.kv_cache import KVCache
+from mtgrpo.engines.local.kv_cache import BLOCK_SIZE, KVCache
 from mtgrpo.engines.local.paged_attention import BatchPlan, BatchPlanner, _Parts
 from mtgrpo.engines.local.scheduler import Scheduler
 from mtgrpo.environments import Reply
@@ -314,6 +315,29 @@ def frozen_copy(monkeypatch: Patch) -> None:
     monkeypatch.setattr(_Product, "release", lambda _self: None)
 
 
+def compiled_positions_jump(plan: Callable[..., CompiledPlan], *arguments: Any) -> CompiledPlan:
+    found = plan(*arguments)
+    return replace(found, positions=found.positions + 1 * (found.positions >= 128))
+
+
+def seen_twice(attend: Any, plan: CompiledPlan, layer: int, *rest: Any) -> Tensor:
+    """Rows of one token write it in the next place too, and see both."""
+    attend(plan, layer, *rest)
+    rows = plan.rows.copy()
+    rows[:, LENGTH] += (rows[:, END] - rows[:, FIRST] == 1) & (rows[:, LENGTH] % BLOCK_SIZE > 0)
+    return attend(replace(plan, rows=rows), layer, *rest)
+
+
+def without_prefixes(attend: Any, plan: CompiledPlan, layer: int, *rest: Any) -> Tensor:
+    rows = plan.rows.copy()
+    rows[:, PREFIX_LENGTH] = 0
+    return attend(replace(plan, rows=rows), layer, *rest)
+
+
+def warmer(sample: Any, library: Any, logits: Tensor, temperatures: Any, uniform: Any) -> Any:
+    return sample(library, logits, [1.1 * temperature for temperature in temperatures], uniform)
+
+
 FAULTS: dict[str, Plant] = {
     "positions of the engine jump at 64": positions_jump(64),
     "positions of the engine jump at 128": positions_jump(128),
@@ -329,6 +353,10 @@ FAULTS: dict[str, Plant] = {
     "partial results are not merged": changed(
         paged_attention, "_attention", lambda f, *a: (lambda o, s: (o, s * 0))(*f(*a))
     ),
+    "positions of the compiled engine jump at 128": changed(CompiledPlanner, "plan", compiled_positions_jump),
+    "a compiled decoding step sees its token twice": changed(CompiledPlan, "attend", seen_twice),
+    "a compiled step does not see prefixes": changed(CompiledPlan, "attend", without_prefixes),
+    "compiled sampling has another temperature": changed(sampling, "sample_whole", warmer),
     "the cache outlives an update": changed(Scheduler, "reset_cache", lambda _original, _self: None),
     "the copy of the weights outlives an update": frozen_copy,
     "tokens are sampled from the next conversation": changed(local.LocalEngine, "_sample", next_row),
@@ -395,7 +423,19 @@ SAID = {  # where it is not the difference of log-probabilities that shows
     "every answer of the environment fails": "the world is away",
     "the forward pass changes from one time to the next": "the forward pass is not reproducible",
 }
+TORCH = ("engine=local", "engine.compiled=false")
 WORDS = {
+    **dict.fromkeys(
+        (
+            *("positions of the engine jump at 64", "positions of the engine jump at 128"),
+            *("queries are scaled from 64", "queries are scaled from 128"),
+            *("a key is overwritten at 80", "a key is overwritten at 160"),
+            *("the first page is not seen from 80", "the first page is not seen from 160"),
+            *("a prompt sees one token too many", "a decoding step sees an empty place"),
+            *("a key that siblings share is overwritten", "partial results are not merged"),
+        ),
+        TORCH,
+    ),
     "the adapter does not reach the engine": ("model.lora.rank=4",),
     "gradients go back through other weights": ("model.lora.rank=4",),
     "every gradient is NaN": ("trainer.steps=4",),
