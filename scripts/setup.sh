@@ -145,5 +145,14 @@ if [ -e ".venv/.setup-$kind-$key" ] || [ -e ".venv/.setup-dev-$key" ]; then
     exit 0
 fi
 install_all
+say "compiling the kernels of decoding for this processor"
+"$venv_python" - <<'PY' || true
+from mtgrpo.engines.local.decode_kernels import NoKernelsError, load_kernels
+
+try:
+    load_kernels(32)
+except NoKernelsError as error:
+    print(f"setup: without them, for {error}; decoding on a CPU takes longer")
+PY
 touch ".venv/.setup-$kind-$key"
 say "ready: .venv/bin/mtgrpo"
