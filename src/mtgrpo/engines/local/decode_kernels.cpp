@@ -131,7 +131,7 @@ static float share(float* scores, int count, float& greatest, float& sum) {
         scores[i] = i < count ? exponential(scores[i] - top) : 0;
         total += scores[i];
     }
-    float factor = greatest == NOTHING ? 0 : std::exp(greatest - top);
+    float factor = exponential(greatest - top);  // of nothing at first
     greatest = top;
     sum = sum * factor + total;
     return factor;

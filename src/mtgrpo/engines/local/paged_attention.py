@@ -143,14 +143,14 @@ class BatchPlanner:
         return torch.from_numpy(numbers).to(self.device)
 
 
-def follow_on(rows: Sequence[Row], block_tables: Sequence[BlockTable], lengths: Sequence[int]) -> bool:
+def follow_on(rows: Sequence[Row], block_tables: list[BlockTable], lengths: list[int]) -> bool:
     """Whether `rows` are one more token each of the conversations of the last plan, in the same blocks."""
-    return len(rows) == len(block_tables) and all(
-        row.block_table is block_table
-        and len(row.tokens) == 1
-        and len(block_table.tokens) == length
-        and length % BLOCK_SIZE
-        for row, block_table, length in zip(rows, block_tables, lengths, strict=True)
+    return (
+        len(rows) == len(block_tables)
+        and [row.block_table for row in rows] == block_tables
+        and all([len(row.tokens) == 1 for row in rows])
+        and [len(block_table.tokens) for block_table in block_tables] == lengths
+        and all([length % BLOCK_SIZE for length in lengths])
     )
 
 

@@ -116,13 +116,14 @@ class Scheduler:
             self._start()
         rows: list[tuple[Row, Request | None]] = []
         planned: dict[Prefix, int] = {}  # how many tokens of each prefix will be missing after this step
-        room = self._prefill_tokens
+        room, block_length = self._prefill_tokens, self._kv_cache.own.length
         index = 0
         while index < len(self._running):  # which loses requests at its end when memory runs out
             request = self._running[index]
             index += 1
             block_table = request.conversation.block_table
-            prefix, end = block_table.prefix, block_table.end
+            prefix, cached = block_table.prefix, len(block_table.tokens)
+            end = cached + (len(prefix.wanted) if prefix else 0)
             pending = len(request.tokens) - end
             if prefix and prefix.missing and prefix not in planned:
                 new = [] if self._waits(prefix) else prefix.wanted[len(prefix.tokens) :][:room]
@@ -133,10 +134,12 @@ class Scheduler:
             if prefix and planned.get(prefix, 0):
                 continue  # what the request sees will not all be there
             count = 1 if pending == 1 else min(pending, room)
-            if count and self._reserve(request, count):
+            if (count == 1 and cached % block_length) or (count and self._reserve(request, count)):
                 room -= count if pending > 1 else 0
                 row = Row(block_table, request.tokens[end : end + count])
                 rows.append((row, request if count == pending else None))
+        if not planned:
+            return rows
         return [row for row in rows if not isinstance(row[0].block_table, Prefix) or row[0].block_table.users]
 
     def _waits(self, prefix: Prefix) -> bool:
