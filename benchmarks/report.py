@@ -423,7 +423,7 @@ def dated(text: str) -> str:
         with suppress(FileNotFoundError):
             TABLES[match[1]]()
         ages = {name: age(RESULTS / f"{name}.json") for name in dict.fromkeys(SOURCES)}
-        said = "; ".join(f"`{name}.json` {old}" for name, old in ages.items() if old)
+        said = "; ".join(f"{name} {old}" for name, old in ages.items() if old)
         return match[2] + (f"\n_Older than the code: {said}._" if said else "")
 
     names = "|".join(TABLES)
