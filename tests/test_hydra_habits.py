@@ -22,7 +22,7 @@ from mtgrpo.config.compose import (
     parse,
 )
 from mtgrpo.config.experiment import Experiment, groups
-from mtgrpo.config.options import elsewhere, options, schema
+from mtgrpo.config.options import elsewhere, options, schema, unknown
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError
 from mtgrpo.rewards.composed import Composed
@@ -131,15 +131,49 @@ def test_what_stands_to_the_right_wins() -> None:
     assert made.tools == {"calculator": {"max_digits": 5}}
 
 
-def test_every_name_of_another_library_is_answered_with_one_of_ours() -> None:
-    choices: dict[str, Any] = {"task": "parquet", "environment": "tool_use", "condenser": "none", "reward": "numeric"}
-    known = schema(choices | {"algorithm": "grpo", "advantage": "trajectory", "engine": "local", "agent": "none"})
+def test_every_name_of_another_library_is_answered() -> None:
+    assert len(elsewhere()) >= 150
+    known = schema(compose(parse([])).choices)
     for name, ours in elsewhere().items():
-        key = re.split(r"[ ,=]", ours)[0]
-        assert key in known or key in (*groups(), "hydra.run.dir"), ours
-        for typed in (f"{name}=1", f"actor_rollout_ref.x.{name}=1"):
-            with pytest.raises(ConfigError, match=f"here it is {re.escape(ours)}"):
-                experiment(typed)
+        for typed in (name, f"x.y.{name}"):
+            assert unknown(typed, known) == f"unknown option {typed}; here it is {ours}"
+
+
+def words_of(answer: str) -> list[str]:
+    """The settings and options that it names, of which the first may be a bare word."""
+    first, *others = (word.rstrip(",") for word in answer.split())
+    return [first, *(word for word in others if re.match(r"[a-z_]+(\.\w+)*(=|$)", word) and re.search("[.=]", word))]
+
+
+ANSWERS = sorted({ours for ours in elsewhere().values() if not ours.startswith("no option: ")})
+
+
+@pytest.mark.parametrize("typed", sorted({tuple(w for w in words_of(answer) if "=" in w) for answer in ANSWERS}))
+def test_what_answers_name_exists_and_composes(typed: tuple[str, ...], place: Path) -> None:
+    (place / "path/to").mkdir(parents=True)
+    (place / "path/to/file.py").write_text(
+        "from mtgrpo.rewards import Reward\ndef NAME(task, address): pass\n"
+        "class Name(Reward):\n    def reward(self, trajectory): return 0.0\n"
+    )
+    known = schema(compose(parse(["model.name=Some/Model", *typed])).choices).keys()
+    known |= {*groups(), "recipe", "hydra.run.dir", "log.wandb.project"}
+    for answer in ANSWERS:
+        words = words_of(answer)
+        if tuple(word for word in words if "=" in word) == typed:
+            assert {word.partition("=")[0] for word in words} <= known, answer
+
+
+def test_names_of_others_are_answered_wherever_they_are_typed(run: Run) -> None:
+    for typed, ours in (
+        ("num_generations=4", "rollout.group_size"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "optimizer.lr"),
+        ("env.dataset=ifeval", "task, by the name of the data set"),
+        ("sft.learning_rate=1e-6", "sft.optimizer.lr"),
+    ):
+        with pytest.raises(ConfigError, match=f"here it is {re.escape(ours)}$"):
+            experiment(typed)
+    for typed in ("--micro_rollout_batch_size=4", "--micro-rollout-batch-size"):
+        assert f"there is no {typed}; here it is batch.token_budget, in tokens; options are" in run("train", typed)[2]
 
 
 def test_an_option_of_ours_is_never_taken_for_one_of_another_library() -> None:

@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from mtgrpo.config.compose import Composed, ExperimentLoader, composed_from, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.helptext import help_text
+from mtgrpo.config.options import counterpart
 from mtgrpo.config.run_record import claimed
 from mtgrpo.config.trust import sign
 from mtgrpo.errors import Arguments, ConfigError, RunError, refuse_unreadable
@@ -100,6 +101,8 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     if rest:
         typed = rest[0].partition("=")[0]
         hint = meant(typed, " ".join(FLAGS).split()).rstrip() if typed.startswith("--") else ""
+        if ours := counterpart(typed.lstrip("-").replace("-", "_")):
+            hint = f"here it is {ours}; options are key=value, without --"
         raise ConfigError(f"there is no {rest[0]}; {hint or 'options are key=value, without --; flags: mtgrpo --help'}")
     return args
 

@@ -115,6 +115,12 @@ def elsewhere() -> dict[str, str]:
     return yaml.safe_load(Path(__file__).with_name("elsewhere.yaml").read_text())
 
 
+def counterpart(key: str) -> str:
+    """What this option of another library is called here; "" where none is known."""
+    endings = [key.split(".", cut)[-1] for cut in range(key.count(".") + 1)]
+    return next((elsewhere()[name] for name in endings if name in elsewhere()), "")
+
+
 def unknown(key: str, known: Mapping[str, Setting]) -> str:
     """Says that there is no such setting, and which one may have been meant."""
     if key in groups():
@@ -123,9 +129,9 @@ def unknown(key: str, known: Mapping[str, Setting]) -> str:
     having = [name for name, cls in options(path).items() if hasattr(cls, last)] if path in groups() else []
     if having:
         return f"unknown option {key}: it belongs to {path}={' or '.join(having)}"
-    endings = [key.split(".", cut)[-1] for cut in range(key.count(".") + 1)]
-    if ours := next((elsewhere()[name] for name in endings if name in elsewhere()), ""):
-        return f"unknown option {key}; here it is {ours}"
+    if ours := counterpart(key):
+        within = (name for name in known if path and name.startswith(f"{path}.") and name.endswith(f".{ours}"))
+        return f"unknown option {key}; here it is {next(within, ours)}"
     section = {name.removeprefix(f"{path}."): name for name in known if path and name.startswith(f"{path}.")}
     close = [section[name] for name in difflib.get_close_matches(last, section, 1)]
     same = difflib.get_close_matches(key, [name for name in known if name.rpartition(".")[2] == last], 3, cutoff=0.0)
