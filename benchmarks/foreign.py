@@ -39,9 +39,10 @@ def command(words: list[str], folder: Path) -> dict[str, float]:
 
 def trained(agent: str, seed: int, root: Path, more: list[str]) -> dict[str, Any]:
     """Held-out success of one agent before and after, and what its steps took and what it sent, in the mean."""
-    command(["sft", "recipe=calculator", f"seed={seed}", "eval.every_steps=0"], root / f"warm_start_{seed}")
-    start = sorted((root / f"warm_start_{seed}" / "checkpoints").glob("step_*"))[-1]
-    words = ["train", "recipe=calculator", f"model.name={start}", "sft.steps=0", f"seed={seed}"]
+    recipe, warm = "recipe=calculator_from_scratch", root / f"warm_start_{seed}"
+    command(["sft", recipe, f"seed={seed}", "eval.every_steps=0"], warm)
+    start = sorted((warm / "checkpoints").glob("step_*"))[-1]
+    words = ["train", recipe, f"model.name={start}", "sft.steps=0", f"seed={seed}"]
     words += ["agent=python", f"agent.function={MODULE}:{agent}", "agent.max_requests=6"]
     folder = root / f"{agent}_{seed}"
     summary = command([*words, *more], folder)

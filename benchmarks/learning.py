@@ -1,6 +1,7 @@
 """Does it learn, and is it the reinforcement that does it? `python benchmarks/learning.py [--recipe R] [--arms A ...]`
 
-For each seed one warm start, and from its weights:
+For each seed one warm start, and from its weights (with `--recipe calculator` from those that ship, then without
+the arm `sft`, which would go on with a warm start):
 
     grpo       the recipe as it is
     shuffled   the same with advantages permuted over the batch, half of the steps: must not learn
@@ -136,11 +137,19 @@ class Seed:
     @property
     def start(self) -> list[str]:
         """The words that every arm has in common."""
-        weights = checkpoint_of(self.folder / "warm_start")
-        return [f"recipe={self.recipe}", f"model.name={weights}", *self.extra]
+        weights = [f"model.name={checkpoint_of(self.folder / 'warm_start')}"] if self.imitates else []
+        return [f"recipe={self.recipe}", *weights, *self.extra]
+
+    @property
+    def imitates(self) -> bool:
+        """Whether the recipe has a warm start."""
+        return compose(parse([f"recipe={self.recipe}", *self.extra])).experiment.sft.steps > 0
 
     def warm(self) -> Summary:
-        """The warm start itself."""
+        """The warm start itself, or what the recipe's weights do without one."""
+        if not self.imitates:
+            found = command(["eval", *self.start, f"seed={self.seed}"], self.folder / "warm_start")
+            return {f"{name}/after": value for name, value in found.items()} | {"time/sft_s": 0.0}
         words = ["sft", f"recipe={self.recipe}", f"seed={self.seed}", *self.extra]
         if self.before:
             first = self.folder.parents[1] / self.before / self.folder.name / "warm_start"
@@ -218,7 +227,7 @@ def judge(seeds: list[dict[str, Any]]) -> dict[str, bool]:
 def main() -> None:
     """Parse arguments, run every seed, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="calculator")
+    parser.add_argument("--recipe", default="calculator_from_scratch")
     parser.add_argument("--before", default="", help="a recipe whose warm start the recipe's own begins from")
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
     usual = [arm for arm in ARMS if arm != "faults"]
@@ -241,11 +250,11 @@ def main() -> None:
     }
     ratios["learning.before"] = sum(s["before"]["eval/success/after"] for s in found) / len(found)
     detail: dict[str, Any] = {"recipe": given.recipe, "before": given.before, "seeds": seeds, "overrides": given.set}
-    if given.recipe == "calculator" and set(given.arms) >= set(usual):
+    if given.recipe == "calculator_from_scratch" and set(given.arms) >= set(usual):
         detail["must"] = {name: {"limit": MUST[name], "held": held} for name, held in judge(found).items()}
         for name, verdict in detail["must"].items():
             print(f"{'held  ' if verdict['held'] else 'BROKEN'}  {name} {verdict['limit']}")
-    default = "learning.json" if given.recipe == "calculator" else f"learning_{given.recipe}.json"
+    default = "learning.json" if given.recipe == "calculator_from_scratch" else f"learning_{given.recipe}.json"
     finish("learning", ratios, detail, given.file or default)
 
 

@@ -105,7 +105,7 @@ def experiment(model: str | PreTrainedConfig, folder: str, *words: str, weights:
         torch.manual_seed(0)
         (AutoModelForCausalLM.from_config(model) if weights else model).save_pretrained(folder)
         name = folder
-    return preset("calculator", f"model.name={name}", "sft.steps=0", "batch.token_budget=null", *words)
+    return preset("calculator_from_scratch", f"model.name={name}", "sft.steps=0", "batch.token_budget=null", *words)
 
 
 def planned() -> dict[str, Plan]:
@@ -136,7 +136,8 @@ def train(name: str) -> None:
     """The measured side, in this process: prints the bytes it held at its most, beyond what libraries hold."""
     small = SMALL_MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
-        update_twice(preset("calculator", "batch.token_budget=512"))  # loads whatever libraries load when they compute
+        # Loads whatever libraries load when they compute.
+        update_twice(preset("calculator_from_scratch", "batch.token_budget=512"))
         run = experiment(small.model, folder, *small.words, weights=True)
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew

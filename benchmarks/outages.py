@@ -64,7 +64,7 @@ def policy() -> Path:
     """The demo's policy after its warm start, made unless it is there."""
     folder = FOLDER.resolve() / "sft"
     if not (folder / "checkpoints").exists():
-        words = ["recipe=calculator", "log=[jsonl]", f"hydra.run.dir={folder}"]
+        words = ["recipe=calculator_from_scratch", "log=[jsonl]", f"hydra.run.dir={folder}"]
         subprocess.run([sys.executable, "-m", "mtgrpo", "sft", *words], check=True)
     return max((folder / "checkpoints").glob("step_*"))
 
@@ -76,7 +76,7 @@ async def opened(checkpoint: Path, rate: float, arm: str, *words: str) -> AsyncG
     tool.rate = rate
     tool.random_numbers.seed(1)
     words = (f"model.name={checkpoint}", f"environment.tools=['{TOOL}:calculator']", *ARMS[arm], *words)
-    settings = preset("calculator", *words, "environment.backoff_s=0", "sft.steps=0", "log=[]")
+    settings = preset("calculator_from_scratch", *words, "environment.backoff_s=0", "sft.steps=0", "log=[]")
     async with open_run(settings, FOLDER / "play") as run:
         yield run, tool
 

@@ -130,7 +130,7 @@ def shares(folder: Path, mode: str, steps: int) -> dict[str, float]:
     shutil.rmtree(folder, ignore_errors=True)
     marks.clear()
     words = (*WORDS, f"trainer.steps={steps}", f"resume_mode={mode}")
-    asyncio.run(train(preset("calculator", *words), folder, Curve()))
+    asyncio.run(train(preset("calculator_from_scratch", *words), folder, Curve()))
     first, second, last = marks[0], marks[1], marks[-1]
     took = {name: last[name] - second[name] for name in last}
     return {

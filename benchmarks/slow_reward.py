@@ -74,7 +74,7 @@ async def measure(arm: str, groups: int) -> float:
     tokens, last_s, left = 0, 0.0, groups * SIZE
     over = asyncio.Event()
     with TemporaryDirectory() as folder:
-        experiment = replace(preset("calculator", *WORDS), reward=ARMS[arm]())
+        experiment = replace(preset("calculator_from_scratch", *WORDS), reward=ARMS[arm]())
         async with open_run(experiment, Path(folder), trains=False) as run:
 
             @asynccontextmanager

@@ -80,7 +80,8 @@ async def play(folder: Path, tasks: int) -> None:
         return engine.conversation(key)
 
     context = RunContext(folder, print, os.environ)
-    async with open_parts(preset("calculator", *OPTIONS), context) as experiment, Jsonl().open(context) as log:
+    composed = preset("calculator_from_scratch", *OPTIONS)
+    async with open_parts(composed, context) as experiment, Jsonl().open(context) as log:
         journal = Journal(folder / "journal")
         runner = make_runner(experiment, open_chat(tokenizer, experiment.chat), conversation, None, 1000)
         recorded = journal.recording(runner.open_conversation, experiment.environment.replayable)

@@ -58,7 +58,7 @@ class Case:
         """Of `mtgrpo`, beside the model."""
         low, high = self.steps
         return [
-            "recipe=calculator",
+            "recipe=calculator_from_scratch",
             f"task.system_prompt='{system_prompt(self.system_prompt)}'",
             f"task.min_steps={low}",
             f"task.max_steps={high}",
@@ -114,7 +114,7 @@ def warm_start(words: Sequence[str], folder: Path) -> Path:
         command = [sys.executable, "-m", "mtgrpo", "sft", *words, f"hydra.run.dir={folder}", "log=[jsonl]"]
         subprocess.run(command, check=True)
     calling = json.loads((folder / "summary.json").read_text())["eval/tool_rate/after"]
-    assert calling > 0.3, f"after its warm start the model calls the tool in {calling:.0%} of the conversations"
+    assert calling > 0.2, f"after its warm start the model calls the tool in {calling:.0%} of the conversations"
     return max((folder / "checkpoints").glob("step_*"))
 
 

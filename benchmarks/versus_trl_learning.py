@@ -48,7 +48,7 @@ def seconds_to_goal(steps: Sequence[Step]) -> float | None:
 
 def race(seed: int, weights: Path, steps: int, micro_batches: int) -> dict[str, list[Step]]:
     """Both sides, step by step in turns."""
-    words = ["recipe=calculator", f"seed={seed}", f"model.name={weights}", "sft.steps=0"]
+    words = ["recipe=calculator_from_scratch", f"seed={seed}", f"model.name={weights}", "sft.steps=0"]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         sides: dict[str, Side] = {

@@ -88,7 +88,7 @@ def run(folder: Path, monkeypatch: Patch, *words: str) -> list[str]:
         f"environment={own}:Talk",
         *("environment.max_turns=5", f"reward={own}:Varied", "optimizer.lr=1e-2", "optimizer.warmup_steps=0"),
     ]
-    asyncio.run(train(preset("calculator", *settings, *words), folder / "run", Curve()))
+    asyncio.run(train(preset("calculator_from_scratch", *settings, *words), folder / "run", Curve()))
     return told
 
 

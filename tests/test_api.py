@@ -114,8 +114,8 @@ def test_the_tokenizer_may_be_the_name_of_its_model() -> None:
 async def test_a_run_from_python_is_refused_before_it_computes(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
     for experiment, refusal in (
-        (mtgrpo.preset("calculator", "model.name=./away"), "model.name=./away cannot be loaded"),
-        (mtgrpo.preset("calculator"), "is not empty"),
+        (mtgrpo.preset("calculator_from_scratch", "model.name=./away"), "model.name=./away cannot be loaded"),
+        (mtgrpo.preset("calculator_from_scratch"), "is not empty"),
     ):
         with pytest.raises(ConfigError, match=refusal):
             await mtgrpo.train(experiment, tmp_path)

@@ -113,7 +113,7 @@ async def test_a_checkpoint_is_prompted_as_it_was_trained(template: str, rank: i
     own.write_text(chatml().replace("You may call these tools", "Tools"))
     chosen = str(own) if template == "PATH" else template
     words = [f"model.name={base}", f"model.lora.rank={rank}", f"chat.template={chosen}", "log=[jsonl]"]
-    async with open_run(preset("calculator", *words), tmp_path / "run") as run:
+    async with open_run(preset("calculator_from_scratch", *words), tmp_path / "run") as run:
         path = write(tmp_path, 1, run.trainer.snapshot(), {}, tokenizer_files(run.tokenizer))
     call = ToolCall("calculator", {"expression": "1 + 2"})
     messages = [Message("user", "What?"), Message("assistant", "I add.", "", (call, call))]
@@ -342,7 +342,7 @@ def test_every_kind_of_damage_is_found_and_named(saved: Save, tmp_path: Path) ->
 def test_five_hundred_damaged_checkpoints_are_all_refused_by_name(saved: Save, tmp_path: Path, part: int) -> None:
     """Cut, flipped and lost files, 50 in each part: as a model, to go on from, and to be measured."""
     whole, draw = saved(1), random.Random(part)
-    made = preset("calculator")
+    made = preset("calculator_from_scratch")
     sizes = {path.name: path.stat().st_size for path in sorted(whole.iterdir())}
     for number in range(50):
         copy = tmp_path / "copy"

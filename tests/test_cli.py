@@ -185,19 +185,23 @@ def test_without_a_word_it_is_the_recipe_calculator() -> None:
     assert isinstance(made.task, Calculator) and isinstance(made.environment, ToolUse)
     assert made.environment.tools == ["calculator"]
     assert (made.algorithm, made.sft.optimizer.kind) == (GRPO(divide_by_std=False, clip_high=0.28), Kind.muon)
+    assert (made.model.name, made.sft.steps) == ("tiny-calculator", 0)
 
 
 @pytest.mark.parametrize(
     ("words", "recipe", "lr", "imitates"),
     [
-        ("model.name=tiny-2m", "calculator", 1e-3, 1300),
+        ("model.name=tiny-calculator", "calculator", 2e-3, 0),
+        ("model.name=tiny-2m", "calculator_from_scratch", 2e-3, 1600),
+        ("task=word_problems", "calculator_from_scratch", 2e-3, 1600),
+        ("sft.steps=20", "calculator_from_scratch", 2e-3, 20),
         ("model.name=Some/Model", "pretrained", 1e-6, 0),
         ("model.name=./folder task=gsm8k environment=single_turn", "pretrained", 1e-6, 0),
         ("model.name=Some/Model model.lora.rank=8", "pretrained_lora", 1e-5, 0),
         ("model.name=Some/Model model.lora.rank=0", "pretrained", 1e-6, 0),
         ("model.name=Some/Model model.lora.rank=8 optimizer.lr=3e-6", "pretrained_lora", 3e-6, 0),
         ("model.name=Some/Model +recipe=lora", ["pretrained", "lora"], 1e-5, 0),
-        ("model.name=Some/Model recipe=calculator", "calculator", 1e-3, 1300),
+        ("model.name=Some/Model recipe=calculator_from_scratch", "calculator_from_scratch", 2e-3, 1600),
         ("model.name=Some/Model recipe=gsm8k", "gsm8k", 1e-6, 0),
     ],
 )
@@ -220,7 +224,7 @@ def test_a_configuration_that_names_a_pretrained_model_is_for_one(tmp_path: Path
     ]
     assert [(one.hydra.runtime.choices.recipe, one.optimizer.lr) for one in chosen] == [
         ("pretrained_lora", 1e-5),
-        ("calculator", 1e-3),
+        ("calculator_from_scratch", 2e-3),
     ]
 
 

@@ -76,7 +76,7 @@ def test_an_evaluation_finds_the_numbers_of_its_formulas() -> None:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that can be named: the built-in one, untrained."""
     folder = tmp_path_factory.mktemp("base")
-    asyncio.run(run_evaluation(preset("calculator", *SMALL), folder / "first"))
+    asyncio.run(run_evaluation(preset("calculator_from_scratch", *SMALL), folder / "first"))
     from mtgrpo.model.load import load_model, load_tokenizer, save_weights, saved_weights  # noqa: PLC0415
     from mtgrpo.model.settings import ModelSettings  # noqa: PLC0415
     from mtgrpo.weights.checkpoint import tokenizer_files  # noqa: PLC0415

@@ -99,7 +99,7 @@ def test_four_bit_weights_and_eight_bit_moments(tmp_path: Path) -> None:
 @pytest.mark.parametrize("twice", [False, True])
 def test_the_plan_is_what_training_takes(twice: bool) -> None:
     words = ("model.name=tiny-30m", "sft.steps=0", "batch.token_budget=8192", "environment.max_context_length=512")
-    run = preset("calculator", *words, f"model.checkpointing={str(twice).lower()}")
+    run = preset("calculator_from_scratch", *words, f"model.checkpointing={str(twice).lower()}")
     found = estimate(run, torch.cuda.get_device_properties(device_of_process()).total_memory, "cuda")
     planned = max(found.needed(Phase.training), found.needed(Phase.update)) - found.rows[0].bytes
     model = load_model(run.model, 0)

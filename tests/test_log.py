@@ -500,7 +500,7 @@ def test_every_metric_that_a_run_writes_is_documented(tmp_path: Path) -> None:
     words = ["trainer.steps=1", "sft.steps=1", "sft.batch_size=2", "rollout.prompts_per_step=2", "rollout.group_size=2"]
     words += ["sampling.max_new_tokens=8", "eval.tasks=2", "eval.samples=2", "eval.every_steps=1", "log=[jsonl]"]
     words += ["reward=[numeric,length]", "kl.coef=0.1", "correction.weight=token", "checkpoint.every_steps=0"]
-    asyncio.run(train(preset("calculator", *words), tmp_path, Curve()))
+    asyncio.run(train(preset("calculator_from_scratch", *words), tmp_path, Curve()))
     rows = [loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     written = {name for row in rows for name in row} - {"stage", "step"}
     page = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()

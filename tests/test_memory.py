@@ -48,7 +48,7 @@ def named(folder: Path, config: PreTrainedConfig = LLAMA) -> str:
 
 def experiment(folder: Path, *words: str) -> Experiment:
     fixed = ("sft.steps=0", "batch.token_budget=4096", "engine.memory_fraction=0.3", "model.dtype=float32")
-    return preset("calculator", f"model.name={named(folder)}", *fixed, *words)
+    return preset("calculator_from_scratch", f"model.name={named(folder)}", *fixed, *words)
 
 
 def row(found: Plan, name: str) -> Row:
@@ -155,7 +155,7 @@ def test_of_layers_that_look_at_contents_nothing_is_known(dtype: DType, tmp_path
     sizes = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
     config = Qwen3MoeConfig(**SIZES, **sizes, num_key_value_heads=2, architectures=["Qwen3MoeForCausalLM"])
     words = (f"model.name={named(tmp_path, config)}", f"model.dtype={dtype.value}", "engine.memory_fraction=0.3")
-    found = estimate(preset("calculator", *words), 80 * GB, "cuda")
+    found = estimate(preset("calculator_from_scratch", *words), 80 * GB, "cuda")
     assert row(found, "activations are not known").bytes == 0
     size = {DType.float32: 4, DType.float64: 8}.get(dtype, 2)
     assert row(found, "KV cache").name == f"KV cache, {24 * GB // (2 * 4 * 2 * 64 * size):,} tokens"
@@ -339,7 +339,7 @@ def test_what_a_gpu_has_no_room_for_is_refused_before_the_model_is_loaded(
 ) -> None:
     on_a_gpu(monkeypatch, free, total)
     with pytest.raises(ConfigError, match=said) as refused:
-        asyncio.run(run_training(preset("calculator", *words), tmp_path))
+        asyncio.run(run_training(preset("calculator_from_scratch", *words), tmp_path))
     assert "\n" not in str(refused.value)
 
 
@@ -350,7 +350,7 @@ def test_a_cache_that_holds_no_conversation_is_refused_before_the_model_is_loade
     monkeypatch.setattr("mtgrpo.policy.trainer.load_model", lambda *_: pytest.fail("loaded before it was refused"))
     words = ("environment.max_context_length=500", "engine.memory_fraction=0.0000001")
     with pytest.raises(ConfigError, match=r"^engine\.memory_fraction=1e-07 of .* one may grow to 500; set") as refused:
-        asyncio.run(run(preset("calculator", *words), tmp_path))
+        asyncio.run(run(preset("calculator_from_scratch", *words), tmp_path))
     assert "\n" not in str(refused.value)
 
 
@@ -365,7 +365,7 @@ def test_four_bits_without_their_package_are_refused_before_weights_are_read(
     monkeypatch.setattr("mtgrpo.model.load.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read"))
     words = (f"model.name={folder}", "model.lora.rank=4", "model.quantization=nf4")
     with pytest.raises(ConfigError, match=r"^model\.quantization=nf4 needs the package bitsandbytes: pip install"):
-        asyncio.run(run_training(preset("calculator", *words), tmp_path / "run"))
+        asyncio.run(run_training(preset("calculator_from_scratch", *words), tmp_path / "run"))
 
 
 def test_no_memory_for_the_model_says_what_would_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,4 +374,4 @@ def test_no_memory_for_the_model_says_what_would_help(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("mtgrpo.policy.trainer.load_model", full)
     with pytest.raises(ConfigError, match=r"not enough \(loading\).* Unless it is set, set .*model\.lora\.rank=16"):
-        asyncio.run(run_training(preset("calculator"), tmp_path))
+        asyncio.run(run_training(preset("calculator_from_scratch"), tmp_path))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import runpy
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -289,6 +291,29 @@ def test_the_shipped_tokenizer_is_rebuilt_byte_for_byte(tmp_path: Path, monkeypa
     runpy.run_path(str(PROJECT / "scripts" / "build_tiny_tokenizer.py"), run_name="__main__")
     built = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert built == {path.name: path.read_bytes() for path in tiny.TOKENIZER.iterdir()}
+
+
+def test_the_shipped_weights_are_those_whose_digest_is_written_down() -> None:
+    origin = json.loads((tiny.WEIGHTS / "origin.json").read_text())
+    file = tiny.WEIGHTS / "model.safetensors"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == origin["sha256"]
+    assert origin["command"].endswith("mtgrpo sft recipe=calculator_from_scratch seed=1")
+    shipped = load_model(ModelSettings("tiny-calculator"), 0)
+    fresh = weights(make_model())
+    assert {name: (value.shape, value.dtype) for name, value in weights(shipped).items()} == {
+        name: (value.shape, value.dtype) for name, value in fresh.items()
+    }
+    for name, value in load_file(file).items():
+        assert value.dtype is torch.float16 and torch.equal(weights(shipped)[name], value.float())
+    assert load_tokenizer("tiny-calculator").get_vocab() == TOKENIZER.get_vocab()
+
+
+def test_the_package_contains_the_shipped_weights() -> None:
+    data = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["mtgrpo"]
+    package = PROJECT / "src" / "mtgrpo"
+    packed = {file for pattern in data for file in package.glob(pattern)}
+    assert {file.suffix for file in tiny.WEIGHTS.iterdir()} == {".json", ".safetensors"}
+    assert packed >= set(tiny.WEIGHTS.iterdir())
 
 
 @pytest.mark.parametrize(("local_rank", "expected"), [(None, 0), ("", 0), ("1", 1)])

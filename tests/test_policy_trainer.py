@@ -142,7 +142,7 @@ class Copying(Local):
 
 
 def learned(folder: Path, engine: Local, *words: str) -> list[dict[str, Any]]:
-    experiment = replace(preset("calculator", *SMALL, *words), engine=engine)
+    experiment = replace(preset("calculator_from_scratch", *SMALL, *words), engine=engine)
     asyncio.run(train(experiment, folder, Curve()))
     return [digits(row) for row in rows(folder)]
 
@@ -167,7 +167,7 @@ def test_the_local_engine_refuses_a_model_that_is_elsewhere() -> None:
 
 
 def test_changes_are_counted_over_all_stages(tmp_path: Path) -> None:
-    experiment = preset("calculator", *SMALL)
+    experiment = preset("calculator_from_scratch", *SMALL)
     rank = TrainerRank(run.trainer_config(experiment, [1], None, tmp_path))
     source, changes = rank.weights(), list[int]()
 

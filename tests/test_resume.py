@@ -44,7 +44,7 @@ from mtgrpo.weights import checkpoint
 from saving import save_model
 
 SMALL = [
-    "recipe=calculator",  # also where model.name= names a checkpoint
+    "recipe=calculator_from_scratch",  # also where model.name= names a checkpoint
     *("trainer.steps=5", "sft.steps=4", "sft.batch_size=2", "rollout.prompts_per_step=2", "rollout.group_size=2"),
     *("sampling.max_new_tokens=12", "eval.tasks=2", "eval.samples=2", "eval.every_steps=2", "log=[jsonl]"),
     *("checkpoint.every_steps=2", "optimizer.lr=1e-3", "optimizer.schedule=linear", f"reward={__file__}:Tokens"),

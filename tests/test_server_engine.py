@@ -157,9 +157,9 @@ def test_settings_that_contradict_one_another_are_refused(settings: dict[str, ob
 @pytest.mark.parametrize("word", ["sampling.top_p=0.9", "sampling.min_p=0.1", "sampling.top_k=5000"])
 def test_tokens_that_were_kept_must_be_among_those_that_a_server_names(word: str) -> None:
     with pytest.raises(ConfigError, match=r"sampling\.top_k=\d+: .* set sampling\.top_k between 1 and 1008"):
-        preset("calculator", "engine=server", word)
-    assert preset("calculator", "engine=server", "sampling.top_p=0.9", "sampling.top_k=1008")
-    assert preset("calculator", "engine=auto", word), "which may turn out to be local"
+        preset("calculator_from_scratch", "engine=server", word)
+    assert preset("calculator_from_scratch", "engine=server", "sampling.top_p=0.9", "sampling.top_k=1008")
+    assert preset("calculator_from_scratch", "engine=auto", word), "which may turn out to be local"
 
 
 def test_no_interpreter_is_one_clear_line(tmp_path: Path) -> None:
@@ -265,12 +265,12 @@ def test_auto_says_which_engine_and_why(tmp_path: Path) -> None:
 
 def test_the_memory_plan_counts_a_server_beside_the_trainer(tmp_path: Path) -> None:
     words = f"model.name={named(tmp_path)}", "sft.steps=0", "model.dtype=float32", "engine=server"
-    found = estimate(preset("calculator", *words), 10**11, "cuda")
+    found = estimate(preset("calculator_from_scratch", *words), 10**11, "cuda")
     assert row(found, "server's weights and KV cache").bytes == 5 * 10**10
     assert row(found, "server's libraries").bytes == 10**9
     assert (row(found, "weights on their way").bytes, row(found, "weights on their way").phases) == (
         2**28,
         (Phase.sampling,),
     )
-    apart = estimate(preset("calculator", *words, "engine.devices=[1]"), 10**11, "cuda")
+    apart = estimate(preset("calculator_from_scratch", *words, "engine.devices=[1]"), 10**11, "cuda")
     assert not any(r.name.startswith(("server", "weights on")) for r in apart.rows)

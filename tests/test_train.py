@@ -39,7 +39,7 @@ CONSTANT = "optimizer.schedule=constant"  # a schedule that falls needs a number
 # Half of all tokens end a turn: a fresh model would otherwise hardly ever come to an end.
 ENDING = f"sampling.stop_ids={list(range(1024))}".replace(" ", "")
 SMALL = [
-    "recipe=calculator",  # also where model.name= names a checkpoint
+    "recipe=calculator_from_scratch",  # also where model.name= names a checkpoint
     *("trainer.steps=2", "sft.steps=2", "sft.batch_size=4", "rollout.prompts_per_step=2", "rollout.group_size=2"),
     *("sampling.max_new_tokens=12", "eval.tasks=2", "eval.samples=2", "eval.every_steps=0", "log=[jsonl]"),
 ]

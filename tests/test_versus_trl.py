@@ -106,7 +106,7 @@ def as_trl_sees_it(trajectories: list[Trajectory], advantage: torch.Tensor, pad:
 def test_one_batch_has_one_loss(
     model_name: str, environment: str, request: pytest.FixtureRequest, trl_side: ModuleType, tmp_path: Path
 ) -> None:
-    words = ["recipe=calculator", f"model.name={request.getfixturevalue(model_name)}"]
+    words = ["recipe=calculator_from_scratch", f"model.name={request.getfixturevalue(model_name)}"]
     words += ["rollout.prompts_per_step=2", "rollout.group_size=4"]
     words += ["sft.steps=0", "trainer.steps=2", "optimizer.warmup_steps=0", f"environment={environment}"]
     experiment = compose(parse(words)).experiment
@@ -156,7 +156,7 @@ def test_the_tasks_come_in_the_same_order(trl_side: ModuleType) -> None:
 
 def test_both_trainers_take_steps_in_turns(trl_side: ModuleType, weights: Path, tmp_path: Path) -> None:
     versus = load_file(BENCHMARKS / "versus_trl.py")
-    words = ["recipe=calculator", f"model.name={weights}", "sft.steps=0"]
+    words = ["recipe=calculator_from_scratch", f"model.name={weights}", "sft.steps=0"]
     words += ["rollout.prompts_per_step=1", "rollout.group_size=4"]
     words += ["trainer.steps=2", "sampling.max_new_tokens=8"]
     sides = {"ours": versus.ours(words, tmp_path, 1), "trl": versus.trl(words, tmp_path, 1, completion=8)}

@@ -169,7 +169,7 @@ async def test_what_may_take_long_is_waited_for(
 def test_a_run_that_hangs_ends(blocks: bool, tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
     words = [
-        *("train", "recipe=calculator", "sft.steps=0", "eval.tasks=1", "eval.samples=1", "watchdog_s=3", "log=[jsonl]"),
+        *("train", "model.name=tiny", "sft.steps=0", "eval.tasks=1", "eval.samples=1", "watchdog_s=3", "log=[jsonl]"),
         "rollout.timeout_s=0",
         *(f"environment={tmp_path / 'stuck.py'}:Stuck", f"environment.blocks={str(blocks).lower()}"),
         f"hydra.run.dir={tmp_path / 'run'}",

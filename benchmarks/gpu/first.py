@@ -248,7 +248,7 @@ def planned(size: Size, twice: bool) -> float:
         size.config.save_pretrained(folder)
         words = [f"model.name={folder}", f"batch.token_budget={budget_of(size, twice)}", "sft.steps=0"]
         words += [f"model.checkpointing={str(twice).lower()}", f"environment.max_context_length={size.prompt + 1}"]
-        found = estimate(preset("calculator", *words), 80 * 10**9, "cuda")
+        found = estimate(preset("calculator_from_scratch", *words), 80 * 10**9, "cuda")
     most = max(found.needed(Phase.training), found.needed(Phase.update)) - found.rows[0].bytes
     return most / 1e9
 

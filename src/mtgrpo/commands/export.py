@@ -14,7 +14,7 @@ from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIG
 
 from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.model.lora import find_adapter
-from mtgrpo.model.settings import FROM_SCRATCH
+from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
 from mtgrpo.runtime.files import put_whole
 from mtgrpo.stages.resume import final_results
 from mtgrpo.weights import checkpoint
@@ -84,7 +84,7 @@ def card(point: Checkpoint, to: str, name: str) -> str:
     settings, state = point.state["settings"], point.state
     base = str(settings.get("model.name", ""))
     lines = ["---", f"library_name: {'peft' if to == 'peft' else 'transformers'}", "pipeline_tag: text-generation"]
-    if base and base not in FROM_SCRATCH and not Path(base).exists():
+    if base and base not in (*FROM_SCRATCH, SHIPPED) and not Path(base).exists():
         lines.append(f"base_model: {base}")
     lines += ["tags: [reinforcement-learning, grpo, mtgrpo]", "---", "", f"# {name}", ""]
     lines.append(f"{base or 'A model'}, trained with mtgrpo for {point.step} steps of reinforcement learning.")

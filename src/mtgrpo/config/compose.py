@@ -41,7 +41,7 @@ from mtgrpo.config.recipe import (
 )
 from mtgrpo.config.run_record import checkpoint_folder, read_run
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.settings import FROM_SCRATCH
+from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
 
 OWN_NAME = re.compile(r"`([a-z_0-9]+)")  # how a part's message names a setting of its own
 
@@ -132,6 +132,7 @@ class ExperimentLoader(ConfigLoader):
         self.flags += [] if primary == "base" else ["--config-name", primary]
         self.notes: list[str] = []  # for the user, of the last configuration
         self._folders, self._reads, self._run = list(folders), evaluates or run is not None, run
+        self._imitates = job == "sft"  # the warm start is all there is
         self._primary = None if primary == "base" else read_primary(primary, folders)
 
     def load_configuration(
@@ -255,12 +256,19 @@ class ExperimentLoader(ConfigLoader):
         return recipe, [*layers, *primary]
 
     def _usual_recipe(self, typed: Mapping[str, Any]) -> tuple[Any, list[str]]:
-        """Where none is asked for: that of the primary configuration, else by the model that is named; and a note."""
+        """Where none is asked for: that of the primary configuration, else by the model that is named; and a note.
+
+        The weights that ship are for their own task; any other, and who asks for a warm start, begins from scratch.
+        """
         primary = self._primary or base()
-        model = primary.values.get("model") or {}
-        name = typed.get("model.name", model.get("name", FROM_SCRATCH[0]))
-        if name in FROM_SCRATCH or (self._primary and "recipe" in primary.choices):
-            return primary.choices.get("recipe", base().choices["recipe"]), []
+        usual, model = base().choices, primary.values.get("model") or {}
+        name = typed.get("model.name", model.get("name", SHIPPED))
+        if self._primary and "recipe" in primary.choices:
+            return primary.choices["recipe"], []
+        if name in (*FROM_SCRATCH, SHIPPED):
+            task = typed.get("task", primary.choices.get("task", usual["task"]))
+            begun = (name, task) == (SHIPPED, usual["task"]) and not (self._imitates or typed.get("sft.steps"))
+            return usual["recipe"] if begun else f"{usual['recipe']}_from_scratch", []
         rank = typed.get("model.lora.rank", (model.get("lora") or {}).get("rank"))
         recipe = "pretrained_lora" if rank else "pretrained"
         why = "no recipe= is given, and the usual one is for the model from scratch"

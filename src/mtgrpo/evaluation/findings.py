@@ -24,6 +24,7 @@ from mtgrpo.types import CallOutcome, Group, Trajectory
 
 NO_TOOLS = "no_tools"  # the name of the control beside the sets of tasks
 _DIFFICULTY = ("difficulty", "level")  # what data sets call it, in a task's metadata
+_HARDLY = 0.05  # a change of success that is not worth a word
 _MAX_PARTS = 8  # rows of a breakdown; the others are one
 
 
@@ -105,6 +106,23 @@ def control(groups: Mapping[str, EvaluationGroups], success_at: float) -> Compar
         for name in (NO_TOOLS, "")
     )
     return compare_by_task(without, with_tools)
+
+
+def what_was_learned(summary: Mapping[str, float], samples: int) -> str:
+    """Held-out success before and after training, and whether `samples` samples of a task had found it before."""
+    best = f"pass@{samples}"
+    names = {"greedy": "greedy", "sampled": "success", **({best: best} if samples > 1 else {})}
+    found = {label: [summary[f"eval/{name}/{when}"] for when in ("before", "after")] for label, name in names.items()}
+    line = ", ".join(f"{label} {before:.3f} -> {after:.3f}" for label, (before, after) in found.items())
+    gains = {label: after - before for label, (before, after) in found.items()}
+    rose = f"sampled success by {gains['sampled']:+.3f}, {best} by {gains.get(best, 0.0):+.3f}"
+    if gains["sampled"] < _HARDLY:
+        return f"held-out success: {line}\nno gain worth a word"
+    if samples == 1:
+        return f"held-out success: {line}"
+    if gains[best] < gains["sampled"] / 2:
+        return f"held-out success: {line}\nmostly sharpening, of what {samples} samples found before ({rose})"
+    return f"held-out success: {line}\nlearned what {samples} samples had not found before ({rose})"
 
 
 def _by_task(groups: Sequence[Group]) -> list[list[Trajectory]]:

@@ -34,7 +34,7 @@ from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.cpu_kernels import use_cpu_kernels
 from mtgrpo.model.logprobs import RoundedHead, head_logits
 from mtgrpo.model.lora import add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
-from mtgrpo.model.settings import DType, Head, ModelSettings, Quantization
+from mtgrpo.model.settings import SHIPPED, DType, Head, ModelSettings, Quantization
 from mtgrpo.model.value import FILE as VALUE_HEAD
 from mtgrpo.model.value import add_value_head, split_value_head
 from mtgrpo.runtime.hub import refuse_unloadable
@@ -47,7 +47,7 @@ logging.disable_progress_bar()  # it would write through the console's own
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer that belongs to model `name`; loads no weights. Raises ConfigError when there is none."""
-    if name in tiny.SHAPES:
+    if name in tiny.SHAPES or name == SHIPPED:
         return tiny.load_tokenizer()
     folder = place(name)
     with refuse_model(folder):
@@ -215,9 +215,9 @@ def _quantized(settings: ModelSettings) -> dict[str, Any]:
 
 
 def place(name: str) -> str:
-    """Where the model of this name lies: itself, but for one that the command `mtgrpo data` puts on this machine."""
+    """Where the model of this name lies: itself, but for those that the package or the command `mtgrpo data` brings."""
     if name != smollm2.NAME:
-        return name
+        return str(tiny.WEIGHTS) if name == SHIPPED else name
     folder = smollm2.folder()
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.name={name} is not on this machine yet ({folder}): run mtgrpo data {name}")
@@ -229,7 +229,7 @@ def refuse_model(name: str, base: str = "") -> AbstractContextManager[None]:
     if base:
         cure = f"put that model back, or write where it is as base_model_name_or_path in {name}/adapter_config.json"
         return refuse_unloadable(f"model.name={name} is an adapter of {base}, which", base, cure)
-    cure = f"give a folder, smollm2 (mtgrpo data smollm2), a name on the Hugging Face hub, or {', '.join(tiny.SHAPES)}"
+    cure = f"give a folder, smollm2 (mtgrpo data smollm2), a hub name, or {', '.join([*tiny.SHAPES, SHIPPED])}"
     return refuse_unloadable(f"model.name={name}", name, cure)
 
 

@@ -9,6 +9,7 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Network, Text
 
 FROM_SCRATCH = ("tiny", "tiny-2m", "tiny-30m")  # models that have no weights to be loaded; `tiny.py` has their shapes
+SHIPPED = "tiny-calculator"  # the weights that come with the package
 
 
 class Attention(Enum):
@@ -66,6 +67,7 @@ class Head(Enum):
 class ModelSettings:
     """Which model is trained. `tiny`, `tiny-2m` and `tiny-30m` are Qwen3-shaped models from scratch.
 
+    `tiny-calculator` is `tiny` after the warm start of recipe=calculator_from_scratch, which comes with the package;
     `smollm2` is the real SmolLM2-135M-Instruct, which the command `mtgrpo data smollm2` puts on this machine.
     """
 

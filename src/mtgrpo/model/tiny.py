@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 TOKENIZER = Path(__file__).parent / "tiny_tokenizer"
+WEIGHTS = Path(__file__).parent / "tiny_calculator"  # of settings.SHIPPED, in fp16; origin.json says how they were made
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 VOCABULARY = 2048

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import RunError
+from mtgrpo.evaluation.findings import what_was_learned
 from mtgrpo.journal import Journal
 from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.trainer import Stage
@@ -39,8 +40,7 @@ async def run_training(experiment: Experiment, folder: Path) -> None:
     size = shutil.get_terminal_size((100, 24))
     drawn = curve.draw(folder, min(size.columns, 100))
     if "console" in experiment.log:
-        before, after = summary["eval/success/before"], summary["eval/success/after"]
-        print(f"\n{drawn}\n\nheld-out success {before:.3f} -> {after:.3f}\n\n{next_commands(folder)}")
+        print(f"\n{drawn}\n\n{what_was_learned(summary, experiment.eval.samples)}\n\n{next_commands(folder)}")
 
 
 def next_commands(folder: Path) -> str:
