@@ -14,7 +14,7 @@ from mtgrpo.config.compose import preset
 from mtgrpo.config.recipe import recipes
 from mtgrpo.environments.tool_use import ToolUse
 from mtgrpo.errors import ConfigError, RunError
-from mtgrpo.evaluation.findings import EvaluationGroups, Findings, control, table
+from mtgrpo.evaluation.findings import EvaluationGroups, Findings, control, table, what_was_learned
 from mtgrpo.evaluation.statistics import wilson
 from mtgrpo.record.writing import fine_tuning_row, open_rows, trajectory_row
 from mtgrpo.rewards.numeric import Numeric
@@ -70,6 +70,37 @@ def test_an_evaluation_finds_the_numbers_of_its_formulas() -> None:
     for said in ("turns 1", "tool none", "level 2"):
         assert shown.count(f"\n  {said} ") == 1
     assert "\neasy: 3 held-out tasks x 4 samples\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (
+            (1.0, 0.9, 1.0),
+            "mostly sharpening, of what 4 samples found before (sampled success by +0.600, pass@4",
+        ),
+        ((1.0, 0.6, 1.0), "learned what 4 samples had not found before (sampled success by +0.300, pass@4 by +0.200)"),
+        ((1.0, 0.34, 1.0), "no gain worth a word"),
+        ((0.0, 0.1, 0.2), "no gain worth a word"),
+    ],
+)
+def test_a_run_ends_with_what_was_learned(after: tuple[float, ...], said: str) -> None:
+    names = ("greedy", "success", "pass@4")
+    summary = {f"eval/{name}/after": value for name, value in zip(names, after, strict=True)}
+    summary |= {"eval/greedy/before": 0.0, "eval/success/before": 0.3, "eval/pass@4/before": 0.8}
+    line, verdict = what_was_learned(summary, 4).splitlines()
+    assert line == (
+        f"held-out success: greedy 0.000 -> {after[0]:.3f}, sampled 0.300 -> {after[1]:.3f}, "
+        f"pass@4 0.800 -> {after[2]:.3f}"
+    )
+    assert verdict.startswith(said)
+
+
+def test_one_sample_of_a_task_cannot_tell_sharpening_from_learning() -> None:
+    summary = {f"eval/{name}/{when}": 0.0 for name in ("greedy", "success", "pass@1") for when in ("before", "after")}
+    assert what_was_learned(summary | {"eval/success/after": 0.5}, 1) == (
+        "held-out success: greedy 0.000 -> 0.000, sampled 0.000 -> 0.500"
+    )
 
 
 @pytest.fixture(scope="module")

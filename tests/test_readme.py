@@ -62,8 +62,8 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cli.main(["train", *words, f"hydra.run.dir={folder}/runs/a", "log=[jsonl]"])
     assert done.value.code == 0
     checkpoints = folder / "runs/a/checkpoints"
-    shutil.copytree(checkpoints / "step_000001", checkpoints / "step_000040")
-    (checkpoints / "step_000001").rename(checkpoints / "step_000070")
+    shutil.copytree(checkpoints / "step_000001", checkpoints / "step_000020")
+    (checkpoints / "step_000001").rename(checkpoints / "step_000025")
     return folder
 
 

@@ -18,7 +18,7 @@ _BEGAN = read_cpu_times()  # what the cores do from here on, until torch is impo
 EXPERIMENTS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
-    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000070; or a model: model.name=NAME",
+    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000025; or a model: model.name=NAME",
     "collect": "conversations of such a policy, also to fine-tune on: collect.form=messages",
     "serve": "such a policy behind the endpoint of agents, to try one by hand",
     "play": "talk to such a policy and its tools in the terminal",

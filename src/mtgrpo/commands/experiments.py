@@ -209,7 +209,7 @@ def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline
     if command in MEASURES:  # a checkpoint brings its own tokenizer
         if experiment.model.name.startswith("tiny"):  # from scratch
             raise ConfigError(
-                f"{command} needs checkpoint=RUN/checkpoints/step_000070, or model.name=NAME of a trained model"
+                f"{command} needs checkpoint=RUN/checkpoints/step_000025, or model.name=NAME of a trained model"
             )
         experiment = replace(experiment, resume="")
     with refuse_unreadable():

@@ -32,7 +32,7 @@ _SHOWN = ("recipe", "task", "environment", "reward", "algorithm", "advantage", "
 def main(arguments: Sequence[str]) -> int:
     """Write the folder and say where it is. Raises ConfigError for a damaged checkpoint or one that does not fit."""
     parser = Arguments("mtgrpo export", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step_000070")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step_000025")
     forms = "; ".join(f"{name}: {what}" for name, what in TO.items())
     parser.add_argument("--to", choices=TO, default="hf", help=forms)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is not there yet")

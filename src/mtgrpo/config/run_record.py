@@ -77,7 +77,7 @@ def checkpoint_folder(given: str) -> Path:
     if not (path.parent.parent / ".hydra" / "config.yaml").is_file():
         raise ConfigError(
             f"checkpoint={given}: {path.parent.parent} holds no .hydra/config.yaml; "
-            "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000070"
+            "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000025"
         )
     return path
 

@@ -1,6 +1,6 @@
 """Save, verify, find and prune checkpoints. Tensors are safetensors, the rest is JSON: nothing is ever unpickled.
 
-checkpoints/step_000070/    model.safetensors, config.json, tokenizer files    a folder that `model.name=` takes
+checkpoints/step_000025/    model.safetensors, config.json, tokenizer files    a folder that `model.name=` takes
                             (LoRA: adapter_model.safetensors, adapter_config.json)
                             optimizer.safetensors                              the tensors of the training state
                             state.json                                         the rest; size and checksum of each file
