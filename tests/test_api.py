@@ -198,6 +198,7 @@ def test_what_the_package_does_not_offer() -> None:
 
 
 SMALL = [
+    "model.name=tiny",
     "sft.steps=0",
     "trainer.steps=2",
     "rollout.prompts_per_step=2",

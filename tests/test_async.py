@@ -51,7 +51,7 @@ T = TypeVar("T")
 CHI_SQUARE_49 = 74.9  # 99th percentile with 49 degrees of freedom
 SMALL = [
     *("sft.steps=0", "rollout.prompts_per_step=2", "rollout.group_size=2", "sampling.max_new_tokens=12"),
-    *("eval.tasks=2", "eval.samples=2", "eval.every_steps=0", "log=[jsonl]"),
+    *("model.name=tiny", "eval.tasks=2", "eval.samples=2", "eval.every_steps=0", "log=[jsonl]"),
     f"sampling.stop_ids={list(range(1024))}".replace(" ", ""),  # a fresh model would hardly ever end a turn
 ]
 

@@ -195,6 +195,7 @@ def test_without_a_word_it_is_the_recipe_calculator() -> None:
         ("model.name=tiny-2m", "calculator_from_scratch", 2e-3, 1600),
         ("task=word_problems", "calculator_from_scratch", 2e-3, 1600),
         ("sft.steps=20", "calculator_from_scratch", 2e-3, 20),
+        ("sft.steps=0", "calculator", 2e-3, 0),
         ("model.name=Some/Model", "pretrained", 1e-6, 0),
         ("model.name=./folder task=gsm8k environment=single_turn", "pretrained", 1e-6, 0),
         ("model.name=Some/Model model.lora.rank=8", "pretrained_lora", 1e-5, 0),
@@ -730,9 +731,8 @@ def test_a_dry_run_prints_the_whole_configuration_and_writes_nothing(run: Run, p
     assert (values["seed"], values["kl"]["estimator"], values["environment"]["tools"]) == (3, "k1", ["calculator"])
     assert out.startswith("# task=calculator environment=tool_use")
     assert out.splitlines()[-1] == (
-        "# no fault found, and nothing was run; a run would be 1,300 steps of 32 demonstrations, then steps of 32 "
-        "tasks x 8 conversations up to trainer.steps=70; before and after them 200 held-out tasks x 8 conversations, "
-        "and a greedy one each"
+        "# no fault found, and nothing was run; a run would be steps of 32 tasks x 8 conversations up to "
+        "trainer.steps=25; before and after them 100 held-out tasks x 8 conversations, and a greedy one each"
     )
     assert list(place.iterdir()) == []
 

@@ -17,7 +17,7 @@ from mtgrpo.parts import extension
 FILES = Path(__file__).parent / "newcomer"
 SMALL = [
     *("trainer.steps=1", "sft.steps=0", "rollout.prompts_per_step=2", "rollout.group_size=4", "eval.tasks=1"),
-    *("sampling.max_new_tokens=8", "eval.samples=2", "environment.max_turns=3", "log=[jsonl]"),
+    *("model.name=tiny", "sampling.max_new_tokens=8", "eval.samples=2", "environment.max_turns=3", "log=[jsonl]"),
     f"sampling.stop_ids={list(range(1024))}".replace(" ", ""),  # a fresh model would hardly ever end a turn
 ]
 MOST_LINES = {"tool": 3, "reward": 13, "task": 19, "algorithm": 16, "engine": 40, "sink": 21}  # what a new user writes

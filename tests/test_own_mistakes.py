@@ -202,6 +202,7 @@ BROKEN: dict[str, tuple[str, str, str]] = {
 SMALL = [
     *("trainer.steps=1", "sft.steps=0", "rollout.prompts_per_step=2", "rollout.group_size=2", "eval.tasks=1"),
     *("sampling.max_new_tokens=8", "eval.samples=1", "environment.max_turns=3", "log=[jsonl]", "rollout.retries=0"),
+    "model.name=tiny",
     f"sampling.stop_ids={list(range(1024))}".replace(" ", ""),  # a fresh model would hardly ever end a turn
 ]
 

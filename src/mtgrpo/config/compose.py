@@ -267,7 +267,8 @@ class ExperimentLoader(ConfigLoader):
             return primary.choices["recipe"], []
         if name in (*FROM_SCRATCH, SHIPPED):
             task = typed.get("task", primary.choices.get("task", usual["task"]))
-            begun = (name, task) == (SHIPPED, usual["task"]) and not (self._imitates or typed.get("sft.steps"))
+            imitates = typed.get("sft.steps") != 0 and any(key.startswith("sft.") for key in typed)
+            begun = (name, task) == (SHIPPED, usual["task"]) and not (self._imitates or imitates)
             return usual["recipe"] if begun else f"{usual['recipe']}_from_scratch", []
         rank = typed.get("model.lora.rank", (model.get("lora") or {}).get("rank"))
         recipe = "pretrained_lora" if rank else "pretrained"
