@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import age
 from record import RESULTS, finish
 
 ARMS = {
@@ -70,7 +71,7 @@ def main() -> None:
         found.pop(arm, None)
     seeds = {arm: given.seeds or SEEDS.get(arm, OTHER_SEEDS) for arm in given.arms}
     missing = [(arm, seed) for arm in given.arms for seed in seeds[arm] if str(seed) not in found.get(arm, {})]
-    commits |= dict.fromkeys((arm for arm, _ in missing), commit())
+    commits |= dict.fromkeys((arm for arm, _ in missing), age.head())
     with ThreadPoolExecutor(given.jobs) as pool:
         done = pool.map(lambda one: run(*one, given.folder.resolve()), missing)
         for (arm, seed), success in zip(missing, done, strict=True):
@@ -85,12 +86,6 @@ def measured() -> dict[str, Any]:
     """What was measured before: runs by arm and seed, and the commit of each arm."""
     file = RESULTS / "unseen.json"
     return json.loads(file.read_text())["detail"] if file.exists() else {}
-
-
-def commit() -> str:
-    """That of the source that runs."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":
