@@ -45,6 +45,7 @@ class Optimizer:
                 "not limited: set the stage's steps above 0 or optimizer.schedule=constant"
             )
         self.changes = 0  # of the weights
+        self.profiler = Profiler()  # of the policy
         self._settings = settings
         self._weights = [p for p in model.parameters() if p.requires_grad]
         # Of each weight, what is stepped: the weight itself, or its copy on the host.
@@ -78,7 +79,7 @@ class Optimizer:
         """What to take the gradient of in the place of `loss`."""
         return self._scaler.scale(loss)
 
-    def step(self, profiler: Profiler | None = None) -> float:
+    def step(self) -> float:
         """Clip the gradient, update, advance the schedule; returns the gradient norm before clipping, without scale.
 
         A gradient that is not finite is dropped: weights, optimiser and schedule stay as they are. In float16 the scale
@@ -86,8 +87,7 @@ class Optimizer:
         """
         for optimizer in self._optimizers:
             self._scaler.unscale_(optimizer)
-        profiler = profiler or Profiler()
-        with profiler.measure("check"):
+        with self.profiler.measure("check"):
             self.check.before()
         norm = float(nn.utils.clip_grad_norm_(self._stepped.values(), self._settings.max_grad_norm))
         share = factor(self._settings, self._steps, self._total_steps)
@@ -103,7 +103,7 @@ class Optimizer:
             if stepped is not weight:
                 weight.detach().copy_(stepped.detach(), non_blocking=True)
         if math.isfinite(norm):
-            with profiler.measure("check"):
+            with self.profiler.measure("check"):
                 self.check.after(min(1.0, self._settings.max_grad_norm / (norm + 1e-6)), share)
         return norm
 

@@ -57,8 +57,8 @@ class Policy:
         self.scorer: Callable[[MicroBatch, float, Prefix | None], Scores] = Scorer(model)
         self._plain_scorer = Scorer(model)
         self._rank, self._ranks = rank, ranks
-        self.profiler = profiler or Profiler()
         self.optimizer = optimizer
+        self.profiler = optimizer.profiler = profiler or Profiler()
         self._token_budget = token_budget
         self._temperature = temperature
         self._cost, self._layout = flops_of(model), layout_of(model)
@@ -211,7 +211,7 @@ class Policy:
                 yield
         lr, weight, total = self.optimizer.lr, sums.pop("weight"), sums.pop("loss")
         with self.profiler.measure("update"), explained("update"):
-            metrics = {"loss": total, "lr": lr, "grad_norm": self.optimizer.step(self.profiler)}
+            metrics = {"loss": total, "lr": lr, "grad_norm": self.optimizer.step()}
         metrics["skipped"] = self._count_skipped(total, metrics["grad_norm"])
         metrics["computed_tokens"] = float(packing.computed)
         metrics["repeated_tokens"] = float(packing.computed - packing.distinct)
