@@ -61,12 +61,12 @@ def training(case: str, repeats: int, weights: Path, folder: Path) -> Measured:
 
 
 def sampling(case: str) -> Measured:
-    """The conversations of rollout.py; the model is loaded as for `mtgrpo train`."""
+    """The conversations of rollout.py, with a model as `mtgrpo train` has it; older commits have no `record.load`."""
     import rollout  # noqa: PLC0415
 
-    from mtgrpo.model import load  # noqa: PLC0415
+    from mtgrpo.model.load import ModelSettings, load_model  # noqa: PLC0415
 
-    model = load.load_model(load.ModelSettings("tiny-2m"), 0)
+    model = record.load("tiny-2m") if hasattr(record, "load") else load_model(ModelSettings("tiny-2m"), 0)
     ours, conversations = rollout.Ours(model), rollout.workloads(model.config.vocab_size, quick=False)[case]
     return lambda: {"seconds": ours.play(conversations)[0]}
 
@@ -104,8 +104,7 @@ def compare(benchmark: str, case: str, trees: dict[str, Path], repeats: int) -> 
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             search = os.pathsep.join(map(str, (tree / "src", tree / "benchmarks", HERE)))  # its own before ours
             command = ["-P", __file__, "--serve", benchmark, case, str(repeats), weights, str(folder)]
-            sides[name] = Side(name, command, folder, PYTHONPATH=search)
-            stack.callback(sides[name].close)
+            sides[name] = stack.enter_context(Side(name, command, folder, PYTHONPATH=search))
         steps: dict[str, list[Step]] = {name: [] for name in sides}
         for repeat in range(repeats):
             for name in sorted(sides, reverse=repeat % 2 == 0):

@@ -13,12 +13,9 @@ here measures time.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from record import finish
+from runs import finish_run, last_checkpoint, steps_of
 
 GOAL = 0.8
 FOLDER = Path("outputs/benchmarks/algorithms")
@@ -74,17 +72,8 @@ GROUPS: dict[str, dict[str, Arm]] = {
 def warm_start(words: Sequence[str], seed: int, threads: int) -> Path:
     """The weights after `mtgrpo sft` with these words, made once."""
     name = f"seed_{seed}" + ("_seldom" if words else "")
-    folder = FOLDER / name
-    if not (folder / "summary.json").exists():
-        mtgrpo("sft", [*words, f"seed={seed}"], folder, threads)
-    return max((folder / "checkpoints").glob("step_*"))
-
-
-def mtgrpo(command: str, words: Sequence[str], folder: Path, threads: int) -> None:
-    """One run of the command line."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    line = [sys.executable, "-m", "mtgrpo", command, *words, f"hydra.run.dir={folder}", "log=[jsonl]"]
-    subprocess.run(line, check=True, env=environment)
+    finish_run(["sft", *words, f"seed={seed}"], FOLDER / name, threads)
+    return last_checkpoint(FOLDER / name)
 
 
 def play(group: str, name: str, seed: int, steps: int, threads: int) -> dict[str, Any]:
@@ -92,13 +81,10 @@ def play(group: str, name: str, seed: int, steps: int, threads: int) -> dict[str
     arm = GROUPS[group][name]
     place = re.sub(r"\W+", "_", f"{group} {name} {seed}")
     folder = FOLDER / place
-    if not (folder / "summary.json").exists():
-        weights = warm_start(arm.warm, seed, threads)
-        words = ["recipe=calculator_from_scratch", f"seed={seed}", f"model.name={weights.resolve()}", "sft.steps=0"]
-        mtgrpo("train", [*words, f"trainer.steps={steps}", "eval.every_steps=0", *arm.words], folder, threads)
-    summary = json.loads((folder / "summary.json").read_text())
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [line for line in lines if line["stage"] == "reinforcement learning"]
+    weights = warm_start(arm.warm, seed, threads)
+    words = ["recipe=calculator_from_scratch", f"seed={seed}", f"model.name={weights}", "sft.steps=0"]
+    words += [f"trainer.steps={steps}", "eval.every_steps=0", *arm.words]
+    summary, rows = finish_run(["train", *words], folder, threads), steps_of(folder)
 
     def curve(metric: str) -> list[float]:
         return [round(row[metric], 4) for row in rows if metric in row]

@@ -12,17 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from record import finish
+from runs import finish_run, steps_of
+from sides import HERE
 from versus_trl import warm_start
 from versus_trl_learning import seconds_to_goal
 
-HERE = Path(__file__).resolve().parent
 NAMED = 2  # the staleness of the ratio
 
 
@@ -41,13 +40,8 @@ def run(weights: Path, seed: int, staleness: int, steps: int) -> dict[str, Any]:
             "eval.every_steps=0",
             "eval.tasks=100",
             "eval.samples=2",
-            "log=[jsonl]",
-            f"hydra.run.dir={folder}",
         ]
-        subprocess.run([sys.executable, "-m", "mtgrpo", "train", *words], check=True)
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        summary = json.loads((Path(folder) / "summary.json").read_text())
-    rows = [line for line in lines if line["stage"] == "reinforcement learning"]
+        summary, rows = finish_run(["train", *words], Path(folder)), steps_of(Path(folder))
     timed = [row | {"seconds": row["time/rollout_s"] + row["time/train_s"]} for row in rows]
     found = {
         "seconds_to_goal": seconds_to_goal(timed),

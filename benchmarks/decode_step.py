@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import record  # before torch
 import torch
-from record import finish
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
@@ -143,7 +143,7 @@ def main() -> None:
         "decode.step_ms": round(alone, 2),
         "decode.queue_ms": round(queued - alone, 2),
     }
-    finish("decode_step", ratios, {"kernels": counts, "waiting": 250}, None if quick else "decode_step.json")
+    record.finish("decode_step", ratios, {"kernels": counts, "waiting": 250}, None if quick else "decode_step.json")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ Every side computes the same loss and gradient (checked) from the same turns wit
     C   history that only grows: 10 turns, prompt 500, 75 tokens sampled and 175 observed in each
     D   context condensed at every turn to prompt 500, summary 100, observation 175; 75 sampled
 
-"ideal" is the ratio of floating-point operations, "fraction" is how much of it is reached.
+"ideal" is the ratio of floating-point operations, "fraction" is how much of it is reached. Packed rows and the forest
+are computed in a process that begins as the command does, padded rows in another with threads of their own choice.
 """
 
 from __future__ import annotations
@@ -23,20 +24,24 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import record  # before torch
 import torch
+from gate import serve
+from sides import RIVAL, Side
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mtgrpo.batch.forest import Batch, Forest, build_batch, build_forest
 from mtgrpo.batch.packing import Cost, Packing, pack
 from mtgrpo.model import tiny
-from mtgrpo.model.attention import Attention, choose_attention
-from mtgrpo.model.cpu_kernels import use_cpu_kernels
 from mtgrpo.model.scorer import Scorer, flops_of
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
@@ -128,9 +133,7 @@ class Sides:
         self.trajectories = scenario.play(self._shape.vocabulary)
         self.token_budget = token_budget
         self.padded_rows = scenario.padded_rows
-        self.model = tiny.build_model(self._shape, 0).eval()
-        choose_attention(self.model, Attention.forest)
-        use_cpu_kernels(self.model)
+        self.model = record.load(f"tiny-{size}")
         self.cost = flops_of(self.model)
         self._rival: PreTrainedModel | None = None
         self.turns = [
@@ -278,8 +281,8 @@ def timed(sides: Sides, names: Sequence[str], repeats: int) -> dict[str, list[fl
 
 def peak_mb(side: str, size: str, scenario: str, quick: bool) -> float:
     """Peak memory above the loaded model, in a process of its own."""
-    command = [sys.executable, __file__, "--memory-of", side, size, scenario] + ["--quick"] * quick
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command = [*started(side), "--memory-of", side, size, scenario] + ["--quick"] * quick
+    out = subprocess.run([sys.executable, *command], check=True, capture_output=True, text=True).stdout
     return float(out.strip().splitlines()[-1])
 
 
@@ -296,35 +299,65 @@ def print_memory(side: str, size: str, name: str, quick: bool) -> None:
     print((record.resident("VmHWM") - before) / 2**20)
 
 
-def best_rival(size: str, name: str) -> dict[str, int]:
+def started(side: str) -> list[str]:
+    """The words that start a process of this side."""
+    return [RIVAL, __file__] if side.endswith("padded") else [__file__]
+
+
+def step_for() -> None:
+    """The process of our sides, or of padded rows: milliseconds of a step after a line."""
+    warm: set[tuple[str, str]] = set()
+    made: dict[str, Sides] = {}
+
+    def step(side: str, size: str, values: dict[str, Any], threads: int) -> dict[str, float]:
+        torch.set_num_threads(threads)
+        if (side, size) not in warm:
+            timed(Sides(size, Scenario(1, 2, 8, (4, 4)), TOKEN_BUDGET), [side], 1)
+            warm.add((side, size))
+        if (key := f"{size} {values}") not in made:
+            made.clear()
+            made[key] = Sides(size, Scenario(**values), TOKEN_BUDGET)
+        return {"ms": timed(made[key], [side], 1)[side][0]}
+
+    serve(step)
+
+
+class Processes:
+    """Of our sides, and of padded rows."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self._by = {p: stack.enter_context(Side(p, [*started(p), "--serve"], folder)) for p in ("ours", "padded")}
+        self.threads: dict[str, int] = {name: side.loaded["threads"] for name, side in self._by.items()}
+
+    def step(self, side: str, size: str, scenario: Scenario, threads: int = 0) -> float:
+        """Milliseconds of one step; threads: 0 = those of the process's own choice."""
+        name = "padded" if side.endswith("padded") else "ours"
+        return self._by[name].step(side, size, asdict(scenario), threads or self.threads[name])["ms"]
+
+
+def best_rival(processes: Processes, size: str, name: str) -> dict[str, int]:
     """The rows per micro-batch and threads at which merged padded rows are fastest, on a quarter of the batch."""
     chosen = scenarios(size, quick=True)[name]
     quarter = Scenario(1, 2 if name == "B" else 8, chosen.prompt, chosen.sampled)
-    default = torch.get_num_threads()
     timings: dict[tuple[int, int], float] = {}
     for threads in (1, 2):
-        torch.set_num_threads(threads)
         for rows in (1, 2, 4, 8):
-            sides = Sides(size, replace(quarter, padded_rows=rows), TOKEN_BUDGET)
-            timings[rows, threads] = min(timed(sides, ["merged_padded"], 3)["merged_padded"])
-    torch.set_num_threads(default)
+            tried = replace(quarter, padded_rows=rows)
+            timings[rows, threads] = min(processes.step("merged_padded", size, tried, threads) for _ in range(3))
     rows, threads = min(timings, key=timings.__getitem__)
     return {"padded_rows": rows, "threads": threads}
 
 
-def against_best(size: str, name: str, repeats: int, quick: bool) -> tuple[float, dict[str, int]]:
+def against_best(processes: Processes, size: str, name: str, repeats: int, quick: bool) -> tuple[float, dict[str, int]]:
     """Merged padded rows at their best setting / forest, and the setting."""
-    setting = best_rival(size, name)
+    setting = best_rival(processes, size, name)
     scenario = replace(scenarios(size, quick)[name], padded_rows=setting["padded_rows"])
-    sides = Sides(size, scenario, TOKEN_BUDGET)
-    default = torch.get_num_threads()
     rival: list[float] = []
     ours: list[float] = []
     for _ in range(repeats):
-        torch.set_num_threads(setting["threads"])
-        rival += timed(sides, ["merged_padded"], 1)["merged_padded"]
-        torch.set_num_threads(default)
-        ours += timed(sides, ["forest"], 1)["forest"]
+        rival.append(processes.step("merged_padded", size, scenario, setting["threads"]))
+        ours.append(processes.step("forest", size, scenario))
     return statistics.median(rival) / statistics.median(ours), setting
 
 
@@ -343,14 +376,18 @@ def build_seconds_per_million() -> float:
     return statistics.median(found)
 
 
-def measure(size: str, name: str, repeats: int, quick: bool) -> dict[str, dict[str, float]]:
+def measure(processes: Processes, size: str, name: str, repeats: int, quick: bool) -> dict[str, dict[str, float]]:
     """One scenario at one size: a row per side."""
-    sides = Sides(size, scenarios(size, quick)[name], TOKEN_BUDGET)
+    scenario = scenarios(size, quick)[name]
+    sides = Sides(size, scenario, TOKEN_BUDGET)
     skipped = name in "AB" or size == "30m"  # with one turn they are the merged rows
     names = [side for side in SIDES if not (side == "per_turn_padded" and skipped)]
     if name in "AB" and size == "2m":
         repeats *= 3  # short, and so the more disturbed
-    times = timed(sides, names, repeats)
+    times: dict[str, list[float]] = {side: [] for side in names}
+    for _ in range(repeats):
+        for side in names:
+            times[side].append(processes.step(side, size, scenario))
     forest_ms, forest_work = statistics.median(times["forest"]), sides.work("forest")
     table: dict[str, dict[str, float]] = {}
     for side in names:
@@ -376,16 +413,26 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["2m", "30m"])
     parser.add_argument("--scenarios", nargs="+", default=list("ABCD"))
     parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory_of:
         print_memory(*arguments.memory_of, arguments.quick)
-        return
+    elif arguments.serve:
+        step_for()
+    else:
+        with ExitStack() as stack:
+            compare(arguments, Processes(stack))
+
+
+def compare(arguments: argparse.Namespace, processes: Processes) -> None:
+    """Measure and report."""
     repeats, sizes = (1, ["2m"]) if arguments.quick else (arguments.repeats, arguments.sizes)
     for size in sizes:
         check(size)
     complete = not arguments.quick and sizes == ["2m", "30m"] and arguments.scenarios == list("ABCD")
     detail = {
-        size: {name: measure(size, name, repeats, arguments.quick) for name in arguments.scenarios} for size in sizes
+        size: {name: measure(processes, size, name, repeats, arguments.quick) for name in arguments.scenarios}
+        for size in sizes
     }
     ratios: dict[str, float | None] = {
         f"forest.{name}": detail["2m"][name]["merged_padded"]["ratio"]
@@ -394,7 +441,7 @@ def main() -> None:
     }
     if arguments.scenarios == list("ABCD"):
         at_2m = detail["2m"]
-        best = {name: against_best("2m", name, 3 * repeats, arguments.quick) for name in "AB"}
+        best = {name: against_best(processes, "2m", name, 3 * repeats, arguments.quick) for name in "AB"}
         ratios |= {
             "forest.A_best": round(best["A"][0], 3),
             "forest.B_best": round(best["B"][0], 3),
@@ -405,9 +452,11 @@ def main() -> None:
             "forest.build_s_per_million": round(build_seconds_per_million(), 3),
         }
         detail["best"] = {name: setting for name, (_, setting) in best.items()}  # pyright: ignore[reportArgumentType]
-    settings = {"token_budget": TOKEN_BUDGET, "threads": torch.get_num_threads(), "repeats": repeats}
+    settings = {"token_budget": TOKEN_BUDGET, "padded_threads": processes.threads["padded"], "repeats": repeats}
     print(json.dumps(ratios, indent=1))
-    record.finish("forest", ratios, {**detail, **settings}, "forest.json" if complete else None)
+    record.finish(
+        "forest", ratios, {**detail, **settings}, "forest.json" if complete else None, processes.threads["ours"]
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Holds a training run between its steps, so that two runs can be measured in turns.
+"""Holds a training run between its steps, or what else is measured, so that sides can be measured in turns.
 
     mtgrpo train 'log=[jsonl,benchmarks/gate.py:Gate]'
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from record import resident
@@ -27,6 +28,13 @@ def wait(found: Mapping[str, float]) -> float:
     if not sys.stdin.readline():
         sys.exit()
     return time.perf_counter()
+
+
+def serve(measured: Callable[..., Mapping[str, Any]]) -> None:
+    """Answer each line of stdin, a list of arguments, with what `measured` finds."""
+    print(MARK + json.dumps({"threads": torch.get_num_threads()}), flush=True)
+    for line in sys.stdin:
+        print(MARK + json.dumps(measured(*json.loads(line))), flush=True)
 
 
 class Gate(Sink):

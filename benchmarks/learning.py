@@ -21,16 +21,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shutil
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import record  # before torch
 import torch
-from record import finish
+from runs import finish_run, last_checkpoint, steps_of
 
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.compose import compose, parse
@@ -62,31 +60,13 @@ Summary = dict[str, float]
 
 
 def command(words: list[str], folder: Path) -> Summary:
-    """Run `mtgrpo` with `words`, unless the folder has a finished run; what it measured."""
-    if not (folder / "summary.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)  # a run that was interrupted
-        arguments = [
-            sys.executable,
-            "-m",
-            "mtgrpo",
-            *words,
-            f"hydra.run.dir={folder}",
-            "log=[jsonl]",
-            "eval.every_steps=0",
-        ]
-        subprocess.run(arguments, check=True)
-    return json.loads((folder / "summary.json").read_text())
-
-
-def checkpoint_of(folder: Path) -> Path:
-    """The last checkpoint of the run in `folder`."""
-    return sorted((folder / "checkpoints").glob("step_*"))[-1]
+    """What a run of `mtgrpo` with `words` measured, before and after."""
+    return finish_run([*words, "eval.every_steps=0"], folder)
 
 
 def share_with_variance(folder: Path) -> list[float]:
     """For every step of a run, the share of groups whose rewards differ."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["reward/groups_with_variance"] for row in rows if "reward/groups_with_variance" in row]
+    return [step["reward/groups_with_variance"] for step in steps_of(folder)]
 
 
 def succeeded(trajectory: Trajectory, experiment: Experiment) -> bool:
@@ -137,7 +117,7 @@ class Seed:
     @property
     def start(self) -> list[str]:
         """The words that every arm has in common."""
-        weights = [f"model.name={checkpoint_of(self.folder / 'warm_start')}"] if self.imitates else []
+        weights = [f"model.name={last_checkpoint(self.folder / 'warm_start')}"] if self.imitates else []
         return [f"recipe={self.recipe}", *weights, *self.extra]
 
     @property
@@ -154,7 +134,7 @@ class Seed:
         if self.before:
             first = self.folder.parents[1] / self.before / self.folder.name / "warm_start"
             command(["sft", f"recipe={self.before}", f"seed={self.seed}"], first)
-            words.append(f"model.name={checkpoint_of(first)}")
+            words.append(f"model.name={last_checkpoint(first)}")
         return command(words, self.folder / "warm_start")
 
     def train(self, name: str, *words: str) -> Summary:
@@ -163,7 +143,7 @@ class Seed:
 
     def failing(self, start: Path) -> Summary:
         """What the last checkpoint of the run in `start` does with tools that fail."""
-        words = ["eval", f"checkpoint={checkpoint_of(start)}", "trust_code=true", *FAULTS]
+        words = ["eval", f"checkpoint={last_checkpoint(start)}", "trust_code=true", *FAULTS]
         found = command(words, self.folder / "faults")
         return {f"{name}/after": value for name, value in found.items()}
 
@@ -255,7 +235,7 @@ def main() -> None:
         for name, verdict in detail["must"].items():
             print(f"{'held  ' if verdict['held'] else 'BROKEN'}  {name} {verdict['limit']}")
     default = "learning.json" if given.recipe == "calculator_from_scratch" else f"learning_{given.recipe}.json"
-    finish("learning", ratios, detail, given.file or default)
+    record.finish("learning", ratios, detail, given.file or default)
 
 
 if __name__ == "__main__":

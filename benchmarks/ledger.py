@@ -15,17 +15,15 @@ contexts that it would see), then GRPO; held-out success is measured before and 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from record import finish
+from runs import finish_run, steps_of
 
 FOLDER = Path("outputs/benchmarks/ledger")
 ARMS: dict[str, Sequence[str]] = {
@@ -37,14 +35,9 @@ ARMS: dict[str, Sequence[str]] = {
 
 def play(name: str, seed: int, threads: int) -> dict[str, Any]:
     """The results of one run, which is made unless its folder has it."""
-    folder = FOLDER.resolve() / name / str(seed)
-    if not (folder / "summary.json").exists():
-        words = ["recipe=ledger_tiny", f"seed={seed}", *ARMS[name], "log=[jsonl]", f"hydra.run.dir={folder}"]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        subprocess.run([sys.executable, "-m", "mtgrpo", "train", *words], check=True, env=environment)
-    summary = json.loads((folder / "summary.json").read_text())
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [line for line in lines if line["stage"] == "reinforcement learning"]
+    folder = FOLDER / name / str(seed)
+    summary = finish_run(["train", "recipe=ledger_tiny", f"seed={seed}", *ARMS[name]], folder, threads)
+    rows = steps_of(folder)
     found = {
         "before": summary["eval/success/before"],
         "after": summary["eval/success/after"],

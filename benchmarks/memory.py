@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import record  # before torch
 import torch
-from record import finish, resident
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from mtgrpo.algorithms import PerToken
@@ -139,10 +139,10 @@ def train(name: str) -> None:
         # Loads whatever libraries load when they compute.
         update_twice(preset("calculator_from_scratch", "batch.token_budget=512"))
         run = experiment(small.model, folder, *small.words, weights=True)
-        before = resident("VmRSS")
+        before = record.resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
         update_twice(run)
-    print(json.dumps({"bytes": resident("VmHWM") - before}))
+    print(json.dumps({"bytes": record.resident("VmHWM") - before}))
 
 
 def update_twice(run: Experiment) -> None:
@@ -199,7 +199,7 @@ def main() -> None:
         "plans": {name: describe(found) for name, found in plans.items()},
         "small": small,
     }
-    finish("memory", ratios, detail, "memory.json" if len(small) == len(SMALL_MODELS) else None)
+    record.finish("memory", ratios, detail, "memory.json" if len(small) == len(SMALL_MODELS) else None)
 
 
 def describe(found: Plan) -> dict[str, Any]:

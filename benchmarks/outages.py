@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,6 +30,7 @@ from typing import Any
 
 import numpy as np
 from record import finish
+from runs import finish_run, last_checkpoint
 
 from mtgrpo.config.compose import preset
 from mtgrpo.parts.extension import load_file
@@ -62,11 +61,8 @@ MEASURES: dict[str, Callable[[Trajectory], float]] = {
 
 def policy() -> Path:
     """The demo's policy after its warm start, made unless it is there."""
-    folder = FOLDER.resolve() / "sft"
-    if not (folder / "checkpoints").exists():
-        words = ["recipe=calculator_from_scratch", "log=[jsonl]", f"hydra.run.dir={folder}"]
-        subprocess.run([sys.executable, "-m", "mtgrpo", "sft", *words], check=True)
-    return max((folder / "checkpoints").glob("step_*"))
+    finish_run(["sft", "recipe=calculator_from_scratch"], FOLDER / "sft")
+    return last_checkpoint(FOLDER / "sft")
 
 
 @asynccontextmanager

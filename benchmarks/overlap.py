@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from record import finish
+import record  # before torch
 from rollout import LONGEST_CONTEXT, Conversation, workloads
 from slow_tool import delay_s
 from transformers import PreTrainedModel
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer conversations, one repeat; no file")
     given = parser.parse_args()
     shape = tiny.SHAPES["tiny-2m"]
-    model = tiny.build_model(shape, 0).eval()
+    model = record.load("tiny-2m")
     engine = Local().start(ModelWeights(model), deterministic=False, longest_context=LONGEST_CONTEXT)
     conversations = workloads(shape.vocabulary, given.quick)["multi_turn"]
     rng = random.Random(0)
@@ -89,7 +89,7 @@ def main() -> None:
     }
     print(json.dumps(ratios))
     detail = {"seconds": seconds, "lockstep_s": lockstep, "one_by_one_s": one_by_one}
-    finish("overlap", ratios, detail, None if given.quick else "overlap.json")
+    record.finish("overlap", ratios, detail, None if given.quick else "overlap.json")
 
 
 if __name__ == "__main__":

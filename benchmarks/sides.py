@@ -8,15 +8,21 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from gate import MARK
 
 HERE = Path(__file__).resolve().parent
-Step = dict[str, float]  # what was measured of one
+RIVAL = str(HERE / "rival.py")
+Step = dict[str, Any]  # what was measured of one
 
 
 class Side:
-    """A process that waits between steps as gate.py does."""
+    """A process that waits between steps as gate.py does.
+
+    Ours begins as the command does: it is that, or a script that imports `record` before torch. Those of others
+    begin with rival.py.
+    """
 
     def __init__(self, name: str, command: Sequence[str], folder: Path, **variables: str) -> None:
         """Start `python COMMAND` with these variables of the environment; its log is in `folder`."""
@@ -33,15 +39,23 @@ class Side:
             )
         self.loaded = self._answer()
 
-    def step(self) -> Step:
-        """One step."""
+    def step(self, *arguments: Any) -> Step:
+        """One step, with the arguments that `gate.serve` takes."""
         assert self._process.stdin
-        print(file=self._process.stdin, flush=True)
+        print(json.dumps(arguments), file=self._process.stdin, flush=True)
         return self._answer()
 
     def close(self) -> None:
         """End the process."""
         self._process.communicate()
+
+    def __enter__(self) -> Side:
+        """Itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the process."""
+        self.close()
 
     def _answer(self) -> Step:
         assert self._process.stdout

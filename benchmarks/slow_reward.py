@@ -23,8 +23,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import record  # before torch
 import torch
-from record import finish
 
 from mtgrpo.config.compose import preset
 from mtgrpo.rewards import Reward
@@ -121,7 +121,7 @@ def main() -> None:
         f"slow_reward.{arm}": round(median[arm] / median["none"], 3) for arm in ("asynchronous", "cpu_heavy")
     }
     print(json.dumps(ratios))
-    finish("slow_reward", ratios, {"tokens_per_s": found}, None if given.quick else "slow_reward.json")
+    record.finish("slow_reward", ratios, {"tokens_per_s": found}, None if given.quick else "slow_reward.json")
 
 
 if __name__ == "__main__":

@@ -36,9 +36,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from learning import checkpoint_of, command
+from learning import command
 from matplotlib.figure import Figure
 from record import finish
+from runs import last_checkpoint, steps_of
 
 from mtgrpo.config.compose import compose, parse
 
@@ -81,8 +82,7 @@ class Start:
     def _trained(self, name: str, *words: str) -> Found:
         folder = self.folder / name
         run = command(["train", *self.words, *words, "eval.tasks=1", "eval.samples=1"], folder)
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        rows = [line for line in lines if line["stage"] == "reinforcement learning"]
+        rows = steps_of(folder)
         found = {
             "seconds": run["time/rl_s"],
             "steps": len(rows),
@@ -98,7 +98,7 @@ class Start:
         folder = self.folder / name / "held_out"
         if not (folder / "summary.json").exists():
             shutil.rmtree(folder, ignore_errors=True)
-            words = [*self.words, f"model.name={checkpoint_of(trained)}"] if trained else self.words
+            words = [*self.words, f"model.name={last_checkpoint(trained)}"] if trained else self.words
             settings = {"words": list(words), "folder": str(folder), "imitate_s": imitate_s}
             process = [sys.executable, str(Path(__file__).with_name("held_out.py")), json.dumps(settings)]
             subprocess.run(process, check=True)

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import age
 from record import RESULTS, finish
+from runs import finish_run
 
 ARMS = {
     "calculator": ["recipe=calculator"],
@@ -45,12 +42,7 @@ MEASURED = {
 def run(arm: str, seed: int, root: Path) -> dict[str, float]:
     """Held-out success of one run before and after GRPO: sampled at temperature 1, greedy, and in 8 samples."""
     folder = root / arm.replace(", ", "_") / str(seed)
-    if not (folder / "summary.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)  # a run that was interrupted
-        words = [*ARMS[arm], f"seed={seed}", "log=[jsonl]", "eval.every_steps=0", f"hydra.run.dir={folder}"]
-        command = [sys.executable, "-m", "mtgrpo", "train", *words]
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    summary = finish_run(["train", *ARMS[arm], f"seed={seed}", "eval.every_steps=0"], folder, 1)
     found = {name: float(summary[f"eval/{key}"]) for name, key in MEASURED.items() if f"eval/{key}" in summary}
     print(f"{arm}, seed {seed}:", ", ".join(f"{name} {value:.3f}" for name, value in found.items()), flush=True)
     return found
@@ -73,7 +65,7 @@ def main() -> None:
     missing = [(arm, seed) for arm in given.arms for seed in seeds[arm] if str(seed) not in found.get(arm, {})]
     commits |= dict.fromkeys((arm for arm, _ in missing), age.head())
     with ThreadPoolExecutor(given.jobs) as pool:
-        done = pool.map(lambda one: run(*one, given.folder.resolve()), missing)
+        done = pool.map(lambda one: run(*one, given.folder), missing)
         for (arm, seed), success in zip(missing, done, strict=True):
             found.setdefault(arm, {})[str(seed)] = success
     reached = {arm: sum(one["after"] >= GOALS[arm] for one in by.values()) / len(by) for arm, by in found.items()}

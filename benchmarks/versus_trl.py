@@ -22,8 +22,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -33,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from record import RESULTS, finish
+from runs import finish_run, last_checkpoint
 from sides import HERE, Side, Step
 
 from mtgrpo.model.tiny import load_tokenizer
@@ -110,12 +109,9 @@ def trl(words: Sequence[str], folder: Path, threads: int = THREADS, **settings: 
 
 def warm_start(words: Sequence[str], folder: Path) -> Path:
     """`mtgrpo sft`, once; the folder of the weights."""
-    if not (folder / "summary.json").exists():
-        command = [sys.executable, "-m", "mtgrpo", "sft", *words, f"hydra.run.dir={folder}", "log=[jsonl]"]
-        subprocess.run(command, check=True)
-    calling = json.loads((folder / "summary.json").read_text())["eval/tool_rate/after"]
+    calling = finish_run(["sft", *words], folder)["eval/tool_rate/after"]
     assert calling > 0.2, f"after its warm start the model calls the tool in {calling:.0%} of the conversations"
-    return max((folder / "checkpoints").glob("step_*"))
+    return last_checkpoint(folder)
 
 
 def taught(name: str, kept: Path) -> Path:
@@ -247,12 +243,14 @@ def main() -> None:
     }
     ratios = ratios_of(detail)
     print(json.dumps(ratios, indent=1))
-    settings = {"threads": THREADS, "repeats": given.repeats, "trl": version("trl")}
+    settings = {"trl_threads": THREADS, "repeats": given.repeats, "trl": version("trl")}
     if given.keep:
         detail = json.loads((RESULTS / FILE).read_text())["detail"] | detail
         ratios = ratios_of({name: detail[name] for name in CASES})
     complete = set(CASES) <= set(detail) and not given.without_best
-    finish("versus_trl", ratios, detail | settings, FILE if complete else None)
+    finish(
+        "versus_trl", ratios, detail | settings, FILE if complete else None, detail[given.cases[0]]["ours"]["threads"]
+    )
 
 
 if __name__ == "__main__":

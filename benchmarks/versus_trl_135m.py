@@ -21,7 +21,6 @@ import json
 import statistics
 import tempfile
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import islice
@@ -101,7 +100,7 @@ def sweep(scale: Scale, threads: int, folder: Path) -> dict[int, float]:
     words = [*scale.words(), f"rollout.prompts_per_step={prompts}", "trainer.steps=1"]
     found: dict[int, float] = {}
     for rows in scale.rows:
-        with closing(trl(words, folder, threads, **scale.settings(rows, prompts))) as side:
+        with trl(words, folder, threads, **scale.settings(rows, prompts)) as side:
             found[rows] = round(side.step()["seconds"], 3)
         print(f"a quarter of the batch, {rows} rows per micro-batch: {found[rows]:.1f} s", flush=True)
     return found
@@ -126,10 +125,10 @@ def measure(case: str, scale: Scale, rounds: int, rounds_default: int, threads: 
         }
         steps: dict[str, list[Step]] = {"ours": []}
         loaded: dict[str, Step] = {}
-        with closing(ours([*scale.words(), f"trainer.steps={rounds + rounds_default}"], folder, threads)) as own:
+        with ours([*scale.words(), f"trainer.steps={rounds + rounds_default}"], folder) as own:
             loaded["ours"] = own.loaded
             for name, (turns, settings) in rivals.items():
-                with closing(trl([*scale.words(), f"trainer.steps={turns}"], folder, threads, **settings)) as rival:
+                with trl([*scale.words(), f"trainer.steps={turns}"], folder, threads, **settings) as rival:
                     loaded[name] = rival.loaded
                     steps[name] = []
                     for _ in range(turns):
@@ -171,15 +170,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="steps of trl_best")
     parser.add_argument("--rounds-default", type=int, default=1, help="steps of trl")
-    parser.add_argument("--threads", type=int, default=THREADS, help="of every side")
+    parser.add_argument("--threads", type=int, default=THREADS, help="of TRL; ours chooses")
     parser.add_argument("--quick", action="store_true", help="1 task x 2 conversations of 8 tokens; writes no file")
     given = parser.parse_args()
     cases = {"135m": QUICK} if given.quick else {"135m": FULL, "135m_4_shot": FEW_SHOT}
     found = {name: measure(name, cases[name], given.rounds, given.rounds_default, given.threads) for name in cases}
     ratios = ratios_of(found)
     print(json.dumps(ratios, indent=1))
-    settings = {"model": "SmolLM2-135M-Instruct", "threads": given.threads, "trl_version": version("trl")}
-    finish("versus_trl_135m", ratios, found | settings, None if given.quick else "versus_trl_135m.json")
+    settings = {"model": "SmolLM2-135M-Instruct", "trl_threads": given.threads, "trl_version": version("trl")}
+    file = None if given.quick else "versus_trl_135m.json"
+    finish("versus_trl_135m", ratios, found | settings, file, found["135m"]["ours"]["threads"])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from record import finish
-from sides import Side, Step
+from sides import Step
 from versus_trl import THREADS, ours, trl, warm_start
 
 from mtgrpo.config.compose import compose
@@ -51,12 +51,9 @@ def race(seed: int, weights: Path, steps: int, micro_batches: int) -> dict[str, 
     words = ["recipe=calculator_from_scratch", f"seed={seed}", f"model.name={weights}", "sft.steps=0"]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        sides: dict[str, Side] = {
-            "ours": ours(words, folder),
-            "trl": trl(words, folder, completion=COMPLETION, micro_batches=micro_batches, checkpointing=False),
-        }
-        for side in sides.values():
-            stack.callback(side.close)
+        settings = {"completion": COMPLETION, "micro_batches": micro_batches, "checkpointing": False}
+        sides = {"ours": stack.enter_context(ours(words, folder))}
+        sides["trl"] = stack.enter_context(trl(words, folder, **settings))
         found: dict[str, list[Step]] = {name: [] for name in sides}
         for step in range(steps):
             for name, side in sides.items():
@@ -106,7 +103,7 @@ def main() -> None:
         "versus_trl.time_to_085": statistics.median(a / b for a, b in reached) if len(reached) == len(times) else None
     }
     means = {name: [statistics.mean(s[name]["reward"]) for s in seeds.values()] for name in ("ours", "trl")}
-    detail: dict[str, Any] = {"seeds": seeds, "mean_reward": means, "rows": given.rows, "threads": THREADS}
+    detail: dict[str, Any] = {"seeds": seeds, "mean_reward": means, "rows": given.rows, "trl_threads": THREADS}
     if len(seeds) in STUDENT:
         mean, half = interval([a - b for a, b in zip(means["ours"], means["trl"], strict=True)])
         detail["parity"] = {"difference": mean, "half_interval": half}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from mtgrpo.engines.local import paged_attention
 from mtgrpo.model import tiny
 from mtgrpo.model.skeleton import Skeleton
 from mtgrpo.parts.extension import load_file
+from mtgrpo.runtime.resources import THREADS_SET, WAITING_SET
 from mtgrpo.tasks import Split
 from mtgrpo.types import CallRecord, Finish, Group, Message, Status, Task, Trajectory, Turn
 
@@ -34,6 +36,34 @@ def test_the_machine_is_described_on_any_system(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(record, "CPUINFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Fast 3000\n")
     assert record.machine().startswith("Fast 3000, ")
+
+
+def test_our_sides_begin_as_the_command_does_and_those_of_others_do_not(tmp_path: Path) -> None:
+    script = tmp_path / "side.py"
+    script.write_text("import json, record\nprint(json.dumps(record.OPENMP))")
+    environment = {name: value for name, value in os.environ.items() if name not in THREADS_SET | WAITING_SET}
+    environment["PYTHONPATH"] = os.pathsep.join((str(RECORD.parent), os.environ.get("PYTHONPATH", "")))
+
+    def chosen(*command: str) -> dict[str, str]:
+        done = subprocess.run(
+            [sys.executable, *command], check=True, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        return json.loads(done.stdout)
+
+    ours = chosen(str(script))
+    assert ours.keys() & THREADS_SET and ours.keys() & WAITING_SET
+    assert chosen(str(RECORD.parent / "rival.py"), str(script)) == {}
+
+
+def test_benchmarks_import_torch_after_the_choice_of_threads() -> None:
+    begun = {"gate", "rival", "trl_side", "rollout_vllm"}  # by the command, and those of others
+    for path in sorted(set(RECORD.parent.glob("*.py")) - {RECORD.parent / f"{name}.py" for name in begun}):
+        found: list[str] = []
+        for node in ast.parse(path.read_text()).body:
+            found += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            found += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+        computing = [name.partition(".")[0] in ("torch", "transformers", "trl") for name in found]
+        assert True not in computing or "record" in found[: computing.index(True)], path.name
 
 
 def test_all_sides_of_the_forest_benchmark_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,20 +372,15 @@ def test_arms_of_other_settings_are_not_mixed(tmp_path: Path, monkeypatch: pytes
 
 def test_a_run_that_was_interrupted_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(RECORD.parent)
-    learning = load_file(RECORD.parent / "learning.py")
-    folder, started = tmp_path / "grpo", list[bool]()
-
-    def run(arguments: list[str], check: bool) -> None:
-        started.append(folder.exists())
-        folder.mkdir()
-        (folder / "summary.json").write_text('{"time/rl_s": 1.0}')
-
-    monkeypatch.setattr(learning.subprocess, "run", run)
+    runs, folder = load_file(RECORD.parent / "runs.py"), tmp_path / "grpo"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("half a run")
-    for _ in range(2):
-        assert learning.command(["train"], folder) == {"time/rl_s": 1.0}
-    assert started == [False]
+    small = ["sft.steps=0", "rollout.prompts_per_step=1", "rollout.group_size=2", "eval.tasks=1", "eval.samples=1"]
+    words = ["train", "recipe=calculator", "trainer.steps=1", "sampling.max_new_tokens=4", *small]
+    found = runs.finish_run(words, folder, threads=1)
+    assert found == runs.finish_run(words, folder)  # to the last second that it took: nothing was run again
+    assert found["time/rl_s"] > 0 and len(runs.steps_of(folder)) == 1
+    assert runs.last_checkpoint(folder).name == "step_000001"
 
 
 def test_what_is_imitated_is_what_an_evaluation_counts(monkeypatch: pytest.MonkeyPatch) -> None:
