@@ -29,16 +29,7 @@ from mtgrpo.model.cpu_kernels import CPU_INFO
 from mtgrpo.runtime.files import put_whole
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = (
-    "-std=gnu++17",
-    "-O3",
-    "-march=native",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp",
-    "-fPIC",
-    "-shared",
-)
+FLAGS = ("-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
 CACHE = "~/.cache/mtgrpo/kernels"
 LIMIT_S = 120.0  # for the compiler
 LANES = 8  # sizes of heads are multiples of it
@@ -55,20 +46,12 @@ def load_kernels(head_size: int, processor: str = "native") -> CDLL:
     """The library for heads of this size, for `processor` as GCC names it; raises NoKernelsError without one."""
     if head_size % LANES:
         raise NoKernelsError(f"heads of {head_size} numbers are no multiple of {LANES}")
-    command = [
-        *shlex.split(os.environ.get("CXX", "c++")),
-        *FLAGS,
-        f"-march={processor}",
-        f"-DHEAD_SIZE={head_size}",
-        str(SOURCE),
-    ]
-    command += ["-Wl,--as-needed", *_openmp()]
+    command = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, f"-march={processor}", f"-DHEAD_SIZE={head_size}"]
+    command += [str(SOURCE), "-Wl,--as-needed", *_openmp()]
     try:
         version = subprocess.run([command[0], "--version"], capture_output=True, check=True, timeout=LIMIT_S).stdout
-        processor = CPU_INFO.read_text().split("\n\n")[0] if CPU_INFO.exists() else ""
-        features = "".join(
-            line for line in processor.splitlines() if line.startswith(("flags", "Features", "model name"))
-        )
+        facts = CPU_INFO.read_text().split("\n\n")[0].splitlines() if CPU_INFO.exists() else []
+        features = "".join(fact for fact in facts if fact.startswith(("flags", "Features", "model name")))
         key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), *map(str.encode, (*command, features)), version]))
         library = Path(CACHE).expanduser() / f"{key.hexdigest()[:32]}.so"
         if not library.exists():
@@ -148,6 +131,7 @@ class CompiledPlan:
         rotation: cosine and sine [tokens, size]. norm: the weights [query and key heads, size] of their RMS norms.
         """
         own, prefixes, heads = self.kv_cache.own, self.kv_cache.prefixes, parts[0].shape[1]
+        norm = None if norm is None else norm.float()
         output = parts[0].new_zeros(len(self.ids), heads, own.size)
         buffers = [buffer for pool in (own, prefixes) for buffer in (pool.keys[layer], pool.values[layer])]
         own_keys, own_values, prefix_keys, prefix_values = (buffer.data_ptr() for buffer in buffers)
@@ -163,7 +147,7 @@ class CompiledPlan:
 
     def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """x [tokens, width] += more, in place; returns x / rms(x) * weight."""
-        output = torch.empty_like(x)
+        output, weight = torch.empty_like(x), weight.float()
         added = None if more is None else more.data_ptr()
         self.library.mtgrpo_add_norm(x.data_ptr(), added, weight.data_ptr(), eps, output.data_ptr(), *x.shape)
         return output

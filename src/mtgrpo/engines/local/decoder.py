@@ -200,7 +200,7 @@ class _Fused:
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x: Tensor = self._body.embed_tokens(ids)
         if isinstance(attend, CompiledPlan):
-            return self._call_compiled(x, positions, attend)
+            return self._call_compiled(x.float(), positions, attend)
         cos, sin = (table[0, :, None] for table in self._body.rotary_emb(x[None], positions[None]))
         half, heads = self._size // 2, self._heads + self._groups
         sin = sin[..., :half].contiguous()
@@ -220,7 +220,7 @@ class _Fused:
 
     def _call_compiled(self, x: Tensor, positions: Tensor, plan: CompiledPlan) -> Tensor:
         """The same, what is between the products by compiled kernels."""
-        rotation = [table[0].contiguous() for table in self._body.rotary_emb(x[None], positions[None])]
+        rotation = [table[0].float().contiguous() for table in self._body.rotary_emb(x[None], positions[None])]
         parts, more = [self._heads, self._groups, self._groups], None
         for number, layer in enumerate(self._layers):
             normed = plan.add_norm(x, more, layer.before_attention.weight, _eps(layer.before_attention))
