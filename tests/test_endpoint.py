@@ -34,6 +34,7 @@ from mtgrpo.model.load import DType
 from mtgrpo.parts import RunContext
 from mtgrpo.policy.step import at_once
 from mtgrpo.policy.updater import PolicyUpdater, UpdateConfig
+from mtgrpo.record.writing import trajectory_row
 from mtgrpo.rewards import Score, scores
 from mtgrpo.rewards.judge import Judge
 from mtgrpo.types import Completion, Group, Limits, Message, Sample, Sampling, Task, ToolSpec, Trajectory
@@ -141,6 +142,19 @@ async def test_other_tools_another_system_prompt_or_words_for_the_model_begin_a_
     await of.close()
     assert [turn.parent for turn in ended(of).turns] == [-1] * 5
     assert of.counts["rewritten_system"] == 1
+
+
+async def test_the_record_has_what_the_agent_says_first_and_its_tools() -> None:
+    of = session(scripted(CALL, ANSWER, "a title"))
+    system, hi = Entry(Message("system", "You compute.")), Entry(Message("user", "hi"))
+    reply = await asked(of, system, hi, tools=[TOOL])
+    await asked(of, "Name this.", tools=[])
+    answer = Entry(Message("tool", "391", name="calculator"))
+    await asked(of, system, hi, Entry(reply.message, reply.ids), answer, tools=[TOOL])
+    await of.close()
+    row = trajectory_row(ended(of))
+    assert [message["content"] for message in row["messages"][:2]] == ["You compute.", "hi"]
+    assert [tool["function"]["name"] for tool in row["tools"]] == [TOOL.name]
 
 
 async def test_a_system_prompt_can_be_pinned() -> None:

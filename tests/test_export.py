@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +20,16 @@ from mtgrpo.weights import checkpoint
 from saving import save_model
 
 IDS = torch.tensor([[5, 9, 200, 31, 77]])
-STATE = {
+STATE: dict[str, Any] = {
     "settings": {"model.name": "some/model", "algorithm": "grpo", "optimizer.lr": "1e-05"},
     "success": {0: 0.25, 20: 0.75, 40: 0.5},
     "summary": {},
 }
 
 
-def saved(folder: Path, rank: int = 0, value_head: bool = False) -> tuple[Path, torch.Tensor]:
+def saved(
+    folder: Path, rank: int = 0, value_head: bool = False, state: dict[str, Any] = STATE
+) -> tuple[Path, torch.Tensor]:
     """A checkpoint, and the logits of its policy."""
     save_model(load_model(ModelSettings("tiny"), 0), load_tokenizer("tiny"), folder / "base")
     model = load_model(ModelSettings(str(folder / "base"), lora=LoRA(rank), value_head=value_head), 0).cpu()
@@ -34,7 +38,7 @@ def saved(folder: Path, rank: int = 0, value_head: bool = False) -> tuple[Path, 
             if weight.requires_grad and "value" not in name:
                 weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
     copied = checkpoint.ModelSnapshot(model, {"a": torch.ones(2)})
-    path = checkpoint.write(folder, 20, copied, STATE, checkpoint.tokenizer_files(load_tokenizer("tiny")))
+    path = checkpoint.write(folder, 20, copied, state, checkpoint.tokenizer_files(load_tokenizer("tiny")))
     return path, logits(model)
 
 
@@ -94,6 +98,63 @@ def test_the_state_of_no_run_is_refused(state: dict[str, object], tmp_path: Path
     with pytest.raises(ConfigError, match=r"its state\.json is not that of a run"):
         export.main([str(path), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+TOOL = {"name": "calculator", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+CALL = {"name": "calculator", "arguments": {"expression": "2 + 3"}}
+
+
+def conversation(question: str, reward: float, *said: dict[str, object]) -> dict[str, object]:
+    """A row of a run's trajectories, whose prompt has a worked example."""
+    opening = [("system", "Be brief."), ("user", "1 + 1?"), ("assistant", "2"), ("user", question)]
+    messages = [*({"role": role, "content": content} for role, content in opening), *said]
+    turns = [{}] * sum(message["role"] == "assistant" for message in said)
+    return {"status": "completed", "reward": reward, "messages": messages, "turns": turns}
+
+
+def keep_conversations(run: Path) -> None:
+    answered = [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "5"}]
+    rows = [
+        {**conversation("7 + 1?", 0.0, {"role": "assistant", "content": "9"}), "tools": [{"function": TOOL}]},
+        conversation("2 + 3?", 1.0, *answered, {"role": "assistant", "content": "5"}),
+    ]
+    (run / "trajectories").mkdir()
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (run / "trajectories/evaluation_after.jsonl").write_text(lines + '{"messages": 5}\n{"cut')
+
+
+def test_it_holds_what_the_model_was_trained_to_see(tmp_path: Path) -> None:
+    settings = {"environment.tools": '["calculator"]', "sampling.max_new_tokens": "40", "environment.max_turns": "3"}
+    saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], **settings}})
+    keep_conversations(tmp_path)
+    out = exported(tmp_path, "hf", tmp_path / "out")  # of a run: its last checkpoint
+    tools, opening = (json.loads((out / name).read_text()) for name in ("tools.json", "opening.json"))
+    assert tools == [{"function": TOOL}] and [message["content"] for message in opening] == ["Be brief.", "1 + 1?", "2"]
+    example = (out / "example.txt").read_text()
+    assert example.startswith("<|im_start|>system\nBe brief.") and '"description": "Adds."' in example
+    assert '"expression": "2 + 3"' in example and "<tool_response>\n5" in example
+    card = (out / "README.md").read_text()
+    assert "`tools.json` (calculator)" in card and "--tool-call-parser hermes" in card and "    Be brief." in card
+    assert json.loads((out / "generation_config.json").read_text())["max_new_tokens"] == 40
+    program = (out / "chat.py").read_text()
+    compile(program, "chat.py", "exec")
+    assert "load(['calculator'])" in program and "range(3)" in program
+
+
+def test_a_program_says_where_tools_go_that_need_more_than_a_function(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)  # whose environment.tools are not known
+    keep_conversations(tmp_path)
+    program = (exported(path, "hf", tmp_path / "out") / "chat.py").read_text()
+    compile(program, "chat.py", "exec")
+    assert "mtgrpo" not in program and "call the tool {name} here" in program
+
+
+def test_without_conversations_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = saved(tmp_path)
+    out = exported(path, "hf", tmp_path / "out")
+    said = "What tools and prompts it was trained with is not known"
+    assert said in capsys.readouterr().out and said in (out / "README.md").read_text()
+    assert not (out / "tools.json").exists()
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

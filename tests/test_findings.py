@@ -325,7 +325,7 @@ def test_calls_and_lone_surrogates_are_in_the_table_too(tmp_path: Path) -> None:
     assert row["messages"][1]["tool_calls"][0]["name"] == "search"
     assert json.loads(row["messages"][1]["tool_calls"][0]["arguments"]) == call.arguments
     with open_rows(tmp_path / "b.parquet", fine_tuning=True) as write:
-        write([fine_tuning_row(said, (ToolSpec("search", "finds", {"type": "object"}),))])
+        write([fine_tuning_row(dataclasses.replace(said, tools=(ToolSpec("search", "finds", {"type": "object"}),)))])
     (row,) = parquet.read_table(tmp_path / "b.parquet").to_pylist()
     assert row["messages"][1]["tool_calls"][0]["function"]["name"] == "search"
     assert json.loads(row["tools"])[0]["function"]["name"] == "search"
@@ -341,7 +341,7 @@ def test_what_an_environment_opens_with_is_kept() -> None:
     found = trajectory(Task("t", (Message("user", "Play."),)), "up")
     found.opening = (Message("user", "Play."), Message("user", "SFFF"))
     assert [m["content"] for m in trajectory_row(found)["messages"]] == ["Play.", "SFFF", "up"]
-    assert [m["content"] for m in fine_tuning_row(found, ())["messages"]] == ["Play.", "SFFF", "up"]
+    assert [m["content"] for m in fine_tuning_row(found)["messages"]] == ["Play.", "SFFF", "up"]
 
 
 ROW = {

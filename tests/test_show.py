@@ -52,6 +52,24 @@ def test_a_conversation_is_shown_as_it_went(run_folder: Path, capsys: pytest.Cap
     ]
 
 
+def test_tools_are_shown_where_they_change(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool = {"function": {"name": "calculator"}}
+    rows = [{**conversation("t/1", 1.0, "1"), "tools": [tool]}, conversation("t/2", 1.0, "1")]
+    rows += [{**conversation("t/3", 1.0, "1"), "tools": []}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (run_folder / "trajectories" / "step_000002.jsonl").write_text(lines)
+    main([str(run_folder), "--count", "3"])
+    heads = [line for line in capsys.readouterr().out.splitlines() if line[:3] in ("too", "t/1", "t/2", "t/3", '{"f')]
+    assert [line[:12] for line in heads] == [
+        "tools of wha",
+        '{"function":',
+        "t/1, sample ",
+        "t/2, sample ",
+        "tools of wha",
+        "t/3, sample ",
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "tasks"), [([], ["t/1", "t/2"]), (["--failures"], ["t/2"]), (["--task", "1", "--step", "2"], ["t/1"])]
 )

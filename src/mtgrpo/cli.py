@@ -26,7 +26,7 @@ EXPERIMENTS = {
 READERS = {  # commands about runs and machines, with flags and a module of their own
     "show": "conversations of a run in the terminal: show RUN [--step N] [--task ID] [--failures]",
     "report": "what runs did and learned, on one page: report RUN [RUN ...]",
-    "export": "a checkpoint as a model for others: export CHECKPOINT --to hf|peft|merged --out DIR",
+    "export": "a checkpoint as a model for others: export RUN --to hf|peft|merged --out DIR",
     "watch": "a run, live in the terminal: watch RUN",
     "launch": "a vLLM server for engine=server engine.url=[...]: launch vllm --model MODEL",
     "doctor": "what this machine has of what training can use",

@@ -46,6 +46,7 @@ from mtgrpo.types import (
     Sampling,
     Status,
     Task,
+    ToolSpec,
     Trajectory,
     Turn,
 )
@@ -321,6 +322,7 @@ class Journal:
         calls = tuple(CallRecord(**call) for call in record["calls"])
         record |= {"turns": turns, "calls": calls, "status": Status(record["status"])}
         record["opening"] = tuple(map(message_from_fields, record["opening"]))
+        record["tools"] = tuple(ToolSpec(**tool) for tool in record["tools"])
         return Trajectory(task, **record)
 
 

@@ -270,6 +270,7 @@ class Trajectory(Counts):
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what else its agent gave
     counts: dict[str, float] = field(default_factory=dict[str, float])  # of its agent's requests, by name
     opening: Sequence[Message] = ()  # what it began with, where that is not the task's messages alone
+    tools: Sequence[ToolSpec] = ()  # that the model was told of
     untrained: list[Turn] = field(
         default_factory=list[Turn]
     )  # turns whose answer nobody received, or that an agent leaves out

@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
+from mtgrpo.chat.formats import ToolFormat
 from mtgrpo.parts import Reach, Where
 from mtgrpo.types import Message, ToolSpec
 
@@ -48,6 +49,7 @@ class Chat(ABC):
     stop_ids: tuple[int, ...]  # the tokens that end a turn
     notes: list[str]  # the settings in force, for the start of a run; `open` may add one
     template: str | None = None  # the jinja source in use; None = the tokenizer's own
+    format: ToolFormat | None = None  # of tool calls; None = a library reads them
 
     @abstractmethod
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:

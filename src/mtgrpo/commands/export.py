@@ -12,7 +12,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
+from mtgrpo.commands.prompted import find_prompted, write_prompted
 from mtgrpo.errors import Arguments, ConfigError
+from mtgrpo.model.load import load_tokenizer
 from mtgrpo.model.lora import find_adapter
 from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
 from mtgrpo.runtime.files import put_whole
@@ -26,13 +28,14 @@ TO = {
     "merged": "the base with the adapter added to its weights",
 }
 _ADAPTER = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
+_UNKNOWN = "\nWhat tools and prompts it was trained with is not known: its run's folder has no conversations.\n"
 _SHOWN = ("recipe", "task", "environment", "reward", "algorithm", "advantage", "seed", "optimizer.lr", "kl.coef")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the folder and say where it is. Raises ConfigError for a damaged checkpoint or one that does not fit."""
     parser = Arguments("mtgrpo export", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step_000025")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step_000025, or RUN")
     forms = "; ".join(f"{name}: {what}" for name, what in TO.items())
     parser.add_argument("--to", choices=TO, default="hf", help=forms)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is not there yet")
@@ -41,15 +44,18 @@ def main(arguments: Sequence[str]) -> int:
     out: Path = args.out
     if out.exists():
         raise ConfigError(f"--out {out}: it is there already; choose another name")
-    point = checkpoint.read(args.checkpoint)
+    saved = sorted((args.checkpoint / "checkpoints").glob("step_*"))  # those of a run
+    point = checkpoint.read(saved[-1] if saved else args.checkpoint)
     adapted = ADAPTER_CONFIG_NAME in point.files
     if adapted != (args.to != "hf"):
         held, other = ("an adapter", "--to peft or --to merged") if adapted else ("all weights", "--to hf")
-        raise ConfigError(f"--to {args.to}: {args.checkpoint} holds {held}; give {other}")
+        raise ConfigError(f"--to {args.to}: {point.path} holds {held}; give {other}")
     try:
         about = card(point, args.to, out.name)
+        tokenizer, settings = load_tokenizer(str(point.path)), point.state["settings"]
+        found = find_prompted(point.path.parent.parent, tokenizer, settings)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{args.checkpoint}: its {checkpoint.STATE} is not that of a run") from error
+        raise ConfigError(f"{point.path}: its {checkpoint.STATE} is not that of a run") from error
     if args.dry_run:
         return 0
     left_out = (*checkpoint.TRAINING_FILES, *(_ADAPTER if args.to == "merged" else ()))
@@ -57,11 +63,12 @@ def main(arguments: Sequence[str]) -> int:
         partial.mkdir()
         for name in point.files:
             if name not in left_out:
-                shutil.copyfile(args.checkpoint / name, partial / name)
+                shutil.copyfile(point.path / name, partial / name)
         if args.to == "merged":
-            merged(args.checkpoint).save_pretrained(partial)
+            merged(point.path).save_pretrained(partial)
+        about += write_prompted(partial, found, tokenizer, settings) if found else _UNKNOWN
         (partial / "README.md").write_text(about, encoding="utf-8")
-    print(f"{TO[args.to]}: {out}")
+    print(f"{TO[args.to]}: {out}" if found else f"{TO[args.to]}: {out}\n{_UNKNOWN.strip()}")
     return 0
 
 

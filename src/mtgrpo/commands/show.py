@@ -1,10 +1,12 @@
-"""`mtgrpo show RUN`: conversations of a run in the terminal, as they went: calls, replies, rewards."""
+"""`mtgrpo show RUN`: conversations of a run in the terminal, as they went: tools, calls, replies, rewards."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -40,11 +42,15 @@ def main(arguments: Sequence[str]) -> int:
     out = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     out.print(Text(printable(f"{run.folder}, {source}"), "bold"))
     shown = 0
+    tools: Any = None  # None: not recorded
     for row in rows:
         wanted = str(row.get("task")).endswith(args.task) and args.sample in (None, row.get("sample"))
         if wanted and not (args.failures and run.succeeded(row)) and shown < args.count:
             shown += 1
             out.print()
+            if row["tools"] != tools:
+                tools = row["tools"]
+                out.print(_offered(tools))
             for line in _lines(row):
                 out.print(line)
     if not shown:
@@ -65,6 +71,13 @@ def _conversations(run: RunRecord, name: str) -> tuple[str, Iterator[Json]]:
         names = sorted(file.stem for file in path.parent.glob("*.jsonl"))
         raise ConfigError(f"{run.folder} has kept no {name}; it has {', '.join(names[:1] + names[-1:]) or 'none'}")
     return name, reading.conversations(path)
+
+
+def _offered(tools: Any) -> Text:
+    """The tools that the model was told of, as the chat template gets them."""
+    listed = cast("list[Any]", tools) if isinstance(tools, list) else []
+    lines = [json.dumps(tool, ensure_ascii=False) for tool in listed] or ["none"]
+    return Text(shorten("\n".join(["tools of what follows:", *lines])), "dim")
 
 
 def _lines(row: Json) -> Iterator[Text]:

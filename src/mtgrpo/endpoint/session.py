@@ -196,6 +196,8 @@ class AgentSession:
         for turn, names in zip(trajectory.turns, tools, strict=True):
             continues = turn.parent >= 0 and not trajectory.turns[turn.parent].auxiliary
             turn.auxiliary = names != main[0][0] and not continues
+        if leading := [one for one in recorded if not trajectory.turns[one.turn].auxiliary][:1]:
+            trajectory.opening, trajectory.tools = leading[0].history[:-1], leading[0].request.tools
         delivered = [exchange.delivered for exchange in recorded]
         self.counts["discarded"] = delivered.count(False)
         self.counts["auxiliary"] = sum(turn.auxiliary for turn in trajectory.turns)

@@ -159,8 +159,12 @@ def held_out_reward(folder: Path) -> float | None:
 
 
 def conversations(path: Path) -> Iterator[Json]:
-    """Those of a file of trajectories; other lines are left out."""
-    return (row for line in read_lines(path) if (row := parse_row(line.text, TRAJECTORY)) is not None)
+    """Those of a file of trajectories, each with its tools; other lines are left out."""
+    tools: Any = None  # of a run from before they were written
+    for line in read_lines(path):
+        if (row := parse_row(line.text, TRAJECTORY)) is not None:
+            tools = row["tools"] = row.get("tools", tools)
+            yield row
 
 
 def count(text: str) -> int:

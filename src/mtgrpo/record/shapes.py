@@ -22,7 +22,7 @@ _LENGTHS: Json = {
 }
 TRAJECTORY: Json = {
     **{"task": str, "sample": int, "status": str, "reason": str, "reward": float, "answer": object},
-    **{"messages": [_MESSAGE], "turns": [{**_LENGTHS, "finish": str, "auxiliary": bool}]},
+    **{"messages": [_MESSAGE], "tools": object, "turns": [{**_LENGTHS, "finish": str, "auxiliary": bool}]},
     **{"components": {str: float}, "turn_rewards": [float], "outages": [str], "output": str, "counts": {str: float}},
     "untrained": [_MESSAGE],
 }

@@ -9,13 +9,14 @@ import platform
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from mtgrpo.messages import message_to_dict, tool_to_dict
 from mtgrpo.record.shapes import FINE_TUNING, TRAJECTORY, Json
 from mtgrpo.runtime.files import open_pyarrow, open_table, strict_json, write_whole
-from mtgrpo.types import Group, Message, ToolSpec, Trajectory, Turn
+from mtgrpo.types import Group, Message, Trajectory, Turn
 
 _PACKAGES = ("mtgrpo", "torch", "transformers", "peft", "hydra-core", "safetensors", "renderers", "numpy")
 
@@ -38,15 +39,18 @@ def write_versions(folder: Path, threads: int) -> None:
 def write_trajectories(folder: Path, name: str, groups: Sequence[Group]) -> Path:
     """Write the trajectories of `groups` to `name` under the run's `folder`, all or none; returns the file."""
     file = folder / "trajectories" / f"{name}.jsonl"
-    lines = [strict_json(trajectory_row(trajectory)) for group in groups for trajectory in group.trajectories]
-    write_whole(file, b"".join(line + b"\n" for line in lines))
+    rows = [trajectory_row(trajectory) for group in groups for trajectory in group.trajectories]
+    for above, row in reversed(list(pairwise(rows))):  # tools are written where they change
+        if row["tools"] == above["tools"]:
+            del row["tools"]
+    write_whole(file, b"".join(strict_json(row) + b"\n" for row in rows))
     return file
 
 
-def fine_tuning_row(trajectory: Trajectory, tools: Sequence[ToolSpec]) -> dict[str, Any]:
+def fine_tuning_row(trajectory: Trajectory) -> dict[str, Any]:
     """The conversation in the form that most libraries fine-tune on: `messages`, and the `tools` that were offered."""
     row: dict[str, Any] = {"messages": [message_to_dict(message) for message in trajectory.messages]}
-    return {**row, "tools": list(map(tool_to_dict, tools))} if tools else row
+    return {**row, "tools": list(map(tool_to_dict, trajectory.tools))} if trajectory.tools else row
 
 
 def trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
@@ -65,6 +69,7 @@ def trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
         "reward": trajectory.reward,
         "answer": trajectory.task.answer,
         "messages": [_message(message) for message in messages],
+        "tools": list(map(tool_to_dict, trajectory.tools)),
         "turns": [_turn(turn) for turn in trajectory.turns],
         **{name: value for name, value in optional.items() if value},
     }

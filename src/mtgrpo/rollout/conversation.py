@@ -116,7 +116,7 @@ class _State:
     attend: Attend | None
 
     def __post_init__(self) -> None:
-        self._tools = visible_tools(self.opening.tools, self.condenser)
+        self._tools = self.trajectory.tools = visible_tools(self.opening.tools, self.condenser)
         self._opening = self.opening.messages
         self._all: list[Step] = []  # the messages since the opening
         self._steps: list[Step] = []  # what of it the present context holds

@@ -233,7 +233,7 @@ async def run_collection(experiment: Experiment, folder: Path) -> None:
 
 
 def _rows(run: Run, groups: list[Group]) -> list[dict[str, Any]]:
-    wanted, tools = run.experiment.collect, run.experiment.environment.tool_specs
+    wanted = run.experiment.collect
     valid = [t for group in groups for t in group.valid]
     chosen = [t for t in valid if t.succeeded(run.runner.reward.success_at) or not wanted.successes]
-    return [trajectory_row(t) if wanted.form is Form.trajectories else fine_tuning_row(t, tools) for t in chosen]
+    return [trajectory_row(t) if wanted.form is Form.trajectories else fine_tuning_row(t) for t in chosen]
