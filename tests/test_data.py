@@ -44,6 +44,39 @@ def test_every_bad_row_is_said_with_file_and_line(place: Path, run: Run) -> None
     assert "no column 'prompt'" in lines[9] and "--prompt NAME" in lines[9]
 
 
+def test_what_looks_like_data_and_is_none_is_found(place: Path, run: Run) -> None:
+    rows = [asked(f"{n}?", answer="1") for n in range(3)]
+    write(place / "mine.jsonl", *rows, asked("  ", answer="1"), '{"prompt": "1?", "answer": NaN}')
+    said = run("data", "check", "mine.jsonl")[1]
+    assert "mine.jsonl, line 4: column 'prompt' must be a string that is not empty" in said
+    assert "mine.jsonl, line 5: column 'answer' is nan, no number" in said
+
+
+def test_a_file_of_another_format_takes_a_line(place: Path, run: Run) -> None:
+    rows = [asked(f"{n}?", answer="1") for n in range(40)]
+    (place / "array.jsonl").write_text(json.dumps(rows, indent=1))
+    (place / "short.jsonl").write_text(json.dumps(rows))
+    (place / "wide.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-16")
+    for name, said in (("array", "is one JSON array"), ("short", "is one JSON array"), ("wide", "text in UTF-16")):
+        code, out, err = run("data", "check", f"{name}.jsonl")
+        assert code == 2 and not out and len(err.splitlines()) == 1 and said in err
+
+
+def test_faults_of_a_kind_are_a_line(place: Path, run: Run) -> None:
+    write(place / "mine.jsonl", asked("1?", answer="1"), *(f'{{"prompt": {n}x' for n in range(40)))
+    lines = run("data", "check", "mine.jsonl")[1].splitlines()
+    assert len(lines) == 5 and lines[4].startswith("mine.jsonl, line 2 and 39 more: not valid JSON")
+
+
+def test_a_run_says_what_a_check_finds(place: Path, run: Run) -> None:
+    rows = [asked(f"{n}?", id=str(n), answer="1") for n in range(40)]
+    write(place / "mine.jsonl", *rows, asked("a?", id="3", answer="1"), asked("b?", id="unanswered"))
+    code, _, err = run("train", "recipe=jsonl", "task.path=mine.jsonl", "reward=em", "model.name=tiny", "--dry-run")
+    assert code == 0
+    assert "mine.jsonl, line 41: the id '3' is that of mine.jsonl, line 4 already" in err.replace(str(place) + "/", "")
+    assert "line 42: no answer in column 'answer', which other rows have" in err
+
+
 def test_the_column_that_likely_holds_the_prompt_is_named(place: Path, run: Run) -> None:
     write(place / "mine.jsonl", *({"question": f"1+{n}?", "answer": str(1 + n)} for n in range(3)))
     lines = run("data", "check", "mine.jsonl")[1].splitlines()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -135,10 +135,18 @@ async def test_a_message_too_long_for_the_judge_is_worth_nothing_where_others_ar
             assert totals(await scores(running, saying("two" * 9999))) == [0.0] and len(server.asked) == 2
 
 
-async def test_a_server_that_is_not_there_fails_the_trajectories(tmp_path: Path) -> None:
+async def test_a_server_that_is_not_there_is_said_before_a_run(tmp_path: Path) -> None:
     with Server("Score: 3") as server:
         pass
-    async with judge(server, tmp_path, retries=1) as running:
+    with pytest.raises(ConfigError, match=rf"{server.url}/models does not answer.*correct reward.url={server.url}"):
+        async with judge(server, tmp_path, retries=1):
+            pass
+
+
+async def test_a_server_that_is_lost_fails_the_trajectories(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        with Server("Score: 3") as server:
+            running = await stack.enter_async_context(judge(server, tmp_path, retries=1))
         assert [isinstance(one, Exception) for one in await scores(running, saying("two", "three"))] == [True, True]
 
 

@@ -187,6 +187,22 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         of_class("TaskSource", STEP + "return IndexedStream(None, lambda i: Task(i, rows[i]), seed)  # here\n"),
         "name 'rows' is not defined",
     ),
+    "tasks in a list": (
+        TASK,
+        of_class(
+            "TaskSource",
+            "    def stream(self, split, seed, repeat=True):  # here\n        return []\n",
+        ),
+        "give a TaskStream, such as IndexedStream",
+    ),
+    "a grader of demonstrations that divides by zero": (
+        REWARD,
+        of_class(
+            "Reward",
+            "    def reward(self, trajectory):\n" + "        return 1 / (trajectory.final.count('#') - 4)  # here\n",
+        ),
+        "fails for the demonstration of task calculator/",
+    ),
     "demonstrations that fail": (
         f"{TASK} sft.steps=1",
         of_class(

@@ -174,8 +174,8 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
     assert 0 < found["time/sft_s"] + found["time/rl_s"] < found["time/total_s"]
     stages = [(row["stage"], row["step"]) for row in rows(folder)]
     assert stages == [
-        *(("warm start", 1), ("warm start", 2), ("evaluation", 4)),
-        *(("reinforcement learning", 1), ("reinforcement learning", 2), ("evaluation", 4)),
+        *(("warm start", 1), ("warm start", 2), ("evaluation", 18)),
+        *(("reinforcement learning", 1), ("reinforcement learning", 2), ("evaluation", 18)),
     ]
     steps = [row for row in rows(folder) if row["stage"] == "reinforcement learning"]
     assert all({"reward/mean", "perf/tokens_per_s", "time/rollout_s"} <= set(row) for row in steps)
@@ -396,6 +396,23 @@ def test_a_run_ends_after_its_time(tmp_path: Path) -> None:
 def test_impossible_lengths_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         experiment(*words)
+
+
+def test_a_context_that_no_prompt_fits_is_said_before_the_warm_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_context_length leaves 16 tokens.*held-out tasks have \d+ or more"):
+        ran(tmp_path, "environment.max_context_length=16")
+    assert not any((tmp_path / "checkpoints").glob("*"))
+
+
+def test_a_run_with_nothing_to_learn_from_foresees_it_and_ends(tmp_path: Path) -> None:
+    words = ("sft.steps=0", "trainer.steps=4")  # an untrained model solves nothing
+    ran(tmp_path / "a", *words, "trainer.idle_steps=3")
+    notes = (tmp_path / "a" / "notes.txt").read_text()
+    assert notes.index("hardly any group will have rewards that differ") < notes.index("stopped after step 3")
+    assert "stopped after step 3: trainer.idle_steps=3: there was nothing to learn from" in notes
+    assert summary(tmp_path / "a")["train/steps"] == 3 and "eval/success/after" in summary(tmp_path / "a")
+    ran(tmp_path / "b", *words, "trainer.idle_steps=0")
+    assert summary(tmp_path / "b")["train/steps"] == 4
 
 
 # --- when the world fails

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from mtgrpo import preset
 from mtgrpo.errors import RunError
 from mtgrpo.runtime import resources
 from mtgrpo.stages import trends
-from mtgrpo.stages.trends import PATIENCE, WITHOUT_VARIANCE, Trends, in_vain
+from mtgrpo.stages.trends import PATIENCE, WITHOUT_VARIANCE, Trends, foreseen, in_vain
 
 FINE = {
     "reward/success": 0.4,
@@ -65,6 +66,22 @@ def test_a_run_in_which_nothing_differed_says_so_at_its_end() -> None:
     said = in_vain({"train/steps": 3.0, WITHOUT_VARIANCE: 3.0})
     assert said.startswith("nothing was learned: in no step, of 3,") and "rollout.group_size higher" in said
     assert not in_vain({"train/steps": 3.0, WITHOUT_VARIANCE: 2.0}) and not in_vain({"train/steps": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("share", "success", "said"),
+    [(0.2, 0.1, ""), (0.0, 0.0, "task.examples=4"), (0.1, 0.0, "10.0% had"), (0.0, 1.0, "harder tasks")],
+)
+def test_that_hardly_a_group_will_differ_is_foreseen(share: float, success: float, said: str) -> None:
+    measured = {"eval/groups_with_variance/before": share, "eval/success/before": success}
+    found = foreseen(measured, preset("calculator", "rollout.prompts_per_step=8"))
+    assert said in found and bool(found) is bool(said)
+    assert not foreseen({"eval/success/before": 0.0}, preset("calculator"))  # of one sample each
+
+
+def test_more_worked_examples_are_asked_for_than_there_are() -> None:
+    measured = {"eval/groups_with_variance/before": 0.0, "eval/success/before": 0.0}
+    assert "task.examples=6" in foreseen(measured, preset("calculator", "task.examples=3"))
 
 
 def test_a_policy_that_solves_its_tasks_may_be_sure_of_itself() -> None:

@@ -93,6 +93,11 @@ class Algorithm(ABC):
         return self.entropy_coef != 0 or self.has_critic
 
     @property
+    def needs_variance(self) -> bool:
+        """Whether nothing is learned from a group whose rewards are all equal."""
+        return self.compares_siblings and not self.always_has_gradient
+
+    @property
     def has_critic(self) -> bool:
         """Whether it trains a critic: the model's value head."""
         return type(self).value_loss is not Algorithm.value_loss
@@ -113,7 +118,8 @@ class Algorithm(ABC):
         if self.has_critic and not value_head:
             raise ConfigError(f"algorithm {name} learns values and needs a head for them: set model.value_head=true")
         if value_head and not self.has_critic:
-            raise ConfigError(f"model.value_head=true, but algorithm {name} has no use for it: leave it out")
+            cure = "leave it out, or set algorithm=ppo advantage=gae, which learns and uses values"
+            raise ConfigError(f"model.value_head=true, but algorithm {name} has no critic: {cure}")
         if size < 2 and self.compares_siblings:
             raise ConfigError(f"algorithm {name} compares siblings: rollout.group_size must be >= 2, got {size}")
 

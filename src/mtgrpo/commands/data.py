@@ -17,7 +17,7 @@ from mtgrpo.model.load import load_tokenizer
 from mtgrpo.runtime.text import printable, shorten
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations
-from mtgrpo.tasks.jsonl import Jsonl
+from mtgrpo.tasks.jsonl import Jsonl, RowFaults
 from mtgrpo.tasks.parquet import Parquet, write_parquet
 from mtgrpo.tasks.published import Published
 from mtgrpo.tasks.rows import Columns, Rows, cell
@@ -93,34 +93,18 @@ def _check(args: argparse.Namespace) -> int:
     if kind == _CONVERSATIONS:
         source = Conversations(columns=columns)
     show = _shown_by(args.model)
-    wrong: dict[int, str] = {}  # by the number of the row
-    first: dict[str, int] = {}  # the row of each id
-    unanswered: list[int] = []
+    faults, shown = RowFaults(rows, columns.answer), 0
     for number, row in enumerate(_passages(rows) if kind == _PASSAGES else source.tried(rows)):
-        if isinstance(row, ConfigError):
-            wrong[number] = str(row)
-            continue
-        if (earlier := first.setdefault(row.id, number)) != number:
-            wrong[number] = f"{rows.where(number)}: the id {row.id!r} is that of {rows.where(earlier)} already"
-        if isinstance(row, Task) and not row.answer:
-            unanswered.append(number)
-        if len(first) <= args.rows and earlier == number:
+        if faults.add(number, row) and not isinstance(row, ConfigError) and shown < args.rows:
+            shown += 1
             print(f"--- {rows.where(number)}\n{show(row)}")
     print("".join(f"{note}\n" for note in rows.notes()), end="")
-    usable = len(rows) - len(wrong)
-    if kind == _TASKS and len(unanswered) < usable:
-        missing = f"no answer in column {columns.answer!r}, which other rows have"
-        wrong |= {number: f"{rows.where(number)}: {missing}" for number in unanswered}
-    elif kind == _TASKS and usable:
+    if kind == _TASKS and faults.unanswered:
         print(f"no row has an answer in column {columns.answer!r}; name another with --answer")
+    wrong = faults.others | faults.unusable
     print(f"{args.file}: {len(rows):,} rows of {kind}, {len(wrong):,} of which cannot be used")
-    alike: dict[str, list[int]] = {}  # the rows with the same fault
-    for number in sorted(wrong):
-        fault = wrong[number].removeprefix(rows.where(number))
-        alike.setdefault(re.sub(r"task\.columns\.(\w+)=", r"--\1 ", fault), []).append(number)
-    for fault, numbers in alike.items():
-        others = f" and {len(numbers) - 1:,} more" if len(numbers) > 1 else ""
-        print(printable(f"{rows.where(numbers[0])}{others}{fault}"))
+    for line in faults.described(wrong):
+        print(printable(re.sub(r"task\.columns\.(\w+)=", r"--\1 ", line)))
     return int(bool(wrong))
 
 

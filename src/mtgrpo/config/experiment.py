@@ -47,13 +47,14 @@ class TrainerSettings(Updates):
     epochs: int = 0  # passes over the training tasks
     total_turns: int = 0  # model turns sampled, over the run
     wall_time_s: float = 0.0  # of rollouts and updates; evaluation and saving are not counted
+    idle_steps: int = 10  # in a row in which no group's rewards differ, so that nothing is learned
     deterministic: bool | None = None  # every digit depends on the seed alone; null: in step and without an agent
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not any((self.steps, self.epochs, self.total_turns, self.wall_time_s)):
             raise ConfigError("the run never ends: set `steps`, `epochs`, `total_turns` or `wall_time_s` above 0")
-        require(self, steps=">= 0", epochs=">= 0", total_turns=">= 0", wall_time_s=">= 0")
+        require(self, steps=">= 0", epochs=">= 0", total_turns=">= 0", wall_time_s=">= 0", idle_steps=">= 0")
 
 
 @dataclass
@@ -223,7 +224,7 @@ class Experiment:
         return self.reward.judges_turns or self.environment.pays_turns or self.agent.active
 
     def _check_rewards(self) -> None:
-        if self.filter.zero_variance and (not self.algorithm.compares_siblings or self.algorithm.always_has_gradient):
+        if self.filter.zero_variance and not self.algorithm.needs_variance:
             raise ConfigError(
                 f"filter.zero_variance=true: with algorithm {type(self.algorithm).__name__} as it is set, groups of "
                 "equal rewards have a gradient too; leave it out"
@@ -301,7 +302,10 @@ class Experiment:
                 "(task=path/to/file.py:Name)"
             )
         if self.sft.steps and self.sft.demonstrations:
-            self.demonstrated.stream(Split.train, self.seed)
+            try:
+                self.demonstrated.stream(Split.train, self.seed)
+            except ConfigError as error:
+                raise ConfigError(str(error).replace("task.path", "sft.demonstrations")) from error
 
     @property
     def demonstrated(self) -> TaskSource:

@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -92,7 +93,7 @@ class Judge(Reward):
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
-        """With a connection and a folder of replies."""
+        """With a connection and a folder of replies. Raises ConfigError where nothing answers at `url`."""
         key = context.secrets.get(self.key)
         running = copy.copy(self)
         home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mtgrpo" / "judge"
@@ -100,6 +101,10 @@ class Judge(Reward):
         running._folder.mkdir(parents=True, exist_ok=True)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with HttpClient(self.url, headers, self.max_concurrent) as client:
+            asks = partial(client.request, "GET", "/models", timeout_s=30.0)
+            asked = await attempt(asks, self.retries, self.backoff_s)
+            if isinstance(asked, HttpError) and not asked.status:  # what refuses this question may answer others
+                raise ConfigError(f"reward judge: {asked}; start it, or correct reward.url={self.url}") from asked
             running._client = client
             yield running
 

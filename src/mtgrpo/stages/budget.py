@@ -25,9 +25,11 @@ class Budget:
     steps: int = 0
     turns: int = 0
     seconds: float = 0.0
+    idle: int = 0  # steps in a row with nothing to learn from
 
-    def count(self, groups: Sequence[Group], seconds: float) -> None:
-        """One more step is done."""
+    def count(self, groups: Sequence[Group], seconds: float, idle: bool) -> None:
+        """One more step is done; idle: there was nothing to learn from."""
+        self.idle = self.idle + 1 if idle else 0
         self.steps += 1
         self.turns += sum(len(t.turns) for group in groups for t in group.trajectories)
         self.seconds += seconds
@@ -38,7 +40,8 @@ class Budget:
             limit = getattr(self.settings, name)
             if limit and value >= limit:
                 return f"trainer.{name}={limit}"
-        return ""
+        most = self.settings.idle_steps
+        return f"trainer.idle_steps={most}: there was nothing to learn from" if most and self.idle >= most else ""
 
 
 def described(command: str, composed: Composed) -> str:

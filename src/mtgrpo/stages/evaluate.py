@@ -23,7 +23,7 @@ from mtgrpo.record.writing import fine_tuning_row, open_rows, trajectory_row, wr
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.runtime.files import strict_json, write_whole
 from mtgrpo.runtime.workers import together
-from mtgrpo.stages.metrics import describe
+from mtgrpo.stages.metrics import describe, share_that_varies
 from mtgrpo.stages.resume import differences
 from mtgrpo.stages.run import EVAL_SEED, Run, open_run
 from mtgrpo.tasks import Split
@@ -101,6 +101,8 @@ async def _measure(
         write_trajectories(run.folder, of_set(file, name), sampled)
         greedy = await _groups(runner, "greedy", name, tasks, 1, counted)
         described = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
+        if samples > 1:
+            described["groups_with_variance"] = share_that_varies(sampled, run.experiment.algorithm)
         metrics |= _named(name, described)
         played[name] = EvaluationGroups(sampled, greedy)
     run.sinks.log(metrics, total)

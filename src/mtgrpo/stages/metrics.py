@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mtgrpo.advantages.rewards import comparable
+from mtgrpo.algorithms import Algorithm
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.policy.step import Metrics
 from mtgrpo.profile import Profile
@@ -51,6 +52,12 @@ def describe(groups: Sequence[Group], success_at: float, samples: int) -> Metric
     }
 
 
+def share_that_varies(groups: Sequence[Group], algorithm: Algorithm) -> float:
+    """The share of groups whose rewards differ: the others teach nothing."""
+    shaped = algorithm.shaped_reward
+    return _mean(len({(shaped(t), *t.turn_rewards) for t in group.valid}) > 1 for group in groups)
+
+
 def describe_tools(scored: Sequence[Trajectory], success_at: float) -> Metrics:
     """For each tool that was called: calls per conversation, the share of them that failed, how long they took, and the
     success of the conversations that called it and of those that did not. Calls of no tool are counted together.
@@ -84,15 +91,13 @@ def describe_step(
     """
     groups = batch.groups
     means = describe(groups, experiment.reward.success_at, experiment.rollout.group_size)
-    shaped = experiment.algorithm.shaped_reward
-    rewards = [{(shaped(t), *t.turn_rewards) for t in group.valid} for group in groups]
     trajectories = [t for group in groups for t in group.trajectories]
     count = max(1, len(trajectories))
     causes = Counter(t.reason.partition(":")[0] for t in trajectories if t.failed)
     return {
         "reward/mean": means.pop("reward", math.nan),
         "reward/success": means.pop("success", math.nan),
-        "reward/groups_with_variance": _mean(len(of_group) > 1 for of_group in rewards),
+        "reward/groups_with_variance": share_that_varies(groups, experiment.algorithm),
         **_components(trajectories),
         **_turn_rewards(trajectories),
         **_agents(trajectories),

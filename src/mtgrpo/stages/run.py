@@ -30,7 +30,7 @@ from mtgrpo.log import Sinks, chosen, open_sinks
 from mtgrpo.memory import check_cache, plan
 from mtgrpo.model.load import device_of_process, load_tokenizer
 from mtgrpo.parts import RunContext, built, named
-from mtgrpo.parts.extension import find_class
+from mtgrpo.parts.extension import find_class, misgiven
 from mtgrpo.record.reading import read_settings
 from mtgrpo.record.writing import write_versions
 from mtgrpo.rewards import opened
@@ -106,6 +106,9 @@ def _unlooped(work: Coroutine[Any, Any, None]) -> None:
 def open_tasks(experiment: Experiment) -> tuple[TaskStream, list[Task]]:
     """The training tasks and the held-out ones. Raises ConfigError."""
     tasks = experiment.task.stream(Split.train, experiment.seed)
+    if not isinstance(tasks, TaskStream):  # pyright: ignore[reportUnnecessaryIsInstance]
+        how = "give a TaskStream, such as IndexedStream(len(tasks), tasks.__getitem__, seed, repeat)"
+        raise misgiven(experiment.task.stream, tasks, how)
     if experiment.trainer.epochs and tasks.endless:
         raise ConfigError(
             f"trainer.epochs={experiment.trainer.epochs}: task {type(experiment.task).__name__} makes endless problems "
@@ -197,6 +200,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         trainer = PolicyTrainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder))
         stack.callback(trainer.close)
         longest = longest_context(experiment, trainer.weights())
+        _refuse_too_short(experiment, chat, held_out, longest)
         engine = experiment.engine.start(trainer.weights(), experiment.deterministic, longest, folder)
         stack.push_async_callback(engine.close)
         if not engine.shares_weights:
@@ -282,6 +286,19 @@ def longest_context(experiment: Experiment, source: WeightSource) -> int:
             f"batch.token_budget={experiment.batch.tokens}; set batch.token_budget to at least {asked}"
         )
     return asked or min(limit.tokens, most_unasked(experiment, source))
+
+
+def _refuse_too_short(experiment: Experiment, chat: Chat, tasks: list[Task], longest: int) -> None:
+    """Raise ConfigError where of the first `tasks` not one leaves room for an answer."""
+    tools = visible_tools(experiment.environment.tool_specs, experiment.condenser)
+    lengths = [] if experiment.agent.active else [len(chat.open(task.messages, tools)) for task in tasks[:20]]
+    shortest = min(lengths, default=0)
+    if shortest >= longest:
+        name = "environment.max_context_length" if experiment.environment.max_context_length else "batch.token_budget"
+        raise ConfigError(
+            f"{name} leaves {longest} tokens for a conversation, and the prompts of the first {len(lengths)} held-out "
+            f"tasks have {shortest} or more: set it to {shortest + experiment.sampling.max_new_tokens} or higher"
+        )
 
 
 def most_unasked(experiment: Experiment, source: WeightSource) -> int:

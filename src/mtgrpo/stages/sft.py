@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -11,17 +12,19 @@ import torch
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError
+from mtgrpo.parts.extension import explained
 from mtgrpo.policy.trainer import Stage
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.writing import write_summary
-from mtgrpo.rollout.conversation import visible_tools
+from mtgrpo.rewards import scores
 from mtgrpo.rollout.demonstrations import demonstrate
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.run import Run, most_unasked, open_run
 from mtgrpo.stages.saving import Saver, saving
+from mtgrpo.stages.trial import all_ours
 from mtgrpo.tasks import Split, TaskSource, TaskStream
-from mtgrpo.types import Trajectory
+from mtgrpo.types import Message, Task, Trajectory
 
 DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
 MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
@@ -48,6 +51,7 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
     Its checkpoints are of step 0, that reinforcement learning begins with; `alone`, of its own steps.
     """
     experiment, settings = run.experiment, run.experiment.sft
+    await _try_reward(run)
     begun = saver.state.get("sft", {"step": 0})
     before_s = saver.summary.setdefault("time/sft_s", 0.0)
     if "stream" in saver.state or begun["step"] >= settings.steps:
@@ -94,15 +98,35 @@ async def demonstrations(
                 raise ConfigError(f"task {name} gave no demonstration for {MAX_WITHOUT} tasks in a row; {cure}")
             continue
         without = 0
-        async with runner.environment.conversation(task) as (_, opening):
-            pass  # what it opens with is all that is needed
+        example = await _laid_out(task, messages, runner)
         called = {call.name for message in messages for call in message.tool_calls}
-        absent = sorted(called - {tool.name for tool in visible_tools(opening.tools, runner.condenser)})
+        absent = sorted(called - {tool.name for tool in example.tools})
         if absent and not told:
             told = True
             note(f"the demonstration of task {task.id} calls {absent[0]}, a tool that the environment does not offer")
-        limits = runner.limits.context_tokens, runner.sampling.max_new_tokens
-        yield await demonstrate(task, opening, messages, runner.chat, runner.condenser, *limits, runner.attend)
+        yield example
+
+
+async def _laid_out(task: Task, messages: Sequence[Message], runner: RolloutRunner) -> Trajectory:
+    """The demonstration of a task, in the contexts that `runner` would have."""
+    async with runner.environment.conversation(task) as (_, opening):
+        pass  # what it opens with is all that is needed
+    limits = runner.limits.context_tokens, runner.sampling.max_new_tokens
+    return await demonstrate(task, opening, messages, runner.chat, runner.condenser, *limits, runner.attend)
+
+
+async def _try_reward(run: Run) -> None:
+    """Raise ConfigError where the user's own reward fails for a demonstration, if the first tasks have one."""
+    source, reward, seed = run.experiment.task, run.runner.reward, run.experiment.seed
+    if run.experiment.agent.active or all_ours(reward):
+        return
+    for task in islice(source.stream(Split.train, seed + DEMONSTRATION_SEED), MAX_WITHOUT):
+        if messages := source.demonstration(task, seed):
+            (score,) = await scores(reward, [await _laid_out(task, messages, run.runner)])
+            if isinstance(score, Exception):
+                name, why = type(reward).__name__, explained(score)
+                raise ConfigError(f"reward {name} fails for the demonstration of task {task.id}: {why}; correct it")
+            return
 
 
 async def within(

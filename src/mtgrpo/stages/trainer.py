@@ -28,7 +28,7 @@ from mtgrpo.stages.run import Run, open_run
 from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.sft import warm_start
 from mtgrpo.stages.threads import Neighbours
-from mtgrpo.stages.trends import WITHOUT_VARIANCE, Trends, in_vain
+from mtgrpo.stages.trends import WITHOUT_VARIANCE, Trends, foreseen, in_vain
 from mtgrpo.stages.update import make_stream, update
 from mtgrpo.types import LEARNING
 
@@ -56,10 +56,13 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
     async with open_run(experiment, folder) as run:
         with saving(run, curve) as saver:
             summary = saver.summary
+            run.sinks.tell(list(run.experiment.notes))
             await warm_start(run, saver)
             if "eval/success/before" not in summary:
                 summary |= {f"{name}/before": value for name, value in (await evaluate_fully(run, BEFORE)).items()}
                 curve.success[0] = summary["eval/success/before"]
+                if experiment.algorithm.needs_variance and (note := foreseen(summary, experiment)):
+                    run.sinks.note(note)
             steps, seconds = await reinforce(run, saver, curve)
             summary |= {"train/steps": float(steps), "time/rl_s": seconds}
             try:
@@ -69,8 +72,7 @@ async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:
             finally:  # also when the evaluation fails
                 summary["time/total_s"] = saver.seconds
                 write_summary(folder, summary)
-        algorithm = run.experiment.algorithm
-        if algorithm.compares_siblings and not algorithm.always_has_gradient and (note := in_vain(summary)):
+        if experiment.algorithm.needs_variance and (note := in_vain(summary)):
             run.sinks.note(note)
     return summary
 
@@ -80,7 +82,6 @@ async def reinforce(run: Run, saver: Saver, curve: Curve) -> tuple[int, float]:
     run.trainer.begin(Stage.reinforcement)
     training = _Training(run, saver, curve)
     run.sinks.stage(LEARNING, run.experiment.trainer.steps)
-    run.sinks.tell(list(run.experiment.notes))
     run.sinks.tell(run.trainer.notes)
     try:
         await training.begin()
@@ -159,12 +160,12 @@ class _Training:
         for notes in (run.engine.notes, run.trainer.notes, run.tasks.notes, self._journal.notes):
             run.sinks.tell(notes)
         seconds = time.perf_counter() - began
-        self.budget.count(batch.groups, seconds)
         metrics |= describe_step(batch, run.experiment, step - 1, seconds - train_s, train_s)
         metrics |= {f"engine/{name}": value for name, value in run.engine.metrics.items()}
         conversations = describe_conversations(batch.groups, run.experiment.profile)
         metrics |= self.profiler.step(conversations, run.trainer.take_phases(), train_s, run.engine.sync_s)
         flat = float(metrics["reward/groups_with_variance"] == 0)
+        self.budget.count(batch.groups, seconds, idle=bool(flat) and run.experiment.algorithm.needs_variance)
         self._saver.summary[WITHOUT_VARIANCE] = self._saver.summary.get(WITHOUT_VARIANCE, 0.0) + flat
         notes = [*describe_failures(batch.groups), *self._trends.warnings(metrics), *self._neighbours.end_step()]
         self._mark(metrics)

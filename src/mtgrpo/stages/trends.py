@@ -6,6 +6,7 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from mtgrpo.config.experiment import Experiment
 from mtgrpo.model.rounding import HARMLESS
 from mtgrpo.policy.step import Metrics
 from mtgrpo.runtime.resources import memory_left, resident_bytes
@@ -29,6 +30,21 @@ def in_vain(summary: Metrics) -> str:
     if not steps or summary.get(WITHOUT_VARIANCE) != steps:
         return ""
     return f"nothing was learned: in no step, of {steps:.0f}, did the rewards of a group differ; {_MORE_VARIANCE}"
+
+
+def foreseen(summary: Metrics, experiment: Experiment) -> str:
+    """What to say where the evaluation before training shows that hardly a group will differ; "" where one does."""
+    share = summary.get("eval/groups_with_variance/before", 1.0)
+    if share * experiment.rollout.prompts_per_step >= 1:
+        return ""
+    examples, success = experiment.task.examples, summary["eval/success/before"]
+    more = f"task.examples={2 * examples or 4}" if isinstance(examples, int) else "more task.examples"
+    cure = f"more worked examples ({more}), a longer warm start (sft.steps), easier tasks"
+    return (
+        f"hardly any group will have rewards that differ, so little will be learned: of the held-out tasks, with "
+        f"{experiment.eval.samples} samples each, {share:.1%} had; try {'harder tasks' if success > 0.5 else cure}, a "
+        "reward with more levels, or rollout.group_size higher"
+    )
 
 
 @dataclass

@@ -26,7 +26,7 @@ async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool
         return
     if _ours(experiment.environment) and (running or not experiment.environment.opens):
         await _begun(experiment.environment, task)
-    if not running and experiment.reward.works_unopened and _all_ours(experiment.reward):
+    if not running and experiment.reward.works_unopened and all_ours(experiment.reward):
         said = Completion([0], [0.0], [0], Finish.STOP)
         turns = [Turn.of(said, Message("assistant", ""), [0], parent=-1)]
         await experiment.reward.rewards([Trajectory(task, turns=turns)])
@@ -35,7 +35,7 @@ async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool
 def untried(experiment: Experiment) -> str:
     """Says which parts are the user's own code, which nothing calls before a run does; "" = none."""
     ours = {"environment": _ours(experiment.environment), "agent": _ours(experiment.agent)}
-    own = [name for name, is_ours in (ours | {"reward": _all_ours(experiment.reward)}).items() if not is_ours]
+    own = [name for name, is_ours in (ours | {"reward": all_ours(experiment.reward)}).items() if not is_ours]
     return f", nor your own {' and '.join(own)} tried" if own else ""
 
 
@@ -49,8 +49,9 @@ async def _begun(environment: Environment, task: Task) -> None:
         return
 
 
-def _all_ours(reward: Reward) -> bool:
-    return _ours(reward) and all(map(_all_ours, reward.parts))
+def all_ours(reward: Reward) -> bool:
+    """Whether neither it nor a part of it is the user's own code."""
+    return _ours(reward) and all(map(all_ours, reward.parts))
 
 
 def _ours(part: Part) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.messages import messages_from
@@ -34,6 +34,7 @@ class Split(Enum):
     eval = "eval"
 
 
+@runtime_checkable
 class TaskStream(Protocol):
     """Iterates over tasks. `epoch` counts completed passes over the data (0 during the first, always if `endless`)."""
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import File
@@ -18,6 +20,56 @@ from mtgrpo.tasks.rows import NOTED_ROWS, Columns, JsonlRows, Row, Rows, stream_
 from mtgrpo.types import Task
 
 CHECKED_BYTES = 100_000_000  # files of less in all are checked whole at the start
+
+
+class RowFaults:
+    """What is wrong with rows that are looked at one after the other."""
+
+    def __init__(self, rows: Rows, answer: str) -> None:
+        """answer: the column of answers."""
+        self.unusable: dict[int, str] = {}  # by the number of the row
+        self._rows, self._answer = rows, answer
+        self._repeated: dict[int, str] = {}
+        self._readable, self._unanswered = 0, array("q")
+        self._first: dict[str, int] = {}  # the row of each id that a row brings
+
+    def add(self, number: int, row: Any) -> bool:
+        """Look at a task, a passage, or the ConfigError in its place; whether there is one of a new id."""
+        if isinstance(row, ConfigError):
+            self.unusable[number] = str(row)
+            return False
+        self._readable += 1
+        if isinstance(row, Task) and not row.answer:
+            self._unanswered.append(number)
+        if row.id == self._rows.default_id(number) or (earlier := self._first.setdefault(row.id, number)) == number:
+            return True
+        where = self._rows.where
+        self._repeated[number] = f"{where(number)}: the id {row.id!r} is that of {where(earlier)} already"
+        return False
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether no row that can be read has an answer."""
+        return len(self._unanswered) == self._readable > 0
+
+    @property
+    def others(self) -> dict[int, str]:
+        """What is wrong with rows that can be read."""
+        missing = f"no answer in column {self._answer!r}, which other rows have"
+        unanswered = [] if self.unanswered else self._unanswered
+        return {number: f"{self._rows.where(number)}: {missing}" for number in unanswered} | self._repeated
+
+    def described(self, faults: Mapping[int, str]) -> list[str]:
+        """A line for each kind of fault: the first row that has it, and how many more do."""
+        alike: dict[str, list[int]] = {}
+        for number in sorted(faults):
+            kind = re.sub(r"\(.*|the id .*", "", faults[number].removeprefix(self._rows.where(number)), flags=re.DOTALL)
+            alike.setdefault(kind, []).append(number)
+        lines: list[str] = []
+        for first, *more in alike.values():
+            where = self._rows.where(first)
+            lines.append(f"{where}{f' and {len(more):,} more' if more else ''}{faults[first].removeprefix(where)}")
+        return lines
 
 
 class BadRows(Enum):
@@ -89,11 +141,14 @@ class FileSource(TaskSource, ABC):
         """What to say of the rows that cannot be used, by all of them, of large files by the first thousand."""
         large = sum(file.stat().st_size for file in files) > CHECKED_BYTES
         count = min(len(rows), NOTED_ROWS) if large else len(rows)
-        errors = [found for found in islice(self.tried(rows), count) if isinstance(found, ConfigError)]
+        faults = RowFaults(rows, self.columns.answer)
+        for number, row in enumerate(islice(self.tried(rows), count)):
+            faults.add(number, row)
+        errors = list(faults.unusable.values())
         if errors and (len(errors) == count or self.bad_rows is BadRows.stop):
-            raise errors[0]
+            raise ConfigError(errors[0])
         summary = f"{len(errors)} of the {count} rows that were checked cannot be used and are skipped; the first: "
-        return [*(f"{summary}{error}" for error in errors[:1]), *rows.notes()]
+        return [*(f"{summary}{error}" for error in errors[:1]), *faults.described(faults.others), *rows.notes()]
 
     def _training(self, held_out: Mapping[Path, Path]) -> list[Path]:
         """The files to train on; none of them is held out, so a folder gives up what is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left, bisect_right
@@ -115,6 +116,8 @@ class JsonlRows(Rows):
         self._file_of, self._offset_of, self._line_of = array("l"), array("q"), array("q")
         for number, path in enumerate(files):
             for line in read_lines(path):
+                if line.number == 1:
+                    _refuse_other_format(path, line.text)
                 if not line.text.isspace():
                     self._file_of.append(number)
                     self._offset_of.append(line.offset)
@@ -133,6 +136,16 @@ class JsonlRows(Rows):
         """Every row in order; reads the files once."""
         lines = (line for path, _ in self._files for line in read_lines(path) if not line.text.isspace())
         return (functools.partial(parse_object, line.text, self.where(i)) for i, line in enumerate(lines))
+
+
+def _refuse_other_format(path: Path, first: bytes) -> None:
+    """Raise ConfigError, by the first line of a file, where it is none of lines of JSON."""
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        cure = f"iconv -f UTF-16 -t UTF-8 {path} > new.jsonl"
+        raise ConfigError(f"{path} is text in UTF-16, lines of JSON are UTF-8: {cure}")
+    begun = first.strip()
+    if begun.startswith(b"[") and (not begun.endswith(b"]") or len(first) == path.stat().st_size):
+        raise ConfigError(f"{path} is one JSON array, in place of an object per line: jq -c '.[]' {path} > new.jsonl")
 
 
 _BY_NAME = ("arguments", "parameters", "calls")  # of calls, of tools, of accepted ones: keys differ from one to another
@@ -357,14 +370,18 @@ def _text(value: Any, row: Row, option: str, column: str, where: str) -> str:
             f"{where}: column {column!r} must be a string or a number, got {shown(value)}; {_columns_of(row)}; "
             f"choose another with task.columns.{option}=NAME"
         )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{where}: column {column!r} is {value}, no number")
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and prompt.strip():
         return user(prompt)
     messages = messages_from(cast("list[Any]", prompt), where) if isinstance(prompt, list) else ()
-    wrong = "" if messages else f"must be a string or a list of messages, got {shown(prompt)}"
+    wrong = "" if messages else f"must be a string that is not empty or a list of messages, got {shown(prompt)}"
+    if messages and messages[-1].role == "user" and not messages[-1].content.strip():
+        wrong = "ends with an empty message"
     if messages and messages[-1].role == "assistant":
         wrong = "ends with an assistant message, so there is nothing left to answer; remove that message"
     if wrong:
