@@ -367,6 +367,9 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("gsm8k", ["cannot read 'gsm8k'", "key=value"]),
         ("+sede=1", ["unknown option sede; did you mean seed?"]),
         ("~seed", ["~seed: no recipe sets seed"]),
+        ("sft.demonstrations=away.jsonl", ["sft.demonstrations=away.jsonl: no such file or folder"]),
+        ("model.name=./away", ["model.name=./away: there is no such folder; give a folder, smollm2"]),
+        ("advantage=gae model.value_head=true", ["algorithm GRPO has no critic", "algorithm=ppo advantage=gae"]),
         ("~reward", ["~reward: choose a reward by its name"]),
         ("seed@x=1", ["'seed@x=1'", "leave @ out"]),
         ("condenser=[none,keep_last]", ["condenser=[none,keep_last]: choose one condenser, it takes no list"]),
@@ -599,6 +602,7 @@ def test_a_broken_file_of_ones_own_is_named(source: str, said: str, place: Path)
         ("defaults: [override /rewrd: numeric]\n", "chooses 'rewrd'"),
         ("a: [\n", "cannot be read"),
         ("- 1\n", "must hold a mapping"),
+        ("optimizer: {lr: -1}\n", "mine.yaml: optimizer.lr must be > 0"),
     ],
 )
 def test_a_recipe_of_ones_own_is_checked(content: str, said: str, place: Path) -> None:

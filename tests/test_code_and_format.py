@@ -69,6 +69,15 @@ def test_format_rules(rules: dict[str, Any], text: str, kept: bool) -> None:
     assert Format(**rules).reward(told(text)) == kept
 
 
+def test_every_turn_may_have_to_keep_the_rules() -> None:
+    talk = told("<a>1</a>")
+    talk.turns = [told("no tag").turns[0], *talk.turns]
+    rules = {"required_patterns": ["<a>"]}
+    assert (Format(**rules).reward(talk), Format(**rules, every_turn=True).reward(talk)) == (1, 0)
+    talk.turns = talk.turns[1:] * 2
+    assert Format(**rules, every_turn=True).reward(talk) == 1
+
+
 def test_format_rules_are_checked_at_once() -> None:
     with pytest.raises(ConfigError, match="`min_chars` must be >= 0, got -1"):
         Format(min_chars=-1)

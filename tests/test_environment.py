@@ -127,6 +127,7 @@ async def test_calls_are_answered_in_their_order_and_mistakes_are_observations(o
         calls(
             ("calculator", {"expression": "2 + 2"}),
             ("abacus", {}),
+            ("calcluator", {}),
             ("calculator", {"expresion": "2 + 2"}),
             ("refuses", {}),
             ("calculator", {"expression": "3 + 3"}),
@@ -135,11 +136,15 @@ async def test_calls_are_answered_in_their_order_and_mistakes_are_observations(o
     assert observed(reply) == [
         ("calculator", "4"),
         ("abacus", "error: there is no tool 'abacus'; the tools are: calculator, refuses"),
+        (
+            "calcluator",
+            "error: there is no tool 'calcluator'; did you mean calculator? the tools are: calculator, refuses",
+        ),
         ("calculator", "error: calculator has no argument 'expresion'; its arguments: expression"),
         ("refuses", "error: not today"),
         ("calculator", "6"),
     ]
-    assert (reply.tool_calls, reply.tool_errors) == (5, 3)
+    assert (reply.tool_calls, reply.tool_errors) == (6, 4)
 
 
 async def test_calls_that_cannot_be_read_are_an_observation() -> None:

@@ -150,6 +150,7 @@ def test_siblings_share_their_prompt_and_what_they_sampled_alike() -> None:
     assert batch.behaviour_logp.tolist() == pytest.approx([-0.04, -0.05, -0.07, -0.09, -0.04, -0.1])
     assert batch.behaviour_logp.dtype == torch.float64
     assert len(batch) == 6
+    assert batch.shared == (6 + 2 + 4) / 9  # tokens of three segments, nodes
 
 
 @given(trajectories())

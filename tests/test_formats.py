@@ -127,7 +127,8 @@ def test_llama_json_reads_a_call_where_a_line_begins_with_one() -> None:
     ("name", "text", "error"),
     [
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "</tool_call> is missing"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {}} and</tool_call>', "</tool_call> is missing"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}} and</tool_call>', "`and` stands before </tool_call>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}}\n</tool_call>', "`}` stands before </tool_call>"),
         ("hermes", "text</tool_call>", "</tool_call> without <tool_call>"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>', "not valid JSON"),
         ("hermes", "<tool_call></tool_call>", "not valid JSON"),
@@ -154,7 +155,7 @@ def test_llama_json_reads_a_call_where_a_line_begins_with_one() -> None:
         (
             "xml",
             "<tool_call><function=f><parameter=a>1</parameter> and</function></tool_call>",
-            "</function> is missing",
+            "`and` stands before </function>",
         ),
         ("xml", 2 * "<tool_call><function=f><parameter=a>1</parameter></function>", "</tool_call> is missing"),
     ],

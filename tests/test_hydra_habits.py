@@ -123,6 +123,17 @@ def test_plus_adds_and_tilde_takes_away() -> None:
     assert experiment("~recipe").sft.steps == 0
 
 
+def test_what_is_taken_away_is_said(run: Run) -> None:
+    code, _, err = run("train", "~optimizer.lr", "--dry-run")
+    assert code == 0 and "~optimizer.lr: optimizer.lr has its default in place of 0.001, of recipe=calculator" in err
+
+
+def test_a_recipe_is_a_configuration_too(run: Run) -> None:
+    code, out, err = run("train", "--config-name", "guess_number_tiny", "--dry-run")
+    assert code == 0, err
+    assert out.splitlines()[0].endswith("recipe=guess_number_tiny") and "task=guess_number " in out
+
+
 def test_what_stands_to_the_right_wins() -> None:
     assert experiment("optimizer.lr=1e-3", "optimizer={lr: 2e-3}").optimizer.lr == 2e-3
     assert experiment("optimizer={lr: 2e-3}", "optimizer.lr=1e-3").optimizer.lr == 1e-3

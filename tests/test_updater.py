@@ -324,6 +324,26 @@ def test_a_weight_multiplies_the_loss_and_not_the_normaliser() -> None:
     assert losses(capped)[0] == pytest.approx(losses(plain)[0] / 2, abs=1e-12)
 
 
+def test_what_advantages_are_like_is_told() -> None:
+    _, _, metrics = updates(UpdateConfig(GRPO(divide_by_std=False), WholeTrajectory(turn_weight=0), length=7))
+    spread = [0.75, -0.75, -0.875, 0.875]
+    tokens = [t.sampled_tokens for t in TRAJECTORIES]
+    mean = sum(a * n for a, n in zip(spread, tokens, strict=True)) / sum(tokens)
+    assert (metrics["advantage/min"], metrics["advantage/max"]) == (-0.875, 0.875)
+    assert metrics["advantage/mean"] == pytest.approx(mean)
+    square = sum(a * a * n for a, n in zip(spread, tokens, strict=True)) / sum(tokens)
+    assert metrics["advantage/std"] == pytest.approx((square - mean**2) ** 0.5)
+
+
+def test_the_effective_sample_size_falls_with_updates_of_one_batch() -> None:
+    once = UpdateConfig(GRPO(), WholeTrajectory(), length=7)
+    assert "ess" not in updates(once)[2]
+    often = replace(once, updates=Updates(0, 3))
+    assert updates(often, lr=0.0)[2]["ess"] == pytest.approx(1.0)
+    near, far = (updates(often, lr=lr)[2]["ess"] for lr in (1e-4, 5e-3))
+    assert 0 < far < near < 1
+
+
 def test_rejected_trajectories_stay_in_the_normaliser() -> None:
     shifted = [
         replace(t, turns=[replace(turn, logprobs=[p - 5 * (i == 0) for p in turn.logprobs]) for turn in t.turns])

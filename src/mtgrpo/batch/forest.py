@@ -116,6 +116,13 @@ class Batch:
         """The sampled tokens, int64."""
         return self.forest.token[self.node]
 
+    @property
+    def shared(self) -> float:
+        """How many times as many tokens the segments have, each by itself, as the forest has nodes."""
+        ends = torch.zeros(int(self.segment.max()) + 1, dtype=torch.long)
+        ends.scatter_reduce_(0, self.segment, self.forest.depth[self.node] + 1, "amax")
+        return ends.sum().item() / len(self.forest)
+
 
 def build_forest(rows: Sequence[Sequence[int]]) -> tuple[Forest, list[Tensor]]:
     """The forest of `rows` of token ids (below 2^32), and for each row its node numbers [len(row)] int64."""

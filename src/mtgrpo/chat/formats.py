@@ -219,7 +219,9 @@ def _read_json(text: str, start: int, keys: Sequence[str]) -> tuple[ToolCall, in
 def _expect(tag: str, text: str, start: int) -> int:
     begin = _after(_SPACE, text, start)
     if not text.startswith(tag, begin):
-        raise Malformed(f"{tag} is missing")
+        surplus, found, _ = text[begin:].partition(tag)
+        missing = not found or "<tool_call>" in surplus
+        raise Malformed(f"{tag} is missing" if missing else f"`{surplus.strip()[:40]}` stands before {tag}")
     return begin + len(tag)
 
 

@@ -103,17 +103,21 @@ class TemplateChat(Chat):
             raise ConfigError("the chat template ends a turn with no special token and the tokenizer has no eos token")
         stops: list[int | None] = [self._safe.added.get(self._end), tokenizer.eos_token_id, *ends]
         self.stop_ids = tuple(dict.fromkeys(token for token in stops if token is not None))
-        self.format, self._no_tools = self._find_format()
+        self._format, self._no_tools = self._find_format()
         self.knows_tools = not (self._lacking or self._no_tools)  # its own, and its calls are read
         if "contentx7q" not in (self._template.try_render([USER, call_message(2, "contentx7q")]) or ""):
-            self._template.calls_in_content = self.format
+            self._template.calls_in_content = self._format
         if why := find_fault(self._template, tools=not self._no_tools):
             raise _unusable(why)
         self._separator = self._find_separator()
-        form = self._no_tools or f"tool calls {self.format.name}{' in the prompt' if in_prompt else ''}"
+        form = self._no_tools or f"tool calls {self._format.name}{' in the prompt' if in_prompt else ''}"
         turns = "" if self._turn_end else "; the template has none, so every turn starts a new segment"
         thinking = f"thinking {settings.thinking.value}"
         self.notes = [f"chat: template {settings.template}, {form}, {thinking}, end of turn {self._end}{turns}"]
+
+    @property
+    def format(self) -> ToolFormat:
+        return self._format
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         if tools and self._no_tools:
@@ -150,7 +154,7 @@ class TemplateChat(Chat):
         reasoning, rest, error = split_thinking(text, self._inside_thinking)
         if error:
             return Message("assistant", rest, reasoning, error=error)
-        parsed = self.format.parse(rest, self._schemas)
+        parsed = self._format.parse(rest, self._schemas)
         content = parsed.content.removesuffix(self._separator) if parsed.calls else parsed.content
         return Message("assistant", content, reasoning, parsed.calls, error=parsed.error)
 
@@ -187,7 +191,7 @@ class TemplateChat(Chat):
     def _find_separator(self) -> str:
         """The text that the template writes between content and tool calls."""
         text = self._output(call_message(1, "contentx7q"))
-        between, written, _ = text.partition("contentx7q")[2].partition(self.format.write((PROBE_CALL,)))
+        between, written, _ = text.partition("contentx7q")[2].partition(self._format.write((PROBE_CALL,)))
         return between if written else "\n"
 
     def _learn_extension(self, calls: bool, tools: bool, new: Sequence[Message]) -> TemplatePieces | None:
@@ -242,7 +246,7 @@ class TemplateChat(Chat):
         if message.reasoning or self._inside_thinking:
             output = self._thoughts(message.reasoning) + output
         if message.tool_calls:
-            output += ("\n" if message.content else "") + self.format.write(message.tool_calls)
+            output += ("\n" if message.content else "") + self._format.write(message.tool_calls)
         return output + self._end
 
     def _thoughts(self, text: str) -> str:

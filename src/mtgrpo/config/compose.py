@@ -160,8 +160,11 @@ class ExperimentLoader(ConfigLoader):
             ConfigStore.instance().store("chosen", _typed(settled), "recipe", "_global_")
             config = self._inner.load_configuration(config_name, self._lines, run_mode, from_shell)
             composed_from(config)
-        except ConfigError:
-            raise
+        except ConfigError as error:
+            source = settled.sources.get(key := re.split(r"[ =:]", str(error), maxsplit=1)[0], "")
+            if not source or f"{key}=" in source:
+                raise
+            raise ConfigError(f"{source}: {error}") from error
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_explain(error, settled)) from error
         except ValueError as error:  # a check in the __post_init__ of a class that knows nothing of ConfigError
@@ -224,7 +227,7 @@ class ExperimentLoader(ConfigLoader):
         settings.sort(key=lambda word: word.key_or_group.startswith(inside))  # a list before its entries
         for word in settings:
             if word.is_delete():
-                settled.take_away(word.key_or_group, str(word.input_line))
+                self.notes.append(settled.take_away(word.key_or_group, str(word.input_line)))
             else:
                 settled.put(word.key_or_group, word.value(), str(word.input_line))
         settled.values.update({"model.name": str(checkpoint)} if checkpoint else {})

@@ -55,7 +55,7 @@ def read_recipe(option: str, folders: Sequence[Path] = (), within: tuple[Path, .
         )
     if path in within:
         raise ConfigError(f"recipe={option} inherits itself: see the defaults in {within[-1]}")
-    own, inherited = _read(path, f"recipe={option}")
+    own, inherited = _read(path, f"recipe={option}" if path.is_relative_to(RECIPES) else str(path))
     layers = [read_recipe(name, folders, (*within, path)) if name != SELF else [own] for name in inherited]
     return [layer for several in layers for layer in several]
 
@@ -63,9 +63,11 @@ def read_recipe(option: str, folders: Sequence[Path] = (), within: tuple[Path, .
 def read_primary(name: str, folders: Sequence[Path]) -> Recipe:
     """The configuration `name`.yaml in one of the user's own `folders`; its choices may name a recipe too.
 
-    Raises ConfigError.
+    Where there is none, a recipe of that name is meant. Raises ConfigError.
     """
     path = _own_file(name.removesuffix(".yaml"), folders)
+    if path is None and name in recipes(folders):
+        return Recipe(f"--config-name {name}", {"recipe": name}, {})
     if path is None:
         looked = f"not in {', '.join(map(str, folders))}" if folders else "give --config-dir FOLDER"
         raise ConfigError(f"--config-name {name}: there is no {name}.yaml; {looked}")
@@ -174,11 +176,11 @@ class Settled:
         self.values.update(new)
         self.sources.update(dict.fromkeys(new, source))
 
-    def take_away(self, key: str, source: str) -> None:
-        """Leave what recipes set there at its default. Raises ConfigError."""
+    def take_away(self, key: str, source: str) -> str:
+        """Leave what recipes set there at its default, and say so. Raises ConfigError."""
         if key not in self.values:
             raise ConfigError(f"{source}: no recipe sets {key}, there is nothing to take away")
-        del self.values[key]
+        return f"{source}: {key} has its default in place of {self.values.pop(key)}, of {self.sources.pop(key)}"
 
     def nested(self) -> dict[str, Any]:
         """The values; settings of options that stand in a list are one mapping, `of`, of the option that holds them."""

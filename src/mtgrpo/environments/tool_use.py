@@ -138,7 +138,8 @@ class ToolUse(CallLimits, Environment):
         """What became of a call, what the model sees of it, and why the tool failed."""
         began, offer = time.perf_counter(), self._offers.get(call.name)
         if offer is None:
-            text = f"error: there is no tool {call.name!r}; the tools are: {', '.join(self._offers)}"
+            hint = extension.meant(call.name[:100], self._offers)
+            text = f"error: there is no tool {call.name!r}; {hint}the tools are: {', '.join(self._offers)}"
             return CallRecord(call.name, CallOutcome.unknown), text, None
         outcome, text, retries, failure = await self._call(call, offer)
         why = f"the tool {call.name} failed: {extension.explained(failure)}" if failure else ""

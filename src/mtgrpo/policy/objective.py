@@ -178,6 +178,9 @@ class Objective:
             value_loss = self._value_loss(self._target[entries], entries, scores)
             loss = loss + value_loss
             metrics["value_loss"] = value_loss.detach()
+        if not self._first:
+            ratio = tokens.log_ratio.detach().exp()
+            metrics |= {"ratio": ratio, "squared_ratio": ratio.square()}
         if clamped.any():
             metrics["log_ratio_clamped"] = clamped
         return PerToken(loss, result.clipped, metrics)
@@ -220,6 +223,10 @@ class Objective:
         logp = self._first_logp if before is None else before.logp
         log_rho = logp - batch.behaviour_logp  # where nothing was scored before, some tokens are by an updated policy
         metrics = diagnostics(log_rho[entries])
+        advantage = self._advantage[entries]
+        spread = {"mean": advantage.mean(), "std": advantage.std(correction=0)}
+        spread |= {"min": advantage.min(), "max": advantage.max()}
+        metrics |= {f"advantage/{name}": value.item() for name, value in spread.items()}
         if self._reference is not None:
             # By k1, whatever the penalty is: rare tokens make the mean of k3 several times too large in single batches.
             metrics["kl"] = estimate(Estimator.k1, logp[entries], self._ref_logp[entries]).mean().item()

@@ -95,7 +95,8 @@ class PolicyUpdater:
             collected.append((yield from self.policy.updating(batch, entries, weights, objective)))
             if objective.witness is not None and len(collected) == 1:
                 objective.witness.check(weights, batch.trajectory[entries], self.policy.complete)
-        metrics = _mean(collected) | {"updates": float(len(collected))}
+        later = [row.pop("ratio") ** 2 / row.pop("squared_ratio") for row in collected if "ratio" in row]
+        metrics = _mean(collected) | {"updates": float(len(collected))} | ({"ess": min(later)} if later else {})
         metrics |= {"trained_tokens": float(len(objective.entries)), **objective.describe()}
         measured = metrics.get("kl", learning.kl.target)
         self._target_met |= measured >= learning.kl.target

@@ -14,12 +14,13 @@ from mtgrpo.types import Trajectory
 
 @dataclass
 class Format(Reward, min_chars=">= 0"):
-    """1 when the final message keeps all the rules that are set, else 0."""
+    """1 when the final message, or each, keeps all the rules that are set, else 0."""
 
     min_chars: int = 0
     required_patterns: list[Pattern] = field(default_factory=list[str])  # regular expressions, each found somewhere
     forbidden_patterns: list[Pattern] = field(default_factory=list[str])  # regular expressions, none found anywhere
     code_block: bool = False  # it must hold a fenced code block
+    every_turn: bool = False  # all messages of the model must keep the rules, not the final one alone
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,8 +35,11 @@ class Format(Reward, min_chars=">= 0"):
                     ) from error
 
     def reward(self, trajectory: Trajectory) -> float:
-        text = trajectory.final
-        return float(
+        said = [turn.message.content for turn in trajectory.turns if not turn.auxiliary] if self.every_turn else []
+        return float(all(map(self._kept, said or [trajectory.final])))
+
+    def _kept(self, text: str) -> bool:
+        return (
             len(text) >= self.min_chars
             and all(re.search(pattern, text) for pattern in self.required_patterns)
             and not any(re.search(pattern, text) for pattern in self.forbidden_patterns)

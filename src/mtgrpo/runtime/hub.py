@@ -59,6 +59,8 @@ def refuse_unloadable(what: str, name: str, cure: str, kind: str = "") -> Genera
 
     if _may_have(name):
         _try()
+    elif not Path(name).exists():
+        raise ConfigError(f"{what}: there is no such folder; {cure}")
     try:
         yield
     except ConfigError:

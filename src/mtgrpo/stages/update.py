@@ -85,4 +85,5 @@ async def learn(run: Run, profiler: Profiler, groups: Sequence[Group], step: int
     began = time.perf_counter()
     batch, rewards, evidence = lay_out() if run.engine.shares_weights else await asyncio.to_thread(lay_out)
     run.trainer.train_s += time.perf_counter() - began
-    return await run.trainer.update(batch, rewards, step - 1, experiment.seed * 1_000_003 + step, evidence)
+    metrics = await run.trainer.update(batch, rewards, step - 1, experiment.seed * 1_000_003 + step, evidence)
+    return metrics | {"batch/shared": batch.shared}
