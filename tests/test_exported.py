@@ -29,17 +29,15 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 
 PYTHON = Path(__file__).resolve().parent.parent / ".venv-vllm/bin/python"
 SERVER = "vllm.entrypoints.openai.api_server"  # as `vllm serve`, which the packages for CPUs break
-DEMONSTRATED = "task.demonstrator={right: 1.0, wrong_number: 0.0, wrong_operator: 0.0, swapped: 0.0, early: 0.0}"
-WORDS = ["task.min_steps=1", "task.max_steps=2", DEMONSTRATED, "eval.tasks=100"]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy that has learned most of what it was shown, as an export of its run's folder."""
+    """A short run, and its export beside it."""
     run = tmp_path_factory.mktemp("exported") / "run"
     start = [sys.executable, "-m", "mtgrpo"]
-    words = ["sft.steps=400", "eval.samples=4", "log=[jsonl]", f"hydra.run.dir={run}"]
-    subprocess.run([*start, "sft", *WORDS, *words], check=True)
+    words = ["trainer.steps=8", "eval.tasks=100", "eval.samples=4", "log=[jsonl]", f"hydra.run.dir={run}"]
+    subprocess.run([*start, "train", *words], check=True)
     subprocess.run([*start, "export", str(run), "--out", str(run / "model")], check=True)
     return run
 
@@ -47,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tasks() -> list[Task]:
     """Those that `eval` measures."""
-    experiment = preset("calculator", *WORDS)
+    experiment = preset("calculator", "eval.tasks=100")
     return held_out_tasks(experiment, experiment.task)
 
 
@@ -58,7 +56,7 @@ def solved(task: Task, said: str) -> bool:
 def check(run: Path, outcomes: list[bool]) -> None:
     """As often as was measured, within four standard errors of the difference."""
     measured = json.loads((run / "summary.json").read_text())["eval/success/after"]
-    assert 0.3 < measured < 0.95, "a policy that always or never succeeds would prove less"
+    assert 0.2 < measured < 0.95, "a policy that always or never succeeds would prove less"
     error = math.sqrt(measured * (1 - measured) * (1 / len(outcomes) + 1 / 400))
     assert abs(sum(outcomes) / len(outcomes) - measured) < 4 * error
 

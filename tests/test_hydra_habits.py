@@ -124,8 +124,8 @@ def test_plus_adds_and_tilde_takes_away() -> None:
 
 
 def test_what_is_taken_away_is_said(run: Run) -> None:
-    code, _, err = run("train", "~optimizer.lr", "--dry-run")
-    assert code == 0 and "~optimizer.lr: optimizer.lr has its default in place of 0.001, of recipe=calculator" in err
+    code, _, err = run("train", "recipe=calculator", "~sft.steps", "--dry-run")
+    assert code == 0 and "~sft.steps: sft.steps has its default in place of 0, of recipe=calculator" in err
 
 
 def test_a_recipe_is_a_configuration_too(run: Run) -> None:
