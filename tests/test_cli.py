@@ -618,6 +618,7 @@ def test_a_recipe_of_ones_own_is_checked(content: str, said: str, place: Path) -
         (["trian"], "did you mean train?"),
         (["seed=1"], "the commands are train, sft, eval"),
         (["eval"], "eval needs checkpoint="),
+        (["eval", "model.name=tiny-2m"], "eval needs checkpoint="),
         (["collect"], "collect needs checkpoint="),
         (["show"], "the following arguments are required: RUN; mtgrpo show --help lists what there is"),
         (["show", "away"], "away holds no run"),

@@ -32,6 +32,7 @@ from mtgrpo.config.options import counterpart
 from mtgrpo.config.run_record import claimed
 from mtgrpo.config.trust import sign
 from mtgrpo.errors import Arguments, ConfigError, RunError, refuse_unreadable
+from mtgrpo.model.settings import FROM_SCRATCH
 from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback, meant, of_own_code
 from mtgrpo.record.reading import held_out_reward
 from mtgrpo.runtime.hub import stay_offline
@@ -207,7 +208,7 @@ def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline
     from mtgrpo.stages.run import check  # noqa: PLC0415  it imports what reads a tokenizer
 
     if command in MEASURES:  # a checkpoint brings its own tokenizer
-        if experiment.model.name.startswith("tiny"):  # from scratch
+        if experiment.model.name in FROM_SCRATCH:
             raise ConfigError(
                 f"{command} needs checkpoint=RUN/checkpoints/step_000025, or model.name=NAME of a trained model"
             )

@@ -132,7 +132,7 @@ class ExperimentLoader(ConfigLoader):
         self.flags += [] if primary == "base" else ["--config-name", primary]
         self.notes: list[str] = []  # for the user, of the last configuration
         self._folders, self._reads, self._run = list(folders), evaluates or run is not None, run
-        self._imitates = job == "sft"  # the warm start is all there is
+        self._trains = not evaluates and job != "sft"  # a warm start begins from scratch; what is measured is named
         self._primary = None if primary == "base" else read_primary(primary, folders)
 
     def load_configuration(
@@ -271,7 +271,7 @@ class ExperimentLoader(ConfigLoader):
         if name in (*FROM_SCRATCH, SHIPPED):
             task = typed.get("task", primary.choices.get("task", usual["task"]))
             imitates = typed.get("sft.steps") != 0 and any(key.startswith("sft.") for key in typed)
-            begun = (name, task) == (SHIPPED, usual["task"]) and not (self._imitates or imitates)
+            begun = (name, task) == (SHIPPED, usual["task"]) and self._trains and not imitates
             return usual["recipe"] if begun else f"{usual['recipe']}_from_scratch", []
         rank = typed.get("model.lora.rank", (model.get("lora") or {}).get("rank"))
         recipe = "pretrained_lora" if rank else "pretrained"
