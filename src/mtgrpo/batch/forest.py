@@ -119,9 +119,9 @@ class Batch:
     @property
     def shared(self) -> float:
         """How many times as many tokens the segments have, each by itself, as the forest has nodes."""
-        ends = torch.zeros(int(self.segment.max()) + 1, dtype=torch.long)
-        ends.scatter_reduce_(0, self.segment, self.forest.depth[self.node] + 1, "amax")
-        return ends.sum().item() / len(self.forest)
+        lengths = torch.zeros(max(self.segment.tolist(), default=-1) + 1, dtype=torch.long)
+        lengths.scatter_reduce_(0, self.segment, self.forest.depth[self.node] + 1, "amax")
+        return lengths.sum().item() / max(1, len(self.forest))
 
 
 def build_forest(rows: Sequence[Sequence[int]]) -> tuple[Forest, list[Tensor]]:

@@ -294,10 +294,16 @@ def _refuse_too_short(experiment: Experiment, chat: Chat, tasks: list[Task], lon
     lengths = [] if experiment.agent.active else [len(chat.open(task.messages, tools)) for task in tasks[:20]]
     shortest = min(lengths, default=0)
     if shortest >= longest:
-        name = "environment.max_context_length" if experiment.environment.max_context_length else "batch.token_budget"
+        asked = experiment.environment.max_context_length
+        limit = (
+            f"environment.max_context_length={asked}"
+            if asked
+            else f"what model and batch.token_budget allow ({longest})"
+        )
+        higher = f"set it to {shortest + experiment.sampling.max_new_tokens} or higher"
         raise ConfigError(
-            f"{name} leaves {longest} tokens for a conversation, and the prompts of the first {len(lengths)} held-out "
-            f"tasks have {shortest} or more: set it to {shortest + experiment.sampling.max_new_tokens} or higher"
+            f"{limit} leaves no room for an answer: the prompts of the first {len(lengths)} held-out tasks have "
+            f"{shortest} tokens or more; {higher if asked else 'set batch.token_budget higher, or take another model'}"
         )
 
 
