@@ -272,7 +272,7 @@ def test_tasks_of_one_id_are_told_apart(base: Path, tmp_path: Path) -> None:
 
 def test_an_evaluation_below_the_least_fails_when_all_is_written(base: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"held-out success is 0\.000, below eval\.fail_under=0\.5"):
-        asyncio.run(run_evaluation(preset("calculator", *SMALL, "eval.fail_under=0.5"), tmp_path))
+        asyncio.run(run_evaluation(preset("calculator_from_scratch", *SMALL, "eval.fail_under=0.5"), tmp_path))
     assert (tmp_path / "evaluation.json").exists()
 
 

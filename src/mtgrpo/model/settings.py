@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.parts import Network, Text
+from mtgrpo.parts import Reach, Text, Where
 
 FROM_SCRATCH = ("tiny", "tiny-2m", "tiny-30m")  # models that have no weights to be loaded; `tiny.py` has their shapes
 SHIPPED = "tiny-calculator"  # the weights that come with the package
+Model = Annotated[str, Where(Reach.network, rf"(?!({'|'.join((*FROM_SCRATCH, SHIPPED))})\Z)")]
 
 
 class Attention(Enum):
@@ -71,7 +73,7 @@ class ModelSettings:
     `smollm2` is the real SmolLM2-135M-Instruct, which the command `mtgrpo data smollm2` puts on this machine.
     """
 
-    name: Network = "tiny"  # or a folder, or a name on the Hugging Face hub
+    name: Model = "tiny"  # or a folder, or a name on the Hugging Face hub
     dtype: DType = DType.auto  # what the forward computes in; weights that are trained stay fp32
     attention: Attention = Attention.auto  # how a training batch is laid out, and the kernel
     lora: LoRA = field(default_factory=LoRA)
