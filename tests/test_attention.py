@@ -260,6 +260,15 @@ def test_bfloat16_stays_near_fp32() -> None:
     assert not torch.equal(found, fp32)
 
 
+def test_attention_on_a_cpu_is_in_fp32_where_layers_are_in_16_bits() -> None:
+    query, key, value = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    forest = Visibility(torch.arange(5), torch.full((5,), 5))
+    expected, _ = forest_attention(nn.Module(), query.float(), key.float(), value.float(), None, forest=forest)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = forest_attention(nn.Module(), query, key, value, None, forest=forest)
+    assert torch.equal(found, expected)
+
+
 # --- the rule ---
 
 

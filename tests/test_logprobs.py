@@ -17,7 +17,7 @@ from mtgrpo.batch.forest import Kept
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import logprobs
 from mtgrpo.model.load import ModelSettings, load_model
-from mtgrpo.model.logprobs import RoundedHead, head_logits, sampled_logprobs
+from mtgrpo.model.logprobs import ONEDNN_SIZE, RoundedHead, head_logits, sampled_logprobs
 from mtgrpo.model.settings import DType, Head
 
 ROWS, HIDDEN, VOCABULARY = 7, 5, 23
@@ -301,6 +301,42 @@ def test_bfloat16_hidden_states_are_computed_with_in_fp32_under_autocast_too() -
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert [slope.dtype for slope in slopes] == [torch.bfloat16, torch.float32]
     torch.testing.assert_close(slopes[1], gradients(expected, [head.weight], entropy=True)[0], rtol=0, atol=1e-5)
+
+
+# --- products by oneDNN ---
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_by_onednn_are_as_exact_as_those_by_mkl(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    size = ONEDNN_SIZE
+    exact_hidden, exact_head = make(size, size, 2 * size, bias, scale=0.2)
+    row, token = torch.arange(size), torch.arange(size)
+    inputs = [exact_hidden, *exact_head.parameters()]
+    expected = plain(exact_hidden, exact_head, row, token, 0.8)
+    expected = [*expected, *gradients(expected, inputs, entropy=True)]
+    hidden, head = exact_hidden.detach().float().requires_grad_(), exact_head.float()
+    distances: dict[int, list[float]] = {}
+    for least in (size, size + 1):
+        monkeypatch.setattr(logprobs, "ONEDNN_SIZE", least)
+        found = sampled_logprobs(hidden, head, row, token, 0.8)
+        slopes = gradients(found, [hidden, *head.parameters()], entropy=True)
+        pairs = zip([*found, *slopes], expected, strict=True)
+        distances[least] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
+    for by_onednn, by_mkl in zip(distances[size], distances[size + 1], strict=True):
+        assert by_onednn <= 3 * by_mkl <= 1e-5
+
+
+@pytest.mark.parametrize("kept", [None, make_kept(ROWS, VOCABULARY, ROW, TOKEN)])
+def test_a_narrow_gradient_is_near_the_one_of_the_same_scores(kept: Kept | None) -> None:
+    hidden, head = make(bias=True)
+    hidden, head = hidden.detach().float().requires_grad_(), head.float()
+    inputs = [hidden, *head.parameters()]
+    wide, narrow = (sampled_logprobs(hidden, head, ROW, TOKEN, 0.8, kept, narrow) for narrow in (False, True))
+    assert all(map(torch.equal, wide, narrow))
+    found, expected = (gradients(scores, inputs, entropy=True) for scores in (narrow, wide))
+    assert not torch.equal(found[0], expected[0]) and not torch.equal(found[1], expected[1])
+    for slope, exact in zip(found, expected, strict=True):
+        assert (slope - exact).norm() <= 1e-2 * exact.norm()
 
 
 # --- a head of rounded factors ---

@@ -109,6 +109,15 @@ def loss(entries: Tensor, scores: Scores) -> PerToken:
     return PerToken(-scores.logp, torch.zeros_like(scores.logp, dtype=torch.bool))
 
 
+def test_the_gradient_in_bfloat16_is_near_the_one_in_fp32() -> None:
+    model, narrow, micro = make_model(DType.float32), make_model(DType.bfloat16), micro_batch()
+    expected, found = (gradient(one, Scorer(one), micro) for one in (model, narrow))
+    apart, size = (torch.cat([part.flatten() for part in parts]).norm() for parts in (
+        [found[name] - expected[name] for name in expected], expected.values(),
+    ))  # fmt: skip
+    assert 1e-4 * size < apart < 2e-2 * size
+
+
 # --- what may be wrapped around it ---
 
 

@@ -43,6 +43,11 @@ def onednn(device: torch.device, dtype: torch.dtype) -> bool:
     return fitting and torch.backends.mkldnn.is_available()
 
 
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether this is a CPU with instructions for products of bf16, of which torch rounds each result to bf16."""
+    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()  # pyright: ignore[reportPrivateUsage]
+
+
 def packs(weight: Tensor) -> bool:
     """Whether few rows are multiplied with `weight` fastest once it is packed."""
     return onednn(weight.device, weight.dtype) and (weight.numel() >= SMALL or not _made_by_intel())

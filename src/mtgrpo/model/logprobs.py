@@ -28,11 +28,13 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from mtgrpo.batch.forest import Kept
+from mtgrpo.model.cpu_kernels import multiply, onednn
 from mtgrpo.model.settings import Head
 
 ROWS = 2048  # of a tile, at most; enough for the matrix products to run at full speed
 TILE_BYTES = 16 * 2**20  # the forward and the backward each work on two tiles
 KEPT_BYTES = 64 * 2**20  # of tiles that the backward does not compute again
+ONEDNN_SIZE = 384  # of all sides of a product: with a smaller one MKL is faster, which adds up in place
 
 
 class RoundedHead(nn.Linear):
@@ -60,6 +62,13 @@ def _multiply(
             torch.ops.aten.addmm.dtype_out(add, a, b, out.dtype, beta=beta, alpha=alpha, out=out)
             return
         a, b = a.to(out.dtype), b.to(out.dtype)  # the products of numbers of 8 bits are exact
+    if min(*a.shape, b.shape[1]) >= ONEDNN_SIZE and onednn(out.device, out.dtype):
+        product = multiply(a, b.t())
+        if beta:
+            torch.add(add if beta == 1 else add * beta, product, alpha=alpha, out=out)
+        else:
+            torch.mul(product, alpha, out=out)
+        return
     before = torch.backends.cuda.matmul.fp32_precision
     if precision is Head.tf32:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -83,13 +92,15 @@ def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def sampled_logprobs(
-    hidden: Tensor, head: nn.Linear, row: Tensor, token: Tensor, temperature: float, kept: Kept | None = None
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, head: nn.Linear, row: Tensor, token: Tensor, temperature: float, kept: Kept | None = None,
+    narrow: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log-probability of token[i] after hidden[row[i]], and the entropy of the distribution it is drawn from, [n] each.
 
     hidden [rows, hidden_size]; row, token [n] int64, in any order, several tokens of a row allowed. The distribution
     is softmax(head(hidden) / temperature), renormalised over what was `kept` when the token was sampled. Computed in
-    fp32, or in fp64 if hidden or head is; autocast is ignored. Both results are in nats and carry gradient, once.
+    fp32, or in fp64 if hidden or head is; autocast is ignored. Both results are in nats and carry gradient, once; its
+    products round factors and results to bf16 if `narrow`.
 
     Raises ValueError for a row or token out of range, a row that keeps no token, a sampled token that is not kept.
     """
@@ -107,7 +118,7 @@ def sampled_logprobs(
     wide = torch.float64 in (hidden.dtype, weight.dtype)
     dtype = torch.float64 if wide else torch.float32
     precision = head.precision if isinstance(head, RoundedHead) else Head.fp32
-    plan = _Plan.of(row, token, len(hidden), len(weight), dtype.itemsize, temperature, precision)
+    plan = _Plan.of(row, token, len(hidden), len(weight), dtype.itemsize, temperature, precision, narrow)
     with torch.autocast(device.type, enabled=False):
         bias = None if bias is None else bias.to(dtype)
         inputs = (hidden.to(dtype), weight.to(dtype), bias, plan)
@@ -194,6 +205,7 @@ class _Plan:
     columns: int
     temperature: float
     precision: Head
+    narrow: bool
     tiles: list[_Tile]
     tile_size: (
         int  # logits of the largest one: a buffer of so many serves all, for fresh memory is slower than the work
@@ -201,8 +213,9 @@ class _Plan:
 
     @staticmethod
     def of(
-        row: Tensor, token: Tensor, rows: int, vocabulary: int, itemsize: int, temperature: float, precision: Head
-    ) -> _Plan:
+        row: Tensor, token: Tensor, rows: int, vocabulary: int, itemsize: int, temperature: float, precision: Head,
+        narrow: bool,
+    ) -> _Plan:  # fmt: skip
         blocks = max(1, ceil(rows / ROWS))
         height = max(1, ceil(rows / blocks))
         blocks = max(1, ceil(rows / height))
@@ -217,7 +230,7 @@ class _Plan:
             top, left = i // columns * height, i % columns * width
             across, down = slice(left, min(left + width, vocabulary)), slice(top, min(top + height, rows))
             tiles.append(_Tile(down, across, i % columns, pairs, (row[pairs] - top, token[pairs] - left)))
-        return _Plan(row, token // width, columns, temperature, precision, tiles, height * width)
+        return _Plan(row, token // width, columns, temperature, precision, narrow, tiles, height * width)
 
     def logits(self, tile: _Tile, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
         """head(hidden) / temperature of one tile, in `buffer`."""
@@ -231,9 +244,9 @@ class _Plan:
 class _Gradients:
     """The gradients of hidden, weight and bias, where they are needed, added up tile by tile."""
 
-    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], needed: tuple[bool, ...], precision: Head) -> None:
+    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], needed: tuple[bool, ...], plan: _Plan) -> None:
         self._hidden, self._weight, _ = inputs
-        self._precision = precision
+        self._plan = plan
         both = zip(inputs, needed, strict=False)
         self.hidden, self.weight, self.bias = (
             None if x is None or not need else torch.zeros_like(x) for x, need in both
@@ -243,11 +256,17 @@ class _Gradients:
         """`d` is the gradient with respect to the tile's logits, times the temperature."""
         rows, tokens = tile.rows, tile.tokens
         if self.hidden is not None:
-            _multiply(self.hidden[rows], d, self._weight[tokens], self._precision)
+            self._add_product(self.hidden[rows], d, self._weight[tokens])
         if self.weight is not None:
-            _multiply(self.weight[tokens], d.t(), self._hidden[rows], self._precision)
+            self._add_product(self.weight[tokens], d.t(), self._hidden[rows])
         if self.bias is not None:
             self.bias[tokens] += d.sum(0)
+
+    def _add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        if self._plan.narrow:
+            total += a.bfloat16() @ b.bfloat16()
+        else:
+            _multiply(total, a, b, self._plan.precision)
 
 
 class _Tiled(torch.autograd.Function):
@@ -294,7 +313,7 @@ class _Tiled(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, share, normaliser, entropy, *stored = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        gradients = _Gradients((hidden, weight, bias), ctx.needs_input_grad, plan.precision)
+        gradients = _Gradients((hidden, weight, bias), ctx.needs_input_grad, plan)
         onehot = None if grad_logp is None else grad_logp / plan.temperature
         spread = hidden.new_zeros(len(hidden))  # the gradient is p * -spread + onehot, but for the entropy's p log p
         if onehot is not None:
@@ -338,7 +357,7 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        gradients = _Gradients((hidden, weight, bias), ctx.needs_input_grad, plan.precision)
+        gradients = _Gradients((hidden, weight, bias), ctx.needs_input_grad, plan)
         buffer, grad = hidden.new_empty(plan.tile_size), grad / plan.temperature
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in plan.tiles:

@@ -18,7 +18,7 @@ from mtgrpo.batch.forest import Forest
 from mtgrpo.batch.packing import Cost, Layout, MicroBatch
 from mtgrpo.model.attention import Visibility, eagerly, uses_forest
 from mtgrpo.model.checkpointing import subclass
-from mtgrpo.model.cpu_kernels import GRID, onednn
+from mtgrpo.model.cpu_kernels import GRID, multiplies_bf16, onednn
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import head_logits, head_of, sampled_logprobs
 from mtgrpo.model.prefix import Prefix
@@ -65,7 +65,8 @@ class Scorer(nn.Module):
             return Scores(nothing, nothing, nothing if has_value_head(self.model) else None)
         hidden = self.hidden(micro, parents, prefix)
         head = head_of(self.model)
-        logp, entropy = eagerly(sampled_logprobs, hidden, head, row, micro.token, temperature, micro.kept)
+        narrow = computes_in(self.model) is torch.bfloat16 and multiplies_bf16(hidden.device)
+        logp, entropy = eagerly(sampled_logprobs, hidden, head, row, micro.token, temperature, micro.kept, narrow)
         expected = values(self.model, hidden)[row.to(hidden.device)] if has_value_head(self.model) else None
         return Scores(logp, entropy, expected)
 

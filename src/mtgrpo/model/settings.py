@@ -40,7 +40,8 @@ class DType(Enum):
     """What the forward computes in. Weights are fp32 (fp64 for float64); 16 bits mean autocast, with an fp32 head.
 
     With 16 bits the frozen layers of a model with adapters are kept in them too, as which they compute anyway. With
-    float16 the loss is scaled, so that small gradients are not lost: an update in which one overflows is skipped.
+    float16 the loss is scaled, so that small gradients are not lost: an update in which one overflows is skipped. On a
+    CPU the forest's attention is fp32 too; where that multiplies bf16, so are the products of the head's gradient.
     """
 
     auto = "auto"  # bfloat16 on a GPU, float16 where that has none, float32 on a CPU

@@ -117,7 +117,7 @@ class Skeleton:
     ) -> tuple[Tensor, None]:
         """Attention as transformers calls it: query [1, heads, tokens, size] -> [1, tokens, heads, size]."""
         if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
+            dtype = torch.float32 if self._cpu else torch.get_autocast_dtype("cpu")
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         size = value.shape[-1]
         query, key, value = of_one_size(query, key, value)
