@@ -339,7 +339,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
     ("words", "said"),
     [
         ("rollout.grup_size=2", ["unknown option rollout.grup_size", "did you mean rollout.group_size?"]),
-        ("lr=2", ["unknown option lr; did you mean optimizer.lr or sft.optimizer.lr?"]),
+        ("lr=2", ["unknown option lr; here it is optimizer.lr"]),
         ("rolout.seeed=2", ["unknown option rolout.seeed"]),
         ("task.path=x", ["unknown option task.path", "or gsm8k or"]),
         ("sampling={tempratur:1}", ["unknown option sampling.tempratur; did you mean sampling.temperature?"]),

@@ -248,7 +248,7 @@ def test_the_options_that_are_named_exist() -> None:
         spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
         words = [re.split("[=/]", word)[0] for span in spans for word in span.split()]
         sections = {key.partition(".")[0] for key in known}
-        names = {word for word in words if "." in word and word.partition(".")[0] in sections}
+        names = {word for word in words if "." in word and word.partition(".")[0] in sections} - {"chat.py"}  # a file
         assert names <= known, (page, names - known)
 
 

@@ -245,7 +245,7 @@ def test_the_configuration_begins_with_what_differs(tmp_path: Path) -> None:
     assert list(found) == ["Different between the runs", "Given on the command line", "Set by the recipe", "Defaults"]
     assert found["Different between the runs"] == [("seed", ["3", "4"])]
     assert found["Given on the command line"] == [("model.name", ["tiny", "tiny"])]
-    assert {key for key, _ in found["Set by the recipe"]} == {"task", "task.max_steps", "trainer.steps"}
+    assert {key for key, _ in found["Set by the recipe"]} == {"task", "task.max_steps", "trainer.steps", "eval.tasks"}
     assert "reward.success_at" in dict(found["Defaults"])
 
 
