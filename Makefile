@@ -42,7 +42,7 @@ test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
 test-all: test test-real lucene-env ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-agents bench-foreign bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-mcp bench-server bench-chaos bench-overhead bench-integrity ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-agents bench-foreign bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-mcp bench-server bench-chaos bench-overhead bench-refusals bench-integrity ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-agents: setup ## what the turns of a foreign agent cost, against a row for each; 10 minutes
 	$(BIN)/python benchmarks/agents.py
@@ -94,6 +94,9 @@ bench-outages: setup ## tools that fail: what is trained then, and what is learn
 bench-chaos: setup ## runs that are killed a hundred times and resumed, in step with the rollouts and ahead; 40 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/chaos.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/stream.py
+
+bench-refusals: setup ## what help, wrong inputs and a dry run take of processor time; 5 minutes
+	$(BIN)/python benchmarks/refusals.py
 
 bench-overhead: setup ## what the journal and the self-checks cost of a step, in processor time; 10 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py

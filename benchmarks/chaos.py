@@ -38,7 +38,7 @@ from typing import Any
 from record import finish
 
 from mtgrpo import cli, journal
-from mtgrpo.weights import checkpoint
+from mtgrpo.weights.saved import STATE, find_newest
 
 FOLDER = Path("outputs/benchmarks/chaos")
 LEARNING = "reinforcement learning"
@@ -136,8 +136,8 @@ class Killed:
 
     def _count(self, began: float, ended: float, share: float) -> None:
         """What is done again; `share` of the time went into processor time."""
-        found = checkpoint.newest(self.folder, print)
-        step, saved_s = (found.step, (found.path / checkpoint.STATE).stat().st_mtime) if found else (0, began)
+        found = find_newest(self.folder, print)
+        step, saved_s = (found.step, (found.path / STATE).stat().st_mtime) if found else (0, began)
         now = learned(self.folder)
         self.again |= self._undone & now.keys()
         self._undone = {number for number in now if number > step}
@@ -164,7 +164,7 @@ def tasks_of(folder: Path) -> tuple[int, int]:
     trained: Counter[int] = Counter()
     for path in sorted((folder / "trajectories").glob("step_*.jsonl")):
         trained.update({int(json.loads(line)["task"].rpartition("/")[2]) for line in path.read_text().splitlines()})
-    last = checkpoint.newest(folder, print)
+    last = find_newest(folder, print)
     assert last is not None
     stream = last.state["stream"]
     due = {*range(stream["first"]), *stream["trained"]}  # task number n is the n-th that is admitted
@@ -175,7 +175,7 @@ def exactness(found: Path, expected: Path) -> float:
     """The share of rows that are the same, and of the files of weights."""
     pairs = list(zip(rows(found), rows(expected), strict=True))
     same = [digits(one) == digits(other) for one, other in pairs]
-    last = [checkpoint.newest(folder, print) for folder in (found, expected)]
+    last = [find_newest(folder, print) for folder in (found, expected)]
     files = [{name: file for name, file in one.files.items() if "safetensors" in name} for one in last if one]
     return statistics.mean([*same, files[0] == files[1]])
 

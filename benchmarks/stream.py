@@ -42,8 +42,9 @@ from mtgrpo.model import tiny
 from mtgrpo.parts import RunContext
 from mtgrpo.record.writing import write_trajectories
 from mtgrpo.rollout.stream import Stream
+from mtgrpo.stages.checks import open_tasks
 from mtgrpo.stages.metrics import describe_step
-from mtgrpo.stages.run import make_runner, open_parts, open_tasks
+from mtgrpo.stages.run import make_runner, open_parts
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from scripted import ScriptedEngine

@@ -35,7 +35,7 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Opening
 from mtgrpo.policy.optimizer import factor
 from mtgrpo.rewards import Reward
-from mtgrpo.stages.run import open_tasks, open_tokenizer
+from mtgrpo.stages.checks import open_tasks, open_tokenizer
 from mtgrpo.tasks import Split
 from mtgrpo.tools import ToolError
 from mtgrpo.tools.calculator import Calculator

@@ -33,7 +33,7 @@ from smollm2 import MODEL
 from versus_trl import THREADS, ours, report, summary, trl
 
 from mtgrpo.config.compose import compose, parse
-from mtgrpo.stages.run import open_tasks, open_tokenizer
+from mtgrpo.stages.checks import open_tasks, open_tokenizer
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.one_step import OneStep
 from mtgrpo.types import Message

@@ -41,6 +41,12 @@ def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(autouse=True)
+def no_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies beside the project, as data and vLLM may, is not found by tests that do not name it."""
+    monkeypatch.setattr("mtgrpo.runtime.files.PROJECT", Path("/nowhere"))
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """The folder of real data sets; a test that asks for it is skipped where there is none."""

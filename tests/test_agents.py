@@ -413,7 +413,7 @@ def test_a_command_that_fails_says_how(tmp_path: Path) -> None:
 @pytest.mark.parametrize("environment", [{}, {"PATH": "/nowhere"}])
 def test_a_command_that_is_not_there_is_said_when_it_is_opened(environment: dict[str, str], tmp_path: Path) -> None:
     agent = Command(argv=["sh" if environment else "absent-agent", "{prompt}"], environment=environment)
-    with pytest.raises(ConfigError, match=r"`agent.argv`: there is no program (sh|absent-agent); install it"):
+    with pytest.raises(ConfigError, match=r"agent.argv: there is no program (sh|absent-agent); install it"):
         one(agent, tmp_path)
 
 

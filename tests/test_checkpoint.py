@@ -27,20 +27,21 @@ from mtgrpo.chat import ChatSettings, Tools, open_chat
 from mtgrpo.chat.template import chatml
 from mtgrpo.config.experiment import CheckpointSettings
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
-from mtgrpo.stages.run import check, open_run
+from mtgrpo.model.load import ModelSettings, load_model
+from mtgrpo.model.tokenizer import load_tokenizer
+from mtgrpo.stages.checks import check
+from mtgrpo.stages.run import open_run
 from mtgrpo.types import Message, ToolCall, ToolSpec
 from mtgrpo.weights import checkpoint
 from mtgrpo.weights.checkpoint import (
     ModelSnapshot,
     flatten,
-    newest,
-    read,
     read_training,
     tokenizer_files,
     unflatten,
     write,
 )
+from mtgrpo.weights.saved import digest_of, find_newest, read_checkpoint, sha256_of
 from saving import save_model
 
 logging.disable_progress_bar()
@@ -83,7 +84,7 @@ def steps(folder: Path) -> list[str]:
 
 def test_what_was_saved_is_loaded_exactly(saved: Save, tmp_path: Path) -> None:
     path = saved(60)
-    found = newest(tmp_path, print)
+    found = find_newest(tmp_path, print)
     assert found is not None and path == found.path == tmp_path / "checkpoints" / "step_000060"
     assert (found.step, found.state) == (60, STATE)
     tensors = read_training(path)
@@ -150,12 +151,12 @@ def test_nothing_is_pickled(saved: Save) -> None:
 
 
 def test_latest_is_the_highest_step(saved: Save, tmp_path: Path) -> None:
-    assert newest(tmp_path, print) is None
+    assert find_newest(tmp_path, print) is None
     for step in (9, 1_000_000, 10):
         saved(step)
     (tmp_path / "checkpoints" / "step_9999999").touch()
     (tmp_path / "checkpoints" / "step_best").mkdir()
-    found = newest(tmp_path, print)
+    found = find_newest(tmp_path, print)
     assert found is not None and found.path == tmp_path / "checkpoints" / "step_1000000"
 
 
@@ -230,7 +231,7 @@ def test_all_are_kept_on_request(saved: Save, tmp_path: Path) -> None:
 def test_saving_a_step_again_replaces_it(saved: Save, tmp_path: Path) -> None:
     saved(7, run="first")
     path = saved(7, keep_last=1, run="second")
-    assert read(path).state["run"] == "second"
+    assert read_checkpoint(path).state["run"] == "second"
     assert steps(tmp_path) == ["step_000007"]
 
 
@@ -287,18 +288,18 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(saved: Save, tmp_path: P
             break
         except Killed:
             deaths += 1
-        found = newest(tmp_path, print)
+        found = find_newest(tmp_path, print)
         assert found is not None and found.state["run"] in ("before", "after")
         for path in (tmp_path / "checkpoints").glob("step_*"):
             if ".replaced" not in path.name:
-                read(path)  # half a checkpoint is never seen
+                read_checkpoint(path)  # half a checkpoint is never seen
         saved(4, keep_last=1, run="resumed")
         assert steps(tmp_path) == ["step_000004"]  # what the kill left is cleared away
     assert deaths > 10
     assert steps(tmp_path) == [f"step_{step:06d}"]
 
 
-@pytest.mark.parametrize("part", ["save_weights", "save_file", "_sha256", "_digest", "put_whole"])
+@pytest.mark.parametrize("part", ["save_weights", "save_file", "sha256_of", "digest_of", "put_whole"])
 def test_an_error_while_saving_leaves_nothing_behind(saved: Save, tmp_path: Path, part: str) -> None:
     saved(1)
 
@@ -334,7 +335,7 @@ def test_every_kind_of_damage_is_found_and_named(saved: Save, tmp_path: Path) ->
             shutil.copytree(whole, copy)
             damage(copy / name)
             with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
-                read(copy)
+                read_checkpoint(copy)
             shutil.rmtree(copy)
 
 
@@ -377,14 +378,14 @@ def test_a_missing_weight_is_not_drawn_at_random(tmp_path: Path, model: PreTrain
 
 def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a checkpoint"):
-        read(tmp_path / "nowhere")
+        read_checkpoint(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"sha256": 1, "files": 3}', "\xff", "[" * 100_000])
 def test_a_strange_state_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(ConfigError, match=r"state\.json"):
-        read(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 def forge(path: Path, **changes: Any) -> None:
@@ -392,7 +393,7 @@ def forge(path: Path, **changes: Any) -> None:
     content = json.loads((path / "state.json").read_text())
     del content["sha256"]
     content = {name: value for name, value in {**content, **changes}.items() if value is not None}
-    (path / "state.json").write_text(json.dumps({"sha256": checkpoint._digest(content), **content}))
+    (path / "state.json").write_text(json.dumps({"sha256": digest_of(content), **content}))
 
 
 @pytest.mark.parametrize(
@@ -412,7 +413,7 @@ def test_a_hostile_state_file_is_one_line(changes: dict[str, Any], saved: Save) 
     path = saved(1)
     forge(path, **changes)
     with pytest.raises(ConfigError, match=r"state\.json.*it cannot be read"):
-        read(path)
+        read_checkpoint(path)
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "sub/x", "..", ""])
@@ -421,9 +422,9 @@ def test_a_checkpoint_names_no_file_outside_its_folder(name: str, saved: Save, t
     (tmp_path / "x").write_bytes(b"x")
     (path / "sub").mkdir()
     (path / "sub" / "x").write_bytes(b"x")
-    forge(path, files={name: {"bytes": 1, "sha256": checkpoint._sha256(tmp_path / "x")}})
+    forge(path, files={name: {"bytes": 1, "sha256": sha256_of(tmp_path / "x")}})
     with pytest.raises(ConfigError, match=r"not in its folder|is missing"):
-        read(path)
+        read_checkpoint(path)
 
 
 def test_a_file_that_cannot_be_read_is_damage(saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,9 +433,9 @@ def test_a_file_that_cannot_be_read_is_damage(saved: Save, monkeypatch: pytest.M
     def broken(_: Path) -> str:
         raise OSError("input/output error")
 
-    monkeypatch.setattr(checkpoint, "_sha256", broken)
+    monkeypatch.setattr("mtgrpo.weights.saved.sha256_of", broken)
     with pytest.raises(ConfigError, match=r"it cannot be read \(input/output error\)"):
-        read(path)
+        read_checkpoint(path)
 
 
 @pytest.mark.parametrize("setting", ["every_steps", "keep_last", "keep_best"])

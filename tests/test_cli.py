@@ -621,7 +621,8 @@ def test_a_recipe_of_ones_own_is_checked(content: str, said: str, place: Path) -
         (["eval"], "eval needs checkpoint="),
         (["eval", "model.name=tiny-2m"], "eval needs checkpoint="),
         (["collect"], "collect needs checkpoint="),
-        (["show"], "the following arguments are required: RUN; mtgrpo show --help lists what there is"),
+        (["show"], "has metrics.jsonl or summary.json: give the folder itself"),
+        (["export"], "the following arguments are required: CHECKPOINT, --out; mtgrpo export --help lists"),
         (["show", "away"], "away holds no run"),
         (["launch", "vllm"], "the following arguments are required: --model"),
         (["data", "smollm3"], "invalid choice: 'smollm3'"),
@@ -698,6 +699,24 @@ def test_the_general_help_needs_no_torch() -> None:
     assert all(name in process.stdout for name in (*cli.COMMANDS, "--dry-run", "--multirun", "--cfg", "--version"))
 
 
+def test_help_is_a_command_too(run: Run) -> None:
+    assert run("help") == run("--help") == (0, cli.USAGE + "\n", "")
+    assert run("help", "train", "curriculum") == run("train", "--help", "curriculum")
+    said = "no option speaks of 'curiculum'; did you mean curriculum? `mtgrpo train --help` lists all"
+    assert said in run("train", "--help", "curiculum")[2]
+
+
+def test_what_is_to_be_typed_is_said_as_the_command_was_called(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = tmp_path / "mtgrpo"
+    called.touch(0o755)
+    monkeypatch.setattr(sys, "argv", [str(called)])
+    assert f"; {called} data --help lists what there is" in run("data", "smollm3")[2]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "; mtgrpo data --help lists what there is" in run("data", "smollm3")[2]
+
+
 def test_version(run: Run) -> None:
     assert run("--version") == (0, "mtgrpo 0.1.0\n", "")
 
@@ -730,16 +749,16 @@ def test_comments_stand_behind_above_or_below_a_field(place: Path) -> None:
     assert comments(noted) == {"a": "behind # it", "b": "above, in two lines", "c": "below", "d": "é", "e": ""}
 
 
-def test_a_dry_run_prints_the_whole_configuration_and_writes_nothing(run: Run, place: Path, no_model: None) -> None:
+def test_a_dry_run_begins_with_its_verdict_and_writes_nothing(run: Run, place: Path, no_model: None) -> None:
     code, out, err = run("train", "--dry-run", "seed=3", "kl.estimator=k1")
     assert (code, err) == (0, "")
-    values = yaml.safe_load(out)
-    assert (values["seed"], values["kl"]["estimator"], values["environment"]["tools"]) == (3, "k1", ["calculator"])
-    assert out.startswith("# task=calculator environment=tool_use")
-    assert out.splitlines()[-1] == (
-        "# no fault found, and nothing was run; a run would be steps of 32 tasks x 8 conversations up to "
+    assert out.splitlines()[1].startswith("task=calculator environment=tool_use")
+    assert out.splitlines()[0] == (
+        "no fault found, and nothing was run; a run would be steps of 32 tasks x 8 conversations up to "
         "trainer.steps=25; before and after them 100 held-out tasks x 8 conversations, and a greedy one each"
     )
+    values = yaml.safe_load(run("train", "--cfg", "job", "seed=3", "kl.estimator=k1")[1])
+    assert (values["seed"], values["kl"]["estimator"], values["environment"]["tools"]) == (3, "k1", ["calculator"])
     assert list(place.iterdir()) == []
 
 
@@ -852,6 +871,21 @@ def test_runs_of_one_second_have_folders_of_their_own(place: Path) -> None:
         folders = [stack.enter_context(claimed(wanted, chosen=False)) for _ in range(3)]
     assert [folder.name for folder in folders] == ["10-00-00", "10-00-00-1", "10-00-00-2"]
     assert all(folder.is_dir() for folder in folders)
+
+
+def test_a_run_that_is_refused_leaves_no_folder(place: Path) -> None:
+    (place / "there").mkdir()
+    for folder in ("there", "outputs/today/now"):
+        with pytest.raises(ConfigError, match="no such model"), claimed(place / folder, chosen=True):
+            (place / folder / ".hydra").mkdir()
+            (place / folder / ".hydra" / "config.yaml").write_text("seed: 1\n")
+            (place / folder / "metrics.jsonl").touch()
+            raise ConfigError("no such model")
+    assert list(place.iterdir()) == []
+    with pytest.raises(ConfigError, match="see the log"), claimed(place / "there", chosen=True):
+        (place / "there" / "mcp_time.log").write_text("what it said last\n")
+        raise ConfigError("it does not start; see the log")
+    assert (place / "there" / "mcp_time.log").is_file()
 
 
 def test_two_processes_never_share_a_folder(place: Path) -> None:
@@ -1003,7 +1037,9 @@ class Short(Reward):
 def test_a_recipe_names_options_as_the_command_line_does(run: Run) -> None:
     Path("shop.py").write_text(SHOP)
     Path("mine.yaml").write_text("task: shop.py:Shop\nreward: [numeric, shop.py:Short]\nseed: 3\n")
-    code, out, err = run("train", "recipe=mine.yaml", "--dry-run", "task.largest_sale=4", "reward.Short.weight=0.5")
+    words = ("train", "recipe=mine.yaml", "task.largest_sale=4", "reward.Short.weight=0.5")
+    assert run(*words, "--dry-run")[0] == 0
+    code, out, err = run(*words, "--cfg", "job")
     assert code == 0, err
     assert "largest_sale: 4" in out and "seed: 3" in out and "weight: 0.5" in out
     Path("mine.yaml").write_text("defaults: [jsonl]\ntask: shop.py\n")

@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from mtgrpo import cli
 from mtgrpo.commands import export
 from mtgrpo.errors import ConfigError
-from mtgrpo.model.load import load_model, load_tokenizer
+from mtgrpo.model.load import load_model
 from mtgrpo.model.settings import LoRA, ModelSettings
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.weights import checkpoint
+from mtgrpo.weights.saved import TRAINING_FILES
 from saving import save_model
 
 IDS = torch.tensor([[5, 9, 200, 31, 77]])
@@ -63,7 +65,7 @@ def test_what_is_exported_is_a_model_of_transformers(to: str, rank: int, value_h
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     assert AutoTokenizer.from_pretrained(out).chat_template == load_tokenizer("tiny").chat_template
     names = {file.name for file in out.iterdir()}
-    assert names.isdisjoint(checkpoint.TRAINING_FILES) and not any("adapter" in name for name in names)
+    assert names.isdisjoint(TRAINING_FILES) and not any("adapter" in name for name in names)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft, of transformers

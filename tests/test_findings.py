@@ -18,8 +18,8 @@ from mtgrpo.evaluation.findings import EvaluationGroups, Findings, control, tabl
 from mtgrpo.evaluation.statistics import wilson
 from mtgrpo.record.writing import fine_tuning_row, open_rows, trajectory_row
 from mtgrpo.rewards.numeric import Numeric
+from mtgrpo.stages.checks import check
 from mtgrpo.stages.evaluate import run_collection, run_evaluation
-from mtgrpo.stages.run import check
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations
 from mtgrpo.types import CallRecord, Finish, Group, Message, Status, Task, ToolCall, ToolSpec, Trajectory, Turn
@@ -108,8 +108,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that can be named: the built-in one, untrained."""
     folder = tmp_path_factory.mktemp("base")
     asyncio.run(run_evaluation(preset("calculator_from_scratch", *SMALL), folder / "first"))
-    from mtgrpo.model.load import load_model, load_tokenizer, save_weights, saved_weights  # noqa: PLC0415
+    from mtgrpo.model.load import load_model, save_weights, saved_weights  # noqa: PLC0415
     from mtgrpo.model.settings import ModelSettings  # noqa: PLC0415
+    from mtgrpo.model.tokenizer import load_tokenizer  # noqa: PLC0415
     from mtgrpo.weights.checkpoint import tokenizer_files  # noqa: PLC0415
 
     model = load_model(ModelSettings("tiny"), seed=0).cpu()

@@ -43,14 +43,16 @@ from mtgrpo.engines.local import Local
 from mtgrpo.engines.local.decoder import Forward, causal_attention
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
-from mtgrpo.model.load import AUTOCAST, DType, ModelSettings, load_model, load_tokenizer
+from mtgrpo.model.load import AUTOCAST, DType, ModelSettings, load_model
 from mtgrpo.model.lora import LoRA, save_adapter
 from mtgrpo.model.settings import Quantization
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.model.value import values
 from mtgrpo.policy.optimizer import Kind, Optimizer, OptimizerSettings
 from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.types import Completion, Sampling
 from mtgrpo.weights import checkpoint
+from mtgrpo.weights.saved import read_checkpoint
 from mtgrpo.weights.source import ModelWeights
 from saving import save_model
 
@@ -507,11 +509,11 @@ def test_a_saved_adapter_is_loaded_again_and_trained_on(
 def test_a_checkpoint_of_adapters_is_a_model_folder(bases: dict[str, Path], tmp_path: Path) -> None:
     model = adapt(bases["qwen3"])
     path = checkpoint.write(tmp_path, 1, checkpoint.ModelSnapshot(model, {}), {}, {})
-    assert "adapter_model.safetensors" in checkpoint.read(path).files
+    assert "adapter_model.safetensors" in read_checkpoint(path).files
     assert torch.equal(logits(load(path)), logits(model))
     (path / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors: it is missing"):
-        checkpoint.read(path)
+        read_checkpoint(path)
 
 
 @pytest.mark.parametrize("lora", [{"rank": 8}, {"rank": 4, "alpha": 16}, {"rank": 4, "targets": ["q_proj"]}])

@@ -28,10 +28,11 @@ from mtgrpo.engines import Phase, Row
 from mtgrpo.engines.local import Local
 from mtgrpo.errors import ConfigError
 from mtgrpo.memory import Plan, estimate, plan
-from mtgrpo.model.load import load_model, load_tokenizer
+from mtgrpo.model.load import load_model
 from mtgrpo.model.lora import add_adapter, save_adapter
 from mtgrpo.model.settings import DType, LoRA, ModelSettings
 from mtgrpo.model.skeleton import Skeleton
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.stages.evaluate import run_evaluation
 from mtgrpo.stages.trainer import run_training
 

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
-from mtgrpo.model.load import DType, ModelSettings, device_of_process, load_model, load_tokenizer
+from mtgrpo.model.load import DType, ModelSettings, device_of_process, load_model
 from mtgrpo.model.logprobs import sampled_logprobs
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.model.value import values
 from saving import save_model
 

@@ -40,4 +40,4 @@ def test_a_checkpoint_is_talked_to(run: Run, place: object, monkeypatch: pytest.
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is 2 + 3?\n\n\n"))
     code, out, err = run("play", "checkpoint=run/checkpoints/step_000001", "log=[console]")
     assert code == 0, err
-    assert "model: " in out
+    assert out.count("model: ") >= 2 and "example: " in out  # an empty line took one of the held-out tasks

@@ -24,8 +24,9 @@ from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.log import Tracker
 from mtgrpo.log.jsonl import Jsonl
-from mtgrpo.model.load import load_model, load_tokenizer
+from mtgrpo.model.load import load_model
 from mtgrpo.model.settings import ModelSettings
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.parts import RunContext
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy
@@ -41,6 +42,7 @@ from mtgrpo.stages.sft import run_sft
 from mtgrpo.stages.trainer import train
 from mtgrpo.types import Group, Task, Trajectory
 from mtgrpo.weights import checkpoint
+from mtgrpo.weights.saved import find_newest
 from saving import save_model
 
 SMALL = [
@@ -98,7 +100,7 @@ def digits(values: dict[str, Any]) -> dict[str, Any]:
 def everything(folder: Path) -> dict[str, Any]:
     """All that a run computed: metrics, summary, conversations, weights."""
     found: dict[str, Any] = {path.name: path.read_text() for path in sorted((folder / "trajectories").iterdir())}
-    last = checkpoint.newest(folder, print)
+    last = find_newest(folder, print)
     assert last is not None
     weights = {name: file["sha256"] for name, file in last.files.items() if name.endswith(".safetensors")}
     summary = json.loads((folder / "summary.json").read_text())
@@ -358,7 +360,7 @@ def test_whatever_ends_a_run_the_last_whole_step_is_saved(
     with pytest.MonkeyPatch.context() as patch, pytest.raises(error):
         patched(owner, name, at, fail, patch)
         ran(tmp_path)
-    saved = checkpoint.newest(tmp_path, print)
+    saved = find_newest(tmp_path, print)
     assert saved is not None and saved.step == last
     notes = (tmp_path / "notes.txt").read_text()
     assert f"To go on: the same command with resume=true hydra.run.dir={tmp_path}" in notes
@@ -401,7 +403,7 @@ def test_signals_and_a_closed_output_save_too(
     process.start()
     process.join()
     assert process.exitcode == 1
-    saved = checkpoint.newest(tmp_path, print)
+    saved = find_newest(tmp_path, print)
     assert saved is not None and saved.step >= last
     assert "To go on: the same command with resume=true" in (tmp_path / "notes.txt").read_text()
     same(ran(tmp_path, "resume=true"), unbroken)
@@ -432,7 +434,7 @@ def test_a_run_that_goes_on_beyond_its_end_and_dies_has_no_step_twice(tmp_path: 
 
 
 def test_the_first_entropy_is_remembered(unbroken: Path) -> None:
-    last = checkpoint.newest(unbroken, print)
+    last = find_newest(unbroken, print)
     first = next(row for row in rows(unbroken) if row["stage"] == "reinforcement learning")
     assert last is not None and last.state["entropy"] == first["policy/entropy"]
 
@@ -484,7 +486,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
         patched(Stream, "batch", 4, lambda: _raise(EngineError("broken")), patch)
         patch.setattr(Saver, "save_last", spoil)
         ran(tmp_path)
-    saved = checkpoint.newest(tmp_path, print)
+    saved = find_newest(tmp_path, print)
     assert saved is not None and saved.step == 2
     assert "is not finite: not saved" in (tmp_path / "notes.txt").read_text()
 

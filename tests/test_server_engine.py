@@ -28,9 +28,10 @@ from mtgrpo.engines.server.replica import HEAT
 from mtgrpo.engines.server.vllm import VLLM, environment
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.memory import Phase, estimate
-from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
+from mtgrpo.model.load import ModelSettings, load_model
 from mtgrpo.model.rounding import plain_logprobs
 from mtgrpo.model.settings import DType, LoRA
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.model.traits import ordinary_tokens
 from mtgrpo.weights.source import ModelWeights
 from saving import save_model

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,25 @@ def test_those_that_were_asked_for_are_shown(
 def test_what_is_not_there_is_said(words: list[str], said: str, run_folder: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         main([str(run_folder), *words])
+
+
+def test_without_a_run_it_is_the_newest_that_was_started_here(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no run that was started in .* has metrics\.jsonl or summary\.json"):
+        main([])
+    places = [tmp_path / "outputs" / "2026-11-21" / "10-00-00", tmp_path / "multirun" / "2026-11-21" / "09-00-00" / "1"]
+    for number, place in enumerate(places):
+        place.mkdir(parents=True)
+        shutil.copytree(run_folder / "trajectories", place / "trajectories")
+        (place / "metrics.jsonl").touch()
+        os.utime(place / "metrics.jsonl", (number, number))
+    assert main(["--count", "1"]) == 0
+    assert capsys.readouterr().out.startswith(str(places[1]))
+
+
+def test_a_run_that_has_only_begun_is_told_from_none(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    with pytest.raises(ConfigError, match="has written nothing yet"):
+        main([str(tmp_path)])

@@ -24,10 +24,11 @@ from mtgrpo.engines.local.engine import LocalEngine
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import smollm2
 from mtgrpo.model.attention import Attention
-from mtgrpo.model.load import DType, ModelSettings, load_model, load_tokenizer
+from mtgrpo.model.load import DType, ModelSettings, load_model
 from mtgrpo.model.lora import LoRA
 from mtgrpo.model.rounding import distance, plain_logprobs, reference
 from mtgrpo.model.scorer import Scorer, flops_of
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.stages.run import open_run
 from mtgrpo.types import Completion, Finish, Message, Sampling, Task, Trajectory, Turn
 from mtgrpo.weights.source import ModelWeights

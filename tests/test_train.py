@@ -26,14 +26,15 @@ from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import read_runs
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.stages import trainer
+from mtgrpo.stages.checks import check
 from mtgrpo.stages.evaluate import AllFailedError, run_evaluation
-from mtgrpo.stages.run import Run, check, open_run
+from mtgrpo.stages.run import Run, open_run
 from mtgrpo.stages.sft import demonstrations, run_sft, within
 from mtgrpo.stages.trainer import run_training, train
 from mtgrpo.stages.update import learn
 from mtgrpo.tasks import Split
 from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
-from mtgrpo.weights import checkpoint
+from mtgrpo.weights.saved import read_checkpoint
 
 CONSTANT = "optimizer.schedule=constant"  # a schedule that falls needs a number of steps
 # Half of all tokens end a turn: a fresh model would otherwise hardly ever come to an end.
@@ -188,7 +189,7 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
     ]
     assert [line["sample"] for line in played(folder, 1)] == [0, 1, 0, 1]
     assert {line["task"].split("/")[3] for line in played(folder, 1)} == {"train"}
-    found = checkpoint.read(folder / "checkpoints" / "step_000002")
+    found = read_checkpoint(folder / "checkpoints" / "step_000002")
     assert (found.step, found.state["stream"]["tasks"]["position"]) == (2, 4)
 
 
@@ -196,7 +197,7 @@ def test_the_warm_start_alone_leaves_a_policy_to_go_on_from(tmp_path: Path) -> N
     asyncio.run(run_sft(experiment(), tmp_path / "sft"))
     (saved,) = (tmp_path / "sft" / "checkpoints").iterdir()
     assert saved.name == "step_000002"
-    checkpoint.read(saved)
+    read_checkpoint(saved)
     after = summary(tmp_path / "sft")
     going_on = summary(ran(tmp_path / "run", "sft.steps=0", f"model.name={saved}"))
     at_once = summary(ran(tmp_path / "at_once"))

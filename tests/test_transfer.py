@@ -31,8 +31,9 @@ from mtgrpo.engines.server.engine import PUSHES, ServerEngine
 from mtgrpo.engines.server.push import IPC, NCCL, Files, Transfer, buckets
 from mtgrpo.engines.server.replica import HEALTH, LostError
 from mtgrpo.errors import ConfigError, EngineError
-from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
+from mtgrpo.model.load import ModelSettings, load_model
 from mtgrpo.model.settings import DType, LoRA
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.types import Sampling
 from mtgrpo.weights.source import ModelWeights
 from saving import save_model

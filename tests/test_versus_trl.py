@@ -19,7 +19,7 @@ from mtgrpo.model.smollm2 import fetch
 from mtgrpo.parts.extension import load_file
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.step import Policy, at_once
-from mtgrpo.stages.run import open_tasks
+from mtgrpo.stages.checks import open_tasks
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 pytestmark = pytest.mark.real

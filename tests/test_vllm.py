@@ -27,9 +27,10 @@ from mtgrpo.engines.server.engine import ServerEngine
 from mtgrpo.engines.server.push import Nothing, ProofError
 from mtgrpo.engines.server.replica import Replica
 from mtgrpo.errors import ConfigError, EngineError
-from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
+from mtgrpo.model.load import ModelSettings, load_model
 from mtgrpo.model.rounding import plain_logprobs
 from mtgrpo.model.settings import LoRA
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.types import Completion, Finish, Sampling
 from mtgrpo.weights.source import ModelWeights, WeightSource
 from saving import save_model

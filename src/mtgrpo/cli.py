@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mtgrpo import __version__
-from mtgrpo.errors import ConfigError, RunError, refuse_unreadable
+from mtgrpo.errors import ConfigError, RunError, program, refuse_unreadable
 from mtgrpo.parts.extension import meant
 from mtgrpo.runtime.resources import read_cpu_times
 from mtgrpo.runtime.text import complain, show
@@ -18,16 +18,16 @@ _BEGAN = read_cpu_times()  # what the cores do from here on, until torch is impo
 EXPERIMENTS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
-    "eval": "measure a checkpoint: checkpoint=RUN/checkpoints/step_000025; or a model: model.name=NAME",
+    "eval": "measure checkpoint=latest, or checkpoint=RUN/checkpoints/step_000025; or model.name=NAME",
     "collect": "conversations of such a policy, also to fine-tune on: collect.form=messages",
     "serve": "such a policy behind the endpoint of agents, to try one by hand",
     "play": "talk to such a policy and its tools in the terminal",
 }
 READERS = {  # commands about runs and machines, with flags and a module of their own
-    "show": "conversations of a run in the terminal: show RUN [--step N] [--task ID] [--failures]",
-    "report": "what runs did and learned, on one page: report RUN [RUN ...]",
+    "show": "conversations of a run, or of the newest here: show [RUN] [--step N] [--failures]",
+    "report": "what runs did and learned, on one page: report [RUN ...]",
     "export": "a checkpoint as a model for others: export RUN --to hf|peft|merged --out DIR",
-    "watch": "a run, live in the terminal: watch RUN",
+    "watch": "a run, live in the terminal: watch [RUN]",
     "launch": "a vLLM server for engine=server engine.url=[...]: launch vllm --model MODEL",
     "doctor": "what this machine has of what training can use",
     "data": "files and models: data gsm8k, data smollm2, data check FILE, data build FILE",
@@ -41,7 +41,7 @@ mtgrpo COMMAND [KEY=VALUE ...]
 {chr(10).join(f"  {name:<8}{text}" for name, text in COMMANDS.items())}
 
   --help, -h              this text; after a command: its options; --help WORD: those of WORD
-  --dry-run               check the configuration, print it, run nothing; no hub is asked
+  --dry-run               find what a run would refuse, run nothing; no hub is asked
   --dry-run --online      the same, and what lies on a hub is checked too
   --multirun, -m          one run for each combination of KEY=VALUE1,VALUE2
   --cfg job|hydra|all     print the configuration (with --resolve, --package NAME)
@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def run_command(arguments: Sequence[str]) -> None:
     """Do what the words of the command line say. Raises ConfigError for the user's mistakes."""
     command, *words = arguments or [""]
-    if command in ("", "-h", "--help"):
+    if command == "help" and words:
+        command, words = words[0], ["--help", *words[1:]]
+    if command in ("", "-h", "--help", "help"):
         show(USAGE)
     elif command == "--version":
         show(f"mtgrpo {__version__}")
@@ -95,13 +97,12 @@ def run_command(arguments: Sequence[str]) -> None:
         if code:
             sys.exit(code)
     elif command in EXPERIMENTS:
-        if sys.stderr.isatty() and not {"-h", "--help", "--dry-run"} & {*words}:
-            print(f"mtgrpo {command}: loading, some seconds", file=sys.stderr)
         from mtgrpo.commands import experiments  # noqa: PLC0415  it imports what reads a configuration
 
         experiments.main(command, COMMANDS[command], words, _BEGAN)
     elif command.startswith("-"):
-        raise ConfigError(f"the command comes first: mtgrpo COMMAND {command}; the commands are {', '.join(COMMANDS)}")
+        usage = f"{program()} COMMAND {command}"
+        raise ConfigError(f"the command comes first: {usage}; the commands are {', '.join(COMMANDS)}")
     else:
         hint = meant(command, COMMANDS).rstrip() or f"the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {command!r}; {hint}")

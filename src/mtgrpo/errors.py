@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import operator
+import shutil
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -14,12 +17,21 @@ class ConfigError(ValueError):
     """The user's configuration or input is wrong; the message says what, the value seen and how to fix it."""
 
 
+def program() -> str:
+    """What stands for `mtgrpo` in what a message tells the user to type: as this process was called."""
+    called, found = Path(sys.argv[0]), shutil.which("mtgrpo")
+    if called.name == "__main__.py":  # python -m mtgrpo
+        called = Path(sys.executable).with_name("mtgrpo")
+    known = called.name != "mtgrpo" or not called.is_file() or (found and called.samefile(found))
+    return "mtgrpo" if known else str(called)
+
+
 class Arguments(argparse.ArgumentParser):
     """The flags of a command. Wrong ones raise ConfigError, in a line in place of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse."""
-        raise ConfigError(f"{message}; {self.prog} --help lists what there is")
+        raise ConfigError(f"{message}; {program()}{self.prog.removeprefix('mtgrpo')} --help lists what there is")
 
 
 class PolicyError(Exception):

@@ -17,7 +17,8 @@ from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import ConfigError
 from mtgrpo.model import tiny
-from mtgrpo.model.load import ModelSettings, load_model, load_tokenizer
+from mtgrpo.model.load import ModelSettings, load_model
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.runtime import isolation
 from saving import save_model
 from test_run_record import recorded, taken_up

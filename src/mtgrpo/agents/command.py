@@ -48,13 +48,16 @@ class Command(Agent):
         if self.directory and not Path(self.directory).expanduser().is_dir():
             raise ConfigError(f"`directory={self.directory}`: there is no such folder")
 
-    @asynccontextmanager
-    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
-        """With its endpoint running. Raises ConfigError where the program is not there."""
+    def check_machine(self) -> None:
         program, path = Path(self.argv[0]), self.environment.get("PATH", os.environ.get("PATH"))
         in_each_folder = len(program.parts) > 1 and not program.is_absolute()
         if not in_each_folder and "{" not in self.argv[0] and shutil.which(program, path=path) is None:
-            raise ConfigError(f"`agent.argv`: there is no program {program}; install it, or give its whole path")
+            raise ConfigError(f"agent.argv: there is no program {program}; install it, or give its whole path")
+
+    @asynccontextmanager
+    async def open(self, context: RunContext) -> AsyncGenerator[Self]:
+        """With its endpoint running. Raises ConfigError where the program is not there."""
+        self.check_machine()
         async with super().open(context) as running:
             yield running
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mtgrpo.chat.formats import ToolFormat
+from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Reach, Where
 from mtgrpo.types import Message, ToolSpec
 
@@ -41,6 +42,11 @@ class ChatSettings:
     template: Annotated[str, Where(Reach.file, r"(?!(auto|chatml)\Z)")] = "auto"
     tools: Tools = Tools.auto  # by the template, or in the prompt; auto = the prompt where the template has no place
     thinking: Thinking = Thinking.keep  # keep: the policy sees its earlier reasoning; strip: as the template has it
+
+    def check_machine(self) -> None:
+        """Raise ConfigError where there is no such template."""
+        if self.template not in ("auto", "chatml") and not Path(self.template).expanduser().is_file():
+            raise ConfigError(f"chat.template={self.template!r} is neither auto nor chatml nor an existing .jinja file")
 
 
 class Chat(ABC):
@@ -94,7 +100,7 @@ def open_chat(tokenizer: Any, settings: ChatSettings) -> Chat:
     in `formats.py`. Raises ConfigError when there is no usable template.
     """
     from mtgrpo.chat.template import TemplateChat  # noqa: PLC0415  settings alone import no library
-    from mtgrpo.model.load import end_tokens  # noqa: PLC0415
+    from mtgrpo.model.tokenizer import end_tokens  # noqa: PLC0415
 
     name = str(tokenizer.name_or_path)
     added = set(tokenizer.get_added_vocab().values())

@@ -36,8 +36,9 @@ def chatml() -> str:
     return read_packaged("chatml.jinja")
 
 
-def _source(tokenizer: Any, template: str) -> str:
+def _source(tokenizer: Any, settings: ChatSettings) -> str:
     """The jinja source that `chat.template` names. Raises ConfigError where there is none."""
+    template = settings.template
     if template == "chatml":  # a base model may spell <|im_start|> as text; the end of a turn must be a token
         end = "<|im_end|>" if "<|im_end|>" in tokenizer.get_added_vocab() else tokenizer.eos_token
         if not end:
@@ -47,10 +48,8 @@ def _source(tokenizer: Any, template: str) -> str:
             )
         return chatml().replace("<|im_end|>", end)
     if template != "auto":
-        path = Path(template).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"chat.template={template!r} is neither auto nor chatml nor an existing .jinja file")
-        return path.read_text("utf-8")
+        settings.check_machine()
+        return Path(template).expanduser().read_text("utf-8")
     own: Any = tokenizer.chat_template
     if isinstance(own, dict):  # several templates by name
         named = cast(dict[str, str], own)
@@ -77,7 +76,7 @@ class TemplateChat(Chat):
 
     def __init__(self, tokenizer: Any, settings: ChatSettings, ends: Sequence[int] = ()) -> None:
         """Raises ConfigError where there is no template, or it cannot be used. ends: further tokens that end a turn."""
-        source, self._safe = _source(tokenizer, settings.template), SafeTokenizer(tokenizer)
+        source, self._safe = _source(tokenizer, settings), SafeTokenizer(tokenizer)
         if why := try_within_limits(lambda: find_fault(Template(tokenizer, source, self._safe), tools=True)):
             raise _unusable(f"to render it {why}")
         self._template = Template(tokenizer, source, self._safe)

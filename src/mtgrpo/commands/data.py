@@ -13,7 +13,7 @@ from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.config.options import options
 from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.model import smollm2
-from mtgrpo.model.load import load_tokenizer
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.runtime.text import printable, shorten
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations

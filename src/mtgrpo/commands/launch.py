@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from mtgrpo.engines.server import PYTHON, Server
-from mtgrpo.engines.server.replica import GRACE_S
-from mtgrpo.engines.server.vllm import command, environment, interpreter
+from mtgrpo.engines.server import PYTHON, Server, interpreter
 from mtgrpo.errors import Arguments
 from mtgrpo.runtime.processes import supervise
 
@@ -31,6 +29,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--argument", action="append", default=[], help="another word for the server; may be repeated")
     parser.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
     args = parser.parse_args(arguments)
+    if not args.dry_run:
+        interpreter(args.python)
+    from mtgrpo.engines.server.replica import GRACE_S  # noqa: PLC0415
+    from mtgrpo.engines.server.vllm import command, environment  # noqa: PLC0415  it imports torch
+
     settings = Server(
         tensor_parallel=args.tensor_parallel, memory_fraction=args.memory_fraction, arguments=args.argument
     )

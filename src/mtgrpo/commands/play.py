@@ -44,19 +44,23 @@ class _Person(Environment):
         if not reply.done:
             return reply
         said = await _asked()
-        return Reply((*reply.messages, Message("user", said)), done=not said)
+        return Reply((*reply.messages, Message("user", said or "")), done=not said)
 
 
 async def run_playing(experiment: Experiment, folder: Path) -> None:
-    """Talk to the model as it is: an empty line begins anew, another one ends it."""
+    """Talk to the model as it is; an empty line takes a problem of the held-out tasks."""
     async with open_run(_by_hand(experiment), folder, trains=False) as run:
         runner = run.runner.at("play")
         world = runner.environment
-        run.sinks.note("your words, then Enter; an empty line begins a new conversation, and two end it")
+        run.sinks.note("your words, then Enter; an empty line takes an example, or ends a conversation; Ctrl-D leaves")
+        examples = itertools.cycle(run.held_out)
         for number in itertools.count():
-            if not (said := await _asked()):
+            if (said := await _asked()) is None:
                 return
             task = Task(f"play/{number}", run.experiment.task.with_prompt((Message("user", said),)))
+            if not said:
+                task = next(examples)
+                _show("example", task.messages[-1].content)
             person = _Person(max_turns=UNLIMITED, max_tool_tokens=world.max_tool_tokens, world=world)
             async with runner.open_conversation("play", task.id, 0) as sample:
                 limits = Limits(runner.limits.context_tokens)
@@ -67,12 +71,12 @@ async def run_playing(experiment: Experiment, folder: Path) -> None:
                 run.sinks.note(f"cut by {ended.reason}")
 
 
-async def _asked() -> str:
-    """What the person types; "" at the end of the input."""
+async def _asked() -> str | None:
+    """What the person types; None at the end of the input."""
     try:
         return (await run_in_thread(lambda: input("you: "))).strip()
     except EOFError:
-        return ""
+        return None
 
 
 def _show(who: str, text: str) -> None:

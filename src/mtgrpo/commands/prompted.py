@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerFast
 
 from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.messages import message_to_dict, messages_from
@@ -19,6 +18,9 @@ from mtgrpo.parts import named
 from mtgrpo.runtime.files import read_lines
 from mtgrpo.tools import load
 from mtgrpo.types import Sampling, is_success
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _PARSERS = {"hermes": "hermes", "xml": "qwen3_coder", "llama3_json": "llama3_json"}  # what vLLM calls our formats
 _USE = """

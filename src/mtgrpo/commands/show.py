@@ -23,7 +23,7 @@ _COLORS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yello
 def main(arguments: Sequence[str]) -> int:
     """Print what was asked for. Raises ConfigError where there is none."""
     parser = Arguments("mtgrpo show", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("run", type=Path, nargs="*", metavar="RUN", help="a run's folder; by default the newest here")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--step", type=int, metavar="N", help="of training; default: the newest that there are")
     place.add_argument("--before", action="store_true", help="the evaluation before training")
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--failures", action="store_true", help="only those that are no success")
     parser.add_argument("--count", type=int, default=2, metavar="N", help="how many at most, default 2")
     args = parser.parse_args(arguments)
-    (run, *_) = reading.read_runs(reading.find_runs([args.run]))
+    (run, *_) = reading.read_runs(reading.find_runs(args.run))
     name = "" if args.step is None else f"step_{args.step:06d}"
     if args.before or args.after or args.set:
         name = of_set(BEFORE if args.before else AFTER, args.set)

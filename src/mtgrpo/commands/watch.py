@@ -42,10 +42,11 @@ class Progress:
 def main(arguments: Sequence[str]) -> int:
     """Show the run until it ends or Ctrl-C; with --once, or where there is no terminal, print once and end."""
     parser = Arguments("mtgrpo watch", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder; of a sweep's, the run that wrote last")
+    about = "a run's folder; of a sweep's, the run that wrote last; by default the newest here"
+    parser.add_argument("run", type=Path, nargs="*", metavar="RUN", help=about)
     parser.add_argument("--once", action="store_true", help="print how it stands now, and end")
     args = parser.parse_args(arguments)
-    folder = max(find_runs([args.run]), key=_changed)
+    folder = max(find_runs(args.run), key=_changed)
     settings = read_settings(folder)
     out = Console(highlight=False, markup=False, emoji=False)
     progress = read_progress(folder, settings)

@@ -20,9 +20,10 @@ from mtgrpo.config.compose import compose, parse
 from mtgrpo.config.experiment import Experiment, groups
 from mtgrpo.config.options import Setting, chosen_class, options, schema
 from mtgrpo.config.recipe import recipes
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, program
 from mtgrpo.log import Sink
 from mtgrpo.parts import extension
+from mtgrpo.parts.extension import meant
 
 WIDTH = 100
 BASE = "Base: "  # the first word of such a recipe
@@ -49,7 +50,8 @@ def help_text(words: Sequence[str], folders: Sequence[Path] = (), asked: str = "
     for section, entries in rows.items():
         blocks.append(["\n".join(textwrap.wrap(f"{section}: {summary(hints[section])}", WIDTH)), *entries])
     if asked and not (blocks := _speaking_of(asked.lower(), blocks)):
-        raise ConfigError(f"no option speaks of {asked!r}; `mtgrpo train --help` lists all")
+        known = {name for key in schema(composed.choices) for name in key.split(".")}
+        raise ConfigError(f"no option speaks of {asked!r}; {meant(asked, known)}`{program()} train --help` lists all")
     return "\n\n".join(map("\n".join, [["Shown are the values of what is chosen (*)."], *blocks]))
 
 

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mtgrpo.config.experiment import Experiment, groups
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, program
 from mtgrpo.parts import extension
 
 COMPOSED = "composed"  # the option of a group that holds several others, in its setting `of`
@@ -140,7 +140,7 @@ def unknown(key: str, known: Mapping[str, Setting]) -> str:
         return f"unknown option {key}; did you mean {' or '.join(near)}?"
     if section:
         return f"unknown option {key}; there are {', '.join(section.values())}"
-    return f"unknown option {key}; `mtgrpo train --help` lists all options"
+    return f"unknown option {key}; `{program()} train --help` lists all options"
 
 
 def spell(hint: Any) -> str:

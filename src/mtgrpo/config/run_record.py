@@ -5,8 +5,10 @@ The record may be somebody else's.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
+import shutil
 from collections.abc import Generator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +18,11 @@ from mtgrpo.config.experiment import groups
 from mtgrpo.config.recipe import Recipe, as_settings, read_mapping
 from mtgrpo.config.trust import RECORD, refused, resolved, signed
 from mtgrpo.errors import ConfigError
+from mtgrpo.record.reading import LOCK, last_written
 from mtgrpo.runtime.plain_yaml import read_bounded
 
-LOCK = ".lock"  # in the folder of a run
+CHECKPOINTS = "checkpoints/step_*"
+UNUSED = (".hydra", LOCK, "notes.txt", "versions.json")  # what a run leaves that has not begun
 
 
 def read_run(folder: Path, trusted: bool = False, given: Mapping[str, Any] | None = None) -> Recipe:
@@ -69,7 +73,7 @@ def _content(folder: Path, name: str) -> bytes:
 
 def checkpoint_folder(given: str) -> Path:
     """The folder that `checkpoint=` names. Raises ConfigError where it is none, or lies in no run's folder."""
-    path = Path(given).expanduser().resolve()
+    path = (last_written(CHECKPOINTS) if given == "latest" else Path(given)).expanduser().resolve()
     if not path.is_dir():
         raise ConfigError(f"checkpoint={given}: there is no folder {path}")
     if saved := sorted((path / "checkpoints").glob("step_*")):
@@ -87,12 +91,14 @@ def claimed(folder: Path, chosen: bool, resumed: bool = False) -> Generator[Path
     """The folder of a run, made where it is not there, and while it runs locked against other processes.
 
     A `chosen` one may be there and empty, for a run that is `resumed` not empty. Another one gets a number behind its
-    name where it is taken. Raises ConfigError.
+    name where it is taken. Of a run that is refused within, with a ConfigError, nothing is left. Raises ConfigError.
     """
     if resumed and not chosen:
         raise ConfigError("resume=true goes on in the folder of a run: add hydra.run.dir=FOLDER (or hydra.sweep.dir)")
+    held: set[str] = set()
     for number in itertools.count():
         place = folder.with_name(f"{folder.name}-{number}") if number else folder
+        new = [path for path in place.parents if not path.exists()]
         try:
             place.mkdir(parents=True)
         except FileExistsError as error:
@@ -115,5 +121,14 @@ def claimed(folder: Path, chosen: bool, resumed: bool = False) -> Generator[Path
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(f"another process runs in {place}: wait for its end, or end it") from error
-            yield place
+            try:
+                yield place
+            except ConfigError:
+                files = [path for path in place.rglob("*") if path.is_file() and path.stat().st_size]
+                if not held and all(path.relative_to(place).parts[0] in UNUSED for path in files):
+                    shutil.rmtree(place)
+                    with contextlib.suppress(OSError):  # another run is in a folder above
+                        for above in new:
+                            above.rmdir()
+                raise
         return

@@ -174,6 +174,10 @@ class Engine(ABC):
         """Raise ConfigError for settings of `experiment` with which it cannot sample; by default there are none."""
         return
 
+    def check_machine(self) -> None:
+        """Raise ConfigError where this machine lacks a program that it names; starts nothing."""
+        return
+
     def chosen(self, settings: ModelSettings) -> tuple[Engine, str]:
         """The engine that is meant for this model, by default itself, and why, for the user."""
         return self, ""

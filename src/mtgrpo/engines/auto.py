@@ -10,6 +10,7 @@ from mtgrpo.engines import Engine, RunningEngine
 from mtgrpo.engines.local import Local
 from mtgrpo.engines.server import PYTHON, Server
 from mtgrpo.parts import Program, Reach
+from mtgrpo.runtime.files import find_near
 
 if TYPE_CHECKING:
     from mtgrpo.model.settings import ModelSettings
@@ -38,7 +39,7 @@ class Auto(Engine):
         size = f"the model has {weights / 1e9:.2f} billion weights"
         if weights < LARGE:
             return Local(), f"engine=auto: local, for {size}, fewer than {LARGE / 1e9:g}"
-        if not Path(self.python).expanduser().exists():
+        if not find_near(self.python).exists():
             return Local(), f"engine=auto: local, for there is no engine.python={self.python}, though {size}"
         return Server(python=self.python), f"engine=auto: server, for {size}, and vLLM is there"
 

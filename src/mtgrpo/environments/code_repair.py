@@ -25,6 +25,10 @@ class CodeRepair(Environment, Sandboxed):
     max_turns: int = 3
     shown_chars: int = 600  # of what a failure prints: beginning and end
 
+    @property
+    def opens(self) -> bool:
+        return False  # to start takes no sandbox
+
     async def start(self, task: Task) -> Opening:
         tests_of(task)
         self._task = task

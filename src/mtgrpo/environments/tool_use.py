@@ -93,6 +93,10 @@ class ToolUse(CallLimits, Environment):
     def replayable(self) -> bool:
         return all(tool.replayable for tool in self._loaded.values())
 
+    def check_machine(self) -> None:
+        for tool in self._loaded.values():
+            tool.check_machine()
+
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         async with AsyncExitStack() as stack:

@@ -28,7 +28,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.prefix import Prefix
-from mtgrpo.model.settings import Attention
+from mtgrpo.model.settings import NO_FLASH, Attention
 from mtgrpo.model.traits import EXTRAS, traits
 
 BLOCK = 128  # FlexAttention's tile, in tokens
@@ -63,7 +63,7 @@ def choose_attention(model: PreTrainedModel, wanted: Attention) -> None:
     if wanted is Attention.forest and reason:
         raise ConfigError(f"model.attention=forest: {reason}; set model.attention=auto")
     if wanted is Attention.flash_attention_2 and not is_flash_attn_2_available():
-        raise ConfigError("model.attention=flash_attention_2 needs a GPU and the flash-attn package; set it to auto")
+        raise ConfigError(NO_FLASH)
     model.set_attn_implementation(wanted.value)
 
 

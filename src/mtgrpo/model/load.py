@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -17,60 +16,23 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.model import smollm2, tiny
+from mtgrpo.model import tiny
 from mtgrpo.model.attention import choose_attention
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.cpu_kernels import use_cpu_kernels
 from mtgrpo.model.logprobs import RoundedHead, head_logits
 from mtgrpo.model.lora import add_adapter, find_adapter, has_adapter, load_adapter, save_adapter
-from mtgrpo.model.settings import SHIPPED, DType, Head, ModelSettings, Quantization
-from mtgrpo.model.value import FILE as VALUE_HEAD
+from mtgrpo.model.settings import VALUE_HEAD, DType, Head, ModelSettings, Quantization
+from mtgrpo.model.tokenizer import place, refuse_model
 from mtgrpo.model.value import add_value_head, split_value_head
-from mtgrpo.runtime.hub import refuse_unloadable
-from mtgrpo.runtime.packages import refuse_without_package
 
 AUTOCAST = {DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
 
 logging.disable_progress_bar()  # it would write through the console's own
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer that belongs to model `name`; loads no weights. Raises ConfigError when there is none."""
-    if name in tiny.SHAPES or name == SHIPPED:
-        return tiny.load_tokenizer()
-    folder = place(name)
-    with refuse_model(folder):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ConfigError(f"model.name={name}: its tokenizer is {type(tokenizer).__name__}, a fast one is needed")
-    return tokenizer
-
-
-def end_tokens(name: str) -> list[int]:
-    """The tokens at which model `name` stops, by its generation_config.json; [] without one. Loads no weights.
-
-    An adapter has that of its base. Raises ConfigError for adapters of another kind.
-    """
-    try:
-        adapter = find_adapter(name)
-        config = GenerationConfig.from_pretrained(str(adapter.base_model_name_or_path) if adapter else name)
-    except ConfigError:
-        raise
-    except (OSError, ValueError):
-        return []
-    ends = config.eos_token_id
-    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
@@ -209,28 +171,9 @@ def _quantized(settings: ModelSettings) -> dict[str, Any]:
     """What transformers has to be told of quantization."""
     if settings.quantization is Quantization.none:
         return {}
-    refuse_without_package("bitsandbytes", f"model.quantization={settings.quantization.value}")
+    settings.check_machine()
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     return {"quantization_config": how, "device_map": {"": device_of_process()}}
-
-
-def place(name: str) -> str:
-    """Where the model of this name lies: itself, but for those that the package or the command `mtgrpo data` brings."""
-    if name != smollm2.NAME:
-        return str(tiny.WEIGHTS) if name == SHIPPED else name
-    folder = smollm2.folder()
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.name={name} is not on this machine yet ({folder}): run mtgrpo data {name}")
-    return str(folder)
-
-
-def refuse_model(name: str, base: str = "") -> AbstractContextManager[None]:
-    """As `refuse_unloadable`, of model `name`, or of the `base` of the adapter that it is."""
-    if base:
-        cure = f"put that model back, or write where it is as base_model_name_or_path in {name}/adapter_config.json"
-        return refuse_unloadable(f"model.name={name} is an adapter of {base}, which", base, cure)
-    cure = f"give a folder, smollm2 (mtgrpo data smollm2), a hub name, or {', '.join([*tiny.SHAPES, SHIPPED])}"
-    return refuse_unloadable(f"model.name={name}", name, cure)
 
 
 @torch.no_grad()

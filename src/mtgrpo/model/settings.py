@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.util import find_spec
 from typing import Annotated
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Reach, Text, Where
+from mtgrpo.runtime.packages import refuse_without_package
 
+NO_FLASH = "model.attention=flash_attention_2 needs a GPU and the flash-attn package; set it to auto"
+VALUE_HEAD = "value_head.safetensors"  # apart from the model, so that for other libraries its folder is an ordinary one
 FROM_SCRATCH = ("tiny", "tiny-2m", "tiny-30m")  # models that have no weights to be loaded; `tiny.py` has their shapes
 SHIPPED = "tiny-calculator"  # the weights that come with the package
 Model = Annotated[str, Where(Reach.network, rf"(?!({'|'.join((*FROM_SCRATCH, SHIPPED))})\Z)")]
@@ -82,6 +86,13 @@ class ModelSettings:
     head: Head = Head.fp32  # what the head's factors are rounded to: less is faster on a GPU; see policy/mismatch/*
     checkpointing: bool | None = None  # compute layers twice and keep less; null: where memory asks for it
     value_head: bool = False  # for algorithms that learn what return to expect; starts at zero, or as it was saved
+
+    def check_machine(self) -> None:
+        """Raise ConfigError where a package that it needs is not installed."""
+        if self.attention is Attention.flash_attention_2 and find_spec("flash_attn") is None:
+            raise ConfigError(NO_FLASH)
+        if self.quantization is not Quantization.none:
+            refuse_without_package("bitsandbytes", f"model.quantization={self.quantization.value}")
 
     def __post_init__(self) -> None:
         if self.attention is Attention.flash_attention_2 and self.dtype in (DType.float32, DType.float64):

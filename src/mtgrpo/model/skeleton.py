@@ -24,10 +24,11 @@ from mtgrpo.model import tiny
 from mtgrpo.model.attention import check_attention, of_one_size
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
 from mtgrpo.model.cpu_kernels import use_cpu_kernels
-from mtgrpo.model.load import compute_in, computes_in, find_base, refuse_model, resolved, round_frozen, weights_dtype
+from mtgrpo.model.load import compute_in, computes_in, find_base, resolved, round_frozen, weights_dtype
 from mtgrpo.model.logprobs import KEPT_BYTES, TILE_BYTES, head_of
 from mtgrpo.model.lora import ADAPTER, add_adapter
 from mtgrpo.model.settings import ModelSettings, Quantization
+from mtgrpo.model.tokenizer import refuse_model
 from mtgrpo.model.traits import attending_by, flat_states
 from mtgrpo.model.value import add_value_head
 

@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
-
 from mtgrpo.errors import ConfigError
 from mtgrpo.runtime.files import put_whole
 
@@ -73,6 +70,9 @@ def _download(place: Path) -> Path:
 
 
 def _write(gguf: Path, target: Path) -> None:
+    import torch  # noqa: PLC0415  who asks where the model lies needs none of it
+    from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: PLC0415
+
     read: Any = LlamaForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     del read.config.quantization_config  # transformers would not write out a model that it takes for quantised
     plain: Any = LlamaForCausalLM(read.config)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 TOKENIZER = Path(__file__).parent / "tiny_tokenizer"
 WEIGHTS = Path(__file__).parent / "tiny_calculator"  # of settings.SHIPPED, in fp16; origin.json says how they were made
@@ -40,6 +41,9 @@ SHAPES = {
 
 def build_model(shape: Shape, seed: int) -> Qwen3ForCausalLM:
     """A freshly initialised model; the weights are a function of `shape` and `seed` alone."""
+    import torch  # noqa: PLC0415  the tokenizer needs none of it
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+
     config = Qwen3Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -72,4 +76,6 @@ def build_model(shape: Shape, seed: int) -> Qwen3ForCausalLM:
 
 def load_tokenizer() -> PreTrainedTokenizerFast:
     """The shipped tokenizer, its chat template included."""
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
     return PreTrainedTokenizerFast.from_pretrained(TOKENIZER)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mtgrpo.model.logprobs import head_of
+from mtgrpo.model.settings import VALUE_HEAD
 
-FILE = "value_head.safetensors"  # apart from the model, so that for other libraries its folder is an ordinary one
 _NAME = "value_head"
 
 
@@ -22,7 +22,7 @@ def add_value_head(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> 
     hidden = head_of(model).in_features
     head = cast(nn.Linear, nn.utils.skip_init(nn.Linear, hidden, 1, dtype=dtype))
     zeros = {"weight": torch.zeros(1, hidden), "bias": torch.zeros(1)}
-    head.load_state_dict(load_file(folder / FILE) if (folder / FILE).is_file() else zeros)
+    head.load_state_dict(load_file(folder / VALUE_HEAD) if (folder / VALUE_HEAD).is_file() else zeros)
     model.add_module(_NAME, head)
 
 

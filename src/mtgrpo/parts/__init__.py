@@ -95,6 +95,9 @@ class Part:
     def check(self, experiment: Any) -> None:
         """Raise ConfigError where it cannot be used beside the other parts and settings of `experiment`."""
 
+    def check_machine(self) -> None:
+        """Raise ConfigError where this machine lacks a file or a program that it names; opens nothing."""
+
     @property
     def opens(self) -> bool:
         """Whether it has resources, which are not there before it is open."""

@@ -89,15 +89,21 @@ class RunRecord:
         return name, conversations(place / f"{name}.jsonl")
 
 
+LOCK = ".lock"  # in the folder of a run from its beginning
 _FILES = ("metrics.jsonl", "summary.json")  # one of them is in every run's folder
 
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
-    """The folders of runs among `places`, in place of a sweep's folder those of its runs. Raises ConfigError."""
+    """The folders of runs among `places`, in place of a sweep's folder those of its runs. Raises ConfigError.
+
+    Without `places` it is the newest run that was started in the working folder.
+    """
     runs: list[Path] = []
-    for place in places:
+    for place in places or [last_written(*_FILES).parent]:
         inside = sorted((path for path in place.glob("*") if _is_run(path)), key=_by_number) if place.is_dir() else []
         if not (_is_run(place) or inside):
+            if (place / LOCK).exists():
+                raise ConfigError(f"the run in {place} has written nothing yet; ask again when it has loaded its model")
             deeper = sorted(path.parent for name in _FILES for path in place.glob(f"*/*/{name}"))
             newest = f"; the newest below it is {deeper[-1]}" if deeper else ""
             raise ConfigError(
@@ -105,6 +111,15 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
             )
         runs += [place] if _is_run(place) else inside
     return list(dict.fromkeys(path.resolve() for path in runs))
+
+
+def last_written(*names: str) -> Path:
+    """What was written last of these `names` in runs that were started in the working folder. Raises ConfigError."""
+    runs = [run for pattern in ("outputs/*/*", "multirun/*/*/*") for run in Path().glob(pattern)]
+    found = [path for run in runs for name in names for path in run.glob(name)]
+    if not found:
+        raise ConfigError(f"no run that was started in {Path.cwd()} has {' or '.join(names)}: give the folder itself")
+    return max(found, key=lambda path: path.stat().st_mtime)
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:

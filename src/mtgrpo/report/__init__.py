@@ -20,16 +20,19 @@ from mtgrpo.runtime.text import number, printable, shorten, sparkline
 def main(arguments: Sequence[str]) -> int:
     """Write the report and say where it is. Raises ConfigError where there is no run, or no file can be written."""
     parser = Arguments("mtgrpo report", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or that of a sweep")
+    about = "a run's folder, or that of a sweep; by default the newest run here"
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=about)
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in RUN, of several runs here")
     parser.add_argument("--markdown", action="store_true", help="Markdown in place of HTML, report.md")
     args = parser.parse_args(arguments)
     name = "report.md" if args.markdown else "report.html"
-    target: Path = args.out or (args.runs[0] / name if len(args.runs) == 1 else Path(name))
+    runs = find_runs(args.runs)
+    places = args.runs or runs
+    target: Path = args.out or (places[0] / name if len(places) == 1 else Path(name))
     try:
         if args.out is None:
             target.unlink(missing_ok=True)  # in a folder of somebody else's it may be a link to a file of this user's
-        target.write_text(_page(name, read_runs(find_runs(args.runs))), encoding="utf-8")
+        target.write_text(_page(name, read_runs(runs)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}; choose another place with --out FILE") from error
     print(f"the report is in {printable(str(target))}")

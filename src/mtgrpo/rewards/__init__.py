@@ -240,6 +240,10 @@ class OfRewards(Reward, ABC):
     def parts(self) -> Sequence[Reward]:
         return list(self._parts.values())
 
+    def check_machine(self) -> None:
+        for part in self.parts:
+            part.check_machine()
+
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         async with AsyncExitStack() as stack:

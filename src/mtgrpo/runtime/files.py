@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,14 @@ from mtgrpo.errors import ConfigError
 from mtgrpo.runtime.packages import refuse_without_package
 
 MAX_LINE_BYTES = 1 << 24  # a conversation of a million tokens takes half
+PROJECT = Path(sys.prefix).parent  # where `make setup` has put this Python's environment
 _MAX_NESTING = 50  # levels of nesting that are kept
+
+
+def find_near(name: str) -> Path:
+    """Where a path leads from the working folder or, where nothing is there, from the project's."""
+    path = Path(name).expanduser()
+    return PROJECT / path if not path.exists() and (PROJECT / path).exists() else path
 
 
 @contextmanager

@@ -27,6 +27,13 @@ def _may_have(name: str) -> bool:
     return not Path(name).exists() and re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) is not None
 
 
+def _is_here(name: str) -> bool:
+    """Whether there is a folder of this name with a configuration, or what the hub's own library keeps of it."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    return any(Path(name).glob("*.json")) or Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}").is_dir()
+
+
 @functools.cache
 def _try() -> None:
     """Where the hub does not answer in time, no library asks it any more: they would try again for a minute."""
@@ -62,6 +69,8 @@ def refuse_unloadable(what: str, name: str, cure: str, kind: str = "") -> Genera
     elif not Path(name).exists():
         raise ConfigError(f"{what}: there is no such folder; {cure}")
     try:
+        if not kind and not _is_here(name) and (constants.HF_HUB_OFFLINE or not _may_have(name)):
+            raise FileNotFoundError("there is no folder of a model")  # sooner than those whose import takes seconds
         yield
     except ConfigError:
         raise

@@ -22,7 +22,7 @@ from mtgrpo.config.experiment import LATEST, Experiment
 from mtgrpo.config.run_record import claimed
 from mtgrpo.engines import Key
 from mtgrpo.errors import ConfigError, EngineError
-from mtgrpo.model.load import load_tokenizer
+from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.parts import RunContext
 from mtgrpo.parts.extension import awaited, misgiven
 from mtgrpo.policy.step import Metrics
@@ -30,7 +30,8 @@ from mtgrpo.record.curve import Curve
 from mtgrpo.runtime.text import printable
 from mtgrpo.runtime.workers import together
 from mtgrpo.stages import trainer
-from mtgrpo.stages.run import check, make_runner, open_parts
+from mtgrpo.stages.checks import check
+from mtgrpo.stages.run import make_runner, open_parts
 from mtgrpo.types import Attend, Completion, Group, Sample, Sampling, Task
 
 
@@ -55,7 +56,6 @@ async def train(experiment: Experiment, folder: str | Path) -> Metrics:
         raise ConfigError(f"train takes an experiment, such as mtgrpo.preset('calculator'), got {experiment!r}")
     for note in check(experiment):
         print(printable(note))
-    experiment.check_warm_start()
     with claimed(Path(folder), True, experiment.resume == LATEST) as place:
         curve = Curve()
         summary = await trainer.train(experiment, place, curve)

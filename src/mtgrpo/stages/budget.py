@@ -45,10 +45,10 @@ class Budget:
 
 
 def described(command: str, composed: Composed) -> str:
-    """The options that were chosen, the whole configuration, and in a last comment what a run would take."""
+    """The verdict of the checks with what a run would take, and the options that were chosen."""
     choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
     plan, own = _planned(command, composed.experiment), untried(composed.experiment)
-    return f"# {choices}\n{composed.values.rstrip()}\n# no fault found, and nothing was run{own}; a run would be {plan}"
+    return f"no fault found, and nothing was run{own}; a run would be {plan}\n{choices}\n--cfg job prints every setting"
 
 
 def _planned(command: str, experiment: Experiment) -> str:

@@ -23,9 +23,10 @@ from mtgrpo.record.writing import fine_tuning_row, open_rows, trajectory_row, wr
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.runtime.files import strict_json, write_whole
 from mtgrpo.runtime.workers import together
+from mtgrpo.stages.checks import EVAL_SEED
 from mtgrpo.stages.metrics import describe, share_that_varies
 from mtgrpo.stages.resume import differences
-from mtgrpo.stages.run import EVAL_SEED, Run, open_run
+from mtgrpo.stages.run import Run, open_run
 from mtgrpo.tasks import Split
 from mtgrpo.types import EVALUATION, Group, Task
 

@@ -17,7 +17,7 @@ from mtgrpo.policy.settings import UpdateConfig
 from mtgrpo.policy.step import CooperativeTask, Metrics, at_once
 from mtgrpo.policy.trainer import Stage, TrainerConfig, TrainerRank
 from mtgrpo.policy.witness import Evidence
-from mtgrpo.weights.checkpoint import Checkpoint
+from mtgrpo.weights.saved import Checkpoint
 
 
 class PolicyTrainer:

@@ -9,8 +9,7 @@ from typing import Any
 
 from mtgrpo.config.experiment import LATEST
 from mtgrpo.record.reading import BEFORE, read_settings, read_summary
-from mtgrpo.weights import checkpoint
-from mtgrpo.weights.checkpoint import Checkpoint
+from mtgrpo.weights.saved import Checkpoint, find_newest, read_checkpoint
 
 OF_RESUMING = ("resume", "resume_mode", "trust_code")  # options that may differ without a word
 
@@ -22,7 +21,7 @@ def take_up(resume: str, folder: Path, note: Callable[[str], None]) -> Checkpoin
     """
     if not resume:
         return None
-    found = checkpoint.newest(folder, note) if resume == LATEST else checkpoint.read(Path(resume))
+    found = find_newest(folder, note) if resume == LATEST else read_checkpoint(Path(resume))
     if resume == LATEST:
         _cut_back(folder, found)
     note(f"goes on from {found.path}" if found else f"there is no checkpoint in {folder} yet: begins at the start")

@@ -10,7 +10,7 @@ import torch
 
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.runtime.resources import THREADS_SET, cores, free_between, read_cpu_times, threads_for
-from mtgrpo.weights.checkpoint import Checkpoint
+from mtgrpo.weights.saved import Checkpoint
 
 WINDOW_S = 5.0  # of steps, after which it is seen whether the cores were free
 

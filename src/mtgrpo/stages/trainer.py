@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.errors import RunError
+from mtgrpo.errors import RunError, program
 from mtgrpo.evaluation.findings import what_was_learned
 from mtgrpo.journal import Journal
 from mtgrpo.policy.step import Metrics
@@ -46,8 +46,9 @@ async def run_training(experiment: Experiment, folder: Path) -> None:
 def next_commands(folder: Path) -> str:
     """What to try with a run that has ended."""
     saved = sorted((folder / "checkpoints").glob("step_*"))
-    tried = f"\n  mtgrpo play checkpoint={saved[-1]}   # talk to it" if saved else ""
-    return f"try next:\n  mtgrpo show {folder}   # its conversations\n  mtgrpo report {folder}   # all on a page{tried}"
+    said = [f"show {folder}   # its conversations", f"report {folder}   # all on a page"]
+    said += [f"play checkpoint={saved[-1]}   # talk to it"] if saved else []
+    return "\n  ".join(["try next:", *(f"{program()} {words}" for words in said)])
 
 
 async def train(experiment: Experiment, folder: Path, curve: Curve) -> Metrics:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError
-from mtgrpo.parts import Part, extension
+from mtgrpo.parts import extension
 from mtgrpo.rewards import Reward
 from mtgrpo.types import Completion, Finish, Message, Task, Trajectory, Turn
 
@@ -24,7 +24,7 @@ async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool
     task = next(iter(tasks), None)
     if task is None or experiment.agent.active:
         return
-    if _ours(experiment.environment) and (running or not experiment.environment.opens):
+    if is_ours(experiment.environment) and (running or not experiment.environment.opens):
         await _begun(experiment.environment, task)
     if not running and experiment.reward.works_unopened and all_ours(experiment.reward):
         said = Completion([0], [0.0], [0], Finish.STOP)
@@ -34,8 +34,8 @@ async def try_tasks(experiment: Experiment, tasks: Iterable[Task], running: bool
 
 def untried(experiment: Experiment) -> str:
     """Says which parts are the user's own code, which nothing calls before a run does; "" = none."""
-    ours = {"environment": _ours(experiment.environment), "agent": _ours(experiment.agent)}
-    own = [name for name, is_ours in (ours | {"reward": all_ours(experiment.reward)}).items() if not is_ours]
+    ours = {"environment": is_ours(experiment.environment), "agent": is_ours(experiment.agent)}
+    own = [name for name, known in (ours | {"reward": all_ours(experiment.reward)}).items() if not known]
     return f", nor your own {' and '.join(own)} tried" if own else ""
 
 
@@ -51,9 +51,10 @@ async def _begun(environment: Environment, task: Task) -> None:
 
 def all_ours(reward: Reward) -> bool:
     """Whether neither it nor a part of it is the user's own code."""
-    return _ours(reward) and all(map(all_ours, reward.parts))
+    return is_ours(reward) and all(map(all_ours, reward.parts))
 
 
-def _ours(part: Part) -> bool:
+def is_ours(part: object) -> bool:
+    """Whether its class is none of the user's own code."""
     module = type(part).__module__
     return module.startswith("mtgrpo.") and not module.startswith(f"{extension.__name__}.")

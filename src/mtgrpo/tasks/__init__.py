@@ -221,7 +221,8 @@ class TaskSource(Part, ABC):
                 )
             return messages
         bare = replace(self, system_prompt="", examples=0)
-        tasks = islice(bare.stream(Split.train, EXAMPLES_SEED), 1000) if self.examples else ()
+        shows = self.examples and type(self).demonstration is not TaskSource.demonstration
+        tasks = islice(bare.stream(Split.train, EXAMPLES_SEED), 1000) if shows else ()
         pairs = ((task, self.demonstration(task, EXAMPLES_SEED)) for task in tasks)
         shown = list(islice(((*task.messages, *replies) for task, replies in pairs if replies), self.examples))
         if len(shown) < self.examples:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Folder, Reach
+from mtgrpo.runtime.files import find_near
 from mtgrpo.tasks import IndexedStream, Split, TaskSource, TaskStream
 from mtgrpo.tasks.rows import HubRows, Row, Rows, rows_of
 from mtgrpo.types import Message, Task
@@ -121,12 +122,12 @@ def in_code_block(code: str) -> tuple[Message, ...]:
 
 
 def data_folder() -> Path | None:
-    """The folder of local data sets: $MTGRPO_DATA, else ../shared/data where that exists, else None.
+    """The folder of local data sets: $MTGRPO_DATA, else ../shared/data beside this folder or the project, else None.
 
     Raises ConfigError when $MTGRPO_DATA is set to something that is not a folder.
     """
     named = os.environ.get("MTGRPO_DATA")
-    folder = Path(named or "../shared/data")
+    folder = Path(named) if named else find_near("../shared/data")
     if folder.is_dir():
         return folder
     if named:

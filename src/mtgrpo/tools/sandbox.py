@@ -121,15 +121,18 @@ class Sandbox:
         except (OSError, RuntimeError) as error:
             if self._elsewhere:
                 raise ConfigError(f"sandbox.url={self.url} does not work: {error}") from error
-            raise ConfigError(
-                f"sandbox.kind={self.kind} with sandbox.python={self.python} does not work here: {error}; for "
-                "bubblewrap install version 0.8 or later (apt-get install bubblewrap) on a system that allows user "
-                "namespaces, or choose the weaker sandbox.kind=rlimits, in which code can read your files and use "
-                "your network"
-            ) from error
+            raise self.refused(error) from error
         running = copy.copy(self)
         running.slots = asyncio.Semaphore(os.cpu_count() or 1)
         return running
+
+    def refused(self, why: object) -> ConfigError:
+        """Says that this kind does not work on this machine."""
+        return ConfigError(
+            f"sandbox.kind={self.kind} with sandbox.python={self.python} does not work here: {why}; for bubblewrap "
+            "install version 0.8 or later (apt-get install bubblewrap) on a system that allows user namespaces, or "
+            "choose the weaker sandbox.kind=rlimits, in which code can read your files and use your network"
+        )
 
     def session(self) -> Interpreter | InterpreterElsewhere:
         """A new interpreter; whoever asks for it closes it. It starts with the first code that it is given."""
@@ -173,6 +176,10 @@ class Sandboxed(Part):
     """A part that runs code in a sandbox."""
 
     sandbox: Sandbox = field(default_factory=Sandbox)
+
+    def check_machine(self) -> None:
+        if self.sandbox.kind == BUBBLEWRAP and shutil.which("bwrap") is None:
+            raise self.sandbox.refused("there is no program bwrap")
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:

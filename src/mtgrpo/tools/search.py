@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias, cast
 
@@ -98,6 +99,10 @@ class Search(Tool):
         if not self.rerank:
             refuse_without_effect(self, ("candidates", "device"), "set `rerank`")
 
+    def check_machine(self) -> None:
+        if self.corpus:
+            refuse_no_corpus(Path(self.corpus).expanduser())
+
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
         """With its index, which is built where there is none. Raises ConfigError for a corpus that has none."""
@@ -174,14 +179,21 @@ class Search(Tool):
         return f"[{passage.id}] {passage.title}: {text}" if passage.title else f"[{passage.id}] {text}"
 
 
+def refuse_no_corpus(corpus: Path) -> None:
+    """Raise ConfigError where there is no such file, or its first line is no passage."""
+    if not corpus.is_file():
+        raise ConfigError(f"there is no corpus {corpus}; give a .jsonl file with id, text and perhaps title")
+    for line in islice((line for line in read_lines(corpus) if line.text.strip()), 1):
+        passage_from(parse_json(line.text, where := f"{corpus}, line {line.number}"), where)
+
+
 def index_folder(corpus: Path, folder: Path | None, kind: str, write: Write) -> Path:
     """The folder of an index of `corpus`: `folder`, or one in the user's cache; `write` fills it where there is none.
 
     kind: of the index, "" for that of bm25s. Raises ConfigError for a corpus that cannot be read, two passages of one
     id and an index of another corpus or kind.
     """
-    if not corpus.is_file():
-        raise ConfigError(f"there is no corpus {corpus}; give a .jsonl file with id, text and perhaps title")
+    refuse_no_corpus(corpus)
     with corpus.open("rb") as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mtgrpo" / "search"

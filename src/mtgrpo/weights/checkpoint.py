@@ -1,4 +1,4 @@
-"""Save, verify, find and prune checkpoints. Tensors are safetensors, the rest is JSON: nothing is ever unpickled.
+"""Save and prune checkpoints, which `saved.py` finds. Tensors are safetensors, the rest is JSON: nothing is unpickled.
 
 checkpoints/step_000025/    model.safetensors, config.json, tokenizer files    a folder that `model.name=` takes
                             (LoRA: adapter_model.safetensors, adapter_config.json)
@@ -8,14 +8,11 @@ checkpoints/step_000025/    model.safetensors, config.json, tokenizer files    a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -24,26 +21,13 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.errors import RunError
 from mtgrpo.model.load import save_weights, saved_weights
-from mtgrpo.model.value import FILE as VALUE_HEAD
 from mtgrpo.runtime.files import put_whole, sync_all
 from mtgrpo.runtime.resources import check_disk
+from mtgrpo.weights.saved import STATE, TENSORS, digest_of, find_steps, sha256_of
 
-STATE = "state.json"
-_TENSORS = "optimizer.safetensors"
-TRAINING_FILES = (STATE, _TENSORS, VALUE_HEAD)  # what no other library reads
 _TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"  # values that JSON has no type for, in `flatten`
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One that is whole."""
-
-    path: Path
-    step: int
-    state: dict[str, Any]  # what JSON can hold
-    files: Mapping[str, Any]  # size and checksum of each
 
 
 class Snapshot(Protocol):
@@ -80,13 +64,13 @@ class ModelSnapshot:
 
     def save(self, folder: Path) -> Any:
         save_weights(self._model, folder, self.weights)
-        save_file(self.tensors, folder / _TENSORS)
+        save_file(self.tensors, folder / TENSORS)
         return self._rest
 
 
 def read_training(path: Path) -> Any:
     """What training goes on from in checkpoint `path`, beside the weights; its tensors are on the CPU."""
-    return unflatten(load_file(path / _TENSORS), json.loads((path / STATE).read_bytes())["training"])
+    return unflatten(load_file(path / TENSORS), json.loads((path / STATE).read_bytes())["training"])
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerFast) -> dict[str, bytes]:
@@ -117,7 +101,7 @@ def write(
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     for leftover in (*checkpoints.glob(".step_*"), *checkpoints.glob("step_*.replaced")):
-        if leftover not in _by_step(checkpoints).values():
+        if leftover not in find_steps(checkpoints).values():
             shutil.rmtree(leftover)
     check_disk(checkpoints, snapshot.bytes)
     target = checkpoints / f"step_{step:06d}"
@@ -128,67 +112,18 @@ def write(
         for name, content in tokenizer.items():
             (partial / name).write_bytes(content)
         paths = sorted(partial.iterdir())
-        files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
+        files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
         record = {"step": step, "state": dict(state), "training": training, "files": files}
-        (partial / STATE).write_text(json.dumps({"sha256": _digest(record), **record}, indent=1))
-        if target.exists():  # no folder can be renamed onto another; `_by_step` gives this one while there is no other
+        (partial / STATE).write_text(json.dumps({"sha256": digest_of(record), **record}, indent=1))
+        if (
+            target.exists()
+        ):  # no folder can be renamed onto another; `find_steps` gives this one while there is no other
             sync_all(partial)  # so that there is none of this name for a moment only
             shutil.rmtree(replaced, ignore_errors=True)
             os.replace(target, replaced)
     shutil.rmtree(replaced, ignore_errors=True)
     _prune(checkpoints, keep_last, {step, *best})
     return target
-
-
-def newest(folder: Path, note: Callable[[str], None]) -> Checkpoint | None:
-    """The whole checkpoint of the highest step in the run's `folder`, or None where there is none at all.
-
-    A damaged one is noted and put aside as `damaged_step_<step>`. Raises ConfigError where all are damaged.
-    """
-    by_step = _by_step(folder / "checkpoints")
-    for step in sorted(by_step, reverse=True):
-        try:
-            return read(by_step[step])
-        except ConfigError as error:
-            aside = by_step[step].with_name(f"damaged_step_{step:06d}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(by_step[step], aside)
-            note(f"{error}; it is now {aside.name}, and the one before it is taken")
-    if by_step:
-        raise ConfigError(f"every checkpoint in {folder / 'checkpoints'} is damaged: begin anew in another folder")
-    return None
-
-
-def read(path: Path) -> Checkpoint:
-    """Checkpoint `path`, every file of which has its size and SHA-256.
-
-    Raises ConfigError that names the first file which is missing or damaged.
-    """
-    try:
-        content = json.loads((path / STATE).read_bytes())
-        digest = content.pop("sha256")
-        files = {name: (expected["bytes"], expected["sha256"]) for name, expected in content["files"].items()}
-        step, state, _ = int(content["step"]), dict(content["state"]), content["training"]
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{path} is not a checkpoint: it has no {STATE}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damage(path / STATE, "it cannot be read") from error
-    if digest != _digest(content):
-        raise _damage(path / STATE, "its checksum differs")
-    for name, (size, checksum) in files.items():
-        file = path / name
-        if Path(name).name != name:
-            raise _damage(path / STATE, f"it names the file {name!r}, which is not in its folder")
-        if not file.is_file():
-            raise _damage(file, "it is missing")
-        try:
-            if file.stat().st_size != size:
-                raise _damage(file, f"it has {file.stat().st_size} bytes instead of {size}")
-            if _sha256(file) != checksum:
-                raise _damage(file, "its checksum differs")
-        except OSError as error:
-            raise _damage(file, f"it cannot be read ({error})") from error
-    return Checkpoint(path, step, state, content["files"])
 
 
 def flatten(state_dict: Any) -> tuple[dict[str, Tensor], Any]:
@@ -255,31 +190,9 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _by_step(checkpoints: Path) -> dict[int, Path]:
-    by_step: dict[int, Path] = {}
-    for path in sorted(checkpoints.glob("step_*"), reverse=True):  # step_N comes after step_N.replaced, and so wins
-        match = re.fullmatch(r"step_(\d+)(\.replaced)?", path.name)
-        if match and path.is_dir():
-            by_step[int(match[1])] = path
-    return by_step
-
-
 def _prune(checkpoints: Path, keep_last: int, keep: set[int]) -> None:
-    by_step = _by_step(checkpoints)
+    by_step = find_steps(checkpoints)
     for step in sorted(set(sorted(by_step)[:-keep_last] if keep_last else []) - keep):
         hidden = checkpoints / f".{by_step[step].name}.removed"
         os.replace(by_step[step], hidden)  # gone at once: a half-removed checkpoint is never seen
         shutil.rmtree(hidden)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _damage(file: Path, how: str) -> ConfigError:
-    return ConfigError(f"the checkpoint is damaged: {file}: {how}; use another checkpoint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -11,6 +12,7 @@ from mtgrpo.engines import Demand, Engine, Phase, Row
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.model.settings import Head
 from mtgrpo.parts import Network, Option, Program, Reach, extension
+from mtgrpo.runtime.files import find_near
 from mtgrpo.types import Sampling
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class Server(Engine):
 
     def __post_init__(self) -> None:
         require(self, replicas=">= 1", tensor_parallel=">= 1", memory_fraction="> 0 and < 1", start_timeout_s="> 0")
+        if wrong := [url for url in self.url if not url.startswith(("http://", "https://"))]:
+            raise ConfigError(f"`url={wrong}`: the address of a server is http://HOST:PORT")
         if self.url:
             started = ("python", "replicas", "tensor_parallel", "devices", "memory_fraction", "arguments")
             refuse_without_effect(self, started, "servers at `url` were started by somebody else: set `url=[]`")
@@ -133,6 +137,10 @@ class Server(Engine):
                 f"tokens alone which were kept; set sampling.top_k between 1 and {MAX_NAMED_TOKENS}"
             )
 
+    def check_machine(self) -> None:
+        if not self.url:
+            interpreter(self.python)
+
     @property
     def shares_gpu(self) -> bool:
         """Whether the servers are on the trainer's GPU, where there is one."""
@@ -166,3 +174,17 @@ class Server(Engine):
         from mtgrpo.engines.server.engine import ServerEngine  # noqa: PLC0415  settings alone import no library
 
         return ServerEngine(self, source, longest_context, folder)
+
+
+def interpreter(name: str) -> str:
+    """The absolute path of interpreter `name`, no link resolved: it may lead out of its environment.
+
+    Raises ConfigError where there is none.
+    """
+    path = find_near(name).absolute()
+    if not os.access(path, os.X_OK):
+        raise ConfigError(
+            f"engine.python={name}: there is no such interpreter; give that of an environment that has vLLM "
+            "(make vllm-cpu makes one for CPUs), or engine.url=[http://HOST:PORT] of a server that is running"
+        )
+    return str(path)

