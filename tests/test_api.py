@@ -114,7 +114,10 @@ def test_the_tokenizer_may_be_the_name_of_its_model() -> None:
 async def test_a_run_from_python_is_refused_before_it_computes(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
     for experiment, refusal in (
-        (mtgrpo.preset("calculator_from_scratch", "model.name=./away"), "model.name=./away: there is no such folder"),
+        (
+            mtgrpo.preset("calculator_from_scratch", "model.name=./away"),
+            "model.name=./away cannot be loaded: there is no such folder",
+        ),
         (mtgrpo.preset("calculator_from_scratch"), "is not empty"),
     ):
         with pytest.raises(ConfigError, match=refusal):

@@ -90,7 +90,7 @@ def test_a_saved_adapter_and_its_base(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.name=.*nothing: there is no such folder"):
+    with pytest.raises(ConfigError, match=r"model\.name=.*nothing cannot be loaded: there is no such folder"):
         Skeleton(ModelSettings(str(tmp_path / "nothing")), "cpu")
 
 

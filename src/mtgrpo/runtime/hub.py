@@ -67,7 +67,7 @@ def refuse_unloadable(what: str, name: str, cure: str, kind: str = "") -> Genera
     if _may_have(name):
         _try()
     elif not Path(name).exists():
-        raise ConfigError(f"{what}: there is no such folder; {cure}")
+        raise ConfigError(f"{what} cannot be loaded: there is no such folder; {cure}")
     try:
         if not kind and not _is_here(name) and (constants.HF_HUB_OFFLINE or not _may_have(name)):
             raise FileNotFoundError("there is no folder of a model")  # sooner than those whose import takes seconds
