@@ -472,6 +472,7 @@ def test_trajectories_are_readable(tmp_path: Path) -> None:
         "sample": 0,
         "status": "truncated",
         "reason": "max_turns",
+        "tools": [],
         "reward": 0.5,
         "answer": "391",
         "messages": [
