@@ -580,7 +580,7 @@ def test_the_ends_of_the_generation_config_end_a_turn(tmp_path: Path, adapter: b
 
 def test_the_ends_of_the_generation_config_with_a_renderer(monkeypatch: pytest.MonkeyPatch) -> None:
     other = tokenizer().convert_tokens_to_ids("<|end|>")
-    monkeypatch.setattr("mtgrpo.model.load.end_tokens", lambda name: [other] if name == "Qwen/Qwen3-0.6B" else [])
+    monkeypatch.setattr("mtgrpo.model.tokenizer.end_tokens", lambda name: [other] if name == "Qwen/Qwen3-0.6B" else [])
     copy = PreTrainedTokenizerFast(tokenizer_object=tokenizer().backend_tokenizer, eos_token="<|endoftext|>")
     copy.name_or_path = "Qwen/Qwen3-0.6B"
     chat = open_chat(copy, ChatSettings())

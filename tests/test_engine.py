@@ -675,7 +675,8 @@ def test_a_conversation_begins_when_there_is_room_for_it(deterministic: bool, mo
         async with engine.conversation(Key(7, "a", str(number), 0)) as sample:
             for _ in range(4):
                 completion = await sample(context, Sampling(max_new_tokens=12))
-                await asyncio.sleep(0 if deterministic else delays.random() * 0.01)
+                for _ in range(1 if deterministic else delays.randint(1, 20)):
+                    await asyncio.sleep(0)
                 context = [*context, *completion.tokens, *range(200, 220)]
         return len(context) - 20
 
