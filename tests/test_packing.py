@@ -132,7 +132,7 @@ def test_only_what_is_needed_is_computed_within_the_budget(
             assert micro.position.tolist() == [list(range(width))] * count
             pairs = count * width * (width + 1) // 2
             assert micro.cost == pytest.approx(10 * count * width + pairs + 40 * len(read))
-            for row in micro.ids.tolist():
+            for row in micro.ids.tolist() if width else []:
                 rows.append(max((leaf for leaf in leaves(contexts) if tuple(row[: len(leaf)]) == leaf), key=len))
                 assert row[len(rows[-1]) :] == [0] * (width - len(rows[-1]))
     assert sorted(rows) == leaves(contexts)  # each path in one micro-batch
@@ -153,11 +153,35 @@ def test_ranks_get_equally_many_micro_batches(
     assert [micro.entries.tolist() for micro in flat(again)] == [micro.entries.tolist() for micro in flat(packing)]
 
 
-@given(batches(roots=8), RANKS)
-def test_a_tree_within_the_budget_is_never_cut(drawn: tuple[Batch, torch.Tensor, int], ranks: int) -> None:
+@LAYOUTS
+@settings(max_examples=60)
+@given(batches(), RANKS)
+def test_a_rank_computes_its_entries_as_one_process_would(
+    layout: Layout, drawn: tuple[Batch, torch.Tensor, int], ranks: int
+) -> None:
+    batch, entries, budget = drawn
+    for rank in pack(batch, entries, budget, COST, layout, ranks):
+        used = [micro for micro in rank.micro_batches if micro.computed]
+        own = entries[torch.isin(entries, torch.cat([entries[:0], *(micro.entries for micro in used)]))]
+        (alone,) = pack(batch, own, budget, COST, layout)
+        assert_equal(used, alone.micro_batches)
+
+
+def assert_equal(found: list[MicroBatch], expected: list[MicroBatch]) -> None:
+    """Bit for bit."""
+    for one, other in zip(found, expected, strict=True):
+        for name, value in vars(one).items():
+            wanted = getattr(other, name)
+            if name in ("forest", "kept"):
+                value, wanted = (None if part is None else list(vars(part).values()) for part in (value, wanted))
+            torch.testing.assert_close(value, wanted, rtol=0, atol=0)
+
+
+@given(batches(roots=8))
+def test_a_tree_within_the_budget_is_never_cut(drawn: tuple[Batch, torch.Tensor, int]) -> None:
     batch, entries, budget = drawn
     contexts = {context_of(batch, entry) for entry in entries.tolist()}
-    packing = pack(batch, entries, budget, COST, ranks=ranks)
+    packing = pack(batch, entries, budget, COST)
     homes: dict[int, list[int]] = {}
     for number, micro in enumerate(flat(packing)):
         for root in micro.ids[micro.position == 0].tolist():

@@ -49,6 +49,12 @@ class Forest:
             yield path
             start = stop
 
+    def run_end(self) -> Tensor:
+        """[nodes] int64, one past the run of nodes that each is on: the last of them has no child, or several."""
+        continued = (self.depth[1:] == self.depth[:-1] + 1) & (self.subtree_end[1:] == self.subtree_end[:-1])
+        ends = torch.cat([(~continued).nonzero()[:, 0] + 1, torch.tensor([len(self)])])
+        return ends.repeat_interleave(ends.diff(prepend=torch.tensor([0])))
+
     def with_ancestors(self, nodes: Tensor) -> Tensor:
         """`nodes` [n] and their ancestors, each once, in order; [m] int64."""
         marked = torch.zeros(len(self) + 1, dtype=torch.long)

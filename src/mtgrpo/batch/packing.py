@@ -1,4 +1,4 @@
-"""Forest -> micro-batches under a token budget, spread over ranks.
+"""Forest -> micro-batches under a token budget, for each rank those of its share (`batch/sharing.py`).
 
 Only what is needed is computed: the parents of the entries' nodes (their hidden states predict the entries) and their
 ancestors. A tree is computed whole where the budget allows. Of a larger one with a short trunk, such as a system prompt
@@ -8,17 +8,16 @@ of nodes where it must be cut, and below it micro-batches that get the chain's k
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mtgrpo.batch.forest import Batch, Forest, Kept
+from mtgrpo.batch.sharing import share_forest, spread
 from mtgrpo.errors import ConfigError
 
 MAX_TRUNK_SHARE = 1 / 32  # of the budget; a shorter trunk is computed in each micro-batch with a part of its tree
@@ -108,10 +107,49 @@ def pack(
 ) -> list[Packing]:
     """Cover `entries` [n] int64 with micro-batches of at most `token_budget` tokens, each entry read exactly once.
 
-    Returns what each rank computes. Raises ConfigError when a padded row is longer than the budget.
+    Returns what each rank computes: what one process would for the entries that the rank reads. Ranks have similar
+    costs. Raises ConfigError when a padded row is longer than the budget.
     """
     if len(entries) == 0:
         return [Packing([], distinct=0, computed=0) for _ in range(ranks)]
+    parent = batch.forest.parent[batch.node[entries]]
+    needed = batch.forest.with_ancestors(parent)
+    reader = _share_out(batch.forest.subset(needed), torch.searchsorted(needed, parent), cost, layout, ranks)
+    of_ranks = [_cover(batch, entries[reader == rank], token_budget, cost, layout) for rank in range(ranks)]
+    computed = sum(micro.computed * (1 if micro.held else 2) for of_rank in of_ranks for micro in of_rank)
+    longest = max(of_ranks, key=len)
+    for of_rank in of_ranks:
+        of_rank += [empty_like(longest[0])] * (len(longest) - len(of_rank))
+    return [Packing(of_rank, len(needed), computed) for of_rank in of_ranks]
+
+
+def _share_out(forest: Forest, parent: Tensor, cost: Cost, layout: Layout, ranks: int) -> Tensor:
+    """The rank [entries] int64 that reads each entry, whose hidden state is that of the node `parent` [entries]."""
+    if layout is Layout.forest:
+        return share_forest(forest, *_costs(forest, parent, cost), ranks)[parent]
+    after = torch.arange(1, len(forest) + 1)
+    ends = after[forest.subtree_end == after]  # past each leaf, and with it the nodes whose first row is that leaf's
+    length = forest.depth[ends - 1] + 1.0
+    row_costs = cost.token * length + cost.pair * length * (length + 1) / 2
+    shared = spread(row_costs.tolist(), [0] * len(ends), ranks, capacity=0)
+    assert shared is not None, "no row takes room"
+    rank_of = torch.empty(len(ends), dtype=torch.long)
+    for rank, rows in enumerate(shared):
+        rank_of[rows] = rank
+    return rank_of[torch.searchsorted(ends, parent, right=True)]
+
+
+def _costs(forest: Forest, parent: Tensor, cost: Cost) -> tuple[Tensor, Tensor]:
+    """What it costs [nodes] fp64 to compute each node, and to read those that `parent` [n] names."""
+    reading = torch.zeros(len(forest), dtype=torch.float64)
+    reading[parent] = cost.read
+    return cost.token + cost.pair * (forest.depth.double() + 1), reading
+
+
+def _cover(batch: Batch, entries: Tensor, token_budget: int, cost: Cost, layout: Layout) -> list[MicroBatch]:
+    """The micro-batches of one rank, which reads `entries` [n]; the costliest walk first."""
+    if len(entries) == 0:
+        return []
     # A target is a sampled node with the set of tokens that was kept there; entries that agree in both share it.
     sampled, kept = batch.node[entries], batch.kept
     if kept is not None:
@@ -124,17 +162,18 @@ def pack(
     forest, parent = batch.forest.subset(needed), torch.searchsorted(needed, parent)
 
     if layout is Layout.forest:
-        node_costs = cost.token + cost.pair * (forest.depth.double() + 1)
-        node_costs[parent.unique()] += cost.read
-        inputs, home, index = _as_forests(forest, node_costs, token_budget, ranks)
+        computing, reading = _costs(forest, parent, cost)
+        inputs, home, index = _as_forests(forest, computing + reading, token_budget)
     else:
-        inputs, home, index = _as_padded_rows(forest, token_budget, ranks)
+        inputs, home, index = _as_padded_rows(forest, token_budget)
     home = home[parent]
     targets_read, entries_read = _by_label(home, len(inputs)), _by_label(home[target], len(inputs))
-    micro_batches: list[MicroBatch] = []
+    walks: list[list[MicroBatch]] = []
     for micro, targets, places in zip(inputs, targets_read, entries_read, strict=True):
         pairs, reads = int((micro.position.flatten()[micro.given :] + 1).sum()), len(parent[targets].unique())
-        micro_batches.append(
+        if not micro.given:
+            walks.append([])
+        walks[-1].append(
             replace(
                 micro,
                 parent=index[parent[targets]],
@@ -145,34 +184,8 @@ def pack(
                 kept=None if kept is None else replace(kept, number=kept.number[targets]),
             )
         )
-    by_rank = _share_out(micro_batches, cost, ranks)
-    computed = sum(micro.computed * (1 if micro.held else 2) for of_rank in by_rank for micro in of_rank)
-    return [Packing(of_rank, len(forest), computed) for of_rank in by_rank]
-
-
-def _share_out(micro_batches: list[MicroBatch], cost: Cost, ranks: int) -> list[list[MicroBatch]]:
-    """The micro-batches of each rank, of similar cost and equally many.
-
-    A walk that several ranks share is cut between two micro-batches, and the open chains are computed by both.
-    """
-    units: list[list[MicroBatch]] = []
-    share = max(sum(micro.cost for micro in micro_batches) / ranks, 1e-9)
-    starts = [i for i, micro in enumerate(micro_batches) if not micro.given]  # of each walk, where nothing is given
-    for start, stop in pairwise([*starts, len(micro_batches)]):
-        walk = micro_batches[start:stop]
-        before = [0.0, *accumulate(micro.cost for micro in walk)]
-        for number in range(ranks):
-            part = [i for i in range(len(walk)) if min(int(before[i] / share), ranks - 1) == number]
-            if part:
-                units.append([*(chain.unread(cost) for chain in open_before(walk, part[0])), *(walk[i] for i in part)])
-    costs, sizes = [sum(micro.cost for micro in unit) for unit in units], [len(unit) for unit in units]
-    capacity = -(-sum(sizes) // ranks)
-    while (by_rank := _spread(costs, sizes, ranks, capacity)) is None:
-        capacity += 1
-    shared = [[micro for i in members for micro in units[i]] for members in by_rank]
-    longest = max(map(len, shared))
-    nothing = _empty(micro_batches[0])
-    return [[*of_rank, *[nothing] * (longest - len(of_rank))] for of_rank in shared]
+    walks.sort(key=lambda walk: -sum(micro.cost for micro in walk))
+    return [micro for walk in walks for micro in walk]
 
 
 def open_before(walk: list[MicroBatch], place: int) -> list[MicroBatch]:
@@ -188,21 +201,21 @@ def open_before(walk: list[MicroBatch], place: int) -> list[MicroBatch]:
     return opened
 
 
-def _empty(like: MicroBatch) -> MicroBatch:
+def empty_like(micro: MicroBatch) -> MicroBatch:
     """A micro-batch with nothing to compute, laid out like another."""
-    forest = None if like.forest is None else like.forest.subset(NONE)
-    return MicroBatch(NONE[None], NONE[None], forest, kept=like.unread(Cost(0, 0, 0)).kept)
+    forest = None if micro.forest is None else micro.forest.subset(NONE)
+    return MicroBatch(NONE[None], NONE[None], forest, kept=micro.unread(Cost(0, 0, 0)).kept)
 
 
 _Places = tuple[list[MicroBatch], Tensor, Tensor]
 """Micro-batches in which nothing is read yet; [nodes] where each hidden state is read: micro-batch, row*width+column"""
 
 
-def _as_forests(forest: Forest, node_costs: Tensor, token_budget: int, ranks: int) -> _Places:
+def _as_forests(forest: Forest, node_costs: Tensor, token_budget: int) -> _Places:
     roots = [*(forest.depth == 0).nonzero()[:, 0].tolist(), len(forest)]
     trees = list(pairwise(roots))
     small = [(start, stop) for start, stop in trees if stop - start <= token_budget]
-    groups = _group(small, node_costs, token_budget, ranks)
+    groups = _group(small, node_costs, token_budget)
     home, index = torch.empty(2, len(forest), dtype=torch.long)
     inputs: list[MicroBatch] = []
 
@@ -214,40 +227,39 @@ def _as_forests(forest: Forest, node_costs: Tensor, token_budget: int, ranks: in
 
     for members in groups:
         add(NONE, torch.cat([NONE, *(torch.arange(*small[i]) for i in sorted(members))]))
+    run_end = forest.run_end()
     for root, stop in (tree for tree in trees if tree[1] - tree[0] > token_budget):
-        trunk, branches = _branches(forest, root, stop)
+        trunk, branches = torch.arange(root, int(run_end[root])), _branches(forest, int(run_end[root]), stop)
         room = token_budget - len(trunk)
         if len(trunk) <= MAX_TRUNK_SHARE * token_budget and all(end - start <= room for start, end in branches):
-            for members in _group(branches, node_costs, room, ranks):
+            for members in _group(branches, node_costs, room):
                 add(NONE, torch.cat([trunk, *(torch.arange(*branches[i]) for i in sorted(members))]))
             continue
-        for start, end, opens, held in _parts(forest, root, stop, token_budget):
+        for start, end, opens, held in _parts(forest, run_end.tolist(), root, stop, token_budget):
             path = root + (forest.subtree_end[root:start] > start).nonzero()[:, 0]
             add(path, torch.arange(start, end), opens, held)
     return inputs, home, index
 
 
-def _branches(forest: Forest, root: int, stop: int) -> tuple[Tensor, list[tuple[int, int]]]:
-    """The nodes of a tree up to the first without exactly one child, and where what is below begins and ends."""
-    first = root
-    while first + 1 < stop and forest.subtree_end[first + 1] == stop:
-        first += 1
-    starts = (forest.depth[first + 1 : stop] == forest.depth[first] + 1).nonzero()[:, 0] + first + 1
-    return torch.arange(root, first + 1), list(pairwise([*starts.tolist(), stop]))
+def _branches(forest: Forest, trunk_end: int, stop: int) -> list[tuple[int, int]]:
+    """Where the subtrees below the trunk of a tree, which ends at `stop`, begin and end."""
+    starts = (forest.depth[trunk_end:stop] == forest.depth[trunk_end - 1] + 1).nonzero()[:, 0] + trunk_end
+    return list(pairwise([*starts.tolist(), stop]))
 
 
-def _group(trees: list[tuple[int, int]], costs: Tensor, token_budget: int, ranks: int) -> list[list[int]]:
-    """Trees that are computed together: as few groups as the budget allows, as many for each rank, of similar cost."""
+def _group(trees: list[tuple[int, int]], costs: Tensor, token_budget: int) -> list[list[int]]:
+    """Trees that are computed together: as few groups as the budget allows, of similar cost."""
     sizes = [stop - start for start, stop in trees]
     of_tree = [float(costs[start:stop].sum()) for start, stop in trees]
-    fewest = max(-(-sum(sizes) // token_budget), sum(2 * size > token_budget for size in sizes))
-    count = ranks * -(-fewest // ranks)
-    while (groups := _spread(of_tree, sizes, count, token_budget)) is None:
-        count += ranks
+    count = max(-(-sum(sizes) // token_budget), sum(2 * size > token_budget for size in sizes))
+    while (groups := spread(of_tree, sizes, count, token_budget)) is None:
+        count += 1
     return groups
 
 
-def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> Iterator[tuple[int, int, bool, bool]]:
+def _parts(
+    forest: Forest, run_end: list[int], root: int, stop: int, token_budget: int
+) -> Iterator[tuple[int, int, bool, bool]]:
     """Cut the tree [root, stop), which the budget does not hold, into micro-batches: start, stop, opens and held.
 
     The walk is depth first. The chains above the node `start` hold a part of the budget, and the rest is the room. If
@@ -258,8 +270,6 @@ def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> Iterator[
     needs a copy of the keys and values of the path above it. The copies for chains below one another together may have
     the length of the tree's longest path; a chain that exceeds this length is not held.
     """
-    continues = (forest.depth[1:] == forest.depth[:-1] + 1) & (forest.subtree_end[1:] == forest.subtree_end[:-1])
-    branchings: list[int] = [*((~continues).nonzero()[:, 0] + 1).tolist(), len(forest)]  # one past each unbranched run
     ends: list[int] = forest.subtree_end.tolist()
     longest = int(forest.depth[root:stop].max()) + 1
     chains = [(stop, 0, 0)]  # that are open: the end of what is below, tokens held, tokens of the path copied
@@ -277,13 +287,13 @@ def _parts(forest: Forest, root: int, stop: int, token_budget: int) -> Iterator[
             path = int(forest.depth[start])
             copied = path + sum(copied for *_, copied in chains)
             held = int(forest.depth[start : ends[start]].max()) - path < room and copied <= longest
-            end = min(branchings[bisect_right(branchings, start)], start + room)
+            end = min(run_end[start], start + room)
             chains.append((ends[start], end - start, path) if held else (ends[start], 0, 0))
             yield start, end, True, held
         start = end
 
 
-def _as_padded_rows(forest: Forest, token_budget: int, ranks: int) -> _Places:
+def _as_padded_rows(forest: Forest, token_budget: int) -> _Places:
     paths = sorted(forest.leaf_paths(), key=len, reverse=True)
     if len(paths[0]) > token_budget:
         raise ConfigError(
@@ -296,15 +306,11 @@ def _as_padded_rows(forest: Forest, token_budget: int, ranks: int) -> _Places:
         stop = start + token_budget // len(paths[start])
         groups.append(paths[start:stop])
         start = stop
-    while len(groups) % ranks:
-        largest = max(range(len(groups)), key=lambda i: len(groups[i]))
-        half = -(-len(groups[largest]) // 2)  # of a single row: the row, and an empty micro-batch
-        groups[largest : largest + 1] = [groups[largest][:half], groups[largest][half:]]
     home, index = torch.empty(2, len(forest), dtype=torch.long)
     inputs: list[MicroBatch] = []
     for number in reversed(range(len(groups))):  # backwards, so that the first row that holds a node is its home
         group = groups[number]
-        width = len(group[0]) if group else 0
+        width = len(group[0])
         ids = torch.zeros(len(group), width, dtype=torch.long)
         for row in reversed(range(len(group))):
             path = group[row]
@@ -313,23 +319,6 @@ def _as_padded_rows(forest: Forest, token_budget: int, ranks: int) -> _Places:
             index[path] = row * width + torch.arange(len(path))
         inputs.append(MicroBatch(ids, torch.arange(width).expand(len(group), width), None))
     return inputs[::-1], home, index
-
-
-def _spread(costs: Sequence[float], sizes: Sequence[int], bins: int, capacity: int) -> list[list[int]] | None:
-    """Longest processing time first: from the costliest on, each goes to the cheapest bin that has room for its size.
-
-    Returns the members of each bin; None when no bin has room for one of them.
-    """
-    load, room = np.zeros(bins), np.full(bins, capacity)
-    members: list[list[int]] = [[] for _ in range(bins)]
-    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        best = int(np.where(room >= sizes[i], load, np.inf).argmin())
-        if room[best] < sizes[i]:
-            return None
-        members[best].append(i)
-        load[best] += costs[i]
-        room[best] -= sizes[i]
-    return members
 
 
 def _by_label(label: Tensor, count: int) -> list[Tensor]:
