@@ -199,7 +199,7 @@ def jump_in_trainer(read: Any, model: Any, micro: Any, positions: Tensor, *rest:
 
 def in_trainer(change: Callable[..., Tensor]) -> Plant:
     def plant(monkeypatch: Patch) -> None:
-        changed(Scorer, "hidden", change)(monkeypatch)
+        changed(Scorer, "_hidden", change)(monkeypatch)
 
     return plant
 

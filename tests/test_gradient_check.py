@@ -31,7 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steeper(monkeypatch: pytest.MonkeyPatch, by: float, forests_alone: bool = False) -> None:
     """Every gradient is `by` times as large."""
-    read = Scorer.hidden
+    read = Scorer._hidden  # what all its methods call
 
     def hidden(scorer: Scorer, micro: Any, *rest: Any) -> Tensor:
         found = read(scorer, micro, *rest)
@@ -39,7 +39,7 @@ def steeper(monkeypatch: pytest.MonkeyPatch, by: float, forests_alone: bool = Fa
             found.register_hook(lambda gradient: gradient * by)
         return found
 
-    monkeypatch.setattr(Scorer, "hidden", hidden)
+    monkeypatch.setattr(Scorer, "_hidden", hidden)
 
 
 @pytest.mark.parametrize("dtype", DType)

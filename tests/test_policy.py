@@ -107,9 +107,11 @@ class Watched(Policy):
         self.steps: list[tuple[Tensor, Tensor]] = []
         self.metrics: list[Metrics] = []
 
-    def updating(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> CooperativeTask[Metrics]:
+    def updating(
+        self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss, *rest: Any
+    ) -> CooperativeTask[Metrics]:
         self.steps.append((entries, weights))
-        self.metrics.append((yield from super().updating(batch, entries, weights, loss)))
+        self.metrics.append((yield from super().updating(batch, entries, weights, loss, *rest)))
         return self.metrics[-1]
 
 
@@ -482,7 +484,9 @@ def minibatches(updates: Updates, seed: int) -> list[list[int]]:
             yield
             return Scores(*torch.zeros(2, len(batch), dtype=torch.float64))
 
-        def updating(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> CooperativeTask[Metrics]:
+        def updating(
+            self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss, *_: Any
+        ) -> CooperativeTask[Metrics]:
             assert weights.sum().item() == pytest.approx(1, abs=1e-12)
             assert torch.equal(entries, weights.nonzero()[:, 0])
             self.steps.append(sorted(set(batch.trajectory[entries].tolist())))
@@ -736,7 +740,7 @@ def test_a_gpu_that_runs_out_of_memory_says_when_and_what_would_help(
 
     policy = Watched(copy.deepcopy(MODEL))
     if phase == "training":
-        policy.scorer = full
+        monkeypatch.setattr(policy.scorer, "forward", full)
     else:
         monkeypatch.setattr(policy.descent, "step", full)
     helps = {"training": "model.checkpointing=true, batch.token_budget", "update": "optimizer.offload=true"}[phase]

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -22,6 +21,7 @@ from mtgrpo.model.attention import Attention, choose_attention
 from mtgrpo.model.load import DType
 from mtgrpo.model.scorer import Scorer, Scores
 from mtgrpo.model.value import add_value_head
+from mtgrpo.policy.layouts import ParallelLayout
 from mtgrpo.policy.step import Policy, at_once
 from mtgrpo.types import Trajectory
 from test_policy import PLAYED, TEMPERATURE, Descent, largest_difference, make_model
@@ -94,7 +94,7 @@ def test_a_micro_batch_without_targets_has_a_gradient_of_zero_for_every_weight(l
 
 def test_an_update_of_nothing_but_empty_micro_batches_changes_nothing() -> None:
     model = make_model()
-    policy = Policy(model, Descent(model, 1.0), 10**6, TEMPERATURE, rank=2, ranks=3)  # type: ignore[arg-type]
+    policy = Policy(model, Descent(model, 1.0), 10**6, TEMPERATURE, parallel=ParallelLayout(2, 3))  # type: ignore[arg-type]
     before = copy.deepcopy(model.state_dict())
     batch = build_batch(PLAYED[:1])
     assert at_once(policy.updating(batch, torch.arange(len(batch)), weights(batch), loss))["loss"] == 0
@@ -157,38 +157,6 @@ def test_compiled(backend: str) -> None:
     largest = max(part.abs().max().item() for part in expected.values())
     assert largest_difference(found, expected) < 1e-4 * largest
     assert len(compiled(empty(Layout.forest), TEMPERATURE).logp) == 0
-
-
-TREES = (1, 4)  # of one tree one rank computes nothing, and must not be waited for in vain
-
-
-def rank_of_two(rank: int, folder: str) -> None:
-    """One process of two: saves the gradients that DDP leaves it with."""
-    store = distributed.FileStore(f"{folder}/store", 2)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    model = make_model()
-    descent = Descent(model, 0.0)
-    policy = Policy(model, descent, 10**6, TEMPERATURE, rank=rank, ranks=2)  # type: ignore[arg-type]
-    policy.scorer = DistributedDataParallel(policy.scorer)  # type: ignore[arg-type]
-    for trees in TREES:
-        batch = build_batch(PLAYED[:trees])
-        at_once(policy.updating(batch, torch.arange(len(batch)), weights(batch), loss))
-    torch.save(descent.gradients, f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
-
-
-def test_two_ranks_with_ddp_have_half_the_gradient_of_one(tmp_path: Path) -> None:
-    multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2)
-    model = make_model()
-    descent = Descent(model, 0.0)
-    policy = Policy(model, descent, 10**6, TEMPERATURE)  # type: ignore[arg-type]
-    for trees in TREES:
-        batch = build_batch(PLAYED[:trees])
-        at_once(policy.updating(batch, torch.arange(len(batch)), weights(batch), loss))
-    for rank in range(2):
-        for found, expected in zip(torch.load(tmp_path / f"{rank}.pt"), descent.gradients, strict=True):
-            doubled = {name: 2 * part for name, part in found.items()}  # DDP takes the mean
-            assert largest_difference(doubled, expected) < 1e-12
 
 
 def test_other_weights_by_name_leave_the_model_as_it_is() -> None:

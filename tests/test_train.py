@@ -374,7 +374,9 @@ def test_a_run_ends_after_its_turns(tmp_path: Path, own: Path) -> None:
 
 
 def test_a_run_ends_after_its_time(tmp_path: Path) -> None:
-    folder = ran(tmp_path / "run", "sft.steps=0", "trainer.steps=0", "trainer.wall_time_s=0.5", "trainer.idle_steps=0", CONSTANT)
+    folder = ran(
+        tmp_path / "run", "sft.steps=0", "trainer.steps=0", "trainer.wall_time_s=0.5", "trainer.idle_steps=0", CONSTANT
+    )
     found = summary(folder)
     assert note(folder) == f"stopped after step {found['train/steps']:.0f}: trainer.wall_time_s=0.5"
     took = [row["time/rollout_s"] + row["time/train_s"] for row in rows(folder) if "time/rollout_s" in row]

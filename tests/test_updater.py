@@ -117,10 +117,10 @@ def estimator_for(algorithm: Algorithm) -> AdvantageEstimator:
 class OverRanks(Watched):
     """Takes the micro-batches of three ranks one after the other."""
 
-    def pack(self, batch: Batch, entries: Tensor) -> Packing:
+    def pack(self, batch: Batch, entries: Tensor) -> list[Packing]:
         found = pack(batch, entries, LONGEST, flops_of(self.model), layout_of(self.model), ranks=3)
         assert all(rank.micro_batches for rank in found)
-        return replace(found[0], micro_batches=[micro for rank in found for micro in rank.micro_batches])
+        return [replace(found[0], micro_batches=[micro for rank in found for micro in rank.micro_batches])]
 
 
 def updates(
@@ -280,7 +280,7 @@ def test_invariance_what_the_tools_said_is_never_trained() -> None:
     noisy_model = copy.deepcopy(MODEL)
     policy = Watched(noisy_model, lr=5e-4)
     batch = build_batch(TRAJECTORIES)
-    micro = policy.pack(batch, torch.arange(len(batch))).micro_batches[0]
+    micro = policy.pack(batch, torch.arange(len(batch)))[0].micro_batches[0]
     read = torch.zeros(micro.ids.numel(), dtype=torch.bool)
     read[micro.parent] = True
     generator = torch.Generator().manual_seed(0)

@@ -22,6 +22,7 @@ from mtgrpo.model.logprobs import RoundedHead
 from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.scorer import Scorer, Scores, flops_of
 from mtgrpo.model.traits import traits
+from mtgrpo.policy.layouts import ParallelLayout
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import OptimizerSettings
 from mtgrpo.policy.step import Policy, at_once
@@ -179,7 +180,7 @@ def test_ranks_share_a_tree(batch: list[Trajectory], budget: int) -> None:
     for rank, ranks in ((0, 1), (0, 3), (1, 3), (2, 3)):
         model = make_model("qwen3")
         descent = Descent(model, 0.0)
-        policy = Policy(model, descent, budget, 0.8, rank=rank, ranks=ranks)  # type: ignore[arg-type]
+        policy = Policy(model, descent, budget, 0.8, parallel=ParallelLayout(rank, ranks))  # type: ignore[arg-type]
         at_once(policy.updating(whole, entries, weights, loss))
         found.append(descent.gradients[0])
     for name, expected in found[0].items():
@@ -218,7 +219,7 @@ def test_trees_of_a_model_that_attends_several_times_in_a_layer_become_padded_ro
             preset("calculator", "batch.token_budget=20", "environment.max_context_length=50"), ModelWeights(model)
         )
     policy = Policy(model, Descent(model, 0.0), 50, 0.8)  # type: ignore[arg-type]
-    packing = policy.pack(batch, torch.arange(len(batch)))
+    (packing,) = policy.pack(batch, torch.arange(len(batch)))
     assert all(micro.forest is None for micro in packing.micro_batches)
     assert "attends several times in a layer" in policy.notes[0]
 

@@ -13,7 +13,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from mtgrpo.batch.packing import MicroBatch, visits
+from mtgrpo.batch.packing import MicroBatch, empty_like, visits
+from mtgrpo.batch.word import Filler, common_word, fillers, word_of
 
 
 class Prefix:
@@ -89,6 +90,25 @@ def passes(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Pr
             yield micro, prefix, Pass.loss
         if not (entered and micro.opens):
             yield micro, prefix, Pass.backward
+
+
+def aligned_passes(by_rank: Sequence[Sequence[MicroBatch]], rank: int) -> Iterator[tuple[MicroBatch, Prefix, Pass]]:
+    """As `passes` of the micro-batches of `rank`, between them passes of an empty one: all ranks have one order."""
+    computed = [[micro for micro in micro_batches if micro.computed] for micro_batches in by_rank]
+    words = [word_of(micro_batches) for micro_batches in computed]
+    own, graphs = passes(computed[rank]), list[Prefix]()
+    for filler in fillers(common_word(words), words[rank]):
+        if filler is None:
+            yield next(own)
+            continue
+        nothing = empty_like(by_rank[rank][0])
+        if filler is Filler.backward:
+            yield nothing, graphs.pop(), Pass.backward
+        elif filler is Filler.forward:
+            graphs.append(Prefix(nothing, None))
+            yield nothing, graphs[-1], Pass.loss
+        else:
+            yield nothing, Prefix(nothing, None), Pass.keys
 
 
 def _leaf(tensor: Tensor) -> Tensor:

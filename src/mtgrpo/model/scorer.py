@@ -6,6 +6,7 @@ possible: the last layer's MLP and, on a CPU, its attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from mtgrpo.model.cpu_kernels import GRID, multiplies_bf16, onednn
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import head_logits, head_of, sampled_logprobs
 from mtgrpo.model.prefix import Prefix
+from mtgrpo.model.rounding import Reference, reference
 from mtgrpo.model.traits import flat_states
 from mtgrpo.model.value import has_value_head, values
 
@@ -40,8 +42,9 @@ class Scores(NamedTuple):
 
 
 class Scorer(nn.Module):
-    """A model as it is trained. DDP, FSDP2, activation checkpointing and torch.compile can wrap it.
+    """A model as it is trained. FSDP2, ZeRO-3, activation checkpointing and torch.compile can wrap it.
 
+    Whoever wraps it does something before and after each of its public methods, which call none of one another.
     The first one of a model wraps the last layer's MLP, which changes the passes of scorers alone.
     """
 
@@ -58,12 +61,15 @@ class Scorer(nn.Module):
         to compute takes part in what all ranks do together.
         """
         if not len(micro.parent) and not micro.opens:
-            return self(_one_token(micro), temperature).at(torch.arange(0))
+            return self._scores(one_token(micro), temperature, None).at(torch.arange(0))
+        return self._scores(micro, temperature, prefix)
+
+    def _scores(self, micro: MicroBatch, temperature: float, prefix: Prefix | None) -> Scores:
         parents, row = torch.unique(micro.parent, return_inverse=True)
         if not len(parents):  # but others continue it; reads one state, for some layers take no empty input
-            nothing = self.hidden(micro, torch.tensor([micro.given]), prefix).sum(-1)[:0]
+            nothing = self._hidden(micro, torch.tensor([micro.given]), prefix).sum(-1)[:0].clone()  # no view
             return Scores(nothing, nothing, nothing if has_value_head(self.model) else None)
-        hidden = self.hidden(micro, parents, prefix)
+        hidden = self._hidden(micro, parents, prefix)
         head = head_of(self.model)
         narrow = computes_in(self.model) is torch.bfloat16 and multiplies_bf16(hidden.device)
         logp, entropy = eagerly(sampled_logprobs, hidden, head, row, micro.token, temperature, micro.kept, narrow)
@@ -72,10 +78,17 @@ class Scorer(nn.Module):
 
     def next_logprobs(self, micro: MicroBatch, positions: Tensor, prefix: Prefix | None = None) -> Tensor:
         """Log-probabilities of the next token at flat `positions` [n], each given once: [n, vocabulary]."""
-        return head_logits(self.model, self.hidden(micro, positions, prefix)).log_softmax(-1)
+        return head_logits(self.model, self._hidden(micro, positions, prefix)).log_softmax(-1)
+
+    def reference(self, context: Sequence[int] | Tensor, first: int = 0) -> Reference:
+        """What the model's own forward pass says of `context`; see `model.rounding.reference`."""
+        return reference(self.model, context, first)
 
     def hidden(self, micro: MicroBatch, positions: Tensor, prefix: Prefix | None = None) -> Tensor:
         """Final hidden states [n, hidden] at flat `positions` [n] of the micro-batch, each given once."""
+        return self._hidden(micro, positions, prefix)
+
+    def _hidden(self, micro: MicroBatch, positions: Tensor, prefix: Prefix | None) -> Tensor:
         device = self.model.device
         positions = positions.to(device)
         if micro.forest is None:
@@ -144,7 +157,7 @@ def _on_grid(rows: Tensor, hidden: Tensor) -> Tensor:
     return torch.cat([rows, others.nonzero()[: -len(rows) % (GRID if exact else 1), 0]])
 
 
-def _one_token(micro: MicroBatch) -> MicroBatch:
+def one_token(micro: MicroBatch) -> MicroBatch:
     """A micro-batch that computes one token and reads it, laid out as `micro` is."""
     zero = torch.zeros(1, dtype=torch.long)
     forest = None if micro.forest is None else Forest(token=zero, parent=zero - 1, depth=zero, subtree_end=zero + 1)

@@ -19,12 +19,13 @@ from transformers import PreTrainedModel
 from mtgrpo.batch.forest import Batch, build_batch
 from mtgrpo.batch.packing import Layout, pack
 from mtgrpo.errors import RunError
-from mtgrpo.model.attention import cuts_trees
+from mtgrpo.model.attention import Attention, cuts_trees
 from mtgrpo.model.checkpointing import decoder_layers
 from mtgrpo.model.load import computes_in
 from mtgrpo.model.prefix import Pass, passes
 from mtgrpo.model.rounding import HARMLESS, MARGIN, last_bits_changed
 from mtgrpo.model.scorer import Scorer, flops_of, layout_of
+from mtgrpo.model.traits import ordinary_tokens
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 MAX_NUMBERS = 2**22  # in a weight whose gradient is compared
@@ -80,6 +81,16 @@ class _Probe:
         """The weights `step` further in `direction`."""
         moved = {name: self.weights[name] + (step * part).to(self.weights[name]) for name, part in direction.items()}
         return self.weights | moved
+
+
+def check_gradient(model: PreTrainedModel) -> list[str]:
+    """Both checks, over ordinary tokens; notes. The model is trained on padded rows where a forest is wrong."""
+    context = ordinary_tokens(model.config, TRUNK + 3 * BRANCH).to(model.device)
+    check_derivative(model, context)
+    if not (fault := check_walk(model, context)):
+        return []
+    model.set_attn_implementation(Attention.sdpa.value)
+    return [f"{fault}: training on padded rows"]
 
 
 def check_derivative(model: PreTrainedModel, context: Tensor) -> None:

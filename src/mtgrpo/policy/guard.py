@@ -13,7 +13,7 @@ from mtgrpo.batch.forest import Batch
 from mtgrpo.batch.packing import MicroBatch, open_before
 from mtgrpo.errors import RunError
 from mtgrpo.model.prefix import Prefix
-from mtgrpo.model.rounding import distance, reference
+from mtgrpo.model.rounding import distance
 from mtgrpo.model.scorer import Scorer
 from mtgrpo.types import Trajectory
 
@@ -57,7 +57,7 @@ def compare(scorer: Scorer, path: Sequence[MicroBatch]) -> Comparison:
     comparisons: list[Comparison] = []
     for row, parent in zip(logprobs, parents.tolist(), strict=True):
         context = context_of(micro, parent)
-        plain = reference(scorer.model, context, first=-1)
+        plain = scorer.reference(context, first=-1)
         comparisons.append(Comparison(distance(plain.logprobs, row[None]), plain.bound, context))
     return max(comparisons, key=lambda c: c.apart / c.bound if c.apart == c.apart else torch.inf)
 

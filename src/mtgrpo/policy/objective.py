@@ -56,6 +56,8 @@ class Objective:
         self._target: Tensor | None = None  # of the value head
         self._before: Scores | None = None  # of the policy before the first update
         self._first_logp = nothing.clone()  # as each token was first scored
+        self._logp = nothing.clone()  # as each token was scored in this update, on this rank
+        self._apart = [0.0]  # nats, of the first update from the old policy, in each micro-batch of this rank
         self._weight: Tensor | None = None  # the correction's factors
         self._kept: Tensor | None = None  # bool, by entropy
         self._first = True  # whether the update that has begun is the first of the batch
@@ -126,6 +128,7 @@ class Objective:
     def begin(self, entries: Tensor, weights: Tensor, first: bool) -> CooperativeTask[None]:
         """Another update, on `entries` [n], which `weights` [tokens] weigh; what its losses need of all of them."""
         self._first = first
+        self._logp.fill_(torch.nan)
         if self._target is not None:
             states = max(1, int(self._target[entries].isfinite().sum()))
             self._state_weight = 1 / (states * weights)  # so that values are averaged over the states
@@ -147,12 +150,11 @@ class Objective:
         """The loss of `entries` [n]."""
         algorithm, kl, logp = self._learning.algorithm, self._learning.kl, scores.logp
         now = logp.detach()
-        fresh = self._first_logp[entries].isnan()
-        self._first_logp[entries] = torch.where(fresh, now.double().cpu(), self._first_logp[entries])
+        self._logp[entries] = now.double().cpu()
         behaviour = self._batch.behaviour_logp[entries].to(now)
         old = self._old_logp(entries, now, behaviour)
         if self._first and self._old is OldPolicy.trainer and len(entries):
-            self._policy.judge((now - old).square().mean().sqrt().item(), NOT_REPRODUCIBLE)
+            self._apart.append((now - old).square().mean().sqrt().item())
         sequence = None if self._sequence is None else self._sequence[entries].to(logp)
         tokens = Tokens(logp, old, self._advantage[entries].to(logp), sequence)
         result = algorithm.loss(tokens)
@@ -184,6 +186,16 @@ class Objective:
         if clamped.any():
             metrics["log_ratio_clamped"] = clamped
         return PerToken(loss, result.clipped, metrics)
+
+    def end_passes(self) -> None:
+        """An update has its losses and its gradient. Raises RunError where log-probabilities are not those of before."""
+        parallel = self._policy.parallel
+        logp = parallel.total(self._logp)
+        self._first_logp = torch.where(self._first_logp.isnan(), logp, self._first_logp)
+        if self._first:
+            self._policy.judge(parallel.largest(torch.tensor(self._apart).max().item()), NOT_REPRODUCIBLE)
+        if self.witness is not None and self._first:
+            self.witness.seen = round(parallel.add_up({"seen": float(self.witness.seen)})["seen"])
 
     def _old_logp(self, entries: Tensor, now: Tensor, behaviour: Tensor) -> Tensor:
         """What the ratio compares with; all [n]. now: the log-probabilities of this update, detached."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import computes_in
+from mtgrpo.model.sharding import part_like
 from mtgrpo.policy.settings import Kind, OptimizerSettings, Schedule
 from mtgrpo.policy.update_check import Stepped, UpdateCheck
 from mtgrpo.profile import Profiler
@@ -66,6 +67,11 @@ class Optimizer:
         ])  # fmt: skip
 
     @property
+    def stepped(self) -> Iterable[nn.Parameter]:
+        """What is stepped, with the gradients: the trained weights, or their copies on the host."""
+        return self._stepped.values()
+
+    @property
     def lr(self) -> float:
         """The learning rate the next step uses (of the AdamW part)."""
         return self._lrs[-1] * factor(self._settings, self._steps, self._total_steps)
@@ -89,7 +95,7 @@ class Optimizer:
             self._scaler.unscale_(optimizer)
         with self.profiler.measure("check"):
             self.check.before()
-        norm = float(nn.utils.clip_grad_norm_(self._stepped.values(), self._settings.max_grad_norm))
+        norm = float(nn.utils.clip_grad_norm_(self.stepped, self._settings.max_grad_norm))
         share = factor(self._settings, self._steps, self._total_steps)
         self.changes += math.isfinite(norm)  # before the weights are: who reads them meanwhile sees it
         for optimizer, lr in zip(self._optimizers, self._lrs, strict=True):
@@ -119,10 +125,20 @@ class Optimizer:
         """Continue from `state`, with the settings that are given now."""
         self.check.forget()
         for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
-            optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            parts = {
+                number: {name: _part(value, weights[number]) for name, value in moments.items()}
+                for number, moments in saved.items()
+            }
+            optimizer.load_state_dict({"state": parts, "param_groups": optimizer.state_dict()["param_groups"]})
         self._steps = state["steps"]
         if state["scaler"]:  # else it was saved in another dtype
             self._scaler.load_state_dict(state["scaler"])
+
+
+def _part(value: Any, weight: Tensor) -> Any:
+    """What this rank has of a moment of `weight`; what is no moment is the same everywhere."""
+    return part_like(value, weight) if isinstance(value, Tensor) else value
 
 
 def factor(settings: OptimizerSettings, step: int, total_steps: int) -> float:

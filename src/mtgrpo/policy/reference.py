@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mtgrpo.model.sharding import part_like
 from mtgrpo.policy.settings import ReferenceSettings
 
 
@@ -26,7 +27,7 @@ class ReferencePolicy:
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Go back to `weights`, which were saved."""
         for name, weight in weights.items():
-            self.weights[name].copy_(weight)
+            self.weights[name].copy_(part_like(weight, self.weights[name]))
 
     @torch.no_grad()
     def move(self, model: PreTrainedModel, settings: ReferenceSettings, step: int) -> None:

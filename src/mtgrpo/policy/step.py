@@ -16,11 +16,12 @@ from mtgrpo.batch.packing import Layout, MicroBatch, Packing, pack, visits
 from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.model.attention import Attention, cuts_trees
 from mtgrpo.model.out_of_memory import explained
-from mtgrpo.model.prefix import Pass, Prefix, passes
-from mtgrpo.model.rounding import ends_the_run, reference
-from mtgrpo.model.scorer import Scorer, Scores, flops_of, layout_of
+from mtgrpo.model.prefix import Pass, Prefix
+from mtgrpo.model.rounding import ends_the_run
+from mtgrpo.model.scorer import Scores, flops_of, layout_of
 from mtgrpo.policy.gradient_check import check_derivative, check_walk
-from mtgrpo.policy.guard import compare, deepest, depth
+from mtgrpo.policy.guard import Comparison, compare, deepest, depth
+from mtgrpo.policy.layouts import ParallelLayout
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.profile import Profiler
@@ -38,9 +39,7 @@ TokenLoss = Callable[[Tensor, Scores], PerToken]  # (entries of the batch, their
 class Policy:
     """A model, its optimiser, and how much of a batch is computed at once.
 
-    `scorer` computes the scores of micro-batches; a wrapper (DDP, torch.compile) may stand in its place.
-    Of the micro-batches of `ranks` processes this one computes those of `rank`: the gradient of a batch is the sum over
-    the ranks, and each scores its own entries.
+    `parallel` says which ranks share the work: each computes its own micro-batches, and what they find is summed.
     """
 
     def __init__(
@@ -50,13 +49,11 @@ class Policy:
         token_budget: int,
         temperature: float,
         profiler: Profiler | None = None,
-        rank: int = 0,
-        ranks: int = 1,
+        parallel: ParallelLayout | None = None,
     ) -> None:
         self.model = model
-        self.scorer: Callable[[MicroBatch, float, Prefix | None], Scores] = Scorer(model)
-        self._plain_scorer = Scorer(model)
-        self._rank, self._ranks = rank, ranks
+        self.parallel = parallel or ParallelLayout()
+        self.scorer = self.parallel.wrap(model)
         self.optimizer = optimizer
         self.profiler = optimizer.profiler = profiler or Profiler()
         self._token_budget = token_budget
@@ -64,31 +61,27 @@ class Policy:
         self._cost, self._layout = flops_of(model), layout_of(model)
         self.notes: list[str] = []  # for the user, not shown yet
         self._checked_tokens = 0  # contexts up to this length were compared with the plain forward pass
-        self._differentiated = False  # the gradient was compared with log-probabilities, and with that of plain rows
+        # Whether the gradient was compared with log-probabilities, and with that of plain rows.
+        self._differentiated = self.parallel.aligned
         self._context = torch.zeros(0)  # one of them, and
         self._bound = 0.0  # nats, how far rounding may move its log-probabilities
         self._noted = 0.0  # nats, the last difference that was noted
         self._skipped = 0  # updates in a row whose gradient was not finite
 
-    @property
-    def complete(self) -> bool:
-        """Whether it computes all micro-batches, not those of one rank alone."""
-        return self._ranks == 1
-
-    def pack(self, batch: Batch, entries: Tensor) -> Packing:
-        """The micro-batches of this rank that read `entries` [n]."""
-        packing = self._pack(batch, entries)
-        if (longest := depth(packing.micro_batches)) <= self._checked_tokens:
-            return packing
+    def pack(self, batch: Batch, entries: Tensor) -> list[Packing]:
+        """The micro-batches of each rank that read `entries` [n]; all ranks have the same."""
+        packings = self._pack(batch, entries)
+        if (longest := max(depth(packing.micro_batches) for packing in packings)) <= self._checked_tokens:
+            return packings
         self._checked_tokens = 1 << (longest - 1).bit_length()  # once more when contexts outgrow the next power of two
         with self.profiler.measure("check"):
-            return self._check_layout(packing, batch, entries)
+            return self._check_layout(packings, batch, entries)
 
-    def _pack(self, batch: Batch, entries: Tensor) -> Packing:
+    def _pack(self, batch: Batch, entries: Tensor) -> list[Packing]:
         with self.profiler.measure("packing"):
-            packing = pack(batch, entries, self._token_budget, self._cost, self._layout, self._ranks)[self._rank]
-        if not any(micro.opens for micro in packing.micro_batches) or cuts_trees(self.model):
-            return packing
+            packings = pack(batch, entries, self._token_budget, self._cost, self._layout, self.parallel.ranks)
+        if not any(micro.opens for packing in packings for micro in packing.micro_batches) or cuts_trees(self.model):
+            return packings
         self.notes.append(
             f"a tree is larger than batch.token_budget={self._token_budget}, and {type(self.model).__name__} attends "
             "several times in a layer, so that no part of it can be computed first" + ON_ROWS
@@ -101,15 +94,15 @@ class Policy:
         self.model.set_attn_implementation(attention.value)
         self._layout = layout_of(self.model)
 
-    def _check_layout(self, packing: Packing, batch: Batch, entries: Tensor) -> Packing:
-        """`packing`, compared with plain forward passes; padded rows from here on where a forest is wrong, they right.
+    def _check_layout(self, packings: list[Packing], batch: Batch, entries: Tensor) -> list[Packing]:
+        """`packings`, compared with plain forward passes; padded rows from here on where a forest is wrong, they right.
 
         Raises RunError where both are wrong by more than rounding and than is harmless.
         """
-        worst = compare(self._plain_scorer, deepest(packing.micro_batches))
+        worst = self._compare(packings)
         self._context, self._bound = worst.context, MAX_OUTLIER_RATIO * worst.bound
         if math.isnan(worst.apart):  # diverged weights are found when the batch is scored
-            return packing
+            return packings
         if not self._differentiated:
             check_derivative(self.model, worst.context)
             fault, self._differentiated = check_walk(self.model, worst.context), True
@@ -118,11 +111,11 @@ class Policy:
                 self.notes.append(fault + ON_ROWS)
                 return self._check_layout(rows, batch, entries)
         if worst.holds:
-            return packing
+            return packings
         if self._layout is Layout.forest:
             fault = f"the log-probabilities of the token forest {worst}"
             rows = self._on_rows(fault, batch, entries)
-            if compare(self._plain_scorer, deepest(rows.micro_batches)).holds:
+            if self._compare(rows).holds:
                 self.notes.append(fault + ON_ROWS)
                 return rows
             self._use(Attention.forest)
@@ -130,9 +123,14 @@ class Policy:
         if ends_the_run(worst.apart, MAX_OUTLIER_RATIO * worst.bound):
             raise RunError(f"{text}: such contexts cannot be trained; set environment.max_context_length lower")
         self.notes.append(text)
-        return packing
+        return packings
 
-    def _on_rows(self, fault: str, batch: Batch, entries: Tensor) -> Packing:
+    def _compare(self, packings: list[Packing]) -> Comparison:
+        """The deepest micro-batch of all ranks with plain forward passes; every rank computes it."""
+        deepest_of = max(packings, key=lambda packing: depth(packing.micro_batches))
+        return compare(self.scorer, deepest(deepest_of.micro_batches))
+
+    def _on_rows(self, fault: str, batch: Batch, entries: Tensor) -> list[Packing]:
         """Padded rows from here on. Raises RunError where the token budget does not hold one."""
         self._use(Attention.sdpa)
         try:
@@ -145,7 +143,7 @@ class Policy:
         if apart <= max(self._bound, 2 * self._noted):
             return
         with self.profiler.measure("check"):  # by the present weights
-            self._bound = MAX_OUTLIER_RATIO * reference(self.model, self._context, first=-1).bound
+            self._bound = MAX_OUTLIER_RATIO * self.scorer.reference(self._context, first=-1).bound
         text = f"{what} by {apart:.2g} nats, of which rounding explains {self._bound:.2g}"
         if ends_the_run(apart, self._bound):
             raise RunError(text)
@@ -160,7 +158,8 @@ class Policy:
         if reference is None:
             scores = self.scorer(micro, self._temperature, prefix)
         else:
-            scores = self._plain_scorer.with_weights(reference.weights, micro, self._temperature, prefix)
+            weights = reference.weights
+            scores = self.parallel.score_with(self.scorer, weights, micro, self._temperature, prefix)
         wrong = (~scores.logp.detach().isfinite()).nonzero()[:, 0]
         if len(wrong):
             raise RunError(
@@ -176,7 +175,8 @@ class Policy:
         """The scores of `entries` [n], without gradient: fp64 on the CPU, [len(batch)], and NaN at other places."""
         logp, entropy, value = torch.full((3, len(batch)), torch.nan, dtype=torch.float64)
         above: Prefix | None = None
-        for micro, entered in visits(self.pack(batch, entries).micro_batches):
+        packing = self.pack(batch, entries)[self.parallel.rank]
+        for micro, entered in visits(packing.micro_batches):
             if not entered:
                 above = above and above.above
                 continue
@@ -188,17 +188,26 @@ class Policy:
                 if part is not None:
                     whole[micro.entries] = part.double().cpu()[micro.target]
             yield
-        return Scores(logp, entropy, value)
+        self.parallel.reshard()
+        return Scores(*map(self.parallel.total, (logp, entropy, value)))
 
-    def updating(self, batch: Batch, entries: Tensor, weights: Tensor, loss: TokenLoss) -> CooperativeTask[Metrics]:
+    def updating(
+        self,
+        batch: Batch,
+        entries: Tensor,
+        weights: Tensor,
+        loss: TokenLoss,
+        before_step: Callable[[], None] = lambda: None,
+    ) -> CooperativeTask[Metrics]:
         """One optimiser step on sum_i weights[i] * loss_i over `entries`.
 
         entries [n] int64: what has a loss; weights [len(batch)]: the share of each token (see average.py). A token that
-        several trajectories share is computed once and has one loss, and one weight, for each of them.
+        several trajectories share is computed once and has one loss, and one weight, for each of them. `before_step` is
+        called when the gradient is complete.
         """
         sums: Metrics = {"loss": 0.0, "weight": 0.0}
-        packing = self.pack(batch, entries)
-        for micro, prefix, step in passes(packing.micro_batches):
+        packings = self.pack(batch, entries)
+        for micro, prefix, step in self.parallel.passes(packings):
             with self.profiler.measure("backward" if step is Pass.backward else "forward"), explained("training"):
                 if step is Pass.keys:
                     with torch.no_grad():
@@ -206,9 +215,13 @@ class Policy:
                 elif step is Pass.loss:
                     prefix.loss = self.optimizer.scaled(self._weighted(micro, prefix, weights, loss, sums))
                 else:
-                    prefix.backward()
+                    self.parallel.backward(prefix)
             if step is Pass.backward:
                 yield
+        with self.profiler.measure("backward"), explained("training"):
+            self.parallel.finish(self.optimizer)
+        before_step()
+        sums, packing = self.parallel.add_up(sums), packings[0]
         lr, weight, total = self.optimizer.lr, sums.pop("weight"), sums.pop("loss")
         with self.profiler.measure("update"), explained("update"):
             metrics = {"loss": total, "lr": lr, "grad_norm": self.optimizer.step()}

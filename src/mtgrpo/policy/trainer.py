@@ -19,6 +19,8 @@ from mtgrpo.model.load import load_model
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.scorer import Scores
 from mtgrpo.model.settings import ModelSettings
+from mtgrpo.policy.gradient_check import check_gradient
+from mtgrpo.policy.layouts import ParallelLayout
 from mtgrpo.policy.optimizer import Optimizer, note_of_lr
 from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.policy.settings import OptimizerSettings, UpdateConfig
@@ -55,12 +57,19 @@ class TrainerConfig:
 class TrainerRank:
     """Loads a model and trains it, one stage after the other. Work is a generator that pauses between micro-batches."""
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, parallel: ParallelLayout | None = None) -> None:
+        """`parallel`: how the ranks share the model. All of them are asked the same in the same order, and the first
+        answers for all.
+        """
+        self.parallel = parallel or ParallelLayout()
         with explained("loading"):
             self.model = load_model(config.model, config.seed)
             kernels = use_liger(self.model)
         self.model.generation_config.eos_token_id = list(config.stop_ids)
         self.notes = [describe_attention(self.model), *kernels]  # for the user, not shown yet
+        if self.parallel.aligned:  # a part of the model is not enough for this
+            self.notes += check_gradient(self.model)
+        self.scorer = self.parallel.wrap(self.model)
         self.policy: Policy | None = None
         self._config = config
         self._profiler = Profiler(config.profile)
@@ -75,11 +84,14 @@ class TrainerRank:
         self._earlier = self._weight_changes, self.changes + 1
         self._updater = self.policy = None  # their moments and reference are given back first
         settings, steps = config.optimizers[stage]
-        optimizer = Optimizer(model, settings, steps)
+        self.parallel.reshard()
+        optimizer = self.parallel.make_optimizer(model, settings, steps)
         if stage is Stage.imitation:
-            self.policy = Policy(model, optimizer, config.token_budget, temperature=1.0)
+            self.policy = Policy(model, optimizer, config.token_budget, 1.0, None, self.parallel)
         else:
-            self.policy = Policy(model, optimizer, config.token_budget, config.temperature, self._profiler)
+            self.policy = Policy(
+                model, optimizer, config.token_budget, config.temperature, self._profiler, self.parallel
+            )
             reference = ReferencePolicy(model) if config.learning.kl.coef else None
             self._updater = PolicyUpdater(self.policy, config.learning, reference)
             if note := note_of_lr(model, settings.lr):
@@ -127,12 +139,16 @@ class TrainerRank:
 
     def weights(self) -> ModelWeights:
         """The present weights."""
-        return ModelWeights(self.model, self._version, lambda: self._weight_changes)
+        self.parallel.reshard()
+        return ModelWeights(
+            self.model, self._version, lambda: self._weight_changes, self.scorer.reference, self.parallel.rank == 0
+        )
 
     def snapshot(self) -> ModelSnapshot:
         """A copy of all that the stage goes on from; the memory of the one before, written by now, is used again."""
         state = self._trained.state_dict() if self._trained else {}
-        self._snapshot = ModelSnapshot(self.model, state, self._snapshot)
+        self.parallel.reshard()
+        self._snapshot = ModelSnapshot(self.model, state, self._snapshot, self.parallel.rank == 0)
         return self._snapshot
 
     def load(self, path: Path, version: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mtgrpo.errors import RunError
+from mtgrpo.model.sharding import local_part, whole
 
 TENSORS = 4  # that are looked at in a step
 WEIGHTS = 64  # of each
@@ -48,8 +49,8 @@ class Stepped:
         return {name: self.at(tensor) for name, tensor in tensors.items()}
 
     def at(self, tensor: Tensor) -> Tensor:
-        """The values of `tensor`, of its own shape, at `places`."""
-        return tensor.detach().reshape(-1)[self.places.to(tensor.device)].double().cpu()
+        """The values of `tensor`, of its own shape, at `places` of what this rank has of it."""
+        return local_part(tensor.detach()).reshape(-1)[self.places.to(tensor.device)].double().cpu()
 
     def largest_change(self, lr: float) -> float:
         """The most by which one update changes a weight; of AdamW by the inequality of Cauchy and Schwarz."""
@@ -88,7 +89,8 @@ class UpdateCheck:
                         f"the {name} of {tensor} changed between two updates, by "
                         f"{(now - tensor.seen[name]).abs().max().item():.3g}: nothing but an update may change them"
                     )
-        largest = float(nn.utils.get_total_norm([tensor.weight for tensor in self._tensors], math.inf))
+        parts = [local_part(tensor.weight) for tensor in self._tensors]
+        largest = float(nn.utils.get_total_norm([part for part in parts if part.numel()], math.inf))
         if largest > 1.01 * self._largest + MAX_CHANGE_RATIO * self._largest_change:
             raise RunError(
                 f"the largest weight was {self._largest:.3g} before the last update and is {largest:.3g} now, and an "
@@ -107,12 +109,13 @@ class UpdateCheck:
         for tensor in (self._tensors[n] for n in sorted(chosen)):
             if (gradient := tensor.copy.grad) is None:
                 continue
-            size = tensor.weight.numel()
+            if not (size := local_part(tensor.weight).numel()):
+                continue
             tensor.places = torch.arange(min(WEIGHTS, size)) * 2_654_435_761 % size  # no two neighbours
             tensor.seen = {"gradient": tensor.at(gradient), **tensor.read()}
             self._looked_at.append(tensor)
             if self._matrix is None and isinstance(tensor.optimizer, torch.optim.Muon):
-                self._matrix = tensor, tensor.copy.detach().clone(), gradient.clone()
+                self._matrix = tensor, whole(tensor.copy.detach()).clone(), whole(gradient).clone()
 
     @torch.no_grad()
     def after(self, clipped: float, schedule: float) -> None:
@@ -166,8 +169,8 @@ def _expected(tensor: Stepped, gradient: Tensor, lr: float) -> tuple[dict[str, T
 def _check_direction(tensor: Stepped, weight: Tensor, gradient: Tensor, clipped: float, lr: float) -> None:
     """Muon's matrix has moved against its momentum, which Newton and Schulz' iteration does not turn."""
     weight = weight.double()
-    momentum = tensor.optimizer.state[tensor.copy]["momentum_buffer"].double()
-    change = tensor.copy.detach().double() - weight * (1 - lr * tensor.settings["weight_decay"])
+    momentum = whole(tensor.optimizer.state[tensor.copy]["momentum_buffer"]).double()
+    change = whole(tensor.copy.detach()).double() - weight * (1 - lr * tensor.settings["weight_decay"])
     against = (clipped * gradient.double()).lerp(momentum, tensor.settings["momentum"])
     rounding = 4 * torch.finfo(tensor.weight.dtype).eps * (weight * against).abs().sum()
     if (change * against).sum() > rounding:

@@ -92,9 +92,10 @@ class PolicyUpdater:
             )
             check_weights(weights, learning.algorithm.average)
             yield from objective.begin(entries, weights, first=not collected)
-            collected.append((yield from self.policy.updating(batch, entries, weights, objective)))
+            update = self.policy.updating(batch, entries, weights, objective, objective.end_passes)
+            collected.append((yield from update))
             if objective.witness is not None and len(collected) == 1:
-                objective.witness.check(weights, batch.trajectory[entries], self.policy.complete)
+                objective.witness.check(weights, batch.trajectory[entries])
         later = [row.pop("ratio") ** 2 / row.pop("squared_ratio") for row in collected if "ratio" in row]
         metrics = _mean(collected) | {"updates": float(len(collected))} | ({"ess": min(later)} if later else {})
         metrics |= {"trained_tokens": float(len(objective.entries)), **objective.describe()}

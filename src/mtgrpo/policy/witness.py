@@ -124,11 +124,10 @@ class Witness:
                 f"{int(places[place])} of {self.name}, in which its reward asks for {expected[place].item():.4g}"
             )
 
-    def check(self, weights: Tensor, trajectories: Tensor, complete: bool) -> None:
+    def check(self, weights: Tensor, trajectories: Tensor) -> None:
         """Raise RunError where a gradient was wrong, or where there was none.
 
         weights [all tokens] fp64: the share of each. trajectories [n] int64: those of the tokens with a loss.
-        complete: whether all micro-batches were seen.
         """
         left_out = self.trained.keys() - set(trajectories.unique().tolist())
         self.wrong += [f"{self.trained[number]} is not trained" for number in sorted(left_out)]
@@ -137,7 +136,7 @@ class Witness:
             self.wrong.append(
                 f"a token of {self.name} weighs {share[0].item():.6g} of the loss, and should weigh {self.share:.6g}"
             )
-        if complete and not self.seen:
+        if not self.seen:
             self.wrong.append(f"{self.name} has no gradient")
         if self.wrong:
             raise RunError(f"what is trained is not what the rewards ask for: {self.wrong[0]}")

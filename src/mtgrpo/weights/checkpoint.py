@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mtgrpo.errors import RunError
 from mtgrpo.model.load import save_weights, saved_weights
+from mtgrpo.model.sharding import local_part, whole
 from mtgrpo.runtime.files import put_whole, sync_all
 from mtgrpo.runtime.resources import check_disk
 from mtgrpo.weights.saved import STATE, TENSORS, digest_of, find_steps, sha256_of
@@ -42,15 +43,18 @@ class Snapshot(Protocol):
 class ModelSnapshot:
     """That of a model which is in this process."""
 
-    def __init__(self, model: PreTrainedModel, training: Any, last: ModelSnapshot | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, training: Any, last: ModelSnapshot | None = None, writes: bool = True
+    ) -> None:
         """Copy the weights of `model`, which then gives its configuration alone, and `training` (see `flatten`).
 
         `last`: the one before, written by now. Its memory is used again: new memory takes longer to get than to fill.
+        Of sharded tensors all ranks gather one after the other, and the rank that `writes` keeps the copies.
         """
         tensors, self._rest = flatten(training)
-        self._model = model
-        self.weights = _copy(saved_weights(model), last.weights if last else {})
-        self.tensors = _copy(tensors, last.tensors if last else {})
+        self._model, self._writes = model, writes
+        self.weights = _copy(saved_weights(model), last.weights if last else {}, writes)
+        self.tensors = _copy(tensors, last.tensors if last else {}, writes)
 
     @property
     def bytes(self) -> int:
@@ -63,6 +67,8 @@ class ModelSnapshot:
         return next((name for name, tensor in named if not tensor.isfinite().all()), "")
 
     def save(self, folder: Path) -> Any:
+        if not self._writes:
+            return None
         save_weights(self._model, folder, self.weights)
         save_file(self.tensors, folder / TENSORS)
         return self._rest
@@ -173,21 +179,22 @@ def unflatten(tensors: Mapping[str, Tensor], rest: Any) -> Any:
     return {key: unflatten(tensors, inner) for key, inner in value.items()}
 
 
-def _copy(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """On the CPU, where it fits in the memory of `into`; what is the same memory, as tied weights are, still is."""
     copies: dict[tuple[Any, ...], Tensor] = {}
     for name, tensor in tensors.items():
         if (place := _place(tensor)) not in copies:
+            full = whole(tensor.detach())
             old = into.get(name)
-            if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
-                old = torch.empty(tensor.shape, dtype=tensor.dtype)
-            copies[place] = old.copy_(tensor.detach())
-    return {name: copies[_place(tensor)] for name, tensor in tensors.items()}
+            if old is None or (old.shape, old.dtype) != (full.shape, full.dtype):
+                old = torch.empty(full.shape, dtype=full.dtype) if keep else full
+            copies[place] = old.copy_(full) if keep else full[:0]
+    return {name: copies[_place(tensor)] for name, tensor in tensors.items()} if keep else {}
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """The same for tensors that are the same memory."""
-    return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
+    return local_part(tensor).data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _prune(checkpoints: Path, keep_last: int, keep: set[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -18,6 +19,7 @@ from mtgrpo.model.attention import cuts_trees
 from mtgrpo.model.load import computes_in, save_weights, saved_weights
 from mtgrpo.model.lora import has_adapter
 from mtgrpo.model.rounding import Reference, reference
+from mtgrpo.model.sharding import elements, is_sharded, whole
 from mtgrpo.model.traits import Traits, traits
 from mtgrpo.model.value import split_value_head
 
@@ -45,13 +47,22 @@ class WeightSource(Protocol):
 class ModelWeights:
     """The weights of a model that is in this process; what its methods say holds for every source."""
 
-    def __init__(self, model: PreTrainedModel, version: int = 0, changes: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        version: int = 0,
+        changes: Callable[[], int] = lambda: 0,
+        forward: Callable[[Sequence[int]], Reference] | None = None,
+        writes: bool = True,
+    ) -> None:
+        """forward: computes a context where `model` cannot by itself. writes: whether this rank writes files."""
         self.model, self.version, self._changes = model, version, changes
+        self._forward, self._writes = forward or partial(reference, model), writes
         self.model_name, self.config, self.dtype = type(model).__name__, model.config, computes_in(model)
         self.lora: LoraConfig | None = None
         if has_adapter(model):
             self.lora = cast(Any, next(iter(model.peft_config.values())))
-        self.size = sum(weight.numel() for weight in model.parameters())
+        self.size = sum(map(elements, model.parameters()))
         self.traits, self.cuts_trees = traits(model), cuts_trees(model)
 
     @property
@@ -61,20 +72,29 @@ class ModelWeights:
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """One at a time, in `dtype`, on the trainer's device: as the weights are at that moment."""
-        weights = revert_weight_conversion(self.model, split_value_head(saved_weights(self.model))[0])
-        for name, weight in weights.items():
-            yield name, weight.detach().to(dtype)
+        weights = split_value_head(saved_weights(self.model))[0]
+        each = (
+            [{name: weight} for name, weight in weights.items()]
+            if any(map(is_sharded, weights.values()))
+            else [weights]
+        )
+        for some in each:
+            full = {name: whole(weight) for name, weight in some.items()}
+            for name, weight in revert_weight_conversion(self.model, full).items():
+                yield name, weight.detach().to(dtype)
 
     def logprobs(self, context: Sequence[int]) -> Reference:
         """What the model's own forward pass says after each of the tokens of `context`."""
-        return reference(self.model, context)
+        return self._forward(context)
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> int:
         """Write `folder` as other libraries read it; returns the bytes of the weights. None: in the weights' own dtype.
 
         With a dtype it is for servers: the head is a matrix of its own, also where it is tied to the embeddings.
         """
-        weights = saved_weights(self.model)
+        weights = {name: whole(weight) for name, weight in saved_weights(self.model).items()}
+        if not self._writes:
+            return 0
         if dtype is not None:
             head = next(n for n, part in self.model.named_modules() if part is self.model.get_output_embeddings())
             weights = {name: weight.to("cpu", dtype) for name, weight in weights.items()}
@@ -87,6 +107,8 @@ class ModelWeights:
 
     def save_config(self, folder: Path) -> None:
         """Write the configuration alone, for servers."""
+        if not self._writes:
+            return
         self.model.config.save_pretrained(folder)
         self._untie_config(folder)
 

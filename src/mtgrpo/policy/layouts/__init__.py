@@ -1,0 +1,93 @@
+"""How the ranks of a run share the model, the gradient and the weights. One file = one layout.
+
+All ranks have the same batch, lay it out alike and compute their own micro-batches. Gradients are summed, never
+averaged, for the weights of tokens already add up over all ranks; scores and metrics are summed too. So every layout
+makes the updates of one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from transformers import PreTrainedModel
+
+from mtgrpo.batch.packing import MicroBatch, Packing
+from mtgrpo.model.prefix import Pass, Prefix, passes
+from mtgrpo.model.scorer import Scorer, Scores
+from mtgrpo.policy.optimizer import Optimizer
+from mtgrpo.policy.settings import OptimizerSettings
+
+
+class ParallelLayout:
+    """One process, which has the whole model and computes all micro-batches; the base of layouts with several ranks."""
+
+    aligned = False  # whether passes are collectives, so that all ranks make theirs in one order
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.rank, self.ranks = rank, ranks
+
+    def wrap(self, model: PreTrainedModel) -> Scorer:
+        """The model as it is scored from here on; a sharded one keeps a part of its weights. Once for each model."""
+        return Scorer(model)
+
+    def make_optimizer(self, model: PreTrainedModel, settings: OptimizerSettings, steps: int) -> Optimizer:
+        """What steps the weights of a model that `wrap` has been given."""
+        return Optimizer(model, settings, steps)
+
+    def passes(self, packings: Sequence[Packing]) -> Iterator[tuple[MicroBatch, Prefix, Pass]]:
+        """The passes of this rank for an update; see `model.prefix.passes`. packings: those of all ranks."""
+        return passes(packings[self.rank].micro_batches)
+
+    def backward(self, prefix: Prefix) -> None:
+        """The backward pass that `passes` asks for."""
+        prefix.backward()
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """All passes of an update are made: complete the gradient."""
+
+    def score_with(
+        self, scorer: Scorer, weights: dict[str, Tensor], micro: MicroBatch, temperature: float, prefix: Prefix | None
+    ) -> Scores:
+        """Scores by other weights than the model's, which are sharded alike; no gradient."""
+        return scorer.with_weights(weights, micro, temperature, prefix)
+
+    def reshard(self) -> None:
+        """Let go of what other ranks have too; the parameters of the model are parts again."""
+
+    def total(self, amounts: Tensor) -> Tensor:
+        """`amounts` [n] fp64 on the CPU, summed over the ranks; NaN where a rank has none, and where none has one."""
+        return amounts
+
+    def add_up(self, amounts: Mapping[str, float]) -> dict[str, float]:
+        """Sums over the ranks by name, of which a rank may lack some."""
+        return dict(amounts)
+
+    def largest(self, amount: float) -> float:
+        """The largest of all ranks; NaN if one is."""
+        return amount
+
+
+class SeveralRanks(ParallelLayout):
+    """What layouts with several ranks share: sums over the default process group, on the CPU."""
+
+    def total(self, amounts: Tensor) -> Tensor:
+        known = ~amounts.isnan()
+        sums = torch.stack([torch.where(known, amounts, 0.0), known.to(amounts)])
+        dist.all_reduce(sums)
+        return torch.where(sums[1] > 0, sums[0], torch.nan)
+
+    def add_up(self, amounts: Mapping[str, float]) -> dict[str, float]:
+        by_rank: list[dict[str, float]] = [{}] * self.ranks
+        dist.all_gather_object(by_rank, dict(amounts))
+        names = dict.fromkeys(name for row in by_rank for name in row)
+        return {name: math.fsum(row.get(name, 0.0) for row in by_rank) for name in names}
+
+    def largest(self, amount: float) -> float:
+        by_rank = torch.zeros(self.ranks, dtype=torch.float64)
+        by_rank[self.rank] = amount
+        dist.all_reduce(by_rank)
+        return by_rank.max().item()
