@@ -21,6 +21,8 @@ from mtgrpo.engines import Engine
 from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError, require
 from mtgrpo.model.settings import ModelSettings
+from mtgrpo.parallel import Parallel
+from mtgrpo.parallel.devices import Devices
 from mtgrpo.parts import File, Parts, Reach, Text
 from mtgrpo.policy.settings import Control, OptimizerSettings, ReferenceSettings, Schedule, Updates
 from mtgrpo.profile import Profile
@@ -141,6 +143,7 @@ class Experiment:
     advantage: AdvantageEstimator
     engine: Engine
     agent: Agent
+    parallel: Parallel
     seed: int = 0  # of everything random: the same seed on the same machine gives the same run
     resume: File = ""  # true: go on in hydra.run.dir=FOLDER; or PATH of a checkpoint to go on from in a new folder
     # exact: steps after the checkpoint are run again from their start; continue: what the journal holds of them is
@@ -159,6 +162,7 @@ class Experiment:
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     faults: Faults = field(default_factory=Faults)
     sampling: Sampling = field(default_factory=Sampling)
+    devices: Devices = field(default_factory=Devices)
     batch: BatchSettings = field(default_factory=BatchSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
@@ -186,7 +190,7 @@ class Experiment:
         self._check_policies()
         self._check_agent()
         self._check_deterministic()
-        for part in (self.task, self.environment, self.condenser, self.reward, self.engine, self.agent):
+        for part in (self.task, self.environment, self.condenser, self.reward, self.engine, self.agent, self.parallel):
             part.check(self)
         if self.condenser.attends and not self.engine.attends:
             raise ConfigError(

@@ -45,7 +45,7 @@ class Setting:
 @functools.cache
 def options(group: str) -> dict[str, type]:
     """The options that come with the package, by name."""
-    found = extension.options(f"mtgrpo.{group}s", groups()[group])
+    found = extension.options(groups()[group].__module__, groups()[group])
     for name, option in found.items():
         ConfigStore.instance().store(name, option, group)
     return found
@@ -64,7 +64,7 @@ def chosen_class(group: str, option: str | list[str]) -> type:
     if option in known:
         return known[option]
     base = groups()[group]
-    found = extension.find_class(f"mtgrpo.{group}s", option, base)
+    found = extension.find_class(base.__module__, option, base)
     if vars(found).get("__annotations__") and "__dataclass_fields__" not in vars(found):
         raise ConfigError(f"{group}={option}: put @dataclass above the class, so that its fields become settings")
     try:

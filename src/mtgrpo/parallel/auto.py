@@ -1,0 +1,16 @@
+"""What the launcher says; else what memory has room for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtgrpo.parallel import Parallel
+
+
+@dataclass
+class AutoParallel(Parallel):
+    """As accelerate launch says; else ddp where each device holds the whole model, and fsdp2 where not."""
+
+    @property
+    def divides(self) -> bool:
+        return False

@@ -1,0 +1,16 @@
+"""Every rank has the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtgrpo.parallel import Parallel
+
+
+@dataclass
+class DDP(Parallel):
+    """Every rank has the whole model; gradients are summed once an optimiser step."""
+
+    @property
+    def divides(self) -> bool:
+        return False

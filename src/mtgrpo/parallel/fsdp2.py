@@ -1,0 +1,20 @@
+"""Weights, gradients and moments are divided, by torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtgrpo.parallel import Parallel
+
+
+@dataclass
+class FSDP2(Parallel):
+    """Weights, gradients and moments are divided among the ranks, by torch (`fully_shard`, arXiv:2304.11277)."""
+
+    # true: a layer's weights are put together for each pass and divided again, the least memory; false: weights and
+    # gradients are whole during an optimiser step, less to send; null: false where memory has room for that
+    reshard: bool | None = None
+
+    @property
+    def divides(self) -> bool:
+        return True

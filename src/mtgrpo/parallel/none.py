@@ -1,0 +1,16 @@
+"""One process trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtgrpo.parallel import Parallel
+
+
+@dataclass
+class NoParallel(Parallel):
+    """One process trains, on a CPU or one GPU."""
+
+    @property
+    def divides(self) -> bool:
+        return False
