@@ -6,6 +6,7 @@ steps. The peak is the largest of the three.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -17,8 +18,15 @@ from mtgrpo.batch.settings import DEFAULT_BUDGET, BatchSettings, PlannedBatch
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines import Demand, Phase, Row
 from mtgrpo.errors import ConfigError
+from mtgrpo.model.checkpointing import decoder_layers
 from mtgrpo.model.settings import FROM_SCRATCH, Quantization
 from mtgrpo.model.skeleton import Skeleton
+from mtgrpo.parallel import Parallel
+from mtgrpo.parallel.auto import AutoParallel
+from mtgrpo.parallel.ddp import DDP
+from mtgrpo.parallel.fsdp2 import FSDP2
+from mtgrpo.parallel.placement import Placement
+from mtgrpo.parallel.zero3 import Zero3
 from mtgrpo.policy.optimizer import make_optimizers
 from mtgrpo.policy.settings import Kind
 
@@ -30,6 +38,7 @@ WORTH = 0.99  # what of the peak a setting must leave to be proposed
 ADAPTER_RANK = 16  # of what is proposed, as are
 LEAST_FRACTION = 0.1
 LEAST_CONCURRENT = 64  # conversations
+ALONE = Placement()  # one device does everything
 
 
 @dataclass(frozen=True)
@@ -72,33 +81,52 @@ class Plan:
         return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
 
 
-def plan(experiment: Experiment, device_bytes: int, device_type: str, taken: int = 0) -> Plan:
+def plan(
+    experiment: Experiment, device_bytes: int, device_type: str, taken: int = 0, placement: Placement = ALONE
+) -> Plan:
     """What `experiment` needs of a "cuda" or "cpu" device with `device_bytes` of memory; loads no weights.
 
-    `taken` bytes of it are in use already, by other processes.
+    `taken` bytes of it are in use already, by other processes. Of several devices that train it is the fullest.
 
     model.checkpointing=null and batch.token_budget=null become what there is room for: layers are computed once where
-    that leaves a budget of the usual size. Raises ConfigError, with what would help, when there is no room at all, and
-    when there is no such model.
+    that leaves a budget of the usual size. So do, before these, parallel=auto of several ranks and reshard=null. Raises
+    ConfigError, with what would help, when there is no room at all, and when there is no such model.
     """
-    settled = list(_settled(experiment, device_type))
+    settled = list(_settled(experiment, device_type, placement.ranks))
     for candidates in settled:
-        found = estimate(candidates[-1], device_bytes, device_type, taken)
+        found = estimate(candidates[-1], device_bytes, device_type, taken, placement)
         if found.fits:
-            larger = (estimate(candidate, device_bytes, device_type, taken) for candidate in candidates[:-1])
+            larger = (estimate(candidate, device_bytes, device_type, taken, placement) for candidate in candidates[:-1])
             return next((candidate for candidate in larger if candidate.fits), found)
     tried = settled[-1][-1]
-    found = estimate(tried, device_bytes, device_type, taken)
+    found = estimate(tried, device_bytes, device_type, taken, placement)
     twice = "even with layers computed twice " if tried.model.checkpointing else ""
     raise ConfigError(
         f"model.name={tried.model.name} with batch.token_budget={tried.batch.tokens} {twice}needs "
         f"{_gb(found.peak)} GB at its peak ({found.peak_phase.value}), and of {_gb(device_bytes)} GB "
         f"{_gb(int(USABLE * device_bytes))} can be used{f', {_gb(taken)} of them by others' if taken else ''}: "
-        f"{_advice(tried, found, device_type, taken)}"
+        f"{_advice(tried, found, device_type, taken, placement)}"
     )
 
 
-def _settled(experiment: Experiment, device_type: str) -> Iterator[list[Experiment]]:
+def _settled(experiment: Experiment, device_type: str, ranks: int) -> Iterator[list[Experiment]]:
+    """What may become of parallel and model.checkpointing, the best first, each with the budgets, the largest first."""
+    for parallel in _ways(experiment, ranks):
+        yield from _computed(replace(experiment, parallel=parallel), device_type)
+
+
+def _ways(experiment: Experiment, ranks: int) -> Iterator[Parallel]:
+    """What parallel may become, the quickest first."""
+    asked, whole, sharded = experiment.parallel, FSDP2(reshard=False), FSDP2(reshard=True)
+    open_ = isinstance(asked, AutoParallel) and ranks > 1
+    for way in [DDP(), whole, sharded] if open_ else [whole, sharded] if asked == FSDP2() else [asked]:
+        with contextlib.suppress(ConfigError) if open_ and way.divides else contextlib.nullcontext():
+            if ranks > 1:
+                way.check_ranks(experiment, ranks)
+            yield way
+
+
+def _computed(experiment: Experiment, device_type: str) -> Iterator[list[Experiment]]:
     """What model.checkpointing may become, the best first, each with the budgets there may be, the largest first."""
     auto = experiment.batch.token_budget is None and device_type == "cuda"
     asked = experiment.model.checkpointing
@@ -110,14 +138,19 @@ def _settled(experiment: Experiment, device_type: str) -> Iterator[list[Experime
         yield [replace(experiment, model=model, batch=batch(budget)) for budget in budgets]
 
 
-def estimate(experiment: Experiment, device_bytes: int, device_type: str, taken: int = 0) -> Plan:
+def estimate(
+    experiment: Experiment, device_bytes: int, device_type: str, taken: int = 0, placement: Placement = ALONE
+) -> Plan:
     """As `plan`, but computes layers twice only with model.checkpointing=true, and refuses nothing."""
     skeleton = Skeleton(experiment.model, device_type)
     tokens = experiment.batch.tokens
-    trained = sum(weight.nbytes for weight in skeleton.trained)
+    shares = placement.ranks if experiment.parallel.divides else 1  # into which a model is divided
+    weights, trained = (sum(w.nbytes for w in of) for of in (skeleton.model.parameters(), skeleton.trained))
     # Offloaded gradients leave one by one.
     gradients = max(w.nbytes for w in skeleton.trained) if _offloads(experiment, device_type) else trained
     state, scratch = _optimizer_bytes(skeleton, experiment, device_type)
+    if isinstance(experiment.parallel, Zero3):
+        state += trained  # DeepSpeed steps a copy of them
     learning = (Phase.training, Phase.update)
     activations = skeleton.training_bytes(tokens)
     head = skeleton.head_bytes(tokens)
@@ -129,23 +162,90 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str, taken:
     rows = [
         Row("libraries and context", LIBRARIES[device_type]),
         Row("taken by others", taken),
-        Row("weights", sum(weight.nbytes for weight in skeleton.model.parameters())),
-        Row("optimiser state", state),
-        Row("reference", trained if experiment.kl.coef else 0),
-        Row("gradients", gradients, learning),
+        Row("weights", weights // shares),
+        Row("weights and gradients put together", _gathered(skeleton, experiment.parallel, shares), (Phase.training,)),
+        Row("optimiser state", state // shares),
+        Row("reference", trained // shares if experiment.kl.coef else 0),
+        Row("gradients", gradients // shares, learning),
         Row(counted, max(activations - head, 0), (Phase.training,)),
         Row("keys and values of a context", path, (Phase.training,)),
         Row("head, in tiles", head, (Phase.training,)),
-        Row("optimiser step", scratch, (Phase.update,)),
+        Row("optimiser step", scratch // shares, (Phase.update,)),
     ]
+    if not placement.shared:
+        return Plan([row for row in rows if row.bytes or row.name == counted], device_bytes, experiment)
+    if placement.ranks > 1 and experiment.engine.cache_share:  # the first rank's device
+        rows += _controller(weights, device_type)
+    of_engine, engine = experiment.engine.plan_memory(_demand(skeleton, experiment, rows, device_bytes, device_type))
+    rows = [row for row in (*rows, *of_engine) if row.bytes or row.name == counted]
+    return Plan(rows, device_bytes, replace(experiment, engine=engine))
+
+
+def planned(
+    experiment: Experiment, placement: Placement, device_bytes: int, taken: int = 0
+) -> tuple[Experiment, list[str]]:
+    """`experiment` with what memory has a say in settled, and what the user is told of its GPUs, which are alike.
+
+    `taken` bytes of each are in use already. Raises ConfigError where a GPU has too little.
+    """
+    found = plan(experiment, device_bytes, "cuda", taken, placement)
+    tables = [placement.describe(found.experiment.parallel), found.describe()]
+    if placement.rollout and not placement.shared:
+        sampling = plan_sampling(found.experiment, device_bytes)
+        return sampling.experiment, [*tables, f"on each GPU that samples:\n{sampling.describe()}"]
+    return found.experiment, tables
+
+
+def plan_sampling(experiment: Experiment, device_bytes: int) -> Plan:
+    """What sampling needs of a GPU that does nothing else; parallel is settled. Raises ConfigError, as `plan` does."""
+    skeleton = Skeleton(experiment.model, "cuda")
+    weights = sum(weight.nbytes for weight in skeleton.model.parameters())
+    rows = _controller(weights, "cuda") if experiment.engine.cache_share else []
+    demand = _demand(skeleton, experiment, rows, device_bytes, "cuda")
+    of_engine, engine = experiment.engine.plan_memory(replace(demand, phases=(Phase.sampling,), trains=False))
+    found = Plan([*rows, *of_engine], device_bytes, replace(experiment, engine=engine))
+    if not found.fits:
+        raise ConfigError(
+            f"model.name={experiment.model.name} needs {_gb(found.peak)} GB to sample, and of {_gb(device_bytes)} GB "
+            f"{_gb(int(USABLE * device_bytes))} can be used: set engine.memory_fraction lower, or take a smaller model"
+        )
+    return found
+
+
+def _controller(weights: int, device_type: str) -> list[Row]:
+    """What the process holds that samples by itself, where others train."""
+    return [
+        Row("libraries and context, to sample", LIBRARIES[device_type]),
+        Row("weights, to sample", weights),
+    ]
+
+
+def _gathered(skeleton: Skeleton, parallel: Parallel, shares: int) -> int:
+    """Bytes that a pass holds beside its share: weights of others, and gradients that are not divided yet."""
+    if shares == 1:
+        return 0
+    every, trained = ([*of] for of in (skeleton.model.parameters(), skeleton.trained))
+    whole = sum(weight.nbytes for weight in (*every, *trained))
+    if isinstance(parallel, FSDP2) and not parallel.reshard:
+        return whole - whole // shares
+    layers = [[*layer.parameters()] for layer in decoder_layers(skeleton.model)]
+    in_layers = {weight for layer in layers for weight in layer}
+    largest = max((layer for layer in layers), key=lambda layer: sum(weight.nbytes for weight in layer), default=[])
+    outside = [weight for weight in every if weight not in in_layers]
+    both = [*outside, *largest]  # two layers' weights: the next one's are on their way
+    return sum(weight.nbytes * (2 if weight.requires_grad else 1) for weight in both) + sum(w.nbytes for w in largest)
+
+
+def _demand(skeleton: Skeleton, experiment: Experiment, rows: list[Row], device_bytes: int, device_type: str) -> Demand:
+    """What the engine is asked for, beside `rows`."""
     rollout, measured = experiment.rollout, experiment.eval
     ahead = rollout.ahead if rollout.max_staleness else 1.0
     at_once = int((rollout.group_size + rollout.extra_samples) * rollout.prompts_per_step * ahead)
     sleeps = not rollout.max_staleness and (device_type == "cpu" or not experiment.sft.steps)
-    demand = Demand(
+    return Demand(
         model=skeleton.model,
-        token_bytes=token_bytes,
-        longest=longest,
+        token_bytes=skeleton.kv_cache_bytes(),
+        longest=_longest_context(skeleton, experiment),
         conversations=min(rollout.max_concurrent, max(at_once, measured.tasks * measured.samples)),
         phases=(Phase.sampling,) if sleeps else tuple(Phase),
         device_type=device_type,
@@ -153,9 +253,6 @@ def estimate(experiment: Experiment, device_bytes: int, device_type: str, taken:
         left_bytes=USABLE * device_bytes - Plan(rows, device_bytes, experiment).needed(Phase.sampling),
         process_bytes=LIBRARIES["cuda"],
     )
-    of_engine, engine = experiment.engine.plan_memory(demand)
-    rows = [row for row in (*rows, *of_engine) if row.bytes or row.name == counted]
-    return Plan(rows, device_bytes, replace(experiment, engine=engine))
 
 
 def check_cache(experiment: Experiment, device: torch.device) -> None:
@@ -193,25 +290,31 @@ def _longest_context(skeleton: Skeleton, experiment: Experiment) -> int:
     return experiment.environment.max_context_length or min(own, most)
 
 
-def _advice(experiment: Experiment, found: Plan, device_type: str, taken: int) -> str:
+def _advice(experiment: Experiment, found: Plan, device_type: str, taken: int, placement: Placement) -> str:
     """The settings that lower the peak, the cheapest first, each with what is needed with it and those before."""
     helping: dict[str, str] = {}
     while not found.fits:
-        for phases, setting, value in _cheaper(experiment):
+        for phases, setting, value in _cheaper(experiment, placement.ranks):
             if value is None or found.peak_phase not in phases:
                 continue
             cheaper: Experiment = _with(experiment, setting, value)
             try:
-                tried = estimate(cheaper, found.device_bytes, device_type, taken)
+                lower = estimate(cheaper, found.device_bytes, device_type, taken, placement)
             except ConfigError:  # the cache would hold no conversation
                 continue
-            if tried.peak < WORTH * found.peak:
-                word = str(value.value if isinstance(value, Enum) else value)
-                helping[setting] = f"{setting}={word.lower()} ({_gb(tried.peak)} GB)"
-                experiment, found = cheaper, tried
+            if lower.peak < WORTH * found.peak:
+                word = (
+                    value.name
+                    if isinstance(value, Parallel)
+                    else str(value.value if isinstance(value, Enum) else value)
+                )
+                helping[setting] = f"{setting}={word.lower()} ({_gb(lower.peak)} GB)"
+                experiment, found = cheaper, lower
                 break
         else:
-            return f"choose a smaller model; this one is too large even with {', '.join(helping.values()) or 'less'}"
+            tried = ", ".join(helping.values()) or "less"
+            more = ", or divide it: parallel=fsdp2 on more GPUs (devices.train.num)" if device_type == "cuda" else ""
+            return f"choose a smaller model; this one is too large even with {tried}{more}"
     return f"set {', then '.join(helping.values())}"
 
 
@@ -221,16 +324,20 @@ def _with(settings: Any, path: str, value: object) -> Any:
     return replace(settings, **{name: _with(getattr(settings, name), rest, value) if rest else value})
 
 
-def _cheaper(experiment: Experiment) -> list[tuple[tuple[Phase, ...], str, Any]]:
+def _cheaper(experiment: Experiment, ranks: int) -> list[tuple[tuple[Phase, ...], str, Any]]:
     """By price (time, then what is learnt, then contexts): phases that need less, setting, value; None = no more."""
-    model, optimizer = experiment.model, experiment.optimizer
+    model, optimizer, parallel = experiment.model, experiment.optimizer, experiment.parallel
+    divided = None if parallel.divides or ranks == 1 or model.quantization is not Quantization.none else FSDP2(True)
     context = experiment.environment.max_context_length or experiment.batch.context
-    offloads = optimizer.offload or optimizer.kind is Kind.adamw_8bit
+    offloads = optimizer.offload or optimizer.kind is Kind.adamw_8bit or ranks > 1
     adapts = model.lora.rank or model.name in FROM_SCRATCH
-    quantizes = model.lora.rank and model.quantization is Quantization.none
+    quantizes = model.lora.rank and model.quantization is Quantization.none and not parallel.divides
+    again = isinstance(parallel, FSDP2) and not parallel.reshard and ranks > 1
     shrinks = experiment.engine.cache_share > LEAST_FRACTION
     crowded = experiment.rollout.max_concurrent > LEAST_CONCURRENT
     return [
+        (tuple(Phase), "parallel", divided),
+        ((Phase.training,), "parallel.reshard", True if again else None),
         ((Phase.training,), "model.checkpointing", None if model.checkpointing else True),
         ((Phase.training,), "batch.token_budget", _half(experiment.batch.tokens, LEAST_BUDGET)),
         ((Phase.training, Phase.update), "optimizer.offload", None if offloads else True),

@@ -22,11 +22,12 @@ from mtgrpo.record.reading import LOCK, last_written
 from mtgrpo.runtime.plain_yaml import read_bounded
 
 CHECKPOINTS = "checkpoints/step_*"
+LEFT_OUT = {"hydra", "log", "resume", "resume_mode", "devices", "parallel"}
 UNUSED = (".hydra", LOCK, "notes.txt", "versions.json")  # what a run leaves that has not begun
 
 
 def read_run(folder: Path, trusted: bool = False, given: Mapping[str, Any] | None = None) -> Recipe:
-    """What a run used, from the record in its folder; what it gave Hydra, its sinks and where it went on is left out.
+    """What a run used, from the record in its folder, but for Hydra, sinks, devices and where it went on.
 
     trusted: the record may reach whatever it names, as one may that this user's own run has signed. given: what the
     reader typed, by key: it stands in place of the record's, which then counts for nothing. Raises ConfigError.
@@ -35,7 +36,7 @@ def read_run(folder: Path, trusted: bool = False, given: Mapping[str, Any] | Non
     content, hydra = (read_mapping(text, folder / ".hydra" / name) for text, name in zip(contents, RECORD, strict=True))
     try:
         chosen = hydra["hydra"]["runtime"]["choices"]
-        choices = {key: chosen[key] for key in (*groups(), "recipe")}
+        choices = {key: chosen[key] for key in (*groups(), "recipe") if key not in LEFT_OUT}
     except (KeyError, TypeError) as error:
         what = error if isinstance(error, KeyError) else "'choices'"
         raise ConfigError(
@@ -45,18 +46,17 @@ def read_run(folder: Path, trusted: bool = False, given: Mapping[str, Any] | Non
         names = choice if isinstance(choice, list) else [choice]
         if not all(isinstance(name, str) and name.isprintable() for name in names):
             raise ConfigError(f"the record of run {folder} chooses no {group} by its name, but {choice!r:.200}")
-    left_out = {"hydra", "log", "resume", "resume_mode"}
     if not trusted and not signed(folder, contents):
         typed = dict(given or {})
-        other = {group for group in groups() if group in typed and typed[group] != choices[group]}
+        other = {group for group in choices if group in typed and typed[group] != choices[group]}
         choices = {key: choice for key, choice in choices.items() if key not in other}
-        content = resolved(_without(content, left_out | other), content)
+        content = resolved(_without(content, LEFT_OUT | other), content)
         if wanted := refused({key: choices[key] for key in groups() if key in choices}, content, typed):
             raise ConfigError(
                 f"the record of run {folder}, which you did not make here, wants to reach what a record may not: "
                 f"{wanted}; type these settings yourself, or, where you trust it, add trust_code=true"
             )
-    return Recipe(f"run {folder}", choices, as_settings(_without(content, left_out), folder))
+    return Recipe(f"run {folder}", choices, as_settings(_without(content, LEFT_OUT), folder))
 
 
 def _without(values: dict[str, Any], sections: Set[str]) -> dict[str, Any]:

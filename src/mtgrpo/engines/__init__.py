@@ -155,6 +155,7 @@ class Demand:
     device_bytes: int
     left_bytes: float  # for the engine, while it samples
     process_bytes: int  # that a process takes by being there
+    trains: bool = True  # whether the device trains too
 
 
 @dataclass
@@ -164,6 +165,18 @@ class Engine(ABC):
     attends: ClassVar[bool] = False  # whether it measures attention, which some condensers ask for
     has_windows: ClassVar[bool] = True  # whether it computes layers that see a part of the context alone
     reaches: ClassVar[Reach] = Reach.nothing  # by being chosen, with no further setting
+
+    @property
+    def most_devices(self) -> int | None:
+        """GPUs of this machine on which it can sample; None: as many as there are, 0: it is elsewhere."""
+        return None
+
+    def placed(self, gpus: Sequence[int], shared: bool) -> Engine:
+        """Itself, to sample on these GPUs; by default it does so in the process that starts it, wherever that is.
+
+        shared: training takes place there too. gpus: () without a GPU. Raises ConfigError where it cannot.
+        """
+        return self
 
     @property
     def exact(self) -> bool:

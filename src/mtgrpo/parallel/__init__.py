@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
+from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Part
 
 
@@ -20,3 +22,42 @@ class Parallel(Part, ABC):
     @abstractmethod
     def divides(self) -> bool:
         """Whether weights, gradients and moments are divided among the ranks; else each has them whole."""
+
+    @property
+    def name(self) -> str:
+        """As it is chosen."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def check_ranks(self, experiment: Any, ranks: int) -> None:
+        """Raise ConfigError where so many ranks, more than one, cannot train `experiment` in this way."""
+        rollout, updates, sft = experiment.rollout, experiment.trainer, experiment.sft
+        counts = {
+            f"rollout.prompts_per_step={rollout.prompts_per_step} x rollout.group_size={rollout.group_size}": (
+                rollout.prompts_per_step * rollout.group_size
+            ),
+            f"trainer.minibatch_trajectories={updates.minibatch_trajectories}": updates.minibatch_trajectories or ranks,
+            f"sft.batch_size={sft.batch_size}": sft.batch_size if sft.steps else ranks,
+        }
+        for setting, count in counts.items():
+            if count < ranks:
+                raise ConfigError(
+                    f"{setting}: {count} conversations for {ranks} ranks, of which some would have none; set it to "
+                    f"{ranks} or more, or devices.train.num={count}"
+                )
+        stages = {"optimizer": experiment.optimizer, **({"sft.optimizer": sft.optimizer} if sft.steps else {})}
+        for setting, optimizer in stages.items():
+            if optimizer.offload:
+                raise ConfigError(
+                    f"{setting}.offload=true takes gradients away before the {ranks} ranks sum them: leave it out; "
+                    "parallel=fsdp2 divides gradients and moments"
+                )
+            if self.divides and optimizer.kind.value == "adamw_8bit":
+                raise ConfigError(
+                    f"{setting}.kind=adamw_8bit steps whole weights, which parallel={self.name} divides: set "
+                    f"{setting}.kind=adamw, or parallel=ddp"
+                )
+        if self.divides and experiment.model.quantization.value != "none":
+            raise ConfigError(
+                f"model.quantization={experiment.model.quantization.value} packs weights, and parallel={self.name} "
+                "cannot divide what is packed: set parallel=ddp, or leave it out"
+            )

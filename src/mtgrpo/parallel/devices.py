@@ -36,3 +36,12 @@ class Devices:
     train: Role = field(default_factory=Role)
     reference: Role = field(default_factory=Role)
     rollout: Role = field(default_factory=Role)
+
+    def __post_init__(self) -> None:
+        if self.train.count == 0:
+            raise ConfigError("`train`: no device trains; name one, or leave it out")
+        if self.reference.count:
+            raise ConfigError(
+                f"devices.reference asks for {self.reference.count} devices: the reference policy is kept where the "
+                "policy is trained, as a copy of what is trained, divided as that is; leave it out"
+            )

@@ -53,6 +53,7 @@ PACKAGES = {  # by the module that is imported
     "bitsandbytes": Package("bitsandbytes", "nf4 weights, 8-bit AdamW", "gpu"),
     "accelerate": Package("accelerate", "loading nf4 weights", "gpu"),
     "liger_kernel": Package("liger-kernel", "fused layers on a GPU", "gpu"),
+    "deepspeed": Package("deepspeed", "parallel=zero3"),
     "gguf": Package("gguf", "mtgrpo data smollm2", "smollm2"),
 }
 
@@ -60,5 +61,6 @@ PACKAGES = {  # by the module that is imported
 def refuse_without_package(module: str, setting: str) -> None:
     """Raise ConfigError where a package that `setting` needs is not installed; `module` is one of PACKAGES."""
     if importlib.util.find_spec(module) is None:
-        cure = f"pip install 'mtgrpo[{PACKAGES[module].extra}]', or leave it out"
-        raise ConfigError(f"{setting} needs the package {module}: {cure}")
+        package = PACKAGES[module]
+        name = f"'mtgrpo[{package.extra}]'" if package.extra else package.distribution
+        raise ConfigError(f"{setting} needs the package {module}: pip install {name}, or leave it out")

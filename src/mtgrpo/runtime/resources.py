@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import shutil
@@ -90,6 +91,23 @@ def cores() -> int:
     return len({path.read_text() if path.exists() else str(path) for path in files})
 
 
+def count_gpus() -> int:
+    """NVIDIA GPUs that this process may use, as the driver counts them; without torch."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        driver = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.nvmlInit_v2() == 0:
+        driver.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        driver.nvmlShutdown()
+    if named is None:
+        return count.value
+    known = itertools.takewhile(lambda name: name not in ("", "-1"), map(str.strip, named.split(",")))
+    return min(count.value, len(list(known)))
+
+
 def read_cpu_times() -> CpuTimes:
     """How long the cores have worked until now."""
     spent: dict[int, tuple[int, int]] = {}
@@ -145,6 +163,12 @@ def _cpu_quota() -> float:
             if quota > 0:
                 return quota / period
     return math.inf
+
+
+def threads_each(processes: int) -> int:
+    """With how many threads each of so many computes: as the user or the launcher says, else as cores are there."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return int(said) if said.isdigit() else max(1, cores() // processes)
 
 
 def threads_for(free: float) -> int:

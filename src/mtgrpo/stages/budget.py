@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mtgrpo.config.experiment import Experiment, TrainerSettings
+from mtgrpo.errors import UnreachableError
+from mtgrpo.parallel.launch import read_launch
+from mtgrpo.parallel.placement import settle
+from mtgrpo.runtime.resources import count_gpus
 from mtgrpo.stages.trial import untried
 from mtgrpo.types import Group
 
@@ -48,7 +53,28 @@ def described(command: str, composed: Composed) -> str:
     """The verdict of the checks with what a run would take, and the options that were chosen."""
     choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
     plan, own = _planned(command, composed.experiment), untried(composed.experiment)
-    return f"no fault found, and nothing was run{own}; a run would be {plan}\n{choices}\n--cfg job prints every setting"
+    lines = [f"no fault found, and nothing was run{own}; a run would be {plan}", choices]
+    if command in ("train", "sft"):
+        lines += _placed(composed.experiment)
+    return "\n".join([*lines, "--cfg job prints every setting"])
+
+
+def _placed(experiment: Experiment) -> list[str]:
+    """Which devices would do what, and what they would need of their memory. ConfigError where it is too much."""
+    gpus = count_gpus()
+    parallel, placement = settle(experiment, read_launch(os.environ), gpus)
+    if not gpus:
+        return [placement.describe(parallel)] if placement.ranks > 1 else []
+    import torch  # noqa: PLC0415  a machine without a GPU does without
+
+    from mtgrpo.memory import planned  # noqa: PLC0415
+
+    try:
+        engine = experiment.engine.chosen(experiment.model)[0].placed(placement.rollout, placement.shared)
+        experiment = replace(experiment, parallel=parallel, engine=engine)
+        return planned(experiment, placement, torch.cuda.get_device_properties(placement.train[0]).total_memory)[1]
+    except UnreachableError as error:
+        return [placement.describe(parallel), f"memory: not planned, for {error}"]
 
 
 def _planned(command: str, experiment: Experiment) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import re
 from collections.abc import Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +19,12 @@ from mtgrpo.errors import ConfigError, UnreachableError
 from mtgrpo.evaluation.findings import NO_TOOLS
 from mtgrpo.log import chosen
 from mtgrpo.model.tokenizer import load_tokenizer
+from mtgrpo.parallel.launch import read_launch
+from mtgrpo.parallel.placement import settle
 from mtgrpo.parts import built, named
 from mtgrpo.parts.extension import find_class, misgiven
 from mtgrpo.rollout.conversation import visible_tools
+from mtgrpo.runtime.resources import count_gpus
 from mtgrpo.stages.trial import is_ours, try_tasks
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task
@@ -48,6 +52,9 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True) -> 
     for part in (*parts, experiment.engine, experiment.model, experiment.chat):
         with _hubs(spared, notes):
             part.check_machine()
+    if not trains and (experiment.devices.train.count or experiment.parallel.name not in ("auto", "none")):
+        raise ConfigError("devices.train and parallel are for training, and nothing is trained here: leave them out")
+    settle(experiment, read_launch(os.environ), count_gpus())
     with _hubs(spared, notes):
         for source in task_sets(experiment).values():
             if not source.opens:

@@ -21,8 +21,10 @@ from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, open_sinks
-from mtgrpo.memory import check_cache, plan
+from mtgrpo.memory import check_cache, planned
 from mtgrpo.model.load import device_of_process
+from mtgrpo.parallel.launch import read_launch
+from mtgrpo.parallel.placement import settle
 from mtgrpo.parts import RunContext
 from mtgrpo.record.reading import read_settings
 from mtgrpo.record.writing import write_versions
@@ -134,13 +136,24 @@ def _with_engine(experiment: Experiment, trains: bool, note: Callable[[str], Non
     experiment = replace(experiment, engine=engine)
     if why:
         note(why)
+    launch = read_launch(os.environ)
+    parallel, placement = settle(experiment, launch, torch.cuda.device_count())
+    engine = engine.placed(placement.rollout, placement.shared)
+    devices = placement.settled(experiment.devices, launch.ranks > 1)
+    experiment = replace(experiment, engine=engine, parallel=parallel, devices=devices)
+    if torch.cuda.is_available():  # of this process: what trains, or where that is others' work, what samples
+        mine = placement.train if placement.ranks == 1 else placement.rollout or placement.train
+        os.environ["LOCAL_RANK"] = str(mine[0])
     if not (trains and torch.cuda.is_available()):
         check_cache(experiment, device_of_process())
+        if placement.ranks > 1:
+            note(placement.describe(parallel))
         return experiment
-    free, total = torch.cuda.mem_get_info(device_of_process())
-    planned = plan(experiment, total, "cuda", taken=total - free)
-    note(planned.describe())
-    return planned.experiment
+    free, total = torch.cuda.mem_get_info(placement.train[0])
+    experiment, tables = planned(experiment, placement, total, taken=total - free)
+    for table in tables:
+        note(table)
+    return experiment
 
 
 @contextmanager

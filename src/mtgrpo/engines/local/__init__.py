@@ -38,6 +38,10 @@ class Local(Engine):
         return self.memory_fraction or DEFAULT_FRACTION
 
     @property
+    def most_devices(self) -> int:
+        return 1
+
+    @property
     def exact(self) -> bool:
         return not self.keep_stale_cache
 

