@@ -179,6 +179,7 @@ def test_without_a_word_it_is_the_recipe_calculator() -> None:
         "advantage": "trajectory",
         "engine": "local",
         "agent": "none",
+        "parallel": "auto",
         "recipe": "calculator",
     }
     made = result.experiment

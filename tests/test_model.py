@@ -325,6 +325,7 @@ def test_every_process_takes_the_gpu_of_its_rank(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     if local_rank is None:
         monkeypatch.delenv("LOCAL_RANK", raising=False)
     else:

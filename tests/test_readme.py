@@ -227,7 +227,7 @@ def test_what_to_train_with_an_engine_of_one_s_own(own_agent: Path, capsys: pyte
 
 def test_the_names_beside_those_of_verl_exist() -> None:
     chosen = {"task": "parquet", "environment": "tool_use", "condenser": "keep_last", "reward": "context_efficiency"}
-    chosen |= {"algorithm": "grpo", "advantage": "trajectory", "engine": "local", "agent": "none"}
+    chosen |= {"algorithm": "grpo", "advantage": "trajectory", "engine": "local", "agent": "none", "parallel": "auto"}
     known = schema(chosen)
     rows = [line.split("|") for line in VERL.splitlines() if line.startswith("| `")]
     ours = [

@@ -33,6 +33,7 @@ from mtgrpo.model.rounding import plain_logprobs
 from mtgrpo.model.settings import DType, LoRA
 from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.model.traits import ordinary_tokens
+from mtgrpo.parallel.placement import Placement
 from mtgrpo.weights.source import ModelWeights
 from saving import save_model
 from test_memory import named, row
@@ -146,7 +147,6 @@ def test_each_way_refuses_what_it_cannot_push(tmp_path: Path) -> None:
     [
         ({"url": ["http://localhost:1"], "replicas": 2}, "`replicas=2` has no effect: servers at `url`"),
         ({"kind": "sglang"}, "`kind=sglang`: such servers are not started here"),
-        ({"devices": [0, 1, 2], "replicas": 2}, r"`devices=\[0, 1, 2\]` must name `replicas` \* `tensor_parallel` = 2"),
         ({"memory_fraction": 1.0}, "`memory_fraction` must be > 0 and < 1, got 1.0"),
     ],
 )
@@ -161,6 +161,45 @@ def test_tokens_that_were_kept_must_be_among_those_that_a_server_names(word: str
         preset("calculator_from_scratch", "engine=server", word)
     assert preset("calculator_from_scratch", "engine=server", "sampling.top_p=0.9", "sampling.top_k=1008")
     assert preset("calculator_from_scratch", "engine=auto", word), "which may turn out to be local"
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "shared", "replicas", "visible"),
+    [
+        (Server(), (0,), True, 1, ["4"]),
+        (Server(replicas=2), (0,), True, 2, ["4", "4"]),
+        (Server(), (1, 2), False, 2, ["5", "6"]),
+        (Server(tensor_parallel=2), (0, 1, 2, 3), True, 2, ["4,5", "6,7"]),
+        (Server(replicas=2, tensor_parallel=2), (3, 2, 1, 0), False, 2, ["7,6", "5,4"]),
+        (Server(), (), True, 1, ["4,5,6,7"]),
+    ],
+)
+def test_each_server_sees_its_own_gpus(
+    settings: Server,
+    gpus: tuple[int, ...],
+    shared: bool,
+    replicas: int,
+    visible: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    placed = settings.placed(gpus, shared)
+    assert (placed.replicas, placed.shares_gpu, settings.gpus) == (replicas, shared, ())
+    seen = [environment(placed, number)["CUDA_VISIBLE_DEVICES"] for number in range(replicas)]
+    assert seen == visible
+
+
+@pytest.mark.parametrize("settings", [Server(replicas=2), Server(tensor_parallel=2)])
+def test_servers_on_another_number_of_gpus_than_they_take_are_refused(settings: Server) -> None:
+    with pytest.raises(ConfigError, match=r"sample on \d GPUs, and 3 are there .*: set devices\.rollout\.num=2"):
+        settings.placed((1, 2, 3), False)
+
+
+def test_ways_that_need_a_gpu_of_ones_own_say_so() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.sync=ipc needs .*: leave devices\.rollout out"):
+        preset("calculator_from_scratch", "engine=server", "engine.sync=ipc", "devices.rollout.num=1")
+    with pytest.raises(ConfigError, match=r"engine\.sync=nccl needs .*: set devices\.rollout\.num=1"):
+        preset("calculator_from_scratch", "engine=server", "engine.sync=nccl")
 
 
 def test_no_interpreter_is_one_clear_line(tmp_path: Path) -> None:
@@ -273,5 +312,6 @@ def test_the_memory_plan_counts_a_server_beside_the_trainer(tmp_path: Path) -> N
         2**28,
         (Phase.sampling,),
     )
-    apart = estimate(preset("calculator_from_scratch", *words, "engine.devices=[1]"), 10**11, "cuda")
+    two = Placement(1, (0,), (1,))
+    apart = estimate(preset("calculator_from_scratch", *words), 10**11, "cuda", placement=two)
     assert not any(r.name.startswith(("server", "weights on")) for r in apart.rows)

@@ -80,7 +80,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("settings", [Server(), Server(devices=[1]), Server(url=["http://s"])])
+@pytest.mark.parametrize("settings", [Server(), Server().placed((1,), False), Server(url=["http://s"])])
 def test_a_way_that_was_run_is_chosen_also_where_there_is_a_gpu(
     gpu: bool, settings: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,9 +114,7 @@ def test_the_way_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"sync": Sync.ipc, "url": ["http://s"]}, "`sync=ipc` needs servers that are started on the trainer's GPU"),
-        ({"sync": Sync.ipc, "devices": [1]}, "`sync=ipc` needs servers that are started on the trainer's GPU"),
         ({"sync": Sync.ipc, "tensor_parallel": 2}, "`sync=ipc` needs servers .* leave .* `tensor_parallel` out"),
-        ({"sync": Sync.nccl}, r"`sync=nccl` needs servers on other GPUs .* `devices=\[1\]`"),
         ({"sync": Sync.nccl, "kind": "sglang", "url": ["http://s"]}, "`sync=nccl` is vLLM's: set `sync=files`"),
     ],
 )
@@ -132,7 +130,7 @@ def test_a_way_that_this_machine_or_model_has_not_is_refused_before_a_model_is_l
     adapted = ModelSettings(str(tmp_path), lora=LoRA(4))
     with pytest.raises(ConfigError, match=r"engine\.sync=files pushes all weights.*set engine.sync=adapter"):
         Server(sync=Sync.files).chosen(adapted)
-    ways = (Server(sync=Sync.ipc), Server(sync=Sync.nccl, devices=[1]), Server(sync=Sync.nccl, url=["http://s"]))
+    ways = (Server(sync=Sync.ipc), Server(sync=Sync.nccl), Server(sync=Sync.nccl, url=["http://s"]))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for settings in ways:
         with pytest.raises(ConfigError, match=r"engine\.sync=(ipc|nccl) needs an NVIDIA GPU, and torch finds none"):
@@ -397,7 +395,8 @@ def test_weights_reach_a_server_from_gpu_memory(
     if way is Sync.nccl and torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs two GPUs")
     model = load_model(ModelSettings("tiny", kind), 0)
-    settings = Server(python=python, arguments=SMALL, devices=[1] if way is Sync.nccl else [])
+    apart = way is Sync.nccl
+    settings = Server(python=python, arguments=SMALL).placed((1,) if apart else (0,), not apart)
     assert settings.way(False)[0] is way
     engine = settings.start(ModelWeights(model), True, LONGEST, tmp_path)
 

@@ -75,10 +75,10 @@ def load_model(settings: ModelSettings, seed: int) -> PreTrainedModel:
 
 
 def device_of_process() -> torch.device:
-    """The GPU of this process where there is one: number LOCAL_RANK, which launchers of several processes set."""
+    """The GPU of this process where there is one: number LOCAL_RANK, which launchers set, else the present one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    number = int(os.environ.get("LOCAL_RANK") or "0")
+    number = int(os.environ.get("LOCAL_RANK") or torch.cuda.current_device())
     if number >= torch.cuda.device_count():
         raise ConfigError(
             f"LOCAL_RANK={number}: this machine has {torch.cuda.device_count()} GPUs; start one process for each"

@@ -141,15 +141,14 @@ def _with_engine(experiment: Experiment, trains: bool, note: Callable[[str], Non
     engine = engine.placed(placement.rollout, placement.shared)
     devices = placement.settled(experiment.devices, launch.ranks > 1)
     experiment = replace(experiment, engine=engine, parallel=parallel, devices=devices)
-    if torch.cuda.is_available():  # of this process: what trains, or where that is others' work, what samples
-        mine = placement.train if placement.ranks == 1 else placement.rollout or placement.train
-        os.environ["LOCAL_RANK"] = str(mine[0])
+    if torch.cuda.is_available():  # that of this process trains, or where other processes do, samples
+        torch.cuda.set_device((placement.train if placement.ranks == 1 else placement.rollout or placement.train)[0])
     if not (trains and torch.cuda.is_available()):
         check_cache(experiment, device_of_process())
         if placement.ranks > 1:
             note(placement.describe(parallel))
         return experiment
-    free, total = torch.cuda.mem_get_info(placement.train[0])
+    free, total = torch.cuda.mem_get_info(device_of_process())
     experiment, tables = planned(experiment, placement, total, taken=total - free)
     for table in tables:
         note(table)
