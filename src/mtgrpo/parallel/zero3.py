@@ -40,8 +40,8 @@ class Zero3(Parallel):
     def check_ranks(self, experiment: Any, ranks: int) -> None:
         """See `Parallel.check_ranks`; DeepSpeed and the file of its settings must be there."""
         super().check_ranks(experiment, ranks)
-        refuse_without_package("deepspeed", "parallel=zero3")
         self.settings()
+        refuse_without_package("deepspeed", "parallel=zero3")
 
     def settings(self) -> dict[str, Any]:
         """What is taken of the file: all but what mtgrpo says itself. Raises ConfigError where that contradicts."""
