@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from conftest import Run
-from mtgrpo.config.compose import preset
+from mtgrpo.config.compose import compose, parse, preset
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import ConfigError
 from mtgrpo.parallel import Parallel, zero3
@@ -384,3 +385,49 @@ def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None
         if named is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
         assert resources.count_gpus() == count, named
+
+
+# --- the page about them ---
+
+PAGE = (PROJECT / "docs/many_devices.md").read_text()
+CONSOLE, SCRIPT = (
+    "".join(re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, flags=re.M | re.S)) for kind in ("console", "bash")
+)
+
+
+def test_the_commands_of_the_page_are_accepted(
+    deepspeed: None, monkeypatch: pytest.MonkeyPatch, data_folder: Path
+) -> None:
+    monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
+    monkeypatch.chdir(PROJECT)
+    lines = [*CONSOLE.splitlines(), SCRIPT.replace("\\\n", " ").splitlines()[-1]]
+    assert len(lines) == 9
+    for line in lines:
+        launcher, _, words = re.split(r"\s+#", line)[0].partition("mtgrpo train")
+        launch = {"": Launch(), "torchrun": Launch(2, 2), "accelerate": Launch(2, 2, Zero3()), "srun": Launch(16, 8)}
+        started = launch[(launcher.split() or [""])[0]]
+        recipe = [] if "recipe=" in words else ["recipe=calculator"]
+        experiment = compose(parse([*recipe, *words.split()])).experiment
+        assert settle(experiment, started, 8)[1].ranks == started.ranks or not started.ranks, line
+        if file := re.search(r"--config_file (\S+)", launcher):
+            assert (PROJECT / file[1]).is_file()
+
+
+def test_the_script_for_slurm_is_one(tmp_path: Path) -> None:
+    script = tmp_path / "train.sbatch"
+    script.write_text(SCRIPT)
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_command_of_the_script_for_slurm_is_accepted(
+    run: Run, place: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
+    words = SCRIPT.rpartition("-m mtgrpo train ")[2].split()
+    assert typed(run, *words, "devices.train.num=16")  # as many ranks as the script starts
+
+
+def test_what_the_page_says_is_printed_is() -> None:
+    (line,) = re.findall(r"^    (devices: .*)$", PAGE, flags=re.M)
+    assert line == Placement(4, (0, 1, 2, 3), (4, 5)).describe(FSDP2(True))

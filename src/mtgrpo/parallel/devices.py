@@ -11,7 +11,7 @@ from mtgrpo.errors import ConfigError, require
 class Role:
     """The devices that do one thing: how many, or which."""
 
-    num: int | None = None
+    num: int | None = None  # how many; null: one trains, or all where parallel= is chosen, and the same do the rest
     ids: list[int] | None = None  # as nvidia-smi counts them, or below CUDA_VISIBLE_DEVICES what that names, from 0
 
     def __post_init__(self) -> None:
