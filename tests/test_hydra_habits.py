@@ -296,11 +296,16 @@ def test_a_recipe_sets_more_of_an_option_of_ones_own(folder: Path) -> None:
     assert clips("recipe=mine", "algorithm=grpo") == clips("~recipe") == (0.2, 0.2)
 
 
-def test_torchrun_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+def test_torchrun_starts_training_alone(run: Run, monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = run("train")
     assert code == 2
-    assert "WORLD_SIZE=2: torchrun would start as many runs" in err
+    assert "WORLD_SIZE=2, but RANK is not set: start with torchrun" in err
+    for rank, told in (("0", "WORLD_SIZE=2: eval takes one process; start it without torchrun"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        code, out, err = run("eval")
+        assert (code, out) == (2 * bool(told), "") and told in err and bool(err) == bool(told)
+    monkeypatch.delenv("RANK")
     for alone in ("1", ""):
         monkeypatch.setenv("WORLD_SIZE", alone)
         assert run("train", "--cfg", "job")[0] == 0

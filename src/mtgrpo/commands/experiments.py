@@ -26,6 +26,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from mtgrpo.cluster.launch import join, launched_ranks
 from mtgrpo.config.compose import Composed, ExperimentLoader, composed_from, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.helptext import help_text
@@ -69,10 +70,13 @@ def main(command: str, purpose: str, arguments: Sequence[str], began: CpuTimes) 
     Raises ConfigError for the user's mistakes, and RunError.
     """
     if int(os.environ.get("WORLD_SIZE") or "1") > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: torchrun would start as many runs that know nothing of one "
-            "another; training on several GPUs is not built yet. Start one process, without torchrun"
-        )
+        if command in MEASURES:
+            if os.environ.get("RANK", "0") == "0":
+                raise ConfigError(
+                    f"WORLD_SIZE={os.environ['WORLD_SIZE']}: {command} takes one process; start it without torchrun"
+                )
+            return
+        join()
     args = _flags(arguments)
     folders = [Path(folder) for folder in (args.config_dir, args.config_path) if folder]
     for folder in folders:
@@ -149,6 +153,8 @@ def _start(command: str, args: argparse.Namespace, loader: ExperimentLoader, beg
 
 def _refuse_misplaced(words: Sequence[str], several: bool) -> None:
     keys = {word.partition("=")[0] for word in words}
+    if several and launched_ranks():
+        raise ConfigError("torchrun starts the ranks of one run, not of --multirun; leave one of them out")
     if several and "hydra.run.dir" in keys:
         raise ConfigError("hydra.run.dir is for a single run; with --multirun give hydra.sweep.dir=PATH")
     if several and any("hydra.sweeper.params" in key for key in keys):  # Hydra cannot add to none

@@ -53,7 +53,7 @@ class RunningEngine(ABC):
     trained, between the micro-batches. Any other engine has a copy, and the trainer runs in a thread of its own.
     """
 
-    shares_weights: ClassVar[bool]  # whether it samples from the very tensors that are trained
+    shares_weights: bool  # whether it samples from the very tensors that are trained
 
     def __init__(self, longest_context: int) -> None:
         """`longest_context`: tokens of a context, output included."""

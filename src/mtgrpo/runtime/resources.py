@@ -176,6 +176,12 @@ def threads_for(free: float) -> int:
     return max(1, int(min(cores(), free + _SPARED)))
 
 
+def openmp_settings(threads: int) -> dict[str, str]:
+    """What a process is told that computes with so many threads, but for what the user has set."""
+    chosen = {} if os.environ.keys() & THREADS_SET else {"OMP_NUM_THREADS": str(threads)}
+    return chosen if os.environ.keys() & WAITING_SET else chosen | (_SPIN if threads > 1 else SLEEP)
+
+
 @contextmanager
 def fit_openmp(since: CpuTimes) -> Generator[None]:
     """Whatever imports torch within: OpenMP takes a thread for each core that has been free since then.
@@ -186,11 +192,7 @@ def fit_openmp(since: CpuTimes) -> Generator[None]:
     """
     added: dict[str, str] = {}
     if "torch" not in sys.modules and since.cores and os.environ.get("OMP_NUM_THREADS") != "1":  # which waits for none
-        threads = threads_for(free_cores(since))
-        if not os.environ.keys() & THREADS_SET:
-            added["OMP_NUM_THREADS"] = str(threads)
-        if not os.environ.keys() & WAITING_SET:
-            added |= _SPIN if threads > 1 else SLEEP
+        added = openmp_settings(threads_for(free_cores(since)))
     os.environ |= added
     try:
         yield

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.batch.forest import Batch
+from mtgrpo.cluster.controller import Ranks
+from mtgrpo.cluster.rank import make_trainer
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.policy.settings import UpdateConfig
 from mtgrpo.policy.step import CooperativeTask, Metrics, at_once
@@ -21,14 +23,14 @@ from mtgrpo.weights.saved import Checkpoint
 
 
 class PolicyTrainer:
-    """Trains a model in this process: in a thread of its own, or in turn with an engine that shares the weights.
+    """Trains a model in this process, in a thread or in turn with an engine that shares the weights; or in several.
 
-    One thing at a time is asked of it. Another one, which trains elsewhere, has the same methods: all that they take
-    and give can pass through a pipe. `TrainerRank` says what those do that are not here.
+    One thing at a time is asked of it. `TrainerRank` says what those methods do that are not here.
     """
 
-    def __init__(self, config: TrainerConfig) -> None:
-        self.rank = rank = TrainerRank(config)
+    def __init__(self, config: TrainerConfig, ranks: int = 1) -> None:
+        """ranks: processes that train, of their own where there are several; see `mtgrpo.cluster`."""
+        self.rank = rank = TrainerRank(config) if ranks == 1 else Ranks(make_trainer, config, ranks)
         self.notes = rank.notes  # for the user, not shown yet
         self.train_s = 0.0  # seconds of training alone, in all
         self.begin, self.skip, self.load = rank.begin, rank.skip, rank.load
@@ -55,8 +57,15 @@ class PolicyTrainer:
         """How often what a snapshot holds has changed."""
         return self.rank.changes
 
+    @property
+    def places(self) -> list[str]:
+        """Where each of several ranks stands, for people."""
+        return self.rank.places if isinstance(self.rank, Ranks) else []
+
     def close(self) -> None:
-        """Give everything back."""
+        """Give everything back. Raises RunError where one of several ranks has failed."""
+        if isinstance(self.rank, Ranks):
+            self.rank.close()
 
     async def _finish(self, work: CooperativeTask[Metrics]) -> Metrics:
         """The result of `work`, while the event loop goes on; an engine has its turns in this thread, if it has any."""

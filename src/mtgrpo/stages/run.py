@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from mtgrpo.chat import Chat
+from mtgrpo.cluster.launch import launched_ranks
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError
@@ -106,7 +107,8 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         sets = {name: held_out_tasks(experiment, source) for name, source in sources.items()}
         tokenizer, chat = open_tokenizer(experiment)
         experiment = _with_engine(experiment, trains, sinks.note)
-        trainer = PolicyTrainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder))
+        ranks = (launched_ranks() or experiment.devices.train.count or 1) if trains else 1
+        trainer = PolicyTrainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder), ranks)
         stack.callback(trainer.close)
         longest = longest_context(experiment, trainer.weights())
         _refuse_too_short(experiment, chat, held_out, longest)
@@ -118,7 +120,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
             sinks.tell(notes)
         slowest_s = max(experiment.rollout.timeout_s, experiment.rollout.score_timeout_s)  # nothing need move meanwhile
         limit_s = experiment.watchdog_s and max(experiment.watchdog_s, slowest_s + 600 if slowest_s else 0)
-        watchdog = stack.enter_context(open_watchdog(limit_s, folder, engine))
+        watchdog = stack.enter_context(open_watchdog(limit_s, folder, engine, lambda: trainer.places))
         trainer.connect(watchdog.moved, gives_way=engine.shares_weights)
         conversation = watchdog.sampling(engine.conversation)
         attend = engine.attend if experiment.engine.attends else None

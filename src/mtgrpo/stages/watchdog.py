@@ -50,7 +50,9 @@ class Watchdog:
 
 
 @contextmanager
-def open_watchdog(limit_s: float, folder: Path, engine: RunningEngine) -> Generator[Watchdog]:
+def open_watchdog(
+    limit_s: float, folder: Path, engine: RunningEngine, places: Callable[[], Sequence[str]] = tuple
+) -> Generator[Watchdog]:
     """A watchdog that looks on from a thread of its own until the run has ended; limit_s: 0 = it does nothing.
 
     After `limit_s` seconds in which nothing moves it writes `watchdog.txt` into the run's folder, says so, and sends
@@ -68,7 +70,7 @@ def open_watchdog(limit_s: float, folder: Path, engine: RunningEngine) -> Genera
                 watchdog.moved()
         said = f"mtgrpo: nothing has moved for {limit_s:g} seconds (watchdog_s); what everything waits for is in {path}"
         with suppress(Exception):  # the disk may be full
-            write_state(path, loop, engine)
+            write_state(path, loop, engine, places())
         with suppress(Exception):  # the terminal may be gone
             print(f"{said}; the run ends", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -87,12 +89,13 @@ def open_watchdog(limit_s: float, folder: Path, engine: RunningEngine) -> Genera
             thread.join()
 
 
-def write_state(path: Path, loop: asyncio.AbstractEventLoop, engine: RunningEngine) -> None:
-    """Write down where every thread and every coroutine is, and what the engine was asked for."""
+def write_state(path: Path, loop: asyncio.AbstractEventLoop, engine: RunningEngine, places: Sequence[str] = ()) -> None:
+    """Write down where every thread and every coroutine is, and what the engine was asked for; `places`: of ranks."""
     with path.open("w", encoding="utf-8") as file:
         requests = engine.requests
         file.write(f"# requests to the engine: {len(requests)}\n\n")
         file.writelines(f"{request}\n" for request in requests)
+        file.writelines(f"\n{place}\n" for place in places)
         tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
         file.write(f"\n# coroutines: {len(tasks)}\n")
         for task in tasks:

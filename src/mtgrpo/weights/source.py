@@ -38,7 +38,8 @@ class WeightSource(Protocol):
 
     @property
     def changes(self) -> int: ...
-    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]: ...
+    def here(self) -> ModelWeights: ...
+    def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]: ...
     def logprobs(self, context: Sequence[int]) -> Reference: ...
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> int: ...
     def save_config(self, folder: Path) -> None: ...
@@ -70,18 +71,23 @@ class ModelWeights:
         """How often the optimiser has changed the weights; any number of times within a training step."""
         return self._changes()
 
-    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """One at a time, in `dtype`, on the trainer's device: as the weights are at that moment."""
-        weights = split_value_head(saved_weights(self.model))[0]
-        each = (
-            [{name: weight} for name, weight in weights.items()]
-            if any(map(is_sharded, weights.values()))
-            else [weights]
-        )
-        for some in each:
+    def here(self) -> ModelWeights:
+        """The model itself; of a source in another process a copy that is loaded now, and need not be up to date."""
+        return self
+
+    def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """One at a time, in `dtype`, on the trainer's device: as the weights are at that moment.
+
+        None: all that the model has, as it has it and under its own names, for a copy of it.
+        """
+        weights = saved_weights(self.model)
+        if dtype is not None:
+            weights = split_value_head(weights)[0]
+        one_by_one = dtype is None or any(map(is_sharded, weights.values()))
+        for some in [{name: weight} for name, weight in weights.items()] if one_by_one else [weights]:
             full = {name: whole(weight) for name, weight in some.items()}
-            for name, weight in revert_weight_conversion(self.model, full).items():
-                yield name, weight.detach().to(dtype)
+            for name, weight in (full if dtype is None else revert_weight_conversion(self.model, full)).items():
+                yield name, weight.detach().to(dtype or weight.dtype)
 
     def logprobs(self, context: Sequence[int]) -> Reference:
         """What the model's own forward pass says after each of the tokens of `context`."""

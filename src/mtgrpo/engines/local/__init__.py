@@ -76,7 +76,7 @@ class Local(Engine):
     def start(
         self, source: WeightSource, deterministic: bool, longest_context: int, folder: Path | None = None
     ) -> LocalEngine:
-        """An engine over the trainer's own weights, which must be in this process.
+        """An engine over the trainer's own weights, or over a copy where they are in another process.
 
         Raises ConfigError for models that keep more than a KV cache, or whose attention cannot be replaced, for
         contexts that the model computes in another way, and for a budget that does not hold one of them.

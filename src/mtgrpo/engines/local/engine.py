@@ -1,4 +1,6 @@
-"""Sampling in this process, with the very weights that are trained: nothing is sent.
+"""Sampling in this process, with the very weights that are trained, so that nothing is sent.
+
+Where they are trained in other processes, a copy of the model is here, and gets them after each update.
 
 All conversations go forward together: a step decodes one token of each, or prefills tokens that are new in it. The KV
 cache stays between turns, so a new turn prefills only what is new; siblings share the blocks of their prompt. The loop
@@ -40,12 +42,8 @@ PROBE_TOKENS = 3 * BLOCK_SIZE  # tokens that are computed again at the start
 
 def start_engine(settings: Local, source: WeightSource, deterministic: bool, longest_context: int) -> LocalEngine:
     """See `Local.start`."""
-    if not isinstance(source, ModelWeights):
-        raise ConfigError(
-            f"engine=local samples from the trainer's own {source.model_name}, which is in another process: choose "
-            "engine=server"
-        )
-    model, reason = source.model, source.traits.unsupported_reason
+    own = source.here()
+    model, reason = own.model, own.traits.unsupported_reason
     if not reason and len(set(source.traits.caches)) > 1:
         reason = f"the layers of {type(model).__name__} have keys of different shapes"
     if reason:
@@ -54,7 +52,8 @@ def start_engine(settings: Local, source: WeightSource, deterministic: bool, lon
     check_room(settings.cache_share, total, token_bytes(model), longest_context)
     source.traits.limit_without_windows.check(longest_context)
     kv_cache = KVCache(model, int(settings.cache_share * total / token_bytes(model)), longest_context)
-    engine = LocalEngine(source, deterministic, kv_cache, longest_context, settings.keep_stale_cache, settings.compiled)
+    engine = LocalEngine(own, deterministic, kv_cache, longest_context, settings.keep_stale_cache, settings.compiled)
+    engine.shares_weights = own is source
     engine.check()
     return engine
 
@@ -194,17 +193,33 @@ class LocalEngine(RunningEngine):
         return self._forward.attention_scores(tokens, spans)
 
     async def load_weights(self, source: WeightSource) -> None:
-        """The weights of `source`, the model that is shared, have changed: reset the KV cache, copy what is fused.
+        """The weights of `source` have changed: copy them, unless they are shared, and take them over.
 
-        Raises EngineError for any other model: nothing is sent here.
+        Raises EngineError for another model than the one that is shared, or where a copy differs from it afterwards.
         """
-        if not isinstance(source, ModelWeights) or source.model is not self._model:
+        if not self.shares_weights:
+            self._copy_weights(source)
+        elif isinstance(source, ModelWeights) and source.model is self._model:
+            self._source = source
+        else:
             raise EngineError(
                 f"engine=local samples from the model it was started with, and was given another {source.model_name}: "
                 "train that model, or start another engine"
             )
-        self._source, self.version = source, source.version
+        self.version = source.version
         self._take_over_weights()
+
+    @torch.no_grad()
+    def _copy_weights(self, source: WeightSource) -> None:
+        began, own = time.perf_counter(), self._model.state_dict()
+        for name, weight in source.tensors(None):
+            own[name].copy_(weight)
+        context = self._checked_context()
+        expected = source.logprobs(context.tolist())
+        logprobs = plain_logprobs(self._model, context).to(expected.logprobs.device)
+        if not (apart := distance(expected.logprobs, logprobs)) <= expected.bound:
+            raise EngineError(f"engine=local: log-probabilities of the copied weights {_differ(apart, expected)}")
+        self.sync_s += time.perf_counter() - began
 
     async def sleep(self) -> None:
         self._going.clear()
@@ -287,10 +302,13 @@ class LocalEngine(RunningEngine):
         self._changes = self._source.changes
         self.sync_s += time.perf_counter() - began
 
+    def _checked_context(self) -> Tensor:
+        recent = self._recent[:CHECK_TOKENS] or ordinary_tokens(self._model.config, CHECK_TOKENS).tolist()
+        return torch.tensor(recent, device=self._model.device)
+
     def _check_fused(self) -> None:
         """Whether the fused path still computes what the model does, on the beginning of a requested context."""
-        recent = torch.tensor(self._recent[:CHECK_TOKENS] or ordinary_tokens(self._model.config, CHECK_TOKENS).tolist())
-        context = recent.to(self._model.device)
+        context = self._checked_context()
         logprobs = self._forward.logprobs(context)
         if not distance(plain_logprobs(self._model, context), logprobs) <= self._bound:
             expected = reference(self._model, context)

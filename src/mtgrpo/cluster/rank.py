@@ -1,0 +1,249 @@
+"""A rank: does what the controller asks, as all ranks do, until there is no more; `python -m mtgrpo.cluster.rank`.
+
+Rank 0 is told and answers; the others hear of it by a broadcast. An error that all have alike is an answer. An error of
+one alone ends its process: others may wait for it in the midst of their work, until the controller ends them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import zip_longest
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from mtgrpo.cluster.wire import Call, Said, packed
+from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.runtime.files import write_whole
+from mtgrpo.runtime.resources import keep_freed_memory
+
+if TYPE_CHECKING:
+    from mtgrpo.policy.trainer import TrainerConfig, TrainerRank
+
+LIMIT = timedelta(hours=1)  # of ranks for one another: a checkpoint may take some to write
+IDLE_S = 2.0  # after which rank 0 tells the others that there is nothing to do yet
+ALIKE_S = 10.0  # for all ranks to come to the same error
+BEAT_S = 1.0
+FACTS = ("version", "model_name", "config", "dtype", "lora", "size", "traits", "cuts_trees")  # of a weight source
+
+
+def make_trainer(config: TrainerConfig, rank: int, ranks: int) -> TrainerRank:
+    """What trains in this process. Its libraries take seconds to load: a rank is heard of before."""
+    from mtgrpo.policy.trainer import TrainerRank  # noqa: PLC0415
+
+    if rank:  # STAND-IN for `return TrainerRank(config, make_layout(config.parallel, rank, ranks))`: whole replicas,
+        from mtgrpo.policy import trainer  # noqa: PLC0415
+
+        for kind in (trainer.ModelWeights, trainer.ModelSnapshot):  # of which the first alone writes files
+            setattr(kind, "save", lambda *_: 0)  # noqa: B010  # pyright: ignore[reportUnknownLambdaType]
+    return TrainerRank(config)
+
+
+class Heart:
+    """Says each second, in `rank_N.json` of a folder, that this process runs, and what it has come to."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._parent, self._beats, self._turn = os.getppid(), 0, threading.Lock()
+        self.place: tuple[str, int] = "starting", 0  # what is done, and how many parts of it are
+        self._error: tuple[float, str] | None = None
+
+    def start(self, folder: Path) -> None:
+        """Begin, unless it has; what this process prints goes to `rank_N.log` from here on."""
+        if self._path is None:
+            self._path = folder / f"rank_{os.environ['RANK']}.json"
+            log = os.open(self._path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while os.getppid() == self._parent:
+            self._beat()
+            time.sleep(BEAT_S)
+        os._exit(1)  # whoever started it has gone
+
+    def _beat(self) -> None:
+        with self._turn:
+            self._beats += 1
+            said = {"host": socket.gethostname(), "pid": os.getpid(), "beats": self._beats, "place": self.place}
+            if self._path is not None:
+                write_whole(self._path, json.dumps(said | {"error": self._error}).encode(), durable=False)
+
+    @contextmanager
+    def stops_by_error(self, leave: Callable[[int], object]) -> Generator[None]:
+        """An error within is told; then the process ends."""
+        try:
+            yield
+        except BaseException as error:
+            self._error = time.time(), traceback.format_exception_only(error)[-1].strip().splitlines()[-1]
+            self._beat()
+            traceback.print_exc()
+            leave(1)
+
+
+class Channel:
+    """Calls that all ranks hear at once, in one order. Made on all ranks at once."""
+
+    def __init__(self, name: str, connection: Connection | None) -> None:
+        """connection: to the controller, of rank 0 alone."""
+        self.name, self.calls, self._connection = name, 0, connection
+        self._group: Any = dist.new_group(backend="gloo", timeout=LIMIT)
+
+    def hear(self) -> Call | None:
+        """The next call; None where no more will come."""
+        while True:
+            told = self._receive(self._connection) if self._connection else b""
+            size = torch.tensor(-1 if told is None else len(told))
+            dist.broadcast(size, 0, self._group)
+            if size < 0:
+                return None
+            if size:
+                content = torch.frombuffer(bytearray(told or int(size)), dtype=torch.uint8)
+                dist.broadcast(content, 0, self._group)
+                self.calls += 1
+                return pickle.loads(content.numpy().data)
+
+    def _receive(self, connection: Connection) -> bytes | None:
+        """What the controller says; b"": nothing yet, None: it has closed."""
+        try:
+            return connection.recv_bytes() if connection.poll(IDLE_S) else b""
+        except (EOFError, OSError):
+            return None
+
+    def say(self, said: Said) -> None:
+        """To the controller, of rank 0; parts at once, all else when every rank has come to it."""
+        if said.kind != "part":
+            dist.barrier(self._group)
+        if self._connection is not None:
+            self._connection.send_bytes(packed(said))
+
+
+class Worker:
+    """What the channels of a rank share: its trainer, and the last snapshot."""
+
+    def __init__(self, heart: Heart, store: Any) -> None:
+        self._heart, self._store = heart, store  # that all ranks have
+        self._trainer: Any = None
+        self._weights: Any = None  # those of the trainer when it was made, which count its changes
+        self._snapshot: Any = None
+
+    def obey(self, channel: Channel) -> None:
+        """Do what is asked through `channel`, until no more comes."""
+        while (call := channel.hear()) is not None:
+            try:
+                kind, value = "result", self._finish(channel, call)
+            except (ConfigError, RunError) as error:
+                if not self._is_alike(f"{channel.name} {channel.calls}", error):
+                    raise
+                kind, value = "error", error
+            self._say(channel, kind, value)
+
+    def _finish(self, channel: Channel, call: Call) -> Any:
+        """What the call gives; parts are said meanwhile."""
+        if call.owner != "snapshot":
+            self._heart.place = call.name, 0
+        result = self._do(call)
+        while isinstance(result, Generator):
+            try:
+                part = next(result)
+            except StopIteration as done:
+                return done.value
+            self._heart.place = call.name, self._heart.place[1] + 1
+            self._say(channel, "part", part)
+        return result
+
+    def _do(self, call: Call) -> Any:
+        if call.name == "make":
+            make, config = call.arguments
+            self._heart.start(config.folder / "ranks")
+            self._trainer = make(config, dist.get_rank(), dist.get_world_size())
+            self._weights = self._trainer.weights()
+            gc.collect()
+            gc.freeze()  # what is loaded stays
+            return None
+        owner = {"trainer": self._trainer, "snapshot": self._snapshot}.get(call.owner) or self._trainer.weights()
+        if call.name == "facts":
+            return {name: getattr(owner, name) for name in FACTS}
+        result = getattr(owner, call.name)(*call.arguments)
+        if call.name != "snapshot":
+            return result
+        self._snapshot = result
+        return {"bytes": result.bytes}
+
+    def _say(self, channel: Channel, kind: str, value: Any) -> None:
+        notes, changes = list[str](), (0, 0)
+        if self._trainer is not None:
+            changes = self._trainer.changes, self._weights.changes
+            while self._trainer.notes:
+                notes.append(self._trainer.notes.pop(0))
+        channel.say(Said(kind, value, notes, changes))
+
+    def _is_alike(self, call: str, error: Exception) -> bool:
+        """Whether all ranks have this error."""
+        keys = [f"{call} of {rank}" for rank in range(dist.get_world_size())]
+        self._store.set(keys[dist.get_rank()], repr(error))
+        try:
+            self._store.wait(keys, timedelta(seconds=ALIKE_S))
+        except dist.DistError:
+            return False
+        return len({self._store.get(key) for key in keys}) == 1
+
+
+def serve(connections: Sequence[Connection], folder: Path | None, leave: Callable[[int], object]) -> None:
+    """Be the rank that the environment says, until the controller closes; then `leave` with an exit code.
+
+    connections: to the controller, of rank 0 alone, for training and for saving, which goes on beside it. folder: where
+    to say what it has come to; None: the controller will tell.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which saves
+    heart = Heart()
+    if folder is not None:
+        heart.start(folder)
+    with heart.stops_by_error(leave):
+        store, rank, ranks = next(rendezvous("env://", timeout=LIMIT))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=LIMIT)
+        if not torch.cuda.is_available():
+            keep_freed_memory()
+        named = zip_longest(("training", "saving"), connections)
+        training, saving = [Channel(name, connection) for name, connection in named]
+        worker = Worker(heart, store)
+
+        def save() -> None:
+            with heart.stops_by_error(leave):
+                worker.obey(saving)
+
+        thread = threading.Thread(target=save, daemon=True)
+        thread.start()
+        worker.obey(training)
+        thread.join(LIMIT.total_seconds())
+        dist.destroy_process_group()
+    leave(0)
+
+
+def flush_and_exit(code: int) -> None:
+    """End the process, whatever its threads do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    serve([Connection(int(number)) for number in sys.argv[2:]], Path(sys.argv[1]), flush_and_exit)
