@@ -114,6 +114,8 @@ class Ranks(Asked):
         self._hang_up()
         if self._processes:
             self._processes.end(CLOSED_S)
+        for one in self._sockets:
+            one.close()
 
     def _hang_up(self) -> None:
         """Rank 0 hears no more, which ends it, and nobody here waits for it."""

@@ -1,0 +1,273 @@
+"""Ranks and the controller: what all do alike is answered; where one fails all end, and the run says which and how."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtgrpo.cluster import controller
+from mtgrpo.cluster.controller import Ranks
+from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.policy.step import at_once
+from scripted_rank import Config, Trainer
+from test_resume import digits, rows
+
+TESTS = Path(__file__).parent
+BIN = Path(sys.executable).parent
+pytestmark = pytest.mark.timeout(60)  # nothing hangs
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+
+
+@asynccontextmanager
+async def opened(folder: Path, **settings: Any) -> AsyncGenerator[Ranks]:
+    ranks = Ranks(Trainer, Config(folder), 2, **settings)  # type: ignore[arg-type]
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def pids(folder: Path) -> list[int]:
+    return [json.loads(path.read_bytes())["pid"] for path in sorted((folder / "ranks").glob("rank_*.json"))]
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 40
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+async def test_all_ranks_do_what_is_asked_and_end_when_it_is_over(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ranks:
+        assert ranks.begin("count") == (0, "0", 1) and ranks.notes == ["rank 0 begins"]
+        for deed, kind, text in (
+            ("config", ConfigError, "`lr` is wrong"),
+            ("run", RunError, "the gradient is not finite"),
+        ):
+            with pytest.raises(kind) as caught:
+                ranks.begin(deed)
+            assert type(caught.value) is kind and str(caught.value) == text
+        source = ranks.weights()
+        assert (source.version, source.size, source.changes) == ("version", "size", 0)
+        update = ranks.updating("count", 0)
+        next(update)
+        assert source.changes == 1  # known while it is under way
+        assert at_once(update) == {"total": 2.0} and ranks.changes == source.changes == 2
+
+        tensors = source.tensors(torch.bfloat16)
+        assert next(tensors)[0] == "weight 0"
+        tensors.close()  # the rest comes, and is dropped
+        received = dict(source.tensors(torch.bfloat16))
+        assert received["weight 1"].dtype is torch.bfloat16 and received["weight 1"].tolist() == [3, 5, 7]
+        assert ranks.begin("count") == (0, "0", 1)
+
+        snapshot = ranks.snapshot()
+        update = asyncio.create_task(asyncio.to_thread(at_once, ranks.updating("until saved", 2)))
+        assert await asyncio.to_thread(snapshot.save, tmp_path) == {"rank": 0}  # while the update waits for it
+        assert (tmp_path / "saved_1").exists() and snapshot.bytes == 12
+        assert await update == {"total": 2.0}
+        places = ["rank 0: updating, part 2", "rank 1: updating, part 2"]
+        await asyncio.to_thread(wait_for, lambda: ranks.places == places)
+        processes = ranks._processes  # pyright: ignore[reportPrivateUsage]
+    assert processes and [process.returncode for process in processes.started] == [0, 0]
+
+
+async def test_what_all_raise_at_the_start_is_raised_and_leaves_none(tmp_path: Path) -> None:
+    (tmp_path / "unfit").touch()
+    with pytest.raises(ConfigError, match=r"^the model does not fit$"):
+        async with opened(tmp_path):
+            pass
+    wait_for(lambda: not any(map(alive, pids(tmp_path))))
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("deed", "rank", "told"),
+    [
+        ("bug", 1, "rank 1 ended by in two lines: x+;"),
+        ("bug", 0, "rank 0 ended by in two lines: x+;"),
+        ("config", 1, "rank 1 ended by mtgrpo.errors.ConfigError: `lr` is wrong;"),  # others are in the sum meanwhile
+        ("different", 2, "rank [01] ended by mtgrpo.errors.RunError: rank [01] says so;"),
+        ("loop", 1, "rank 1 stands still, for 2 s: rank 0: updating, part 2; rank 1: updating, part 1;"),
+    ],
+)
+async def test_one_rank_that_fails_ends_all_and_is_named(deed: str, rank: int, told: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        async with opened(tmp_path, still_s=2.0) as ranks:
+            at_once(ranks.updating(deed, rank))
+    said = str(caught.value)
+    assert re.match(told, said) and "\n" not in said
+    log = re.search(r"; the end of what it printed is in (\S+rank_[01]\.log); ", said)
+    assert log and said.endswith(f"go on with the same command and resume=true hydra.run.dir={tmp_path}")
+    assert deed == "loop" or "Traceback" in Path(log[1]).read_text()
+    assert not any(map(alive, pids(tmp_path)))
+
+
+@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (signal.SIGKILL, "rank 1 was killed by signal 9;"),
+        (signal.SIGTERM, "rank 1 was killed by signal 15;"),
+        (signal.SIGSTOP, r"rank 1 has stopped: no sign of life for 2 s \(rank 1: (updating, part 1|[a-z]+)\);"),
+    ],
+)
+async def test_a_killed_rank_ends_all_whatever_goes_on(
+    idle: bool, number: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "STOPPED_S", 2.0)
+
+    async def run() -> None:
+        async with opened(tmp_path) as ranks:
+            update = ranks.updating("loop", 1)
+            if not idle:
+                next(update)
+                wait_for(lambda: ranks.places[1] == "rank 1: updating, part 1")
+            os.kill(pids(tmp_path)[1], number)
+            if idle:  # the controller samples, say
+                await asyncio.sleep(50)
+            await asyncio.to_thread(at_once, update)
+
+    with pytest.raises(RunError, match=told):
+        await run()
+    assert not any(map(alive, pids(tmp_path)))
+
+
+CONTROLLER = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from mtgrpo.cluster.controller import Ranks
+from scripted_rank import Config, Trainer
+
+async def main():
+    ranks = Ranks(Trainer, Config(Path(sys.argv[1])), 2)
+    update = ranks.updating("loop", 1)
+    next(update)
+    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[2] == "killed" else os._exit(0)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("ends", ["killed", "exits"])
+def test_ranks_end_with_the_controller(ends: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", CONTROLLER, str(tmp_path), ends], timeout=50)
+    wait_for(lambda: not any(map(alive, pids(tmp_path))))
+
+
+WORDS = ["recipe=calculator_from_scratch", "log=[console,jsonl]", "sft.steps=2", "eval.tasks=2"]
+WORDS += ["rollout.prompts_per_step=2", "rollout.group_size=3", "trainer.minibatch_trajectories=3", "kl.coef=0.1"]
+WORDS += ["engine.memory_fraction=0.1", "checkpoint.every_steps=2"]
+LAUNCHED = {
+    "own": ["mtgrpo", "train", "devices.train.num=2"],
+    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "mtgrpo", "train"],
+    "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "-m", "mtgrpo", "train"],
+}
+real = pytest.mark.real
+whole = pytest.mark.timeout(600)
+
+
+def start(folder: Path, launched: str, *words: str) -> subprocess.Popen[str]:
+    program, *rest = [*LAUNCHED.get(launched, ["mtgrpo", "train"]), *WORDS, *words, f"hydra.run.dir={folder}"]
+    pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen([str(BIN / program), *rest], text=True, start_new_session=True, **pipe)
+
+
+def ran(folder: Path, launched: str, *words: str) -> Path:
+    process = start(folder, launched, *words)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    return folder
+
+
+def learned(folder: Path) -> tuple[list[dict[str, Any]], bytes]:
+    """All numbers that a run wrote down, and its last weights."""
+    saved = max((folder / "checkpoints").glob("step_*/model.safetensors"))
+    return [digits(row) for row in rows(folder)], saved.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process."""
+    return ran(tmp_path_factory.mktemp("alone") / "run", "", "trainer.steps=10")
+
+
+@real
+@whole
+@pytest.mark.parametrize("launched", LAUNCHED)
+def test_ranks_learn_what_one_process_does_however_they_start(launched: str, alone: Path, tmp_path: Path) -> None:
+    together = ran(tmp_path / "run", launched, "trainer.steps=10")
+    assert learned(together) == learned(alone)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert sorted(path.name for path in (together / "ranks").glob("*.log")) == ["rank_0.log", "rank_1.log"]
+
+
+def steps(folder: Path) -> int:
+    return sum("policy/loss" in row for row in rows(folder)) if (folder / "metrics.jsonl").is_file() else 0
+
+
+@real
+@whole
+@pytest.mark.parametrize("launched", ["own", "torchrun"])
+def test_a_run_whose_rank_was_killed_ends_and_can_go_on(launched: str, alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, launched, "trainer.steps=4000")
+    wait_for(lambda: steps(folder) >= 3)
+    os.kill(pids(folder)[1], signal.SIGKILL)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    told = [line for line in said.splitlines() if line.startswith("mtgrpo: ")]
+    how = "by signal 9" if launched == "own" else "its process is gone"
+    assert len(told) == 1 and re.search(f"rank 1 was killed.*{how}; .*rank_1.log; go on with .*resume=true", told[0])
+
+    ran(folder, launched, "trainer.steps=10", "resume=true")
+    assert learned(folder) == learned(alone)
+
+
+@real
+@whole
+@pytest.mark.parametrize("launched", ["own", "torchrun"])
+def test_ctrl_c_saves_and_says_how_to_go_on(launched: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, launched, "trainer.steps=4000")
+    wait_for(lambda: steps(folder) >= 3)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert "interrupted; saved in" in said and "resume=true" in said
+    saved = max((folder / "checkpoints").glob("step_*"))
+    assert int(saved.name.removeprefix("step_")) == steps(folder)
+    assert not any(map(alive, pids(folder)))
+
+
+@real
+@whole
+def test_a_launcher_is_for_training(tmp_path: Path) -> None:
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "mtgrpo", "eval", f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run([BIN / "torchrun", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode and done.stderr.count("eval takes one process; start it without torchrun") == 1
+    assert not list(tmp_path.iterdir())
