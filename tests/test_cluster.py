@@ -37,7 +37,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def opened(folder: Path, **settings: Any) -> AsyncGenerator[Ranks]:
-    ranks = Ranks(Trainer, Config(folder), 2, **settings)  # type: ignore[arg-type]
+    ranks = Ranks(Trainer, Config(folder), (0, 1), **settings)  # type: ignore[arg-type]
     try:
         yield ranks
     finally:
@@ -165,7 +165,7 @@ from mtgrpo.cluster.controller import Ranks
 from scripted_rank import Config, Trainer
 
 async def main():
-    ranks = Ranks(Trainer, Config(Path(sys.argv[1])), 2)
+    ranks = Ranks(Trainer, Config(Path(sys.argv[1])), (0, 1))
     update = ranks.updating("loop", 1)
     next(update)
     os.kill(os.getpid(), signal.SIGKILL) if sys.argv[2] == "killed" else os._exit(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ class Elsewhere(ModelWeights):
 class Apart(PolicyTrainer):
     """A trainer whose model is not the engine's."""
 
-    def __init__(self, config: TrainerConfig, ranks: int) -> None:
-        super().__init__(config, ranks)
+    def __init__(self, config: TrainerConfig, devices: Sequence[int]) -> None:
+        super().__init__(config, devices)
         self.weights = lambda: Elsewhere(self.rank.model, self.rank.weights().version)
 
 

@@ -14,7 +14,7 @@ import pickle
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -52,10 +52,12 @@ class Asked:
 class Ranks(Asked):
     """Has the methods of `TrainerRank`, on all ranks. Made in a task, which is cancelled where a rank fails."""
 
-    def __init__(self, make: Callable[..., Any], config: TrainerConfig, ranks: int, still_s: float = STILL_S) -> None:
+    def __init__(
+        self, make: Callable[..., Any], config: TrainerConfig, devices: Sequence[int], still_s: float = STILL_S
+    ) -> None:
         """Start them, unless a launcher has, and `make(config, rank, ranks)` on each; raises what all of them raise.
 
-        still_s: for how long none may move in an update.
+        devices: one for each rank, a GPU where there are any. still_s: for how long none may move in an update.
         """
         self.notes: list[str] = []
         self._config, self._still_s = config, still_s
@@ -63,13 +65,13 @@ class Ranks(Asked):
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob("rank_*.json"):
             old.unlink()
-        self._signs = [_Sign(rank) for rank in range(ranks)]
+        self._signs = [_Sign(rank) for rank in range(len(devices))]
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         self._failure, self._over = "", threading.Event()
         self._changes = 0, 0
         self._sockets, self._processes = inherited_sockets(), None
         if not self._sockets:
-            self._processes = Processes(ranks, self._folder)
+            self._processes = Processes(devices, self._folder)
             self._sockets = self._processes.sockets
         training, self._saving = (_Channel(one, self._heard, self._failed) for one in self._sockets)
         super().__init__(training, "trainer")

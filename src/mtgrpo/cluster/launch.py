@@ -19,20 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.errors import ConfigError
+from mtgrpo.parallel.launch import DOOR
 from mtgrpo.runtime.processes import supervise
-from mtgrpo.runtime.resources import cores, openmp_settings
+from mtgrpo.runtime.resources import openmp_settings, threads_each
 
-DOOR = "MTGRPO_DOOR"  # what a controller that rank 0 has started is told: how many ranks there are, and its sockets
-OF_LAUNCHERS = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)"
+OF_LAUNCHERS = r"((GROUP_|ROLE_)?(RANK|WORLD_SIZE)|LOCAL_RANK|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 3.0  # for a rank to end after SIGTERM
 CONTROLLER_S = 120.0  # for a controller to end after its ranks have
-
-
-def launched_ranks() -> int:
-    """How many ranks a launcher has started, of which this process is one or the controller; 0: there is none."""
-    door = os.environ.get(DOOR)
-    return int(door.split()[0]) if door else int(os.environ.get("WORLD_SIZE") or 0)
 
 
 def inherited_sockets() -> list[socket.socket]:
@@ -43,20 +37,20 @@ def inherited_sockets() -> list[socket.socket]:
 class Processes:
     """Ranks that the controller has started on this machine; they end with it, also where it is killed."""
 
-    def __init__(self, ranks: int, folder: Path) -> None:
-        """folder: for what they print, and say of themselves."""
+    def __init__(self, devices: Sequence[int], folder: Path) -> None:
+        """devices: the GPU of each, where there are any. folder: for what they print, and say of themselves."""
         from torch.distributed import TCPStore  # noqa: PLC0415  # pyright: ignore[reportPrivateImportUsage]
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where they meet
-        common = os.environ | openmp_settings(max(1, cores() // ranks))
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(ranks)}
+        common = os.environ | openmp_settings(threads_each(len(devices)))
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(len(devices))}
         common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # rank 0 makes no store of its own
         pairs = [socket.socketpair() for _ in range(2)]
         self.sockets = [ours for ours, _ in pairs]
         self.started: list[subprocess.Popen[Any]] = []
-        for rank in range(ranks):
+        for rank, device in enumerate(devices):
             inherited = [theirs.fileno() for _, theirs in pairs] if rank == 0 else []
-            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(device)}
             command = [sys.executable, "-m", "mtgrpo.cluster.rank", str(folder), *map(str, inherited)]
             command = supervise(command, environment, grace_s=GRACE_S)
             with (folder / f"rank_{rank}.log").open("ab") as log:

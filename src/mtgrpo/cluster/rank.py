@@ -135,7 +135,7 @@ class Channel:
             self._connection.send_bytes(packed(said))
 
 
-class Worker:
+class RankWork:
     """What the channels of a rank share: its trainer, and the last snapshot."""
 
     def __init__(self, heart: Heart, store: Any) -> None:
@@ -224,15 +224,15 @@ def serve(connections: Sequence[Connection], folder: Path | None, leave: Callabl
             keep_freed_memory()
         named = zip_longest(("training", "saving"), connections)
         training, saving = [Channel(name, connection) for name, connection in named]
-        worker = Worker(heart, store)
+        work = RankWork(heart, store)
 
         def save() -> None:
             with heart.stops_by_error(leave):
-                worker.obey(saving)
+                work.obey(saving)
 
         thread = threading.Thread(target=save, daemon=True)
         thread.start()
-        worker.obey(training)
+        work.obey(training)
         thread.join(LIMIT.total_seconds())
         dist.destroy_process_group()
     leave(0)

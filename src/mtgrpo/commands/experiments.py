@@ -26,7 +26,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from mtgrpo.cluster.launch import join, launched_ranks
+from mtgrpo.cluster.launch import join
 from mtgrpo.config.compose import Composed, ExperimentLoader, composed_from, parse
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.helptext import help_text
@@ -35,6 +35,7 @@ from mtgrpo.config.run_record import claimed
 from mtgrpo.config.trust import sign
 from mtgrpo.errors import Arguments, ConfigError, RunError, program, refuse_unreadable
 from mtgrpo.model.settings import FROM_SCRATCH
+from mtgrpo.parallel.launch import DOOR
 from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback, meant, of_own_code
 from mtgrpo.record.reading import held_out_reward
 from mtgrpo.runtime.hub import stay_offline
@@ -69,7 +70,7 @@ def main(command: str, purpose: str, arguments: Sequence[str], began: CpuTimes) 
 
     Raises ConfigError for the user's mistakes, and RunError.
     """
-    if int(os.environ.get("WORLD_SIZE") or "1") > 1:
+    if os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
         if command in MEASURES:
             if os.environ.get("RANK", "0") == "0":
                 raise ConfigError(
@@ -153,7 +154,7 @@ def _start(command: str, args: argparse.Namespace, loader: ExperimentLoader, beg
 
 def _refuse_misplaced(words: Sequence[str], several: bool) -> None:
     keys = {word.partition("=")[0] for word in words}
-    if several and launched_ranks():
+    if several and DOOR in os.environ:
         raise ConfigError("torchrun starts the ranks of one run, not of --multirun; leave one of them out")
     if several and "hydra.run.dir" in keys:
         raise ConfigError("hydra.run.dir is for a single run; with --multirun give hydra.sweep.dir=PATH")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,9 +28,9 @@ class PolicyTrainer:
     One thing at a time is asked of it. `TrainerRank` says what those methods do that are not here.
     """
 
-    def __init__(self, config: TrainerConfig, ranks: int = 1) -> None:
-        """ranks: processes that train, of their own where there are several; see `mtgrpo.cluster`."""
-        self.rank = rank = TrainerRank(config) if ranks == 1 else Ranks(make_trainer, config, ranks)
+    def __init__(self, config: TrainerConfig, devices: Sequence[int] = (0,)) -> None:
+        """devices: where there are several, a process of its own trains on each; see `mtgrpo.cluster`."""
+        self.rank = rank = TrainerRank(config) if len(devices) == 1 else Ranks(make_trainer, config, devices)
         self.notes = rank.notes  # for the user, not shown yet
         self.train_s = 0.0  # seconds of training alone, in all
         self.begin, self.skip, self.load = rank.begin, rank.skip, rank.load

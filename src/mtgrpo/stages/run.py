@@ -17,7 +17,6 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from mtgrpo.chat import Chat
-from mtgrpo.cluster.launch import launched_ranks
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines import Key, RunningEngine
 from mtgrpo.errors import ConfigError
@@ -107,7 +106,8 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         sets = {name: held_out_tasks(experiment, source) for name, source in sources.items()}
         tokenizer, chat = open_tokenizer(experiment)
         experiment = _with_engine(experiment, trains, sinks.note)
-        ranks = (launched_ranks() or experiment.devices.train.count or 1) if trains else 1
+        devices = experiment.devices.train
+        ranks = devices.ids or range(devices.num or 1)
         trainer = PolicyTrainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder), ranks)
         stack.callback(trainer.close)
         longest = longest_context(experiment, trainer.weights())
