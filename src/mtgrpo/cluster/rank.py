@@ -45,14 +45,10 @@ FACTS = ("version", "model_name", "config", "dtype", "lora", "size", "traits", "
 
 def make_trainer(config: TrainerConfig, rank: int, ranks: int) -> TrainerRank:
     """What trains in this process. Its libraries take seconds to load: a rank is heard of before."""
+    from mtgrpo.policy.layouts.start import make_layout  # noqa: PLC0415
     from mtgrpo.policy.trainer import TrainerRank  # noqa: PLC0415
 
-    if rank:  # STAND-IN for `return TrainerRank(config, make_layout(config.parallel, rank, ranks))`: whole replicas,
-        from mtgrpo.policy import trainer  # noqa: PLC0415
-
-        for kind in (trainer.ModelWeights, trainer.ModelSnapshot):  # of which the first alone writes files
-            setattr(kind, "save", lambda *_: 0)  # noqa: B010  # pyright: ignore[reportUnknownLambdaType]
-    return TrainerRank(config)
+    return TrainerRank(config, make_layout(config.parallel, rank, ranks))
 
 
 class Heart:

@@ -188,7 +188,7 @@ class Objective:
         return PerToken(loss, result.clipped, metrics)
 
     def end_passes(self) -> None:
-        """An update has its losses and its gradient. Raises RunError where log-probabilities are not those of before."""
+        """An update has its losses and gradient. Raises RunError where log-probabilities are not those of before."""
         parallel = self._policy.parallel
         logp = parallel.total(self._logp)
         self._first_logp = torch.where(self._first_logp.isnan(), logp, self._first_logp)

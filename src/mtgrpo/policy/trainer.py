@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from mtgrpo.model.load import load_model
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.scorer import Scores
 from mtgrpo.model.settings import ModelSettings
+from mtgrpo.parallel import Parallel
+from mtgrpo.parallel.none import NoParallel
 from mtgrpo.policy.gradient_check import check_gradient
 from mtgrpo.policy.layouts import ParallelLayout
 from mtgrpo.policy.optimizer import Optimizer, note_of_lr
@@ -52,6 +54,7 @@ class TrainerConfig:
     temperature: float
     profile: Profile
     folder: Path  # of the run, for traces
+    parallel: Parallel = field(default_factory=NoParallel)  # how several ranks share the work
 
 
 class TrainerRank:

@@ -112,6 +112,7 @@ def trainer_config(
         temperature=experiment.sampling.temperature,
         profile=experiment.profile,
         folder=folder,
+        parallel=experiment.parallel,
     )
 
 
