@@ -188,7 +188,7 @@ def _copy(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor], keep: bool)
             old = into.get(name)
             if old is None or (old.shape, old.dtype) != (full.shape, full.dtype):
                 old = torch.empty(full.shape, dtype=full.dtype) if keep else full
-            copies[place] = old.copy_(full) if keep else full[:0]
+            copies[place] = old.copy_(full) if keep else torch.empty(0)
     return {name: copies[_place(tensor)] for name, tensor in tensors.items()} if keep else {}
 
 
