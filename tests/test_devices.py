@@ -185,7 +185,12 @@ def test_what_is_said_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             {},
             r"prompts_per_step=1 x rollout\.group_size=2: 2 conversations for 4 ranks",
         ),
-        ("optimizer.offload=true devices.train.num=2", 2, {}, r"optimizer\.offload=true takes gradients away"),
+        (
+            "optimizer.offload=true devices.train.num=2 parallel=fsdp2",
+            2,
+            {},
+            r"optimizer\.offload=true steps whole weights on the host, and parallel=fsdp2 divides them: leave it out",
+        ),
     ],
 )
 def test_contradictions_are_refused_in_a_line(words: str, gpus: int, launch: dict[str, Any], said: str) -> None:

@@ -128,3 +128,18 @@ def test_a_server_on_gpus_of_its_own_must_have_room_for_its_weights(tmp_path: Pa
     halved = replace(served, engine=Server(tensor_parallel=2).placed((1, 2), False))
     with pytest.raises(ConfigError, match="to sample"):  # the weights are no longer what is too much
         plan_sampling(halved, int(least / 0.91))
+
+
+def test_a_model_must_fit_whole_before_it_is_divided(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 24}
+    name = named(tmp_path / "deep", LlamaConfig(**SIZES | sizes, architectures=["LlamaForCausalLM"]))
+    small = ("batch.token_budget=256", "environment.max_context_length=256", "model.checkpointing=true")
+    words = (f"model.name={name}", *small)
+    placement = Placement(64, tuple(range(64)), (64,))
+    found = of(tmp_path, FSDP2(True), placement, *words)
+    weights = sum(w.nbytes for w in Skeleton(found.experiment.model, "cuda").model.parameters())
+    assert found.loading == 10**9 + weights > found.peak
+    assert of(tmp_path, DDP(), placement, *words).loading == 0
+    assert plan(found.experiment, int(found.loading / 0.91), "cuda", placement=placement).fits
+    with pytest.raises(ConfigError, match=r"is loaded whole before parallel=fsdp2 divides it, in \d\.\d\d GB, and of"):
+        plan(found.experiment, int(found.loading / 0.93), "cuda", placement=placement)

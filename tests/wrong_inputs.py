@@ -145,7 +145,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("devices.num=2", "devices."),
         ("devices.train.num=4 rollout.prompts_per_step=1 rollout.group_size=2", "2 conversations for 4 ranks"),
         ("devices.train.num=2 trainer.minibatch_trajectories=1", "1 conversations for 2 ranks"),
-        ("devices.train.num=2 optimizer.offload=true", "takes gradients away"),
+        ("devices.train.num=2 parallel=fsdp2 optimizer.offload=true", "steps whole weights on the host"),
         ("devices.train.num=2 parallel=fsdp2 optimizer.kind=adamw_8bit", "adamw_8bit"),
         ("engine=server engine.devices=[1]", "here it is devices.rollout.ids"),
         ("trainer.n_gpus_per_node=8", "here it is devices.train.num"),

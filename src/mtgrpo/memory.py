@@ -48,6 +48,7 @@ class Plan:
     rows: list[Row]
     device_bytes: int
     experiment: Experiment
+    loading: int = 0  # bytes of a whole model, before it is divided, and of what is there then
 
     def needed(self, phase: Phase) -> int:
         """Bytes that are held in `phase`."""
@@ -66,7 +67,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the device has room."""
-        return self.peak <= USABLE * self.device_bytes
+        return max(self.peak, self.loading) <= USABLE * self.device_bytes
 
     def describe(self) -> str:
         """A table: what takes how many GB (10^9 bytes) in each phase."""
@@ -100,6 +101,12 @@ def plan(
             return next((candidate for candidate in larger if candidate.fits), found)
     tried = settled[-1][-1]
     found = estimate(tried, device_bytes, device_type, taken, placement)
+    if found.loading > max(found.peak, USABLE * device_bytes):
+        raise ConfigError(
+            f"model.name={tried.model.name} is loaded whole before parallel={tried.parallel.name} divides it, in "
+            f"{_gb(found.loading)} GB, and of {_gb(device_bytes)} GB {_gb(int(USABLE * device_bytes))} can be used: "
+            "choose a smaller model"
+        )
     twice = "even with layers computed twice " if tried.model.checkpointing else ""
     raise ConfigError(
         f"model.name={tried.model.name} with batch.token_budget={tried.batch.tokens} {twice}needs "
@@ -172,13 +179,14 @@ def estimate(
         Row("head, in tiles", head, (Phase.training,)),
         Row("optimiser step", scratch // shares, (Phase.update,)),
     ]
+    loading = LIBRARIES[device_type] + taken + weights if shares > 1 else 0
     if not placement.shared:
-        return Plan([row for row in rows if row.bytes or row.name == counted], device_bytes, experiment)
+        return Plan([row for row in rows if row.bytes or row.name == counted], device_bytes, experiment, loading)
     if placement.ranks > 1 and experiment.engine.cache_share:  # the first rank's device
         rows += _controller(weights, device_type)
     of_engine, engine = experiment.engine.plan_memory(_demand(skeleton, experiment, rows, device_bytes, device_type))
     rows = [row for row in (*rows, *of_engine) if row.bytes or row.name == counted]
-    return Plan(rows, device_bytes, replace(experiment, engine=engine))
+    return Plan(rows, device_bytes, replace(experiment, engine=engine), loading)
 
 
 def planned(
@@ -329,7 +337,7 @@ def _cheaper(experiment: Experiment, ranks: int) -> list[tuple[tuple[Phase, ...]
     model, optimizer, parallel = experiment.model, experiment.optimizer, experiment.parallel
     divided = None if parallel.divides or ranks == 1 or model.quantization is not Quantization.none else FSDP2(True)
     context = experiment.environment.max_context_length or experiment.batch.context
-    offloads = optimizer.offload or optimizer.kind is Kind.adamw_8bit or ranks > 1
+    offloads = optimizer.offload or optimizer.kind is Kind.adamw_8bit or parallel.divides
     adapts = model.lora.rank or model.name in FROM_SCRATCH
     quantizes = model.lora.rank and model.quantization is Quantization.none and not parallel.divides
     again = isinstance(parallel, FSDP2) and not parallel.reshard and ranks > 1

@@ -46,10 +46,10 @@ class Parallel(Part, ABC):
                 )
         stages = {"optimizer": experiment.optimizer, **({"sft.optimizer": sft.optimizer} if sft.steps else {})}
         for setting, optimizer in stages.items():
-            if optimizer.offload:
+            if self.divides and optimizer.offload:
                 raise ConfigError(
-                    f"{setting}.offload=true takes gradients away before the {ranks} ranks sum them: leave it out; "
-                    "parallel=fsdp2 divides gradients and moments"
+                    f"{setting}.offload=true steps whole weights on the host, and parallel={self.name} divides them: "
+                    "leave it out, or set parallel=ddp"
                 )
             if self.divides and optimizer.kind.value == "adamw_8bit":
                 raise ConfigError(

@@ -30,6 +30,7 @@ PACKAGES = {  # by the module that is imported
         "model.attention=flash_attention_2, padded rows in 16 bits on a GPU",
         options=" --no-build-isolation",
     ),
+    "deepspeed": Package("deepspeed", "parallel=zero3"),
     "datasets": Package("datasets", "data sets of the Hugging Face hub", "data"),
     "pyarrow": Package("pyarrow", "Parquet files", "data"),
     "reasoning_gym": Package("reasoning-gym", "task=reasoning_gym", "reasoning-gym"),
@@ -53,7 +54,6 @@ PACKAGES = {  # by the module that is imported
     "bitsandbytes": Package("bitsandbytes", "nf4 weights, 8-bit AdamW", "gpu"),
     "accelerate": Package("accelerate", "loading nf4 weights", "gpu"),
     "liger_kernel": Package("liger-kernel", "fused layers on a GPU", "gpu"),
-    "deepspeed": Package("deepspeed", "parallel=zero3"),
     "gguf": Package("gguf", "mtgrpo data smollm2", "smollm2"),
 }
 
