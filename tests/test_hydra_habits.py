@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -402,6 +403,46 @@ def test_a_sweep_with_one_wrong_run_begins_none(run: Run, place: Path, started: 
     assert code == 2
     assert "sft.optimizer.lr" in err
     assert (started, list(place.iterdir())) == ([], [])
+
+
+OPTUNA = ("-m", "hydra/sweeper=optuna", "hydra/launcher=basic", "optimizer.lr=tag(log,interval(1e-5,1e-1))")
+
+
+def test_optuna_chooses_by_the_held_out_reward_of_the_runs_before(
+    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[tuple[float, int, float]] = []
+
+    async def learn(made: Experiment, folder: Path) -> None:
+        chosen.append((made.optimizer.lr, made.rollout.group_size, made.kl.coef))
+        reward = 1 - abs(math.log10(made.optimizer.lr) + 3) / 2 - made.kl.coef
+        (folder / "summary.json").write_text(json.dumps({"eval/reward/after": reward} if len(chosen) != 2 else {}))
+
+    monkeypatch.setattr("mtgrpo.stages.trainer.run_training", learn)
+    words = [*OPTUNA, "rollout.group_size=interval(2,4)", "kl.coef=0,0.5", "seed=3", "hydra.sweeper.trials=6"]
+    code, out, err = run("train", *words)
+    assert code == 0, err
+    assert len(chosen) == 6 and all(1e-5 <= lr <= 1e-1 and group in (2, 3, 4) for lr, group, _ in chosen)
+    lr, group, coef = max(chosen[:1] + chosen[2:], key=lambda one: 1 - abs(math.log10(one[0]) + 3) / 2 - one[2])
+    said = rf"best of 5 trials: run {chosen.index((lr, group, coef))}, held-out reward \S+, with "
+    settings = f"optimizer.lr={lr} rollout.group_size={group} kl.coef={coef:g}"
+    assert re.fullmatch(said + re.escape(settings), out.splitlines()[-1]), out
+    before = chosen[:2]
+    chosen.clear()
+    assert run("train", *words[:-1], "hydra.sweeper.trials=2")[0] == 0
+    assert chosen == before  # the same command makes the same choices
+
+
+def test_a_search_is_described_and_its_ends_are_checked(run: Run, started: list[tuple[Experiment, Path]]) -> None:
+    code, out, err = run("train", *OPTUNA, "rollout.group_size=2,4", "trainer.steps=3", "--dry-run")
+    assert code == 0, err
+    assert out.startswith(
+        "# 20 trials: optimizer.lr from 1e-05 to 0.1, on a log scale; rollout.group_size one of 2, 4; one of them:\n"
+    )
+    code, _, err = run("train", *OPTUNA, "rollout.group_size=2,-4")
+    assert (code, "rollout.group_size must be" in err, started) == (2, True, [])
+    code, _, err = run("train", *OPTUNA, "hydra.sweeper.trials=2")  # none of them has a result
+    assert (code, "none of 2 trials has come to its end" in err, len(started)) == (1, True, 2)
 
 
 @pytest.mark.real

@@ -51,7 +51,9 @@ class ProcessLauncher(Launcher):
             done.return_value = SystemExit(1) if code else held_out_reward(folder)
             results.append(done)
             failures += [f"{title} failed with exit code {code}"] if code else []
-        print(f"{len(results) - len(failures)} of {len(results)} runs done, in {root}", *failures, sep="\n", flush=True)
+        if len(results) > 1 or failures:
+            done = len(results) - len(failures)
+            print(f"{done} of {len(results)} runs done, in {root}", *failures, sep="\n", flush=True)
         return results
 
     def _subfolder(self, number: int, words: Sequence[str]) -> str:

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import functools
 import importlib
-import itertools
 import os
 import sys
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
@@ -22,16 +21,16 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from mtgrpo.cluster.launch import join
-from mtgrpo.config.compose import Composed, ExperimentLoader, composed_from, parse
+from mtgrpo.config.compose import Composed, ExperimentLoader, composed_from
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.helptext import help_text
 from mtgrpo.config.options import counterpart
 from mtgrpo.config.run_record import claimed
+from mtgrpo.config.sweep import combinations, corners, describe_space, read_space
 from mtgrpo.config.trust import sign
 from mtgrpo.errors import Arguments, ConfigError, RunError, program, refuse_unreadable
 from mtgrpo.model.settings import FROM_SCRATCH
@@ -143,7 +142,7 @@ def _start(command: str, args: argparse.Namespace, loader: ExperimentLoader, beg
                     words.append(run.enter_context(_claimed(command, words, config, several)))
                 for title, job in jobs:
                     composed = _checked(command, job, loader, offline)
-                    if args.dry_run:
+                    if args.dry_run and (title or not several):
                         show(title + described(command, composed))
                 if args.dry_run:
                     return
@@ -203,20 +202,16 @@ def _run_alone(command: str, config: DictConfig) -> float | Exception | None:
 
 
 def _jobs(config: DictConfig, loader: ExperimentLoader) -> Iterator[tuple[str, DictConfig]]:
-    """Title and configuration of each run of a plain sweep, as Hydra's sweeper makes them. Raises ConfigError."""
-    if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
-        return
-    params = [f"{key}={values}" for key, values in (config.hydra.sweeper.params or {}).items()]
-    lines: dict[str, list[str]] = {}
-    for word in parse([*params, *config.hydra.overrides.task], loader):
-        key = word.get_key_element()
-        try:
-            values = word.sweep_string_iterator() if word.is_sweep_override() else [word.get_value_element_as_str()]
-            lines[key] = [f"{key}={value}" for value in values]
-        except HydraException as error:
-            raise ConfigError(f"--multirun takes lists such as seed=1,2,3 and ranges: {error}") from error
-    for number, job in enumerate(itertools.product(*lines.values())):
-        yield f"# run {number}: {' '.join(job)}\n", loader.load_sweep_config(config, list(job))
+    """Title and configuration of each run of a sweep, "" where it only stands for others. Raises ConfigError."""
+    sweeper = config.hydra.sweeper
+    if sweeper._target_.endswith(".BasicSweeper"):
+        for number, job in enumerate(combinations(read_space(config, loader))):
+            yield f"# run {number}: {' '.join(job)}\n", loader.load_sweep_config(config, job)
+    elif sweeper._target_.endswith(".OptunaSweeper"):
+        space = read_space(config, loader)
+        title = f"# {sweeper.trials} trials: {describe_space(space)}; one of them:\n"
+        for number, job in enumerate(corners(space, sweeper.trials)):
+            yield "" if number else title, loader.load_sweep_config(config, job)
 
 
 def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline: bool) -> Composed:

@@ -300,7 +300,10 @@ def _first(override: Override) -> Override:
     """The first of the values that a sweep gives. Raises ConfigError where there is none."""
     value = override.value()
     try:
-        first = value.start if isinstance(value, IntervalSweep) else next(override.sweep_string_iterator(), None)
+        if isinstance(value, IntervalSweep) and value.start is not None:
+            first = int(value.start) if value.start.is_integer() else value.start  # Hydra reads 2 as 2.0
+        else:
+            first = next(override.sweep_string_iterator(), None)
     except HydraException as error:
         raise ConfigError(f"{override.input_line}: {error}") from error
     if first is None:

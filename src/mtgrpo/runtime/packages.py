@@ -54,6 +54,7 @@ PACKAGES = {  # by the module that is imported
     "bitsandbytes": Package("bitsandbytes", "nf4 weights, 8-bit AdamW", "gpu"),
     "accelerate": Package("accelerate", "loading nf4 weights", "gpu"),
     "liger_kernel": Package("liger-kernel", "fused layers on a GPU", "gpu"),
+    "optuna": Package("optuna", "hydra/sweeper=optuna", "optuna"),
     "gguf": Package("gguf", "mtgrpo data smollm2", "smollm2"),
 }
 
