@@ -138,17 +138,24 @@ def test_it_holds_what_the_model_was_trained_to_see(tmp_path: Path) -> None:
     card = (out / "README.md").read_text()
     assert "`tools.json` (calculator)" in card and "--tool-call-parser hermes" in card and "    Be brief." in card
     assert json.loads((out / "generation_config.json").read_text())["max_new_tokens"] == 40
-    program = (out / "chat.py").read_text()
+    program, answering = ((out / name).read_text() for name in ("chat.py", "tools.py"))
     compile(program, "chat.py", "exec")
-    assert "load(['calculator'])" in program and "range(3)" in program
+    assert "range(3)" in program and "load(['calculator'])" in answering
+    used: dict[str, Any] = {}
+    exec(compile(answering, "tools.py", "exec"), used)
+    (answer, mistake) = (used["answers"](f"<tool_call>{text}</tool_call>") for text in (json.dumps(CALL), "{"))
+    assert answer == [{"role": "tool", "name": "calculator", "content": "5"}]
+    assert len(mistake) == 1 and mistake[0]["content"].startswith("error: ") and not used["answers"]("5")
 
 
 def test_a_program_says_where_tools_go_that_need_more_than_a_function(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)  # whose environment.tools are not known
     keep_conversations(tmp_path)
-    program = (exported(path, "hf", tmp_path / "out") / "chat.py").read_text()
+    out = exported(path, "hf", tmp_path / "out")
+    program, answering = ((out / name).read_text() for name in ("chat.py", "tools.py"))
     compile(program, "chat.py", "exec")
-    assert "mtgrpo" not in program and "call the tool {name} here" in program
+    compile(answering, "tools.py", "exec")
+    assert "import mtgrpo" not in program + answering and "call the tool {name} here" in answering
 
 
 def test_without_conversations_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

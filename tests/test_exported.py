@@ -61,7 +61,8 @@ def check(run: Path, outcomes: list[bool]) -> None:
     assert abs(sum(outcomes) / len(outcomes) - measured) < 4 * error
 
 
-def test_with_plain_transformers(run: Path, tasks: list[Task]) -> None:
+def test_with_plain_transformers(run: Path, tasks: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(run / "model")  # as for `python chat.py`
     spec = importlib.util.spec_from_file_location("exported_chat", run / "model/chat.py")
     assert spec and spec.loader
     program: Any = importlib.util.module_from_spec(spec)

@@ -105,6 +105,8 @@ def card(point: Checkpoint, to: str, name: str) -> str:
     if success:
         lines += ["", "| step | held-out success |", "| --- | --- |"]
         lines += [f"| {step} | {value:.3f} |" for step, value in sorted(success.items()) if step <= point.step]
+    if "eval/greedy/after" in after:
+        lines += ["", f"Of its likeliest tokens alone: {after['eval/greedy/after']:.3f}."]
     lines += ["", "| setting | value |", "| --- | --- |"]
     lines += [f"| `{key}` | `{settings[key]}` |" for key in _SHOWN if settings.get(key)]
     return "\n".join(lines) + "\n"

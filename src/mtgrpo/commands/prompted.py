@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from jinja2.exceptions import TemplateError
 
 from mtgrpo.chat import ChatSettings, open_chat
+from mtgrpo.config.recipe import absolute
 from mtgrpo.messages import message_to_dict, messages_from
 from mtgrpo.parts import named
 from mtgrpo.runtime.files import read_lines
@@ -27,9 +28,10 @@ _USE = """
 ## Use
 
 It was trained and measured with what is in `tools.json` ({tools}) and `opening.json` (system prompt and worked
-examples, if any): without them it does something else. `example.txt` is a whole conversation as the model sees it.
+examples, if any): without them it does something else. `example.txt` is a whole conversation as the model sees it. It
+samples as in its training (`generation_config.json`).
 
-    python chat.py QUESTION        # transformers alone leads a conversation, tools included
+    python chat.py QUESTION        # with plain transformers{with_tools_here}
     vllm serve .{with_tools}
 """
 
@@ -99,34 +101,39 @@ def write_prompted(
         autoescape=False,
         keep_trailing_newline=True,
     )
-    template = settings.get("task.prompt_template", "")
-    program = environment.get_template("chat.py.jinja").render(
-        asked=f"{template!r}.replace('{{prompt}}', question)" if "{prompt}" in template else "question",
-        options=_callable_alone(settings.get("environment.tools", ""), names),
-        reader=type(chat.format).__name__ if chat.format else "",
-        max_turns=int(settings.get("environment.max_turns") or 8),
-        stop=list(chat.stop_ids),
-        sampling=sampling,
-    )
-    texts = {"chat.py": program, "example.txt": found.example}
-    contents = {"tools.json": found.tools, "opening.json": found.opening}
+    template, stop = settings.get("task.prompt_template", ""), list(chat.stop_ids)
+    facts = {
+        "asked": f"{template!r}.replace('{{prompt}}', question)" if "{prompt}" in template else "question",
+        "options": _callable_alone(settings.get("environment.tools", ""), names),
+        "reader": type(chat.format).__name__ if chat.format else "",
+        "max_turns": int(settings.get("environment.max_turns") or 8),
+        "tools": names,
+    }
+    programs = ("chat.py", "tools.py") if names else ("chat.py",)
+    texts = {name: environment.get_template(f"{name}.jinja").render(facts) for name in programs}
+    texts["example.txt"] = found.example
     generation = folder / "generation_config.json"  # what generate() and vLLM sample by, if nobody says more
-    if generation.is_file():
-        ends = {"eos_token_id": list(chat.stop_ids)}
-        contents[generation.name] = json.loads(generation.read_bytes()) | sampling | ends
+    usual = json.loads(generation.read_bytes()) if generation.is_file() else {}
+    usual = {"pad_token_id": stop[0]} | {name: value for name, value in usual.items() if value is not None}
+    sampled = usual | sampling | {"eos_token_id": stop}
+    contents: dict[str, Any] = {"tools.json": found.tools, "opening.json": found.opening, generation.name: sampled}
     texts |= {name: json.dumps(content, indent=2, ensure_ascii=False) + "\n" for name, content in contents.items()}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     system = "".join(f"\n    {line}" for one in found.opening[:1] for line in one["content"].splitlines())
     with_tools = f" --enable-auto-tool-choice --tool-call-parser {parser}" if names and parser else ""
-    use = _USE.format(tools=", ".join(names) or "no tools", with_tools=with_tools)
+    use = _USE.format(
+        tools=", ".join(names) or "no tools",
+        with_tools=with_tools,
+        with_tools_here="; tools.py answers its calls" if names else "",
+    )
     return use + (system and f"\nConversations begin with\n{system}\n")
 
 
 def _callable_alone(text: str, names: Sequence[str]) -> list[str]:
     """The options of the tools where these are functions, or parts without resources; else []."""
     try:
-        options = list(named(json.loads(text or "[]"), "environment.tools", ""))
+        options = [absolute(option) for option in named(json.loads(text or "[]"), "environment.tools", "")]
         needs = any(tool.opens for tool in load([option for option in options if ":" not in option]).values())
     except (ValueError, TypeError):
         return []
