@@ -759,7 +759,7 @@ def test_a_dry_run_begins_with_its_verdict_and_writes_nothing(run: Run, place: P
     assert out.splitlines()[1].startswith("task=calculator environment=tool_use")
     assert out.splitlines()[0] == (
         "no fault found, and nothing was run; a run would be steps of 32 tasks x 8 conversations up to "
-        "trainer.steps=25; before and after them 100 held-out tasks x 8 conversations, and a greedy one each"
+        "trainer.steps=25; before and after them at most 100 held-out tasks x 8 conversations, and a greedy one each"
     )
     values = yaml.safe_load(run("train", "--cfg", "job", "seed=3", "kl.estimator=k1")[1])
     assert (values["seed"], values["kl"]["estimator"], values["environment"]["tools"]) == (3, "k1", ["calculator"])

@@ -28,7 +28,7 @@ async def test_tools_answer_the_model_and_the_person_goes_on_where_it_would_end(
         assert not asked.done
         assert (await person.step(Message("assistant", "9\x1b[2J"))).done  # an empty line
     shown = capsys.readouterr().out
-    assert "model: -> calculator({'expression': '2+3'})\ncalculator: 5\n" in shown
+    assert 'model: -> calculator({"expression": "2+3"})\ncalculator: 5\n' in shown
     assert "model: It is 5." in shown and "\x1b" not in shown
 
 

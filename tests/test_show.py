@@ -96,20 +96,26 @@ def test_what_is_not_there_is_said(words: list[str], said: str, run_folder: Path
         main([str(run_folder), *words])
 
 
-def test_without_a_run_it_is_the_newest_that_was_started_here(
+def test_without_a_run_it_is_the_newest_below_the_working_folder(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"no run that was started in .* has metrics\.jsonl or summary\.json"):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with pytest.raises(ConfigError, match=r"no run below .* has written metrics\.jsonl or summary\.json"):
         main([])
-    places = [tmp_path / "outputs" / "2026-11-21" / "10-00-00", tmp_path / "multirun" / "2026-11-21" / "09-00-00" / "1"]
+    places = [here / place for place in ("outputs/2026-11-21/10-00-00", "multirun/2026-11-21/09-00-00/1", "runs/a")]
     for number, place in enumerate(places):
         place.mkdir(parents=True)
         shutil.copytree(run_folder / "trajectories", place / "trajectories")
-        (place / "metrics.jsonl").touch()
+        (place / "metrics.jsonl").write_text("{}\n")
         os.utime(place / "metrics.jsonl", (number, number))
+        assert main(["--count", "1"]) == 0
+        assert capsys.readouterr().out.startswith(str(place))
+    (places[0] / "metrics.jsonl").write_text("")  # of a run that only played
+    os.utime(places[0] / "metrics.jsonl", (9, 9))
     assert main(["--count", "1"]) == 0
-    assert capsys.readouterr().out.startswith(str(places[1]))
+    assert capsys.readouterr().out.startswith(str(places[2]))
 
 
 def test_a_run_that_has_only_begun_is_told_from_none(tmp_path: Path) -> None:

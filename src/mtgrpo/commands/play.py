@@ -6,6 +6,7 @@ import asyncio
 import copy
 import dataclasses
 import itertools
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,10 +24,27 @@ from mtgrpo.types import UNLIMITED, Limits, Message, Status, Task
 
 
 @dataclass
+class _Keyboard:
+    """What the person types, until they leave: with Ctrl-D, the end of the input."""
+
+    left: bool = False
+
+    async def ask(self) -> str:
+        """The next line; "" from where they have left."""
+        try:
+            return "" if self.left else (await run_in_thread(lambda: input("you: "))).strip()
+        except EOFError:
+            print()
+            self.left = True
+            return ""
+
+
+@dataclass
 class _Person(Environment):
     """Shows what the model and `world` say; where the conversation would end, the person goes on, or ends it."""
 
     world: Environment = field(default_factory=SingleTurn)
+    keyboard: _Keyboard = field(default_factory=_Keyboard)
 
     async def start(self, task: Task) -> Opening:
         self.world = copy.copy(self.world)  # of this conversation
@@ -36,15 +54,15 @@ class _Person(Environment):
         await self.world.stop()
 
     async def step(self, message: Message) -> Reply:
-        calls = [f"-> {call.name}({call.arguments})" for call in message.tool_calls]
+        calls = [f"-> {call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in message.tool_calls]
         _show("model", "\n".join(filter(None, [message.reasoning, message.content, *calls])))
         reply = await self.world.step(message)
         for answer in reply.messages:
             _show(answer.name or answer.role, answer.content)
         if not reply.done:
             return reply
-        said = await _asked()
-        return Reply((*reply.messages, Message("user", said or "")), done=not said)
+        said = await self.keyboard.ask()
+        return Reply((*reply.messages, Message("user", said)), done=not said)
 
 
 async def run_playing(experiment: Experiment, folder: Path) -> None:
@@ -53,15 +71,16 @@ async def run_playing(experiment: Experiment, folder: Path) -> None:
         runner = run.runner.at("play")
         world = runner.environment
         run.sinks.note("your words, then Enter; an empty line takes an example, or ends a conversation; Ctrl-D leaves")
-        examples = itertools.cycle(run.held_out)
+        examples, keyboard = itertools.cycle(run.held_out), _Keyboard()
         for number in itertools.count():
-            if (said := await _asked()) is None:
+            said = await keyboard.ask()
+            if keyboard.left:
                 return
             task = Task(f"play/{number}", run.experiment.task.with_prompt((Message("user", said),)))
             if not said:
                 task = next(examples)
                 _show("example", task.messages[-1].content)
-            person = _Person(max_turns=UNLIMITED, max_tool_tokens=world.max_tool_tokens, world=world)
+            person = _Person(max_turns=UNLIMITED, max_tool_tokens=world.max_tool_tokens, world=world, keyboard=keyboard)
             async with runner.open_conversation("play", task.id, 0) as sample:
                 limits = Limits(runner.limits.context_tokens)
                 shared = (sample, runner.sampling, limits, runner.condenser, runner.attend)
@@ -69,14 +88,6 @@ async def run_playing(experiment: Experiment, folder: Path) -> None:
             if ended.status is Status.TRUNCATED:
                 _show("model", ended.turns[-1].message.content if ended.turns else "")
                 run.sinks.note(f"cut by {ended.reason}")
-
-
-async def _asked() -> str | None:
-    """What the person types; None at the end of the input."""
-    try:
-        return (await run_in_thread(lambda: input("you: "))).strip()
-    except EOFError:
-        return None
 
 
 def _show(who: str, text: str) -> None:

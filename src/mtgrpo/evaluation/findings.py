@@ -115,14 +115,16 @@ def what_was_learned(summary: Mapping[str, float], samples: int) -> str:
     found = {label: [summary[f"eval/{name}/{when}"] for when in ("before", "after")] for label, name in names.items()}
     line = ", ".join(f"{label} {before:.3f} -> {after:.3f}" for label, (before, after) in found.items())
     gains = {label: after - before for label, (before, after) in found.items()}
-    rose = f"sampled success by {gains['sampled']:+.3f}, {best} by {gains.get(best, 0.0):+.3f}"
+    rose = f"sampled {gains['sampled']:+.3f}, {best} {gains.get(best, 0.0):+.3f}"
     if gains["sampled"] < _HARDLY:
-        return f"held-out success: {line}\nno gain worth a word"
-    if samples == 1:
-        return f"held-out success: {line}"
-    if gains[best] < gains["sampled"] / 2:
-        return f"held-out success: {line}\nmostly sharpening, of what {samples} samples found before ({rose})"
-    return f"held-out success: {line}\nlearned what {samples} samples had not found before ({rose})"
+        verdict = "\nno gain worth a word"
+    elif samples == 1:
+        verdict = ""
+    elif gains[best] < gains["sampled"] / 2:
+        verdict = f"\nmostly sharpening: what {samples} samples found before, fewer find now ({rose})"
+    else:
+        verdict = f"\nlearned what {samples} samples had not found before ({rose})"
+    return f"held-out success: {line}{verdict}"
 
 
 def _by_task(groups: Sequence[Group]) -> list[list[Trajectory]]:

@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,7 +97,7 @@ _FILES = ("metrics.jsonl", "summary.json")  # one of them is in every run's fold
 def find_runs(places: Sequence[Path]) -> list[Path]:
     """The folders of runs among `places`, in place of a sweep's folder those of its runs. Raises ConfigError.
 
-    Without `places` it is the newest run that was started in the working folder.
+    Without `places` it is the run below the working folder that wrote last.
     """
     runs: list[Path] = []
     for place in places or [last_written(*_FILES).parent]:
@@ -114,12 +115,13 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
 
 
 def last_written(*names: str) -> Path:
-    """What was written last of these `names` in runs that were started in the working folder. Raises ConfigError."""
-    runs = [run for pattern in ("outputs/*/*", "multirun/*/*/*") for run in Path().glob(pattern)]
-    found = [path for run in runs for name in names for path in run.glob(name)]
-    if not found:
-        raise ConfigError(f"no run that was started in {Path.cwd()} has {' or '.join(names)}: give the folder itself")
-    return max(found, key=lambda path: path.stat().st_mtime)
+    """What was written last of `names`, and is not empty, in the runs below the working folder. Raises ConfigError."""
+    runs = (".", "*", "*/*", "*/*/*", "multirun/*/*/*")  # hydra.run.dir=runs/a, outputs/DATE/TIME; of a sweep
+    found = [Path(path) for run in runs for name in names for path in glob(f"{run}/{name}")]
+    written = {path: about.st_mtime for path in found if (about := path.stat()).st_size}
+    if not written:
+        raise ConfigError(f"no run below {Path.cwd()} has written {' or '.join(names)}: name the folder of one")
+    return max(written, key=lambda path: written[path])
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:

@@ -82,7 +82,7 @@ def _planned(command: str, experiment: Experiment) -> str:
     rollout, sft, measured, asked = experiment.rollout, experiment.sft, experiment.eval, experiment.collect
     limits = [f"{name}={limit:g}" for name in LIMITS if (limit := getattr(experiment.trainer, name))]
     warm_start = f"{sft.steps:,} steps of {sft.batch_size} demonstrations"
-    evaluation = f"{measured.tasks:,} held-out tasks x {measured.samples} conversations, and a greedy one each"
+    evaluation = f"at most {measured.tasks:,} held-out tasks x {measured.samples} conversations, and a greedy one each"
     training = (
         f"steps of {rollout.prompts_per_step} tasks x {rollout.group_size} conversations up to trainer."
         f"{' or trainer.'.join(limits)}; before and after them {evaluation}"

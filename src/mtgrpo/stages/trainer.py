@@ -9,6 +9,8 @@ import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
+from textwrap import fill
 
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import RunError, program
@@ -37,17 +39,20 @@ async def run_training(experiment: Experiment, folder: Path) -> None:
     """Warm start, evaluate, train, evaluate; everything a run leaves lies in `folder`."""
     curve = Curve()
     summary = await train(experiment, folder, curve)
-    size = shutil.get_terminal_size((100, 24))
-    drawn = curve.draw(folder, min(size.columns, 100))
+    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+    drawn = curve.draw(folder, width)
     if "console" in experiment.log:
-        print(f"\n{drawn}\n\n{what_was_learned(summary, experiment.eval.samples)}\n\n{next_commands(folder)}")
+        place = folder.relative_to(Path.cwd()) if Path.cwd() in folder.parents else folder
+        learned = what_was_learned(summary, experiment.eval.samples).splitlines()
+        picture = f"the curve is in {place / 'curve.png'}"
+        print("", drawn, picture, "", *(fill(line, width) for line in learned), "", next_commands(place), sep="\n")
 
 
 def next_commands(folder: Path) -> str:
     """What to try with a run that has ended."""
     saved = sorted((folder / "checkpoints").glob("step_*"))
-    said = [f"show {folder}   # its conversations", f"report {folder}   # all on a page"]
-    said += [f"play checkpoint={saved[-1]}   # talk to it"] if saved else []
+    said = [f"show {quote(str(folder))}   # its conversations", f"report {quote(str(folder))}   # all on a page"]
+    said += [f"play {quote(f'checkpoint={saved[-1]}')}   # talk to it"] if saved else []
     return "\n  ".join(["try next:", *(f"{program()} {words}" for words in said)])
 
 
