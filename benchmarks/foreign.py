@@ -4,7 +4,7 @@ The recipe calculator, led by an agent of tests/foreign_agents.py in the place o
 seed, and from its weights GRPO with the agent, in the Python of .venv-agents (`make agents-env`). Both are taken up
 where they were interrupted, and what benchmarks/results/foreign.json has is not repeated.
 
-    foreign.AGENT = held-out success after GRPO, the mean over seeds; the goal is that of the recipe, 0.85
+    foreign.AGENT = held-out success after GRPO, the mean over seeds; the goal is 0.85
 """
 
 from __future__ import annotations
