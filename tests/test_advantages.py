@@ -150,6 +150,17 @@ def test_the_estimate_over_turns_with_a_critic() -> None:
     assert found.target.nan_to_num(-1).tolist() == [first + 1, -1, second + 2, -1]
 
 
+def test_with_a_baseline_of_the_group_the_critic_learns_what_is_left() -> None:
+    """Whole rewards 3 and 1, so +-1 about their mean; values of the first tokens: .25 and .5, then .75."""
+    algorithm, estimator = PPO(group_baseline=True), GAE(gamma=1, lam=1)
+    group = [rollout(1, [2, 0]), rollout(1, [0])]
+    values = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    found = estimator.assign(rewards(group, algorithm=algorithm), algorithm, values)
+    assert found.advantage.tolist() == [1 - 0.25, -1 - 0.5, -1 - 0.75]
+    assert found.target is not None and found.target.tolist() == [1, -1, -1]
+    assert algorithm.compares_siblings and not algorithm.needs_variance
+
+
 @pytest.mark.parametrize("estimator", [estimator for estimator in EVERY if not isinstance(estimator, GiGPO)])
 @pytest.mark.parametrize("turn_rewards", [[1.0, 1.0], [0.0, 0.0]])
 def test_equal_conversations_do_not_explode_where_the_deviation_is_divided_by(

@@ -129,6 +129,8 @@ OTHERS = (SIBLINGS - 1) / SIBLINGS  # a mean that contains the trajectory itself
         (DrGRPO(), GAE(gamma=1.0, lam=1.0), True, OTHERS),
         (PPO(whiten=False), GAE(gamma=1.0, lam=1.0), True, 1.0),
         (PPO(whiten=False), GAE(level=Level.token), True, 1.0),
+        (PPO(whiten=False, group_baseline=True), GAE(gamma=1.0, lam=1.0), True, OTHERS),
+        (PPO(whiten=False, group_baseline=True), GAE(level=Level.token), False, OTHERS),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, bool | float) else str(value),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mtgrpo.advantages import AdvantageEstimator, Assigned
@@ -19,9 +19,10 @@ class GAE(AdvantageEstimator):
     delta_k = r_k + gamma V_k+1 - V_k, A_k = sum over l >= k of (gamma lam)^(l - k) delta_l, target_k = A_k + V_k
 
     The outcome is part of the last r. A turn's state is the one before its first token (arXiv:2512.17008); a tool's
-    reply is no step, at either level. Without a critic (every algorithm but ppo) V = 0 and the group's baseline of the
-    whole reward is subtracted at the end: without rewards for turns A_k = (gamma lam)^(K - k) (R - mean), that is, the
-    earlier of K turns get less. The scale, where the algorithm has one, is the deviation of all A_k of the group.
+    reply is no step, at either level. The outcome is relative to the algorithm's baseline, which with ppo is 0, or the
+    mean of the group. Without a critic (every algorithm but ppo) V = 0 and the group's baseline of the whole reward is
+    subtracted at the end: without rewards for turns A_k = (gamma lam)^(K - k) (R - mean), that is, the earlier of K
+    turns get less. The scale, where the algorithm has one, is the deviation of all A_k of the group.
     When: with ppo; without a critic, to prefer what is near the end of long conversations.
     """
 
@@ -61,7 +62,8 @@ class GAE(AdvantageEstimator):
         if values is None:
             return Assigned(self._without_critic(rewards, algorithm)[rewards.turn])
         gamma, lam = self.discounts
-        trajectory, per_step = rewards.steps(self.level)
+        centre = algorithm.baseline(rewards.totals(), rewards.group).centre
+        trajectory, per_step = replace(rewards, outcome=rewards.outcome - centre).steps(self.level)
         turn, first = rewards.turn, is_first(rewards.turn)
         state = values
         if self.level is Level.turn:

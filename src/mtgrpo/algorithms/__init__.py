@@ -118,7 +118,7 @@ class Algorithm(ABC):
         if self.has_critic and not value_head:
             raise ConfigError(f"algorithm {name} learns values and needs a head for them: set model.value_head=true")
         if value_head and not self.has_critic:
-            cure = "leave it out, or set algorithm=ppo advantage=gae, which learns and uses values"
+            cure = "leave it out, or set algorithm=ppo advantage=gae, with siblings too algorithm.group_baseline=true"
             raise ConfigError(f"model.value_head=true, but algorithm {name} has no critic: {cure}")
         if size < 2 and self.compares_siblings:
             raise ConfigError(f"algorithm {name} compares siblings: rollout.group_size must be >= 2, got {size}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtgrpo.algorithms import Baseline, Tensor
-from mtgrpo.algorithms.grpo import ClippedSurrogate
+from mtgrpo.algorithms.grpo import ClippedSurrogate, group_mean
 from mtgrpo.algorithms.reinforce_pp import whiten
 from mtgrpo.errors import require
 
@@ -18,12 +18,14 @@ class PPO(ClippedSurrogate):
         + value_coef / 2 max((V - target)^2, (clip(V, V_old - value_clip, V_old + value_clip) - target)^2)
 
     The value loss is averaged over the states that have a target. V is computed from the hidden states of the policy's
-    own forward pass.
+    own forward pass. With group_baseline the reward of a trajectory is R_i - mean(R) of its group, and V learns that:
+    how hard a task is, siblings tell, and the critic what else a turn is worth.
     When: rewards come at single turns and conversations are long: a critic tells good turns from bad ones.
     """
 
     value_coef: float = 0.5  # weight of the value loss
     value_clip: float = 0.2  # clip range of a value around its old one; 0 = no clip
+    group_baseline: bool = False  # rewards relative to the mean of the group, as GRPO's
     whiten: bool = True  # advantages to mean 0 and variance 1 over the trained tokens of the batch
 
     def __post_init__(self) -> None:
@@ -32,10 +34,10 @@ class PPO(ClippedSurrogate):
 
     @property
     def compares_siblings(self) -> bool:
-        return False
+        return self.group_baseline
 
     def baseline(self, returns: Tensor, group: Tensor) -> Baseline:
-        return Baseline(returns.new_zeros(len(returns)))
+        return Baseline(group_mean(returns, group) if self.group_baseline else returns.new_zeros(len(returns)))
 
     def normalise(self, advantage: Tensor) -> Tensor:
         return whiten(advantage) if self.whiten else advantage

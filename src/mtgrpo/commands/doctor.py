@@ -21,6 +21,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from mtgrpo import __version__
@@ -43,7 +44,7 @@ _LEAST_DISK_GIB = 1
 _TIMEOUT_S = 5.0
 _THREADS, _WAIT = "OMP_NUM_THREADS", "OMP_WAIT_POLICY"
 _HUB_CURE = "mtgrpo doctor --online, with a network and without HF_HUB_OFFLINE; HF_ENDPOINT=ADDRESS of a mirror"
-_COLORS = {"ok": "green", "missing": "yellow", "broken": "red", "skipped": "dim"}
+_COLORS = {"ok": "green", "optional": "dim", "broken": "red", "skipped": "dim"}
 
 
 class State(Enum):
@@ -254,7 +255,7 @@ def _data() -> Finding:
     named = os.environ.get("MTGRPO_DATA", "")
     folder = Path(named) if named else find_near("../shared/data")
     if folder.is_dir():
-        return State.ok, f"{sum(part.is_dir() for part in folder.iterdir())} data sets in {folder}"
+        return State.ok, f"{sum(part.is_dir() for part in folder.iterdir())} data sets in {folder.resolve()}"
     return (State.broken, f"MTGRPO_DATA={named} is no folder") if named else (State.missing, "MTGRPO_DATA is not set")
 
 
@@ -298,13 +299,18 @@ def _show(checks: Sequence[Check], broken: Sequence[str]) -> None:
     wide = max(len(check.name) for check in checks)
     here = [check for check in checks if check.name.startswith(_EXTRA) and check.state is State.ok]
     extras = ", ".join(check.name.removeprefix(_EXTRA) for check in here) or "none"
+    rows = Table.grid(padding=(0, 2))
     for check in [*(check for check in checks if check not in here), Check("extras", State.ok, extras)]:
-        state = check.state.value
+        state = "optional" if check.state is State.missing else check.state.value
         why = f"; for {check.purpose}: {check.cure}" if check.state in (State.missing, State.skipped) else ""
-        found = f"{check.name:<{wide}}  {check.found}"
-        out.print(Text.assemble("  ", (f"{state:<9}", _COLORS[state]), found, (why, "dim")))
         if check.state is State.broken:
-            margin = " " * (wide + 13)
-            out.print(Text(f"{margin}for: {check.purpose}\n{margin}type: {check.cure}", "dim"))
+            why = f"\nfor: {check.purpose}\ntype: {check.cure}"
+        parts = [f"  {state:<8}", check.name, Text.assemble(check.found, (why, "dim"))]
+        rows.add_row(Text(parts[0], _COLORS[state]), *parts[1:])
+        if not out.is_terminal:
+            lines = str(parts[2]).replace("\n", "\n" + " " * (wide + 14))
+            out.print(f"{parts[0]}  {check.name:<{wide}}  {lines}")
+    if out.is_terminal:
+        out.print(rows, soft_wrap=False)
     all_here = "\nEverything that training needs is here."
     out.print(f"\nTraining will not start: {', '.join(broken)}." if broken else all_here)

@@ -70,7 +70,7 @@ def read_primary(name: str, folders: Sequence[Path]) -> Recipe:
         return Recipe(f"--config-name {name}", {"recipe": name}, {})
     if path is None:
         looked = f"not in {', '.join(map(str, folders))}" if folders else "give --config-dir FOLDER"
-        raise ConfigError(f"--config-name {name}: there is no {name}.yaml; {looked}")
+        raise ConfigError(f"--config-name {name}: there is no {name}.yaml; {meant(name, recipes(folders))}{looked}")
     own, inherited = _read(path, f"--config-name {name}", primary=True)
     if wrong := set(inherited) - {SELF, "base"}:
         raise ConfigError(f"{path} inherits {wrong.pop()!r}; it can name recipes, as `override /recipe: [a, b]`")

@@ -50,10 +50,11 @@ class Budget:
 
 
 def described(command: str, composed: Composed) -> str:
-    """The verdict of the checks with what a run would take, and the options that were chosen."""
+    """The verdict of the checks with what a run would take, what it would note, and the options that were chosen."""
     choices = " ".join(f"{group}={option}" for group, option in composed.choices.items())
     plan, own = _planned(command, composed.experiment), untried(composed.experiment)
-    lines = [f"no fault found, and nothing was run{own}; a run would be {plan}", choices]
+    notes = composed.experiment.notes if command == "train" else []
+    lines = [f"no fault found, and nothing was run{own}; a run would be {plan}", *notes, choices]
     if command in ("train", "sft"):
         lines += _placed(composed.experiment)
     return "\n".join([*lines, "--cfg job prints every setting"])
