@@ -625,7 +625,7 @@ def test_a_recipe_of_ones_own_is_checked(content: str, said: str, place: Path) -
         (["eval"], "eval needs checkpoint="),
         (["eval", "model.name=tiny-2m"], "eval needs checkpoint="),
         (["collect"], "collect needs checkpoint="),
-        (["show"], "has metrics.jsonl or summary.json: give the folder itself"),
+        (["show"], "has written metrics.jsonl or summary.json: name the folder of one"),
         (["export"], "the following arguments are required: CHECKPOINT, --out; mtgrpo export --help lists"),
         (["show", "away"], "away holds no run"),
         (["launch", "vllm"], "the following arguments are required: --model"),

@@ -280,7 +280,6 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("checkpoint=torn/checkpoints/step_000002", "damaged"),
         ("checkpoint=run/checkpoints/step_000002 recipe=gsm8k", "leave recipe= out"),
         ("checkpoint=run/checkpoints/step_000002 eval.task=3", "did you mean eval.tasks?"),
-        ("checkpoint=latest", "has checkpoints/step_*"),
         ("checkpoint=run/checkpoints/step_000003", "there is no folder"),
         ("checkpoint=", "checkpoint="),
         ("model.name=./nowhere", "./nowhere"),
@@ -318,7 +317,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("checkpoint=run --out out", "checkpoint"),
     ],
     "show": [
-        ("", "give the folder itself"),
+        ("", "has kept no conversations yet"),
         ("away", "away"),
         ("bare", "holds no run"),
         ("things", "holds no run"),
@@ -331,7 +330,6 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("run --steps 7 --x", "--x"),
     ],
     "report": [
-        ("", "give the folder itself"),
         ("away", "away"),
         ("run away", "away"),
         ("things", "holds no run"),
@@ -339,7 +337,6 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("run --format pdf", "--format"),
     ],
     "watch": [
-        ("", "give the folder itself"),
         ("away", "away"),
         ("things --once", "holds no run"),
         ("run --every 3", "--every"),

@@ -18,52 +18,52 @@ _BEGAN = read_cpu_times()  # what the cores do from here on, until torch is impo
 EXPERIMENTS = {
     "train": "warm start, evaluate, train, evaluate",
     "sft": "the warm start alone",
-    "eval": "measure checkpoint=latest, or checkpoint=RUN/checkpoints/step_000025; or model.name=NAME",
-    "collect": "conversations of such a policy, also to fine-tune on: collect.form=messages",
-    "serve": "such a policy behind the endpoint of agents, to try one by hand",
+    "eval": "measure checkpoint=latest, checkpoint=FOLDER or model.name=NAME",
+    "collect": "its conversations, also to fine-tune on: collect.form=messages",
+    "serve": "such a policy behind an endpoint, to try an agent by hand",
     "play": "talk to such a policy and its tools in the terminal",
 }
 READERS = {  # commands about runs and machines, with flags and a module of their own
-    "show": "conversations of a run, or of the newest here: show [RUN] [--step N] [--failures]",
+    "show": "conversations of a run, or of the newest: show [RUN] [--failures]",
     "report": "what runs did and learned, on one page: report [RUN ...]",
-    "export": "a checkpoint as a model for others: export RUN --to hf|peft|merged --out DIR",
+    "export": "a model for others: export RUN --to hf|peft|merged --out DIR",
     "watch": "a run, live in the terminal: watch [RUN]",
-    "launch": "a vLLM server for engine=server engine.url=[...]: launch vllm --model MODEL",
+    "launch": "a vLLM server for engine.url=[...]: launch vllm --model MODEL",
     "doctor": "what this machine has of what training can use",
-    "data": "files and models: data gsm8k, data smollm2, data check FILE, data build FILE",
+    "data": "files, models: data gsm8k|smollm2, data check FILE, data build FILE",
 }
 COMMANDS = {**EXPERIMENTS, **READERS}
 USAGE = f"""\
-mtgrpo {__version__}: GRPO training of language-model agents over multi-turn conversations that use tools
+mtgrpo {__version__}: GRPO for language-model agents with tools, over many turns
 
 mtgrpo COMMAND [KEY=VALUE ...]
 
-{chr(10).join(f"  {name:<8}{text}" for name, text in COMMANDS.items())}
+{chr(10).join(f"  {name:<9}{text}" for name, text in COMMANDS.items())}
 
-  --help, -h              this text; after a command: its options; --help WORD: those of WORD
-  --dry-run               find what a run would refuse, run nothing; no hub is asked
-  --dry-run --online      the same, and what lies on a hub is checked too
-  --multirun, -m          one run for each combination of KEY=VALUE1,VALUE2
-  --cfg job|hydra|all     print the configuration (with --resolve, --package NAME)
-  --config-dir FOLDER     a folder of your own with recipes (recipe/NAME.yaml) and configurations
-  --config-name NAME      the configuration NAME.yaml there, in place of the built-in one
-  --info [WHAT]           what Hydra does: config, defaults, defaults-tree, plugins, searchpath
-  --shell-completion      eval "$(mtgrpo -sc install=bash)"
-  --version               the version
+  --help, -h            this text; after a command its options; --help WORD
+  --dry-run             find what a run would refuse, and run nothing
+  --dry-run --online    the same, and what lies on a hub is checked too
+  --multirun, -m        one run for each combination of KEY=VALUE1,VALUE2
+  --cfg job|hydra|all   print the configuration (--resolve, --package NAME)
+  --config-dir FOLDER   your own recipes (recipe/NAME.yaml) and configurations
+  --config-name NAME    one of these, or a recipe, in place of the built-in one
+  --info [WHAT]         of Hydra: config, defaults, defaults-tree, plugins, ...
+  --shell-completion    eval "$(mtgrpo -sc install=bash)"
+  --version             the version
 
-  mtgrpo train                                          the recipe calculator: minutes on a CPU
+  mtgrpo train                                   # the demo: minutes on a CPU
   mtgrpo train recipe=gsm8k model.name=Qwen/Qwen3-1.7B
-  mtgrpo train recipe=[gsm8k,lora] optimizer.lr=1e-5    what stands to the right wins
+  mtgrpo train recipe=[gsm8k,lora] optimizer.lr=1e-5     # the last word wins
   mtgrpo train seed=1,2,3 algorithm.clip_high=0.28 --multirun
-  mtgrpo train reward=path/to/file.py:MyReward task=jsonl task.path=my.jsonl
-  mtgrpo train agent=python agent.function=my_agent.py:solve task=jsonl task.path=my.jsonl
-  mtgrpo train hydra.run.dir=FOLDER resume=true         goes on with what is there, if anything is
-  mtgrpo eval checkpoint=PATH trust_code=true           reaches what a received record names
-  mtgrpo eval checkpoint=PATH --fail-under 0.8          exit code 1 where held-out success is lower
+  mtgrpo train reward=my.py:MyReward task=jsonl task.path=my.jsonl
+  mtgrpo train agent=python agent.function=my.py:solve recipe=jsonl
+  mtgrpo train hydra.run.dir=FOLDER resume=true  # goes on with what is there
+  mtgrpo eval checkpoint=PATH trust_code=true    # reaches what a record names
+  mtgrpo eval checkpoint=PATH --fail-under 0.8   # exit code 1 below that
 
-A run is kept in outputs/DATE/TIME, several in multirun/DATE/TIME; hydra.run.dir=PATH and
-hydra.sweep.dir=PATH choose another place.
-Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wrong."""
+Runs are kept in outputs/DATE/TIME, several in multirun/DATE/TIME, or in
+hydra.run.dir=PATH and hydra.sweep.dir=PATH.
+Exit codes: 0 done, 1 the run failed, 2 the command or a setting is wrong."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
