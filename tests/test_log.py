@@ -334,6 +334,22 @@ def test_the_time_left(first: int, clock: list[float], tmp_path: Path, capsys: p
     assert capsys.readouterr().out.splitlines()[-1].endswith("ETA 1:15:00")  # 50 steps of 90 s
 
 
+def test_what_is_played_of_a_step_is_counted_until_the_step_is_logged() -> None:
+    bar = console_module.Console()
+
+    def shown() -> str:
+        out = io.StringIO()
+        rich_console.Console(file=out, width=200).print(bar._panel())
+        return out.getvalue().splitlines()[0]
+
+    bar.stage("reinforcement learning", 3)
+    bar.played()
+    bar.played()
+    assert "0/3  2 conversations  " in shown()
+    bar.log(TRAINING, 1)
+    assert "1/3" in shown() and "conversations" not in shown()
+
+
 def test_names_of_stages_and_sets_are_data() -> None:
     bar, shown = console_module.Console(), io.StringIO()
     bar.stage("warm\x1b[2J", 3)

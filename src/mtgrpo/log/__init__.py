@@ -43,6 +43,9 @@ class Sink(Part, ABC):
     def progress(self, done: int) -> None:
         """So many steps of the stage are done; there are no metrics of them yet."""
 
+    def played(self) -> None:
+        """A conversation of the step that is under way has ended."""
+
 
 @dataclass
 class Tracker(Sink, ABC):
@@ -140,6 +143,9 @@ class Sinks:
 
     def progress(self, done: int) -> None:
         self._each(lambda sink: sink.progress(done))
+
+    def played(self) -> None:
+        self._each(lambda sink: sink.played())
 
     def tell(self, notes: list[str]) -> None:
         """Note each of `notes`, of which nothing is left."""

@@ -87,6 +87,7 @@ class Console(Sink):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Show the newest value of each metric."""
         self._rows.append(metrics)
+        self._played = 0
         self._obstacles = _obstacles(metrics)
         self._move(step)
         if 0 < self._total <= step:
@@ -102,6 +103,10 @@ class Console(Sink):
         self._move(done)
         if begins_tenth and done < self._total and not self._interactive:
             self._line([])
+
+    def played(self) -> None:
+        """Count it, for a step of a large model takes minutes."""
+        self._played += 1
 
     def note(self, text: str) -> None:
         """Lines that stay, above the bar; a terminal's are broken between words."""
@@ -124,7 +129,7 @@ class Console(Sink):
             self._live = None
 
     def _begin(self, name: str, total: int) -> None:
-        self._name, self._total, self._done = name, total, 0
+        self._name, self._total, self._done, self._played = name, total, 0, 0
         self._unit = "conversation" if name == EVALUATION else "step"  # of what is counted
         self._rows = deque[Mapping[str, float]](maxlen=_COURSE)
         self._obstacles: list[str] = []
@@ -136,7 +141,8 @@ class Console(Sink):
 
     def _panel(self) -> Group:
         count = f"{self._done}/{self._total}" if self._total else f"step {self._done}"
-        shown = panel(self._name, [count, self._times()], self._done, self._total, list(self._rows), self._out)
+        played = f"{self._played} conversations" if self._played else ""
+        shown = panel(self._name, [count, played, self._times()], self._done, self._total, list(self._rows), self._out)
         return Group(shown, *(Text(f"  {obstacle}", no_wrap=True) for obstacle in self._obstacles))
 
     def _times(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 
 from mtgrpo.advantages.rewards import Rewards, comparable, rewards_of
 from mtgrpo.batch.forest import Batch, build_batch
@@ -18,7 +19,7 @@ from mtgrpo.rollout.settings import Difficulty
 from mtgrpo.rollout.stream import Stream
 from mtgrpo.stages.policy_trainer import update_config
 from mtgrpo.stages.run import Run
-from mtgrpo.types import Group
+from mtgrpo.types import Group, Sample
 
 
 def make_stream(run: Run, journal: Journal) -> Stream:
@@ -30,9 +31,16 @@ def make_stream(run: Run, journal: Journal) -> Stream:
         left = comparable([group], algorithm)
         return bool(left) and chosen.keeps(left[0], experiment.reward.success_at, algorithm.shaped_reward)
 
-    batches = chosen.max_batches if chosen.refill else 1
     opened = journal.recording(run.runner.open_conversation, experiment.environment.replayable)
-    runner = dataclasses.replace(run.runner, open_conversation=opened)
+
+    @asynccontextmanager
+    async def counted(scope: str, task: str, sample_index: int) -> AsyncGenerator[Sample]:
+        async with opened(scope, task, sample_index) as sample:
+            yield sample
+        run.sinks.played()
+
+    batches = chosen.max_batches if chosen.refill else 1
+    runner = dataclasses.replace(run.runner, open_conversation=counted)
     difficulty = Difficulty(experiment.curriculum, experiment.reward.success_at, experiment.seed)
     return Stream(runner, run.tasks, experiment.rollout, keeps, batches, journal, difficulty)
 
