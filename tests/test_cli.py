@@ -389,7 +389,7 @@ def test_a_warm_start_without_demonstrations_is_refused(command: str, run: Run, 
         ("environment.tools=[abacus]", ["'abacus'", "known: calculator"]),
         ("sampling.temperature=-1", ["sampling.temperature must be >= 0", "got -1.0"]),
         ("rollout.group_size=1", ["rollout.group_size must be >= 2, got 1"]),
-        ("task=jsonl", ["task.path= and task.train_files=[]: give one of them"]),
+        ("task=jsonl", ["no file of tasks is named: give task.path=FILE"]),
         ("algorithm=ppo", ["algorithm PPO has a critic", "set advantage=gae"]),
         ("algorithm=ppo advantage=gae", ["set model.value_head=true"]),
         (

@@ -360,8 +360,8 @@ def test_lists_of_files_are_checked(tmp_path: Path) -> None:
     a, b = (str(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])) for name in "ab")
     folder, away = str(tmp_path), str(tmp_path / "away.jsonl")
     for source, parts in (
-        (Jsonl(), ["task.path= and task.train_files=[]", "give one of them"]),
-        (Jsonl(path=a, train_files=[b]), [f"task.path={a}", f"task.train_files=[{b}]", "give one of them, not both"]),
+        (Jsonl(), ["no file of tasks is named: give task.path=FILE"]),
+        (Jsonl(path=a, train_files=[b]), [f"task.path={a}", f"task.train_files=[{b}]", "give one, not both"]),
         (
             Jsonl(train_files=[a, away]),
             [f"task.train_files=[{a},{away}]", f"no such file or folder of .jsonl files: {away!r}"],
@@ -382,7 +382,7 @@ def test_lists_of_files_are_checked(tmp_path: Path) -> None:
             assert [part for part in parts if part not in message] == [], message
     alone = Jsonl(val_files=[a])  # enough for one of `eval.sets`
     assert [task.id for task in alone.stream(Split.eval, 0, repeat=False)] == ["a/1"]
-    assert "task.path= and task.train_files=[]" in error_of(lambda: alone.stream(Split.train, 0))
+    assert "no file of tasks is named" in error_of(lambda: alone.stream(Split.train, 0))
 
 
 def test_jsonl_of_200k_rows_is_streamed(tmp_path: Path) -> None:
@@ -445,7 +445,7 @@ def test_a_column_the_user_named_must_exist(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_named_with_their_option(tmp_path: Path) -> None:
-    assert "task.path= and task.train_files=[]" in error_of(lambda: Jsonl().stream(Split.train, 0))
+    assert "no file of tasks is named" in error_of(lambda: Jsonl().stream(Split.train, 0))
     message = error_of(lambda: Jsonl(path=str(tmp_path / "none.jsonl")).stream(Split.train, 0))
     assert "task.path=" in message and "none.jsonl" in message
     assert "no such file or folder of .jsonl files" in error_of(

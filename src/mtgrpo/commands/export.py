@@ -55,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{point.path}: its {STATE} is not that of a run") from error
     if args.dry_run:
+        print(f"no fault found, and nothing was written; it would be {TO[args.to]}, of step {point.step}")
         return 0
     left_out = (*TRAINING_FILES, *(_ADAPTER if args.to == "merged" else ()))
     with put_whole(out) as partial:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TypeGuard
+from textwrap import fill
+from typing import TextIO, TypeGuard
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST = 3000  # characters of a text that are shown
@@ -61,14 +63,22 @@ def printable(text: str) -> str:
 def show(text: str) -> None:
     """Print for the person at the terminal, who may have seen enough, as `| head` does."""
     try:
-        print(printable(text), flush=True)
+        print(_fitted(printable(text), sys.stdout), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(text: str) -> None:
     """Tell the person at the terminal what is wrong. The text may quote what somebody else wrote."""
-    print(f"mtgrpo: {printable(text)}", file=sys.stderr)
+    print(_fitted(f"mtgrpo: {printable(text)}", sys.stderr), file=sys.stderr)
+
+
+def _fitted(text: str, out: TextIO) -> str:
+    """With lines that are longer than a terminal's broken between words; paths and commands stay in one piece."""
+    if not out.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
