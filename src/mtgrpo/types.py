@@ -19,7 +19,8 @@ from mtgrpo.errors import require
 
 SUMMARY = "summary"  # in a demonstration, the name of an assistant's message that answers a condenser
 UNLIMITED = 2**40  # tokens or requests, where nothing limits them
-LEARNING, EVALUATION = "reinforcement learning", "evaluation"  # stages of a run, as its record names them
+LEARNING, EVALUATION, COLLECTING = "reinforcement learning", "evaluation", "collecting"  # stages, as records name them
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 

@@ -21,7 +21,7 @@ from rich.text import Text
 from mtgrpo.log import Sink
 from mtgrpo.parts import RunContext
 from mtgrpo.runtime.text import clock, is_number, printable, sparkline
-from mtgrpo.types import EVALUATION, LEARNING
+from mtgrpo.types import COLLECTING, EVALUATION, LEARNING
 
 _SHOWN = {  # metric: its name and how it is written, in order of importance
     "reward/mean": ("reward", "{:.3f}"),
@@ -46,6 +46,7 @@ _ABOUT = {  # stage: what happens there, and why
     EVALUATION: "on tasks that it never trains on, sampled and by its likeliest tokens",
     LEARNING: "what did better than its siblings on a task becomes likelier",
 }
+_UNITS = {EVALUATION: "conversation", COLLECTING: "task"}  # what is counted, where it is no step
 _COURSE = 200  # rows of metrics whose course is drawn
 _LINES = 20  # at most about so many lines per stage where lines are plain
 
@@ -130,7 +131,7 @@ class Console(Sink):
 
     def _begin(self, name: str, total: int) -> None:
         self._name, self._total, self._done, self._played = name, total, 0, 0
-        self._unit = "conversation" if name == EVALUATION else "step"  # of what is counted
+        self._unit = _UNITS.get(name, "step")
         self._rows = deque[Mapping[str, float]](maxlen=_COURSE)
         self._obstacles: list[str] = []
         self._due = {False: 0, True: 0}  # the step of the next plain line; evaluations have lines of their own

@@ -28,7 +28,7 @@ from mtgrpo.stages.metrics import describe, share_that_varies
 from mtgrpo.stages.resume import differences
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.tasks import Split
-from mtgrpo.types import EVALUATION, Group, Task
+from mtgrpo.types import COLLECTING, EVALUATION, Group, Task
 
 _SHARE = 8  # beside training, an evaluation has one of so many conversations
 Play = Callable[[RolloutRunner, Task, int], Coroutine[Any, Any, Group]]  # so many samples of a task
@@ -217,7 +217,7 @@ async def run_collection(experiment: Experiment, folder: Path) -> None:
         tasks = experiment.task.stream(split, seed, repeat=False)  # each once
         runner, path, at_once = run.runner.at("collect"), folder / wanted.file, experiment.rollout.prompts_per_step
         done = written = 0
-        run.sinks.stage("collecting", wanted.tasks)
+        run.sinks.stage(COLLECTING, wanted.tasks)
         with open_rows(path, wanted.form is Form.messages) as write:
             # As many tasks at once as a training step has, so that memory does not grow with the file.
             while chosen := list(itertools.islice(tasks, min(at_once, wanted.tasks - done))):
