@@ -305,11 +305,11 @@ def _show(checks: Sequence[Check], broken: Sequence[str]) -> None:
         why = f"; for {check.purpose}: {check.cure}" if check.state in (State.missing, State.skipped) else ""
         if check.state is State.broken:
             why = f"\nfor: {check.purpose}\ntype: {check.cure}"
-        parts = [f"  {state:<8}", check.name, Text.assemble(check.found, (why, "dim"))]
-        rows.add_row(Text(parts[0], _COLORS[state]), *parts[1:])
+        found = Text.assemble(check.found, (why, "dim"))
+        rows.add_row(Text(f"  {state:<8}", _COLORS[state]), check.name, found)
         if not out.is_terminal:
-            lines = str(parts[2]).replace("\n", "\n" + " " * (wide + 14))
-            out.print(f"{parts[0]}  {check.name:<{wide}}  {lines}")
+            lines = found.plain.replace("\n", "\n" + " " * (wide + 14))
+            out.print(f"  {state:<8}  {check.name:<{wide}}  {lines}")
     if out.is_terminal:
         out.print(rows, soft_wrap=False)
     all_here = "\nEverything that training needs is here."
