@@ -362,6 +362,16 @@ def test_a_sweep_is_hydra_s_own(run: Run, place: Path, started: list[tuple[Exper
     ]
 
 
+def test_a_sweep_goes_on_in_its_folder(run: Run, place: Path, started: list[tuple[Experiment, Path]]) -> None:
+    words = ["train", "-m", "seed=3,4", "hydra/launcher=basic", "hydra.sweep.dir=all", "resume=true"]
+    for _ in range(2):
+        code, _, err = run(*words)
+        assert code == 0, err
+    assert [path.name for _, path in started] == ["0", "1"] * 2
+    code, _, err = run(*words[:-1])
+    assert (code, "is not empty" in err) == (2, True)
+
+
 def test_settings_of_an_option_that_a_sweep_chooses(run: Run, started: list[tuple[Experiment, Path]]) -> None:
     code, _, err = run("train", "-m", "reward=numeric,em", "reward.success_at=0.5", "hydra/launcher=basic")
     assert code == 0, err

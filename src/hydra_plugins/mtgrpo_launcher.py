@@ -39,8 +39,9 @@ class ProcessLauncher(Launcher):
         command = [sys.executable, "-m", "mtgrpo", str(JobRuntime.instance().get("name")), *self._loader.flags]
         results: list[JobReturn] = []
         failures: list[str] = []
+        fixed = {word.casefold() for word in cast(Any, given)["task"]}  # Hydra makes true True
         for number, words in enumerate(job_overrides, initial_job_idx):
-            varied = [word.replace("\\", "") for word in words if word not in cast(Any, given)["task"]]
+            varied = [word.replace("\\", "") for word in words if word.casefold() not in fixed]
             title = f"run {number} ({' '.join(varied)})"
             print(title, flush=True)
             folder = Path(root, self._subfolder(number, words))

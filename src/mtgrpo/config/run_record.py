@@ -109,7 +109,7 @@ def claimed(folder: Path, chosen: bool, resumed: bool = False) -> Generator[Path
                 raise ConfigError(
                     f"the folder {place} is not empty: a run needs one of its own, or resume=true to go on with it"
                 ) from error
-            if held.isdisjoint({".hydra", "versions.json"}) and held:
+            if held.isdisjoint({".hydra", "versions.json", "multirun.yaml"}) and held:
                 raise ConfigError(
                     f"the folder {place} holds other things and no run: resume=true goes on in the folder of a run, or "
                     "begins in an empty one"
