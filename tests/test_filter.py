@@ -29,7 +29,7 @@ def group(*rewards: float, statuses: dict[int, Status] | None = None, name: str 
 
 
 def kept(settings: Filter, one: Group, algorithm: GRPO | None = None) -> bool:
-    return settings.keeps(one, 1.0, (algorithm or GRPO()).shaped_reward)
+    return not settings.refuses(one, 1.0, (algorithm or GRPO()).shaped_reward)
 
 
 def test_without_a_filter_everything_is_trained() -> None:
@@ -97,10 +97,10 @@ def batches(count: int, most: int, staleness: int = 0) -> list[RolloutBatch]:
     async def play() -> list[RolloutBatch]:
         tasks = IndexedStream(None, lambda index: Task(str(index), ()), seed=0)
         settings = RolloutSettings(prompts_per_step=4, max_staleness=staleness)
-        keeps = Filter(zero_variance=True).keeps
+        refuses = Filter(zero_variance=True).refuses
 
         def chosen(one: Group) -> bool:
-            return keeps(one, 1.0, GRPO().shaped_reward)
+            return not refuses(one, 1.0, GRPO().shaped_reward)
 
         stream = Stream(cast(RolloutRunner, Dealer()), tasks, settings, chosen, most)
         found = [await stream.batch(version) for version in range(count)]
@@ -134,3 +134,12 @@ def test_a_refill_ends() -> None:
     (played,) = batches(1, most=2)
     assert len(played.groups) == 8
     assert 2 <= len(played.trained) < 4
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [(group(1, 1), "rewards are all equal"), (group(0, 0, 0, 1), "too hard"), (group(1, 1, 1, 0), "too easy")],
+)
+def test_why_a_group_is_left_out_is_said(one: Group, said: str) -> None:
+    found = Filter(zero_variance=True, min_success=0.3, max_success=0.6).refuses(one, 1.0, GRPO().shaped_reward)
+    assert said in found

@@ -489,6 +489,7 @@ def test_trajectories_are_readable(tmp_path: Path) -> None:
         "status": "truncated",
         "reason": "max_turns",
         "tools": [],
+        "group": 0,
         "reward": 0.5,
         "answer": "391",
         "messages": [

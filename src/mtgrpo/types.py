@@ -233,6 +233,8 @@ class Turn:
     kept: list[array[int]] = field(default_factory=list["array[int]"])  # as in the completion
     auxiliary: bool = False  # beside the conversation: it answers a condenser, or an agent's helper
     paid: float = 0.0  # the reward that the environment gave for it
+    asked_s: float = field(default=0.0, compare=False)  # when it was asked for, and
+    ended_s: float = field(default=0.0, compare=False)  # when it was there, by `time.perf_counter`; 0.0 = not known
 
     @staticmethod
     def of(sampled: Completion, message: Message, new_context: list[int], parent: int, auxiliary: bool = False) -> Turn:
@@ -258,6 +260,7 @@ class Trajectory(Counts):
     turn_rewards: list[float] = field(default_factory=list[float])  # of each turn; [] = no turn has one
     paid: float = 0.0  # this part of `reward` is in `turn_rewards` too, and training counts it there alone
     attempts: int = 1  # how often it was run: above 1 after failures
+    retried: list[str] = field(default_factory=list[str])  # why the attempts before the last failed
     calls: Sequence[CallRecord] = ()  # of tools
     queued_s: float = 0.0  # waiting for one of the `rollout.max_concurrent` slots
     sample_s: float = 0.0  # waiting for the engine

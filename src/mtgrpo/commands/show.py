@@ -11,6 +11,7 @@ from typing import Any, cast
 from rich.console import Console
 from rich.text import Text
 
+from mtgrpo.commands.shown_tokens import ShownTokens
 from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.record import reading
 from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, facts, of_set
@@ -32,18 +33,24 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--task", default="", metavar="ID", help="only of tasks whose id ends so")
     parser.add_argument("--sample", type=int, metavar="N", help="only the sample of this number")
     parser.add_argument("--failures", action="store_true", help="only those that are no success")
+    parser.add_argument("--tokens", action="store_true", help="each token as the policy saw and was paid for it")
     parser.add_argument("--count", type=int, default=2, metavar="N", help="how many at most, default 2")
     args = parser.parse_args(arguments)
     (run, *_) = reading.read_runs(reading.find_runs(args.run))
     name = "" if args.step is None else f"step_{args.step:06d}"
     if args.before or args.after or args.set:
         name = of_set(BEFORE if args.before else AFTER, args.set)
-    source, rows = _conversations(run, name)
+    shown_tokens = ShownTokens(run.folder, name) if args.tokens else None
+    source, rows = _conversations(run, shown_tokens.name if shown_tokens else name)
     out = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     out.print(Text(printable(f"{run.folder}, {source}"), "bold"))
+    if shown_tokens:
+        out.print(shown_tokens.legend(out))
     shown = 0
     tools: Any = None  # None: not recorded
-    for row in rows:
+    for line, row in enumerate(rows):
+        if shown_tokens and line not in shown_tokens:
+            continue
         wanted = str(row.get("task")).endswith(args.task) and args.sample in (None, row.get("sample"))
         if wanted and not (args.failures and run.succeeded(row)) and shown < args.count:
             shown += 1
@@ -51,8 +58,8 @@ def main(arguments: Sequence[str]) -> int:
             if row["tools"] != tools:
                 tools = row["tools"]
                 out.print(_offered(tools))
-            for line in _lines(row):
-                out.print(line)
+            for text in shown_tokens.lines(line, row, out) if shown_tokens else _lines(row):
+                out.print(text)
     if not shown:
         cure = "leave --task, --sample or --failures out"
         raise ConfigError(f"{source} of {run.folder} has no such conversation; {cure}")

@@ -26,6 +26,7 @@ from mtgrpo.parallel.devices import Devices
 from mtgrpo.parts import File, Parts, Reach, Text
 from mtgrpo.policy.settings import Control, OptimizerSettings, ReferenceSettings, Schedule, Updates
 from mtgrpo.profile import Profile
+from mtgrpo.record.settings import RecordSettings
 from mtgrpo.rewards import Reward
 from mtgrpo.rollout.settings import Curriculum, Filter, RolloutSettings
 from mtgrpo.tasks import Split, TaskSource
@@ -172,6 +173,7 @@ class Experiment:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     # console, jsonl, wandb, tensorboard, mlflow, trackio or path/to/file.py:Name; settings as log.wandb.project=mine
     log: Annotated[Any, Reach.network] = None
+    record: RecordSettings = field(default_factory=RecordSettings)
     debug: Debug = field(default_factory=Debug)
     profile: Profile = field(default_factory=Profile)
 

@@ -29,6 +29,8 @@ class Exchange:
     delivered: bool = False  # somebody has it
     limit: str = ""  # what cut the turn, or refused it
     turn: int = -1  # its number; -1 = none is recorded
+    asked_s: float = 0.0  # when it was sampled, as in the turn
+    ended_s: float = 0.0
     history: list[Message] = field(default_factory=list[Message])  # of the turn, its own message included
 
     @staticmethod

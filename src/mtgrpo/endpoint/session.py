@@ -282,7 +282,8 @@ class AgentSession:
         except Exception as error:
             self.failure = error
             raise RefusedError("broken", f"the engine failed: {type(error).__name__}: {error}") from error
-        self.trajectory.sample_s += time.perf_counter() - began
+        exchange.asked_s, exchange.ended_s = began, time.perf_counter()
+        self.trajectory.sample_s += exchange.ended_s - began
         exchange.limit = limit if completion.finish is Finish.LENGTH else ""
         return completion, stop
 
@@ -314,6 +315,7 @@ class AgentSession:
         self._sampled_tokens += len(completion.tokens)
         number = parent.turn if parent is not None and context.extends else -1
         turns.append(Turn.of(completion, message, context.new, number))
+        turns[-1].asked_s, turns[-1].ended_s = exchange.asked_s, exchange.ended_s
 
     def _context(self, exchange: Exchange) -> _Context:
         """Where the turn is sampled. Raises RefusedError where the chat template has no place for the messages."""

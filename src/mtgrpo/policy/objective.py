@@ -26,6 +26,7 @@ from mtgrpo.policy.witness import Evidence, Witness, choose
 NOT_REPRODUCIBLE = (
     "the forward pass is not reproducible: before the first update of a batch its log-probabilities changed"
 )
+_NOTED = ("weight", "entropy", "factor", "last", "clipped", "clamped")  # of each token, for the record of the step
 WORST_MISMATCH = "mismatch/worst_trajectory"
 
 
@@ -56,10 +57,11 @@ class Objective:
         self._target: Tensor | None = None  # of the value head
         self._before: Scores | None = None  # of the policy before the first update
         self._first_logp = nothing.clone()  # as each token was first scored
-        self._logp = nothing.clone()  # as each token was scored in this update, on this rank
+        self._scored = torch.full((5, len(batch)), torch.nan, dtype=torch.float64)  # in this update, on this rank
         self._apart = [0.0]  # nats, of the first update from the old policy, in each micro-batch of this rank
         self._weight: Tensor | None = None  # the correction's factors
         self._kept: Tensor | None = None  # bool, by entropy
+        self._noted = torch.full((len(_NOTED), len(batch)), torch.nan, dtype=torch.float64)  # see `record`
         self._first = True  # whether the update that has begun is the first of the batch
         self._sequence: Tensor | None = None  # of that update, what `Tokens.sequence` is taken from
         self._state_weight = nothing  # of that update, what makes the sum over the states of a trajectory their mean
@@ -128,7 +130,9 @@ class Objective:
     def begin(self, entries: Tensor, weights: Tensor, first: bool) -> CooperativeTask[None]:
         """Another update, on `entries` [n], which `weights` [tokens] weigh; what its losses need of all of them."""
         self._first = first
-        self._logp.fill_(torch.nan)
+        self._scored.fill_(torch.nan)
+        share = self._noted[_NOTED.index("weight"), entries]
+        self._noted[_NOTED.index("weight"), entries] = torch.where(share.isnan(), weights[entries], share)
         if self._target is not None:
             states = max(1, int(self._target[entries].isfinite().sum()))
             self._state_weight = 1 / (states * weights)  # so that values are averaged over the states
@@ -150,7 +154,6 @@ class Objective:
         """The loss of `entries` [n]."""
         algorithm, kl, logp = self._learning.algorithm, self._learning.kl, scores.logp
         now = logp.detach()
-        self._logp[entries] = now.double().cpu()
         behaviour = self._batch.behaviour_logp[entries].to(now)
         old = self._old_logp(entries, now, behaviour)
         if self._first and self._old is OldPolicy.trainer and len(entries):
@@ -185,13 +188,18 @@ class Objective:
             metrics |= {"ratio": ratio, "squared_ratio": ratio.square()}
         if clamped.any():
             metrics["log_ratio_clamped"] = clamped
+        scored = scores.entropy.detach(), factor, now, result.clipped, clamped
+        self._scored[:, entries] = torch.stack([values.double() for values in scored]).cpu()
         return PerToken(loss, result.clipped, metrics)
 
     def end_passes(self) -> None:
         """An update has its losses and gradient. Raises RunError where log-probabilities are not those of before."""
         parallel = self._policy.parallel
-        logp = parallel.total(self._logp)
-        self._first_logp = torch.where(self._first_logp.isnan(), logp, self._first_logp)
+        scored, noted = parallel.total(self._scored), self._noted[1:]
+        self._first_logp = torch.where(self._first_logp.isnan(), scored[2], self._first_logp)
+        noted[:2] = torch.where(noted[:2].isnan(), scored[:2], noted[:2])  # the first entropy and factor,
+        noted[2] = torch.where(scored[2].isnan(), noted[2], scored[2])  # the last log-probability,
+        noted[3:] = torch.fmax(noted[3:], scored[3:])  # and whether a token was ever cut
         if self._first:
             self._policy.judge(parallel.largest(torch.tensor(self._apart).max().item()), NOT_REPRODUCIBLE)
         if self.witness is not None and self._first:
@@ -226,6 +234,22 @@ class Objective:
         target, old = target.to(scores.value), before.value[entries].to(scores.value)
         loss = self._learning.algorithm.value_loss(scores.value, old, target.nan_to_num(0.0))
         return torch.where(target.isnan(), 0.0, loss * self._state_weight[entries].to(loss)).to(scores.logp)
+
+    def record(self) -> dict[str, Tensor]:
+        """What each token was paid, counted and scored, by name; [tokens] fp64, NaN where it is not known.
+
+        `last` is the log-probability of its last update, `before` that of the policy before the first, or of the
+        token's first one where that was not computed.
+        """
+        noted = dict(zip(_NOTED, self._noted, strict=True))
+        noted |= {"advantage": self._advantage, "before": self._first_logp, "reference": self._ref_logp}
+        noted["weight"] = noted["weight"] * noted["factor"]
+        if self._before is not None:
+            noted["before"] = torch.where(self._before.logp.isnan(), self._first_logp, self._before.logp)
+            noted["entropy"] = torch.where(self._before.entropy.isnan(), noted["entropy"], self._before.entropy)
+            if self._before.value is not None:
+                noted["value"] = self._before.value
+        return noted
 
     def describe(self) -> Metrics:
         """What the batch was like: distances to the engine and the reference, the correction, the critic."""

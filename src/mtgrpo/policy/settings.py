@@ -106,6 +106,8 @@ class UpdateConfig:
     stale: bool = False  # whether older weights may have sampled a batch
     exact: bool = False  # whether the engine's log-probabilities are the trainer's, but for rounding
     control: Control = Control.normal
+    records: bool = False  # whether what each token was paid is kept until it is asked for
+    scores_after: bool = False  # and how likely it is after the update
 
     @property
     def old_policy(self) -> OldPolicy:

@@ -160,6 +160,12 @@ class TrainerRank:
         self._trained.load_state_dict(read_training(path))
         self._version = version
 
+    def take_record(self) -> dict[str, Tensor]:
+        """What the tokens of the last batch were paid, see `Objective.record`; nothing of it stays."""
+        assert self._updater is not None, "the stage has begun"
+        record, self._updater.record = self._updater.record, {}
+        return record
+
     def take_phases(self) -> dict[str, float]:
         """The seconds of each phase of training since this was asked last."""
         return self._profiler.take()

@@ -35,6 +35,7 @@ class PolicyUpdater:
         self._target_met = False  # whether the KL has reached its target
         self._learning = learning
         self._reference = reference  # what a KL penalty compares with
+        self.record: dict[str, Tensor] = {}  # what the tokens of the last batch were paid; see `Objective.record`
 
     @property
     def changes(self) -> int:
@@ -99,6 +100,9 @@ class PolicyUpdater:
         later = [row.pop("ratio") ** 2 / row.pop("squared_ratio") for row in collected if "ratio" in row]
         metrics = _mean(collected) | {"updates": float(len(collected))} | ({"ess": min(later)} if later else {})
         metrics |= {"trained_tokens": float(len(objective.entries)), **objective.describe()}
+        self.record = objective.record() if learning.records else {}
+        if learning.scores_after:
+            self.record["after"] = (yield from self.policy.scoring(batch, objective.entries)).logp
         measured = metrics.get("kl", learning.kl.target)
         self._target_met |= measured >= learning.kl.target
         if self._target_met:  # before, it would only fall, and be too low when the target is met

@@ -24,7 +24,7 @@ TRAJECTORY: Json = {
     **{"task": str, "sample": int, "status": str, "reason": str, "reward": float, "answer": object},
     **{"messages": [_MESSAGE], "tools": object, "turns": [{**_LENGTHS, "finish": str, "auxiliary": bool}]},
     **{"components": {str: float}, "turn_rewards": [float], "outages": [str], "output": str, "counts": {str: float}},
-    "untrained": [_MESSAGE],
+    **{"untrained": [_MESSAGE], "group": int, "untrained_because": str, "retried": [str]},
 }
 FINE_TUNING: Json = {
     "messages": [

@@ -36,10 +36,18 @@ def write_versions(folder: Path, threads: int) -> None:
     write_whole(folder / "versions.json", strict_json(versions, indent=2) + b"\n")
 
 
-def write_trajectories(folder: Path, name: str, groups: Sequence[Group]) -> Path:
-    """Write the trajectories of `groups` to `name` under the run's `folder`, all or none; returns the file."""
-    file = folder / "trajectories" / f"{name}.jsonl"
-    rows = [trajectory_row(trajectory) for group in groups for trajectory in group.trajectories]
+def write_trajectories(
+    folder: Path, name: str, groups: Sequence[Group], untrained: Mapping[int, str] | None = None
+) -> Path:
+    """Write the trajectories of `groups` to `name` under the run's `folder`, all or none; returns the file.
+
+    untrained: why groups, by their number, are not trained.
+    """
+    file, rows = folder / "trajectories" / f"{name}.jsonl", list[dict[str, Any]]()
+    for number, group in enumerate(groups):
+        why = (untrained or {}).get(number)
+        place = {"group": number, **({"untrained_because": why} if why else {})}
+        rows += [{**trajectory_row(trajectory), **place} for trajectory in group.trajectories]
     for above, row in reversed(list(pairwise(rows))):  # tools are written where they change
         if row["tools"] == above["tools"]:
             del row["tools"]
@@ -58,7 +66,7 @@ def trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
     messages = list(trajectory.opening or trajectory.task.messages)
     for turn in trajectory.turns:
         messages += [turn.message, *turn.observations]
-    names = ("components", "turn_rewards", "outages", "output", "counts")
+    names = ("components", "turn_rewards", "outages", "output", "counts", "retried")
     optional: dict[str, Any] = {name: getattr(trajectory, name) for name in names}
     optional["untrained"] = [_message(turn.message) for turn in trajectory.untrained]
     return {

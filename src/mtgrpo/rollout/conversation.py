@@ -149,12 +149,15 @@ class _State:
             raise _LimitError(limit)
         began = time.perf_counter()
         completion = await self.sample(self._context, dataclasses.replace(self.sampling, max_new_tokens=room))
-        trajectory.sample_s += time.perf_counter() - began
+        ended = time.perf_counter()
+        trajectory.sample_s += ended - began
         message = self.chat.parse(completion.tokens)
-        trajectory.turns.append(Turn.of(completion, message, self._new, self._parent, auxiliary))
+        turn = Turn.of(completion, message, self._new, self._parent, auxiliary)
+        turn.asked_s, turn.ended_s = began, ended
+        trajectory.turns.append(turn)
         if completion.finish is Finish.LENGTH and not auxiliary:
             raise _LimitError(limit)
-        return trajectory.turns[-1]
+        return turn
 
     async def go_on(self, turn: Turn, answers: Sequence[Message], done: Sequence[Message], most: int) -> None:
         """Make the context of the next turn, after `turn` was answered; condense it where that is due.

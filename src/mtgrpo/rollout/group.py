@@ -72,11 +72,13 @@ class RolloutRunner:
         async with self.slots:  # kept for all attempts: who runs when must not depend on when others failed
             queued_s = time.perf_counter() - queued
             trajectory = await self._attempt(task, sample_index, 0)
+            failures: list[str] = []
             for attempt in range(1, self.retries + 1):
                 if not trajectory.failed:
                     break
+                failures.append(trajectory.reason)
                 trajectory = await self._attempt(task, sample_index, attempt)
-                trajectory.attempts = attempt + 1
+                trajectory.attempts, trajectory.retried = attempt + 1, failures
         trajectory.sample_index, trajectory.queued_s = sample_index, queued_s
         return trajectory
 

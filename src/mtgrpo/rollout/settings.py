@@ -62,16 +62,18 @@ class Filter:
         """Whether any group may be left out."""
         return self.zero_variance or self.min_success > 0 or self.max_success < 1
 
-    def keeps(self, group: Group, success_at: float, reward: Callable[[Trajectory], float]) -> bool:
-        """Whether a group is trained; `reward` is what training sees of a trajectory's outcome."""
+    def refuses(self, group: Group, success_at: float, reward: Callable[[Trajectory], float]) -> str:
+        """Why a group is not trained, "" where it is; `reward` is what training sees of a trajectory's outcome."""
         if not self.active:
-            return True
+            return ""
         success = group.success_rate(success_at)
         if success is None:
-            return False
+            return "all its conversations failed"
         if self.zero_variance and len({(reward(t), tuple(t.turn_rewards)) for t in group.valid}) == 1:
-            return False
-        return self.min_success <= success <= self.max_success
+            return "its rewards are all equal"
+        if success < self.min_success:
+            return f"too hard: its success rate {success:.3g} is below filter.min_success"
+        return f"too easy: its success rate {success:.3g} is above filter.max_success" * (success > self.max_success)
 
 
 @dataclass

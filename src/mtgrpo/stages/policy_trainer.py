@@ -35,6 +35,7 @@ class PolicyTrainer:
         self.train_s = 0.0  # seconds of training alone, in all
         self.begin, self.skip, self.load = rank.begin, rank.skip, rank.load
         self.weights, self.snapshot, self.take_phases = rank.weights, rank.snapshot, rank.take_phases
+        self.take_record = rank.take_record
         self._moved: Callable[[], None] = lambda: None
         self._gives_way = False
 
@@ -129,4 +130,6 @@ def update_config(experiment: Experiment) -> UpdateConfig:
         stale=experiment.rollout.max_staleness > 0,
         exact=experiment.engine.exact,
         control=experiment.debug.advantages,
+        records=experiment.record.tokens.active,
+        scores_after=experiment.record.tokens.after,
     )

@@ -50,7 +50,7 @@ def final_results(folder: Path, step: int) -> Mapping[str, Any]:
 
 
 def _cut_back(folder: Path, found: Checkpoint | None) -> None:
-    """Leave of metrics and conversations what was there when the checkpoint was made."""
+    """Leave of metrics, conversations and tokens what was there when the checkpoint was made."""
     step = found.step if found else 0
     state: dict[str, Any] = found.state if found else {"metrics_bytes": 0, "summary": {}}
     if found and final_results(folder, step):
@@ -60,7 +60,7 @@ def _cut_back(folder: Path, found: Checkpoint | None) -> None:
         os.truncate(metrics, min(metrics.stat().st_size, state["metrics_bytes"]))
     kept = {f"step_{number:06d}" for number in range(1, step + 1)}
     measured = "eval/success/before" in state["summary"]
-    for path in (folder / "trajectories").glob("*.jsonl"):
+    for path in (*(folder / "trajectories").glob("*.jsonl"), *(folder / "tokens").glob("*.npz")):
         if path.stem not in kept and not (measured and path.stem.startswith(BEFORE)):
             path.unlink()
     (folder / "summary.json").unlink(missing_ok=True)

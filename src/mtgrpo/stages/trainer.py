@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import math
 import shutil
 import time
@@ -21,6 +22,7 @@ from mtgrpo.policy.trainer import Stage
 from mtgrpo.profile import Profiler
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import BEFORE, read_settings
+from mtgrpo.record.tokens import TokenRecorder
 from mtgrpo.record.writing import write_summary, write_trajectories
 from mtgrpo.stages.budget import Budget
 from mtgrpo.stages.evaluate import AllFailedError, evaluate_during, evaluate_fully
@@ -31,7 +33,7 @@ from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.sft import warm_start
 from mtgrpo.stages.threads import Neighbours
 from mtgrpo.stages.trends import WITHOUT_VARIANCE, Trends, foreseen, in_vain
-from mtgrpo.stages.update import make_stream, update
+from mtgrpo.stages.update import make_stream, untrained, update
 from mtgrpo.types import LEARNING
 
 
@@ -115,6 +117,7 @@ class _Training:
         experiment = run.experiment
         recorded = not experiment.agent.active  # whose conversations only the agent can take up
         self._journal = Journal(run.folder / "journal" if recorded else None, groups=not experiment.resumes_exactly)
+        self._recorder = TokenRecorder(experiment.record.tokens, run.folder, run.sinks.note)
         self.stream = make_stream(run, self._journal)
         self.profiler = Profiler(experiment.profile, run.engine.sync_s)
         self.budget = Budget(experiment.trainer, **saver.state.get("budget", {}))
@@ -158,9 +161,11 @@ class _Training:
         self._neighbours.begin_step()
         (run.folder / "summary.json").unlink(missing_ok=True)  # of a run that had ended before this step
         batch = await self.stream.batch(version=self.budget.steps)
-        evidence = write_trajectories(run.folder, f"step_{step:06d}", batch.groups)
+        left_out = untrained(batch, run.experiment)
+        evidence = write_trajectories(run.folder, f"step_{step:06d}", batch.groups, left_out)
+        keep = functools.partial(self._recorder.write, step, batch.groups)
         try:
-            metrics, train_s, interrupted = await update(run, self.profiler, batch.trained, step)
+            metrics, train_s, interrupted = await update(run, self.profiler, batch.trained, step, keep)
         except RunError as error:
             raise RunError(f"{error}; what it was trained on is in {evidence}") from error
         for notes in (run.engine.notes, run.trainer.notes, run.tasks.notes, self._journal.notes):

@@ -10,13 +10,15 @@ from contextlib import asynccontextmanager
 
 from mtgrpo.advantages.rewards import Rewards, comparable, rewards_of
 from mtgrpo.batch.forest import Batch, build_batch
+from mtgrpo.config.experiment import Experiment
 from mtgrpo.journal import Journal
 from mtgrpo.policy.guard import check_provenance
 from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.witness import Evidence, evidence_of
 from mtgrpo.profile import Profiler
+from mtgrpo.record.tokens import KeepTokens, keep_none
 from mtgrpo.rollout.settings import Difficulty
-from mtgrpo.rollout.stream import Stream
+from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.stages.policy_trainer import update_config
 from mtgrpo.stages.run import Run
 from mtgrpo.types import Group, Sample
@@ -29,7 +31,7 @@ def make_stream(run: Run, journal: Journal) -> Stream:
 
     def keeps(group: Group) -> bool:
         left = comparable([group], algorithm)
-        return bool(left) and chosen.keeps(left[0], experiment.reward.success_at, algorithm.shaped_reward)
+        return bool(left) and not chosen.refuses(left[0], experiment.reward.success_at, algorithm.shaped_reward)
 
     opened = journal.recording(run.runner.open_conversation, experiment.environment.replayable)
 
@@ -45,14 +47,28 @@ def make_stream(run: Run, journal: Journal) -> Stream:
     return Stream(runner, run.tasks, experiment.rollout, keeps, batches, journal, difficulty)
 
 
-async def update(run: Run, profiler: Profiler, groups: Sequence[Group], step: int) -> tuple[Metrics, float, bool]:
+def untrained(batch: RolloutBatch, experiment: Experiment) -> dict[int, str]:
+    """The groups of a batch, by number, that are not trained, and why not."""
+    trained, reasons = set(map(id, batch.trained)), dict[int, str]()
+    for number, group in enumerate(batch.groups):
+        if id(group) not in trained:
+            left = comparable([group], experiment.algorithm)
+            bounds = experiment.reward.success_at, experiment.algorithm.shaped_reward
+            why = experiment.filter.refuses(left[0], *bounds) if left else "too few ended without failure to compare"
+            reasons[number] = why or "the batch was full"
+    return reasons
+
+
+async def update(
+    run: Run, profiler: Profiler, groups: Sequence[Group], step: int, keep: KeepTokens = keep_none
+) -> tuple[Metrics, float, bool]:
     """Train on `groups` while rollouts go on, if they run ahead; else while the engine sleeps.
 
-    Returns the metrics, the seconds of training alone, and whether Ctrl-C came meanwhile: a step that has begun is
-    finished before anything is saved.
+    `keep` gets what the tokens were paid. Returns the metrics, the seconds of training alone, and whether Ctrl-C came
+    meanwhile: a step that has begun is finished before anything is saved.
     """
     interrupted, train_s = False, run.trainer.train_s
-    training = asyncio.create_task(_train_and_load(run, profiler, groups, step))
+    training = asyncio.create_task(_train_and_load(run, profiler, groups, step, keep))
     while not training.done():
         try:
             await asyncio.shield(training)
@@ -61,18 +77,22 @@ async def update(run: Run, profiler: Profiler, groups: Sequence[Group], step: in
     return training.result(), run.trainer.train_s - train_s, interrupted
 
 
-async def _train_and_load(run: Run, profiler: Profiler, groups: Sequence[Group], step: int) -> Metrics:
+async def _train_and_load(
+    run: Run, profiler: Profiler, groups: Sequence[Group], step: int, keep: KeepTokens
+) -> Metrics:
     engine, in_step = run.engine, not run.experiment.rollout.max_staleness
     if in_step:
         await engine.sleep()
-    metrics = await learn(run, profiler, groups, step)
+    metrics = await learn(run, profiler, groups, step, keep)
     await engine.load_weights(run.trainer.weights())  # before the engine has its next turn
     if in_step:
         await engine.wake()
     return metrics
 
 
-async def learn(run: Run, profiler: Profiler, groups: Sequence[Group], step: int) -> Metrics:
+async def learn(
+    run: Run, profiler: Profiler, groups: Sequence[Group], step: int, keep: KeepTokens = keep_none
+) -> Metrics:
     """One rollout batch: its groups as tensors, then update number `step`."""
     experiment, learning = run.experiment, update_config(run.experiment)
     compared = comparable(groups, experiment.algorithm)
@@ -94,4 +114,5 @@ async def learn(run: Run, profiler: Profiler, groups: Sequence[Group], step: int
     batch, rewards, evidence = lay_out() if run.engine.shares_weights else await asyncio.to_thread(lay_out)
     run.trainer.train_s += time.perf_counter() - began
     metrics = await run.trainer.update(batch, rewards, step - 1, experiment.seed * 1_000_003 + step, evidence)
+    keep([t for group in compared for t in group.trajectories], batch, run.trainer.take_record())
     return metrics | {"batch/shared": batch.shared}

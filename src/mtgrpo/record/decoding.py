@@ -1,0 +1,50 @@
+"""Tokens of a run as text, each with the characters that it completes; nothing of torch is needed for that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.record.reading import count
+
+_PENDING = 8  # tokens that may wait for the rest of a character; one has at most four bytes
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of the run in `folder`, from its newest checkpoint. Raises ConfigError where it has none."""
+    found = [path.parent for path in folder.glob("checkpoints/step_*/tokenizer.json")]
+    if not found:
+        raise ConfigError(f"{folder} has no checkpoint yet, and so no tokenizer that could show its tokens")
+    path = max(found, key=lambda place: count(place.name[5:])) / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"{path} is no tokenizer: {error}") from error
+
+
+def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """The text of each token after those before it; "" for one that ends within a character, which a later one has."""
+    found: list[str] = []
+    shown = pending = 0  # tokens[shown:pending] is the context in which what is pending is decoded
+    before = ""
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode(list(tokens[shown:end]), skip_special_tokens=False)
+        if text.endswith("\ufffd") and end - pending < _PENDING:
+            found.append("")
+            continue
+        found.append(text[len(before) :])
+        shown, pending = pending, end
+        before = tokenizer.decode(list(tokens[shown:pending]), skip_special_tokens=False)
+    if found and found[-1] == "" and pending < len(tokens):
+        found[-1] = tokenizer.decode(list(tokens[shown:]), skip_special_tokens=False)[len(before) :]
+    return found
+
+
+def special_tokens(tokenizer: Tokenizer) -> set[int]:
+    """The tokens that the chat template alone writes."""
+    added = json.loads(tokenizer.to_str()).get("added_tokens", [])
+    return {token["id"] for token in added if token.get("special")}
