@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,13 +38,11 @@ def conversation(task: Task, sample: int, answer: str, condenses: bool = False) 
     return Trajectory(task, sample, turns, reward=float("391" in answer))
 
 
-def make_recorded(
-    folder: Path, steps: int = 2, answers: list[str] | None = None, spread: Callable[[int], float] = float
-) -> Path:
-    """Steps of two groups each, whose first half is paid by `spread` of the reward and the other half nothing."""
+def make_recorded(folder: Path, steps: int = 2, answers: list[str] | None = None, asked: str = "?") -> Path:
+    """Steps of two groups each; the rewards of the second are all equal. asked: how the question ends."""
     answers = answers or ANSWERS
     for step in range(1, steps + 1):
-        tasks = [Task(f"sums/{number}", (Message("user", f"17 * 2{number}?"),), "391") for number in range(2)]
+        tasks = [Task(f"sums/{number}", (Message("user", f"17 * 2{number}{asked}"),), "391") for number in range(2)]
         groups = [Group(t, [conversation(t, n, a, n == 1) for n, a in enumerate(answers)]) for t in tasks]
         for trajectory in groups[1].trajectories:
             trajectory.reward = 1.0
@@ -53,7 +50,7 @@ def make_recorded(
         trained = [trajectory for group in groups for trajectory in group.trajectories]
         batch = build_batch(trained)
         mean = sum(t.reward for t in groups[0].trajectories) / len(answers)
-        paid = torch.tensor([spread(t.reward - mean) if t.task is tasks[0] else 0.0 for t in trained])
+        paid = torch.tensor([t.reward - mean if t.task is tasks[0] else 0.0 for t in trained])
         nothing = torch.zeros(len(batch), dtype=torch.float64)
         columns = {
             **{"advantage": paid.double()[batch.trajectory], "weight": nothing + 1 / len(batch), "factor": nothing + 1},

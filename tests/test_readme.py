@@ -73,12 +73,14 @@ def test_every_command_is_accepted(
 ) -> None:
     monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
     monkeypatch.chdir(newcomer)
-    assert len(commands(README)) == 8 + 2
+    assert len(commands(README)) == 9 + 2
     for command in commands(PAGES[page]):
         words = shlex.split(command)[1:]
         if words[0] in ("train", "sft", "eval", "play", "export") and not {"--help", "--dry-run"} & set(words):
             words.append("--dry-run")
         words += ["--once"] if words[0] == "watch" else []
+        if words[0] == "view" and "--out" not in words:  # which otherwise serves until Ctrl-C
+            words += ["--out", f"page{len(list(newcomer.glob('page*')))}"]
         if "recipe=smollm2" in words or "model.name=smollm2" in words:  # a model that has to be fetched
             words = [word for word in words if word != "model.name=smollm2"] + ["model.name=tiny"]
             words += [] if any(word.startswith("recipe=") for word in words) else ["recipe=pretrained"]

@@ -259,8 +259,8 @@ def test_groups_ahead_of_the_trainer_are_trained_once_each(tmp_path: Path, monke
     trained: list[str] = []
     update, one = trainer.update, RolloutRunner.run_group
 
-    async def noted(run: Any, updater: Any, groups: list[Group], step: int) -> Any:
-        result = await update(run, updater, groups, step)
+    async def noted(run: Any, updater: Any, groups: list[Group], step: int, *rest: Any) -> Any:
+        result = await update(run, updater, groups, step, *rest)
         by_step[step] = [group.task.id for group in groups]  # the last time that it is trained is what counts
         return result
 
@@ -440,10 +440,10 @@ def test_the_first_entropy_is_remembered(unbroken: Path) -> None:
 
 
 def test_a_full_disk_does_not_hide_what_ended_the_run(tmp_path: Path) -> None:
-    def full(folder: Path, name: str, groups: object) -> Path:
+    def full(folder: Path, name: str, *groups: object) -> Path:
         if name == "untrained":
             raise OSError("no space left on device")
-        return real(folder, name, groups)
+        return real(folder, name, *groups)
 
     real: Any = trainer.write_trajectories
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):

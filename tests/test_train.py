@@ -146,6 +146,7 @@ def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:
             "metrics.jsonl",
             "notes.txt",
             "summary.json",
+            "tokens",
             "versions.json",
             "curve.png",
             "trajectories",

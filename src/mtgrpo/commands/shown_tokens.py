@@ -13,7 +13,7 @@ from rich.style import Style
 from rich.text import Text
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.decoding import open_tokenizer, pieces
+from mtgrpo.record.decoding import open_tokenizer, parted
 from mtgrpo.record.reading import count, facts
 from mtgrpo.record.shapes import Json
 from mtgrpo.record.tokens import FLAGS, read_tokens, recorded_steps
@@ -63,13 +63,11 @@ class ShownTokens:
             parent = int(arrays["turn_parent"][turn])
             known = len(self._record.path(turns[parent])) if 0 <= parent < place else 0
             tokens, sampled = arrays["forest_token"][path].tolist(), entries.stop - entries.start
-            said = pieces(self._tokenizer, tokens)
+            context, said = parted(self._tokenizer, tokens, known, sampled)
             text = Text("" if known else "[a new context]\n", "bold")
-            text.append(printable("".join(said[known : len(said) - sampled])), "dim")
+            text.append(printable(context), "dim")
             values = self._advantage[entries].tolist()
-            for value, group in groupby(
-                zip(values, said[len(said) - sampled :], strict=True), key=lambda pair: pair[0]
-            ):
+            for value, group in groupby(zip(values, said, strict=True), key=lambda pair: pair[0]):
                 piece = printable("".join(part for _, part in group))
                 text.append(piece if _colours(out) else f"<{value:+.3g} {piece}>", self._style(value))
             text.append(f"  turn {place + 1}: {self._facts(entries)}", "dim")

@@ -44,6 +44,14 @@ def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
     return found
 
 
+def parted(tokenizer: Tokenizer, tokens: Sequence[int], known: int, sampled: int) -> tuple[str, list[str]]:
+    """What of a turn's `tokens` follows the first `known`: the text of its context, and that of each sampled token."""
+    start = len(tokens) - sampled
+    lead = min(start, _PENDING)
+    context = tokenizer.decode(list(tokens[known:start]), skip_special_tokens=False)
+    return context, pieces(tokenizer, tokens[start - lead :])[lead:]
+
+
 def special_tokens(tokenizer: Tokenizer) -> set[int]:
     """The tokens that the chat template alone writes."""
     added = json.loads(tokenizer.to_str()).get("added_tokens", [])

@@ -1,0 +1,230 @@
+"""What the page shows of runs, as JSON by name. It reads folders and keeps no state but a cache of what it has read.
+
+runs                          the runs
+0/metrics                     the curves of run 0, its notes and settings
+0/index                       which conversations there are: tasks and rewards, file by file
+0/step_000010/list            those of a file, a line of facts each
+0/step_000010/7               the conversation on line 7, from 0, with its tokens where they are kept
+0/step_000010/forest          the runs of tokens of its prefix trees
+0/step_000010/timeline        when its turns were asked for and ended
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtgrpo.evaluation.statistics import mean_over_tasks
+from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, parse_row, read_runs
+from mtgrpo.record.shapes import TRAJECTORY, Json
+from mtgrpo.record.tokens import recorded_steps
+from mtgrpo.runtime.files import read_line, read_lines
+from mtgrpo.runtime.text import is_number, printable
+from mtgrpo.types import LEARNING
+from mtgrpo.viewer.tokens import forest, of_conversation, of_lines, timeline
+
+_FILE = re.compile(r"step_\d{6,}|evaluation_[\w-]+|untrained|[\w-]{1,80}")
+_SHORT = 160  # characters of a message in a list
+_POINTS = 60  # of a curve in the list of runs
+# The beginning of a line of conversations, as runs write it: reading that alone takes a tenth of the time.
+_TEXT = rb'"(?:[^"\\]|\\.)*"'
+_HEAD = re.compile(
+    rb'\{"task": (%b), "sample": \d+, "status": "(\w+)", "reason": %b, "reward": (-?[\d.e+-]+|null)' % (_TEXT, _TEXT)
+)
+Stamp = tuple[tuple[int, int], ...]  # sizes and times of files
+
+
+class Runs:
+    """The folders of runs, by number."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = list(folders)
+        shared = Path(os.path.commonpath(folders)) if len(folders) > 1 else folders[0].parent
+        self._names = [folder.relative_to(shared).as_posix() for folder in folders]
+
+    def read(self, name: str) -> Any:
+        """The resource of this name; None where there is none. Raises ConfigError for what no run has written."""
+        match name.split("/"):
+            case ["runs"]:
+                return [self._summary(number) for number in range(len(self._folders))]
+            case [number, what] if (folder := self._folder(number)) is not None:
+                return {"metrics": self._metrics, "index": _index}.get(what, _nothing)(folder)
+            case [number, file, what] if (folder := self._folder(number)) and _FILE.fullmatch(file):
+                path = folder / "trajectories" / f"{file}.jsonl"
+                return self._of_file(folder, path, what) if path.is_file() else None
+            case _:
+                return None
+
+    def names(self) -> Iterator[str]:
+        """All resources that there are."""
+        yield "runs"
+        for number, folder in enumerate(self._folders):
+            yield from (f"{number}/metrics", f"{number}/index")
+            steps = set(recorded_steps(folder))
+            for path in _files(folder):
+                place = f"{number}/{path.stem}"
+                yield f"{place}/list"
+                yield from (f"{place}/{line}" for line in range(len(listed(path)[0])))
+                if _step(path) in steps:
+                    yield from (f"{place}/forest", f"{place}/timeline")
+
+    def _folder(self, number: str) -> Path | None:
+        known = re.fullmatch("[0-9]{1,5}", number) and int(number) < len(self._folders)
+        return self._folders[int(number)] if known else None
+
+    def _of_file(self, folder: Path, path: Path, what: str) -> Any:
+        rows, offsets = listed(path)
+        step = _step(path)
+        if what == "list":
+            seen = of_lines(folder, step) if step else {}
+            return {"file": path.stem, "rows": [row | seen.get(row["line"], {}) for row in rows]}
+        if what in ("forest", "timeline"):
+            return {"forest": forest, "timeline": timeline}[what](folder, step) if step else None
+        if not (re.fullmatch("[0-9]{1,7}", what) and int(what) < len(rows)):
+            return None
+        line, facts = int(what), rows[int(what)]
+        row = parse_row(read_line(path, offsets[line][0]), TRAJECTORY) or {}
+        told = parse_row(read_line(path, offsets[line][1]), TRAJECTORY) or {}  # tools are written where they change
+        siblings = [other["line"] for other in rows if other["group"] == facts["group"]]
+        tokens = of_conversation(folder, step, line) if step else None
+        return {"row": {**row, "tools": told.get("tools")}, "facts": facts, "siblings": siblings, "tokens": tokens}
+
+    def _summary(self, number: int) -> Json:
+        run = _run(self._folders[number])
+        learning, settings = run.metrics.stage(LEARNING), run.settings
+        rewards = [row["reward/mean"] for row in learning if is_number(row.get("reward/mean"))]
+        thin = max(1, -(-len(rewards) // _POINTS))
+        success = {when: _success(run, when) for when in (BEFORE, AFTER)}
+        return {
+            **{"name": self._names[number], "recipe": settings.get("recipe", ""), "task": settings.get("task", "")},
+            **{"algorithm": settings.get("algorithm", ""), "model": settings.get("model.name", "")},
+            **{"step": learning[-1].get("step", 0) if learning else 0, "ended": bool(run.summary)},
+            **{"steps": count(settings.get("trainer.steps", "")), "rewards": rewards[::thin]},
+            **{"before": success[BEFORE], "after": success[AFTER], "notes": run.notes[-3:]},
+            "written": max((time for time, _ in _stamp(run.folder)), default=0) / 1e9,
+        }
+
+    def _metrics(self, folder: Path) -> Json:
+        run = _run(folder)
+        rows = run.metrics.stage(LEARNING)
+        names = sorted({name for row in rows for name in row} - {"stage", "step"})
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        return {
+            **{"name": self._names[self._folders.index(folder)], "steps": [row.get("step") for row in rows]},
+            **{"columns": columns, "notes": run.notes, "overrides": run.overrides, "versions": run.versions},
+            **{"summary": run.summary, "settings": run.settings, "ended": bool(run.summary)},
+        }
+
+
+def _nothing(_folder: Path) -> None:
+    return None
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / "trajectories").glob("*.jsonl") if _FILE.fullmatch(path.stem))
+
+
+def _step(path: Path) -> int:
+    return count(path.stem[5:]) if path.stem.startswith("step_") else 0
+
+
+def _stamp(folder: Path) -> Stamp:
+    paths = (folder / name for name in ("metrics.jsonl", "summary.json", "notes.txt"))
+    return tuple((stat.st_mtime_ns, stat.st_size) for path in paths if path.is_file() and (stat := path.stat()))
+
+
+def _run(folder: Path) -> RunRecord:
+    return _cached_run(folder, _stamp(folder))
+
+
+@functools.lru_cache(maxsize=32)
+def _cached_run(folder: Path, _stamp: Stamp) -> RunRecord:
+    return read_runs([folder])[0]
+
+
+def _success(run: RunRecord, name: str) -> list[float] | None:
+    """Held-out success with its interval."""
+    path = run.folder / "trajectories" / f"{name}.jsonl"
+    outcomes: dict[str, list[float]] = defaultdict(list)
+    for task, status, reward in heads(path):
+        if status != "failed" and reward is not None:
+            outcomes[task].append(float(status == "completed" and reward >= run.success_at))
+    if not outcomes:
+        return None
+    found = mean_over_tasks(list(outcomes.values()))
+    return [found.mean, found.low, found.high]
+
+
+def _index(folder: Path) -> Json:
+    """Tasks and rewards of every conversation: each file has the numbers of its tasks among `tasks`."""
+    tasks: dict[str, int] = {}
+    files: list[Json] = []
+    for path in _files(folder):
+        found = heads(path)
+        numbers = [tasks.setdefault(task, len(tasks)) for task, _, _ in found]
+        rewards = [None if reward is None else round(reward, 6) for _, _, reward in found]
+        failed = [line for line, (_, status, _) in enumerate(found) if status == "failed"]
+        files.append({"name": path.stem, "tasks": numbers, "rewards": rewards, "failed": failed})
+    return {"tasks": list(tasks), "files": files, "recorded": recorded_steps(folder)}
+
+
+def heads(path: Path) -> Sequence[tuple[str, str, float | None]]:
+    """Task, status and reward of each conversation of a file."""
+    return _heads(path, path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _heads(path: Path, _time: int, _size: int) -> Sequence[tuple[str, str, float | None]]:
+    found: list[tuple[str, str, float | None]] = []
+    for line in read_lines(path):
+        if match := _HEAD.match(line.text):
+            task, status, reward = match.groups()
+            row: Json = {"task": json.loads(task), "status": status.decode(), "reward": json.loads(reward)}
+        else:
+            row = parse_row(line.text, TRAJECTORY) or {}
+        reward = row.get("reward")
+        value = float(reward) if is_number(reward) else None
+        found.append((printable(str(row.get("task"))), str(row.get("status")), value))
+    return tuple(found)
+
+
+def listed(path: Path) -> tuple[list[Json], list[tuple[int, int]]]:
+    """Facts of each conversation of a file; where its line begins, and the line that names its tools."""
+    stat = path.stat()
+    return _listed(path, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _listed(path: Path, _time: int, _size: int) -> tuple[list[Json], list[tuple[int, int]]]:
+    rows, offsets, tools, group, task = list[Json](), list[tuple[int, int]](), 0, -1, object()
+    for line in read_lines(path):
+        row = parse_row(line.text, TRAJECTORY) or {}
+        tools = line.offset if "tools" in row else tools
+        group += row.get("task") != task  # of a run from before groups were written
+        task = row.get("task")
+        rows.append(_facts(row, line.number - 1, row.get("group", group)))
+        offsets.append((line.offset, tools))
+    return rows, offsets
+
+
+def _facts(row: Json, line: int, group: int) -> Json:
+    messages, turns = row.get("messages", []), row.get("turns", [])
+    asked = next((message for message in messages if message.get("role") == "user"), {})
+    said = next((message for message in reversed(messages) if message.get("role") == "assistant"), {})
+    return {
+        **{name: row.get(name) for name in ("task", "sample", "status", "reason", "reward", "answer", "components")},
+        **{"line": line, "group": group, "turns": len(turns), "retried": len(row.get("retried", []))},
+        "tokens": sum(turn.get("output_tokens") or 0 for turn in turns),
+        "contexts": sum(turn.get("parent") == -1 and not turn.get("auxiliary") for turn in turns),
+        "unreadable": sum(bool(message.get("error")) for message in messages),
+        "outages": len(row.get("outages", [])),
+        "untrained_because": row.get("untrained_because", ""),
+        "asked": str(asked.get("content", ""))[:_SHORT],
+        "said": str(row.get("output") or said.get("content", ""))[:_SHORT],
+    }

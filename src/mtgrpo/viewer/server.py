@@ -1,0 +1,149 @@
+"""The page over HTTP, or as files. It answers GET alone, to whoever names the host that it was opened for."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from aiohttp import web
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.runtime.files import strict_json, write_whole
+from mtgrpo.viewer.resources import Runs
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": _POLICY + "; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".LICENSE": "text/plain"}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def static_files() -> dict[str, bytes]:
+    """The files of the page by name."""
+    found: dict[str, bytes] = {}
+    left: list[tuple[str, Traversable]] = [("", files("mtgrpo.viewer") / "static")]
+    while left:
+        prefix, place = left.pop()
+        for entry in place.iterdir():
+            if entry.is_dir():
+                left.append((f"{prefix}{entry.name}/", entry))
+            elif Path(entry.name).suffix in _TYPES:
+                found[prefix + entry.name] = entry.read_bytes()
+    return found
+
+
+def application(runs: Runs, hosts: frozenset[str], secret: str) -> web.Application:
+    """The page and what it asks for. hosts: as which it may be asked for; secret: what requests must know, or ""."""
+    static = static_files()
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = _refused(request, hosts, secret) or await _answered(request, handler)
+        response.headers.update(HEADERS)
+        return response
+
+    async def page(request: web.Request) -> web.Response:
+        name = request.match_info.get("name") or "index.html"
+        if name not in static:
+            raise web.HTTPNotFound
+        return web.Response(body=static[name], content_type=_TYPES[Path(name).suffix], charset="utf-8")
+
+    async def resource(request: web.Request) -> web.Response:
+        content = await asyncio.to_thread(_read, runs, request.match_info["name"])
+        if content is None:
+            raise web.HTTPNotFound
+        answer = web.Response(body=content, content_type="application/json", charset="utf-8")
+        answer.enable_compression()
+        return answer
+
+    app = web.Application(middlewares=[guarded], client_max_size=0)
+    app.router.add_get("/api/{name:.+}.json", resource, allow_head=False)
+    app.router.add_get("/", page, allow_head=False)
+    app.router.add_get("/{name:.+}", page, allow_head=False)
+    return app
+
+
+def _refused(request: web.Request, hosts: frozenset[str], secret: str) -> web.Response | None:
+    """The answer to a request that is not served; None for one that is."""
+    if request.headers.getall("Host", []) != [request.host] or request.host.lower() not in hosts:
+        return web.Response(status=421, text=f"this page is served as {', '.join(sorted(hosts))} alone\n")
+    if request.method != "GET":
+        return web.Response(status=405, text="GET alone\n", headers={"Allow": "GET"})
+    if request.body_exists:
+        return web.Response(status=413, text="a request has no body\n")
+    given = request.headers.get("X-View-Secret", "").encode()
+    if secret and request.path.startswith("/api/") and not hmac.compare_digest(given, secret.encode()):
+        return web.Response(status=401, text="open the whole address that was printed, its part after # too\n")
+    return None
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return web.Response(status=error.status, text=f"{error.reason}\n")
+    except (ConfigError, OSError) as error:  # what is in the folder is none of ours, or has just gone
+        return web.Response(status=422, text=f"{error}\n")
+
+
+def _read(runs: Runs, name: str) -> bytes | None:
+    found = runs.read(name)
+    return None if found is None else strict_json(found)
+
+
+async def serve(runs: Runs, host: str, port: int, announce: Callable[[str], None]) -> None:
+    """Serve until cancelled. Raises ConfigError where the address cannot be taken."""
+    runner: web.AppRunner | None = None
+    secret = "" if host in LOOPBACK else secrets.token_urlsafe(24)
+    try:
+        for chosen in [port] if port else [*range(8765, 8785), 0]:
+            names = LOOPBACK if host in LOOPBACK else (host,)
+            hosts = frozenset(f"[{name}]:{chosen}" if ":" in name else f"{name}:{chosen}" for name in names)
+            runner = web.AppRunner(application(runs, hosts, secret), access_log=None)
+            await runner.setup()
+            try:
+                await web.TCPSite(runner, host, chosen).start()
+            except OSError as error:
+                await runner.cleanup()
+                if port or error.errno != errno.EADDRINUSE:
+                    raise ConfigError(f"cannot listen on {host}:{chosen}: {error.strerror}; choose --port") from error
+                continue
+            name = f"[{host}]" if ":" in host else host
+            announce(f"http://{name}:{chosen}/" + (f"#secret={secret}" if secret else ""))
+            await asyncio.Event().wait()
+    finally:
+        if runner is not None:
+            await runner.cleanup()
+
+
+def write_out(runs: Runs, folder: Path) -> int:
+    """Write the page and all that it may ask for as files; returns their number."""
+    written: Mapping[str, bytes] = static_files()
+    page = written["index.html"].decode()
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    written = {**written, "index.html": page.replace("<head>", f"<head>\n{meta}", 1).encode()}
+    for name, content in written.items():
+        write_whole(folder / name, content, durable=False)
+    count = len(written)
+    for name in runs.names():
+        content = _read(runs, name)
+        if content is not None:
+            write_whole(folder / "api" / f"{name}.json", content, durable=False)
+            count += 1
+    return count

@@ -1,0 +1,107 @@
+// The frame of the page: where it is (the address after #), what it asks the server for, keys. Text of models is only
+// ever set as text.
+import { curves, runs } from "./runs.js";
+import { step, task } from "./step.js";
+import { conversation } from "./conversation.js";
+import { group } from "./group.js";
+import { forest, timeline } from "./forest.js";
+import { h } from "./dom.js";
+
+const page = document.getElementById("page");
+let secret = "";
+let keys = {}; // of the present screen: key -> function
+let shown = 0; // counts the screens, so that one that comes late is not shown
+let again = 0; // the timer of a screen that renews itself
+
+export async function read(name) {
+  const answer = await fetch(`api/${name}.json`, { headers: secret ? { "X-View-Secret": secret } : {} });
+  if (!answer.ok) throw new Error(`${answer.status}: ${(await answer.text()).slice(0, 500)}`);
+  return answer.json();
+}
+
+export const go = (path) => { location.hash = path; };
+export const link = (path, ...inside) => h("a", { href: `#${path}` }, ...inside);
+
+// Screens: a pattern of the address, and what makes it: content, where it stands (texts and addresses), keys.
+const screens = [
+  [/^\/?$/, runs],
+  [/^\/curves\/([\d,]+)$/, curves],
+  [/^\/r\/(\d+)\/task\/(.+)$/, task],
+  [/^\/r\/(\d+)\/([\w-]+)$/, step],
+  [/^\/r\/(\d+)\/([\w-]+)\/g\/(\d+)$/, group],
+  [/^\/r\/(\d+)\/([\w-]+)\/c\/(\d+)(?:\/t\/(\d+))?$/, conversation],
+  [/^\/r\/(\d+)\/([\w-]+)\/forest$/, forest],
+  [/^\/r\/(\d+)\/([\w-]+)\/timeline$/, timeline],
+];
+
+async function show() {
+  const here = decodeURI(location.hash.slice(1));
+  if (here.startsWith("secret=")) {
+    sessionStorage.setItem("secret", here.slice(7));
+    history.replaceState(null, "", location.pathname);
+  }
+  secret = sessionStorage.getItem("secret") ?? "";
+  const path = here.startsWith("secret=") ? "" : here;
+  const found = screens.map(([pattern, make]) => [path.match(pattern), make]).find(([match]) => match);
+  const turn = ++shown;
+  clearTimeout(again);
+  hideTip();
+  page.classList.add("busy");
+  let screen;
+  try {
+    screen = found ? await found[1](...found[0].slice(1)) : { content: [h("p.empty", "There is no such screen.")] };
+  } catch (error) {
+    screen = { content: [h("p.error", String(error.message ?? error))] };
+  }
+  if (turn !== shown) return;
+  keys = screen.keys ?? {};
+  frame(screen.where ?? []);
+  const scroll = screen.renews && page.dataset.path === path ? scrollY : 0;
+  page.replaceChildren(...screen.content);
+  page.dataset.path = path;
+  page.classList.remove("busy");
+  screen.ready?.();
+  scrollTo(0, scroll);
+  screen.focus?.scrollIntoView({ block: "center" });
+  if (screen.renews) again = setTimeout(() => document.hidden || show(), screen.renews);
+}
+
+function frame(where) {
+  const steps = where.flatMap(([text, path]) => [h("span.sep", "/"), path ? link(path, text) : h("span", text)]);
+  const named = Object.entries(keys).filter(([, act]) => act.does).sort(([one], [other]) => (one > "9" ? 0 : 1) - (other > "9" ? 0 : 1));
+  const hint = named.map(([key, act]) => h("span", h("kbd", key), act.does));
+  document.getElementById("bar").replaceChildren(
+    h("nav", { "aria-label": "where" }, link("/", h("b", "mtgrpo")), ...steps),
+    h("div.hints", { "aria-hidden": "true" }, ...hint),
+  );
+  document.title = ["mtgrpo", ...where.map(([text]) => text)].join(" / ");
+}
+
+// A key of a screen, with what it does in a word.
+export const key = (does, act) => Object.assign(act, { does });
+
+addEventListener("keydown", (event) => {
+  const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
+  if (event.key === "Escape" && typing) event.target.blur();
+  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "/") {
+    const search = document.querySelector("input[type=search]");
+    if (search) { event.preventDefault(); search.focus(); }
+  }
+  const act = keys[event.key];
+  if (act) { event.preventDefault(); act(); }
+});
+
+// One tip for the whole page: an element that has `tip` gives its lines.
+const tip = document.getElementById("tip");
+export const hideTip = () => { tip.hidden = true; };
+export function showTip(lines, x, y) {
+  tip.replaceChildren(...lines.map((line) => h("div", line)));
+  tip.hidden = false;
+  const box = tip.getBoundingClientRect();
+  tip.style.left = `${Math.max(4, Math.min(x + 14, innerWidth - box.width - 8))}px`;
+  tip.style.top = `${y + 20 + box.height > innerHeight ? Math.max(4, y - box.height - 12) : y + 20}px`;
+}
+
+addEventListener("hashchange", show);
+show(); // a module runs when the page has been read

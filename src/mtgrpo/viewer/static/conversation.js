@@ -1,0 +1,191 @@
+// A conversation as the policy saw it, with its sampled tokens coloured by what is known of them.
+import { go, key, link, read, showTip, hideTip } from "./app.js";
+import { add, file_name, h, isNumber, num, plural, shade, signed, step_of } from "./dom.js";
+import { squares } from "./step.js";
+
+export const FLAGS = ["clipped", "clamped", "rejected", "no advantage", "auxiliary", "not trained"];
+const LONG = 1500; // characters of a context that are shown unasked
+let by = 0; // by what tokens are coloured
+
+const minus = (one, other) => (isNumber(one) && isNumber(other) ? one - other : null);
+// Name, meaning, value of token i, and whether there is a middle (0) to depart from.
+export const COLOURS = [
+  ["advantage", "what the token was paid", (c, i) => c.advantage?.[i], true],
+  ["surprise", "minus the log-probability by which it was sampled, in nats", (c, i) => -c.behaviour[i], false],
+  ["ratio before", "trainer against sampler, before the update: log of the ratio", (c, i) => c.before?.[i], true],
+  ["ratio after", "log of how much likelier the updates made it", (c, i) => minus((c.after ?? c.last)?.[i], c.before?.[i]), true],
+  ["reference", "log of how much likelier it is than to the reference", (c, i) => minus(c.before?.[i], c.reference?.[i]), true],
+  ["entropy", "of the distribution it was drawn from, in nats", (c, i) => c.entropy?.[i], false],
+  ["version", "updates of the policy that sampled it, from the oldest here", (c, i) => c.version?.[i], false],
+  ["mask", "what became of it in the loss", (c, i) => c.flags?.[i], false],
+];
+
+// The largest size of what tokens are coloured by, over these conversations; of versions above the least.
+export function scale_of(conversations, chosen) {
+  let most = 0, least = Infinity;
+  for (const found of conversations) for (const turn of found.tokens?.turns ?? []) turn.ids.forEach((_, i) => {
+    const value = COLOURS[chosen][2](turn.columns, i);
+    if (isNumber(value)) { most = Math.max(most, Math.abs(value)); least = Math.min(least, value); }
+  });
+  return { most, least };
+}
+
+function class_of(value, chosen, { most, least }) {
+  const [name, , , centred] = COLOURS[chosen];
+  if (!isNumber(value)) return "";
+  if (name === "mask") return `m${[2, 1, 0, 5, 4, 3].find((bit) => value & (1 << bit)) ?? ""}`;
+  if (name === "version") return most > least ? shade(value - least + 0.001, most - least + 0.001, "s") : "s1";
+  return shade(value, most, centred ? "p" : "s", centred ? "n" : "s");
+}
+
+// The sampled tokens of a turn; `first` is the number of its first token in the conversation, `parting` that of the
+// token at which it parts from a sibling.
+export function tokens_of(turn, chosen, scale, first, parting = -1) {
+  return turn.pieces.map((piece, i) => {
+    const shown = piece === "" ? "·" : piece.replaceAll("\n", "⏎\n");
+    const name = class_of(COLOURS[chosen][2](turn.columns, i), chosen, scale);
+    const token = document.createElement("span");
+    token.className = `tok ${name}${first + i === parting ? " parting" : ""}`;
+    token.dataset.i = first + i;
+    token.textContent = shown;
+    return token;
+  });
+}
+
+// The numbers of a token, line by line.
+function facts_of(turn, i, number) {
+  const c = turn.columns, at = (name) => c[name]?.[i], to = (name) => (isNumber(at(name)) ? num(c.behaviour[i] + at(name), 4) : "–");
+  const ratio = (difference) => (isNumber(difference) ? `, ratio ${num(Math.exp(difference), 5)}` : "");
+  return [
+    `token ${number}  ${JSON.stringify(turn.pieces[i])}  id ${turn.ids[i]}`,
+    isNumber(at("advantage")) ? `advantage ${signed(at("advantage"))}   weight ${num(at("weight"))}` : "",
+    `sampled with log-probability ${num(c.behaviour[i], 4)}, by version ${at("version")}`,
+    isNumber(at("before")) ? `trainer before: ${to("before")}${ratio(at("before"))}` : "the trainer did not score it",
+    isNumber(at("last")) ? `at its last update: ${to("last")}${ratio(minus(at("last"), at("before")))}` : "",
+    isNumber(at("after")) ? `after: ${to("after")}${ratio(minus(at("after"), at("before")))}` : "",
+    isNumber(at("reference")) ? `reference: ${to("reference")}` : "",
+    isNumber(at("entropy")) ? `entropy ${num(at("entropy"))}` : "",
+    isNumber(at("value")) ? `value ${num(at("value"))}` : "",
+    FLAGS.filter((_, bit) => at("flags") & (1 << bit)).join(", "),
+  ].filter(Boolean);
+}
+
+// Numbers on hover, of all tokens below `place`; where[i] = [turn, place in it].
+export function hover(place, where) {
+  place.addEventListener("pointerover", (event) => {
+    const token = event.target.closest(".tok");
+    if (!token) return hideTip();
+    const [turn, i] = where[token.dataset.i];
+    showTip(facts_of(turn, i, token.dataset.i), event.clientX, event.clientY);
+  });
+  place.addEventListener("pointerleave", hideTip);
+  return place;
+}
+
+export function legend(chosen, { most, least }) {
+  const [name, meaning, , centred] = COLOURS[chosen];
+  if (name === "mask") return h("p.key", FLAGS.map((flag, bit) => h(`span.tok.m${bit}`, flag)), h("small.muted", meaning));
+  const levels = centred ? [-1, -0.5, -0.2, -0.05, 0, 0.05, 0.2, 0.5, 1] : [0, 0.05, 0.2, 0.5, 1];
+  const swatches = levels.map((share) => h(`span.swatch.${shade(share, 1, centred ? "p" : "s") || "none"}`));
+  const bounds = name === "version" ? [num(least === Infinity ? null : least), num(most)] : [centred ? signed(-most) : "0", centred ? signed(most) : num(most)];
+  return h("p.key", h("span", bounds[0]), swatches, h("span", bounds[1]), h("small.muted", meaning));
+}
+
+export function chooser(change, conversations) {
+  return h("div.chooser", { role: "group", "aria-label": "colour by" }, COLOURS.map(([name, meaning], i) =>
+    h("button", { title: `${meaning} (key ${i + 1})`, disabled: scale_of(conversations, i).least === Infinity, "aria-pressed": String(i === by), onclick: () => { by = i; change(); } }, name)));
+}
+export const colour_keys = (change) => Object.fromEntries(COLOURS.map((_, i) => [String(i + 1), key(i ? "" : "to 8: colours", () => { by = i; change(); })]));
+export const coloured_by = () => by;
+
+// Text that was not sampled: short, or opened by a click.
+export function context_of(text, note) {
+  const element = h("div.context"), body = h("pre");
+  const cut = (open) => {
+    body.textContent = open || text.length <= LONG ? text : `${text.slice(0, LONG * 0.6)}\n … \n${text.slice(-LONG * 0.3)}`;
+    more.textContent = open ? "less" : `all ${num(text.length)} characters`;
+    more.onclick = () => cut(!open);
+  };
+  const more = h("button.quiet");
+  cut(false);
+  add(element, note ? h("div.label", note) : null, body);
+  if (text.length > LONG) element.append(more);
+  return element;
+}
+
+export async function conversation(run, file, line, wanted) {
+  const [found, metrics, list] = await Promise.all([read(`${run}/${file}/${line}`), read(`${run}/metrics`), read(`${run}/${file}/list`)]);
+  const { row, facts, siblings, tokens } = found, place = `/r/${run}/${file}`;
+  const main = h("article"), aside = h("aside"), where = [];
+  let focus = null;
+  const draw = () => {
+    where.length = 0;
+    const scale = scale_of([found], by);
+    main.replaceChildren(...(tokens ? turns_of(found, scale, where) : messages_of(row)));
+    focus = wanted === undefined ? null : main.querySelector(`[data-i="${Number(wanted)}"]`);
+    focus?.classList.add("wanted");
+    side.replaceChildren(tokens ? h("section", h("h2", "colour by"), chooser(draw, [found]), legend(by, scale)) : h("p.muted", step_of(file) === null ? "tokens are kept of training alone" : "its tokens are not kept (record.tokens)"));
+  };
+  const side = h("div");
+  const most = Math.max(1e-9, ...list.rows.map((one) => Math.abs(one.reward ?? 0)));
+  const rows = list.rows.filter((one) => siblings.includes(one.line));
+  const beside = (by_) => list.rows[Number(line) + by_];
+  draw();
+  hover(main, where);
+  main.addEventListener("click", (event) => {
+    const token = event.target.closest(".tok");
+    if (token) history.replaceState(null, "", `#${place}/c/${line}/t/${token.dataset.i}`);
+  });
+  const parts = Object.entries(row.components ?? {}).map(([name, value]) => h("div", `${name} ${num(value)}`));
+  add(aside,
+    h("section.facts", h("div.big", `reward ${num(row.reward)}`), parts, h("div", h(`span.tag${row.status === "failed" ? ".bad" : ""}`, row.status ?? ""), row.reason ? ` ${row.reason}` : ""),
+      row.answer ? h("div.clip", { title: String(row.answer) }, `expected ${typeof row.answer === "string" ? row.answer : JSON.stringify(row.answer)}`) : null,
+      facts.untrained_because ? h("div", h("span.tag.warn", `left out: ${facts.untrained_because}`)) : null,
+      (row.retried ?? []).map((why) => h("div.muted", `tried again after: ${why}`)), (row.outages ?? []).map((why) => h("div.muted", `outage: ${why}`))),
+    h("section", h("h2", "siblings"), squares(rows, place, most, Number(line)), h("div", link(`${place}/g/${facts.group}`, "side by side")), h("div", link(`/r/${run}/task/${encodeURIComponent(facts.task)}`, "this task over steps"))),
+    side, chains(tokens, row), tools(row));
+  return {
+    where: [[metrics.name, `/curves/${run}`], [file_name(file), place], [facts.task, `${place}/g/${facts.group}`], [`sample ${facts.sample}`]],
+    keys: {
+      k: key("before", () => beside(-1) && go(`${place}/c/${beside(-1).line}`)), j: key("next", () => beside(1) && go(`${place}/c/${beside(1).line}`)),
+      g: key("group", () => go(`${place}/g/${facts.group}`)), t: key("step", () => go(place)), ...colour_keys(draw), 
+    },
+    content: [h("div.columns", main, aside)], get focus() { return focus; },
+  };
+}
+
+function turns_of({ row, tokens }, scale, where) {
+  const paid = row.turn_rewards ?? [];
+  return tokens.turns.map((turn, number) => {
+    const c = turn.columns, first = where.length;
+    turn.ids.forEach((_, i) => where.push([turn, i]));
+    const versions = [...new Set(c.version ?? [])], about = [`turn ${number + 1}`, plural(turn.ids.length, "token"), `version ${versions.length > 1 ? `${Math.min(...versions)}–${Math.max(...versions)}` : versions[0] ?? "–"}`];
+    if (isNumber(c.advantage?.[0])) about.push(`advantage ${signed(c.advantage[0])}`);
+    if (isNumber(paid[number])) about.push(`paid ${num(paid[number])}`);
+    if (c.flags?.[0] & 16) about.push("beside the conversation");
+    const fresh = turn.parent < 0;
+    const note = `${fresh ? (number ? "a new context" : "context") : turn.parent === number - 1 ? "then" : `after turn ${turn.parent + 1}`}, ${plural(turn.context_tokens, "token")}, not trained`;
+    return h(`section.turn${fresh && number ? ".fresh" : ""}`, { id: `turn${number + 1}` }, context_of(turn.context, note),
+      h("div.sampled", h("div.label", about.join(" · ")), h("div.tokens", tokens_of(turn, by, scale, first))));
+  });
+}
+
+export function messages_of(row) {
+  return (row.messages ?? []).map((message) => h(`section.message.${/^\w+$/.test(message.role ?? "") ? message.role : "other"}`, h("div.label", [message.role, message.name].filter(Boolean).join(" ")),
+    message.reasoning ? h("pre.muted", message.reasoning) : null, context_of(message.content ?? "", "").querySelector("pre"),
+    (message.tool_calls ?? []).map((call) => h("pre.call", `→ ${call.name}(${JSON.stringify(call.arguments)})`)), message.error ? h("p.error", message.error) : null));
+}
+
+// The contexts of a conversation as a tree: what continues what.
+function chains(tokens, row) {
+  const parents = tokens ? tokens.turns.map((turn) => turn.parent) : (row.turns ?? []).map((turn) => turn.parent ?? -1);
+  if (parents.filter((parent) => parent < 0).length < 2) return null;
+  const below = (parent, depth) => parents.flatMap((one, i) => (one === parent ? [h("li", { className: `depth${Math.min(depth, 6)}` }, h("button.quiet", { onclick: () => document.getElementById(`turn${i + 1}`)?.scrollIntoView() },
+    `${parent < 0 ? "context from " : ""}turn ${i + 1}${tokens && parent < 0 ? ` (${num(tokens.turns[i].context_tokens)} tokens)` : ""}`)), ...below(i, parents.filter((p) => p === one).length > 1 && parent >= 0 ? depth + 1 : Math.max(depth, 1))] : []));
+  return h("section", h("h2", "contexts"), h("ul.chains", below(-1, 0)));
+}
+
+function tools(row) {
+  const listed = Array.isArray(row.tools) ? row.tools : [];
+  return listed.length ? h("details", h("summary", plural(listed.length, "tool")), h("pre.plain", listed.map((tool) => JSON.stringify(tool.function ?? tool, null, 1)).join("\n\n"))) : null;
+}

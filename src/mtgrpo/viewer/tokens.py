@@ -1,0 +1,171 @@
+"""The record of a step's tokens as the page gets it: conversations, prefix trees, times."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from mtgrpo.errors import ConfigError
+from mtgrpo.record.decoding import open_tokenizer, parted
+from mtgrpo.record.shapes import Json
+from mtgrpo.record.tokens import DIFFERENCES, TokenRecord, read_tokens
+from mtgrpo.runtime.text import printable
+
+_COLUMNS = ("behaviour", *DIFFERENCES, "entropy", "advantage", "weight", "value", "version", "flags")
+_LABEL = 24  # tokens of a run of the forest that are shown
+_MOST_RUNS = 20_000  # of a forest
+
+
+def of_conversation(folder: Path, step: int, line: int) -> Json | None:
+    """Turn by turn what was new in the context, and the sampled tokens with all that is known of them."""
+    record = _read(folder, step)
+    turns = record.turns(line) if record else None
+    if record is None or turns is None:
+        return None
+    tokenizer, arrays = _tokenizer(folder), record.arrays
+    found: list[Json] = []
+    for place, turn in enumerate(turns):
+        path, parent = record.path(turn), int(arrays["turn_parent"][turn])
+        entries = slice(int(record.first[turn]), int(record.first[turn + 1]))
+        parent = parent if 0 <= parent < place else -1
+        known = len(record.path(turns[parent])) if parent >= 0 else 0
+        ids, sampled = arrays["forest_token"][path].tolist(), entries.stop - entries.start
+        context, pieces = _parted(tokenizer, ids, known, sampled)
+        columns = {name: numbers(arrays[name][entries]) for name in _COLUMNS if name in arrays}
+        found.append(
+            {
+                **{"parent": parent, "context": printable(context), "context_tokens": len(ids) - sampled - known},
+                **{"known_tokens": known, "ids": ids[len(ids) - sampled :], "pieces": list(map(printable, pieces))},
+                **{"columns": columns, "node": int(path[-1]) if len(path) else -1},
+            }
+        )
+    return {"turns": found, "decoded": tokenizer is not None}
+
+
+def _parted(tokenizer: Tokenizer | None, ids: Sequence[int], known: int, sampled: int) -> tuple[str, list[str]]:
+    if tokenizer is not None:
+        return parted(tokenizer, ids, known, sampled)
+    start = len(ids) - sampled
+    return " ".join(map(str, ids[known:start])), [f"{token} " for token in ids[start:]]
+
+
+def of_lines(folder: Path, step: int) -> dict[int, Json]:
+    """Of each recorded conversation the ranges of advantage and of trainer against sampler, and what was clipped."""
+    record = _read(folder, step)
+    if record is None:
+        return {}
+    arrays, found = record.arrays, dict[int, Json]()
+    for line in arrays["line"].tolist():
+        turns = record.turns(line) or range(0)
+        entries = slice(int(record.first[turns.start]), int(record.first[turns.stop])) if turns else slice(0, 0)
+        seen: Json = {"recorded": True, "clipped": int((arrays["flags"][entries] & 1).sum())}
+        for name, key in (("advantage", "advantage"), ("before", "apart")):
+            values = arrays[name][entries].astype(float) if name in arrays else np.zeros(0)
+            values = values[np.isfinite(values)]
+            seen[key] = [float(values.min()), float(values.max())] if len(values) else None
+        found[line] = seen
+    return found
+
+
+def forest(folder: Path, step: int) -> Json | None:
+    """The runs of tokens between branchings, depth-first: where each begins, how long it is, how many leaves are below.
+
+    The push of a run is the sum of weight times advantage over the tokens sampled in it: what makes them likelier.
+    """
+    record = _read(folder, step)
+    if record is None:
+        return None
+    arrays, tokenizer = record.arrays, _tokenizer(folder)
+    token, end = arrays["forest_token"], arrays["forest_subtree_end"].astype(np.int64)
+    nodes = np.arange(len(end))
+    continues = np.zeros(len(end), dtype=bool)
+    continues[1:] = (end[:-1] > nodes[1:]) & (end[1:] == end[:-1])  # the only child of the node before
+    start = np.flatnonzero(~continues)[:_MOST_RUNS]
+    stop = np.append(start[1:], len(end) if len(start) < _MOST_RUNS else start[-1] + 1)
+    leaf = np.concatenate([[0], (end == nodes + 1).cumsum()])
+    node, order = arrays["node"].astype(np.int64), np.argsort(arrays["node"], kind="stable")
+    of_run = np.searchsorted(start, node, side="right") - 1
+    advantage = np.nan_to_num(arrays["advantage"].astype(float)) if "advantage" in arrays else np.zeros(len(node))
+    push = np.bincount(of_run, advantage * arrays["weight"], minlength=len(start))
+    sampled = np.bincount(of_run, minlength=len(start))
+    turn = np.repeat(np.arange(len(arrays["turn_tokens"])), arrays["turn_tokens"])
+    below = order[np.searchsorted(node[order], start).clip(0, max(0, len(node) - 1))] if len(node) else order
+    lines = arrays["line"][arrays["turn_trajectory"][turn[below]]] if len(node) else []
+    depth = _depths(start.tolist(), stop.tolist(), end[start].tolist())
+    labels = [token[first : min(last, first + _LABEL)].tolist() for first, last in zip(start, stop, strict=True)]
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) if tokenizer else str(ids) for ids in labels]
+    return {
+        **{"depth": depth, "length": (stop - start).tolist(), "leaf": leaf[start].tolist()},
+        **{"leaves": (leaf[end[start]] - leaf[start]).tolist(), "push": numbers(push, 9), "sampled": sampled.tolist()},
+        **{"line": np.asarray(lines).tolist(), "text": list(map(printable, texts))},
+        **{"whole": arrays["whole"].tolist(), "nodes": len(end), "conversations": len(arrays["line"])},
+    }
+
+
+def _depths(start: Sequence[int], stop: Sequence[int], end: Sequence[int]) -> list[int]:
+    """How many tokens stand above each run."""
+    depths, above = list[int](), list[tuple[int, int]]()  # the open runs: where their subtrees end, their own depth end
+    for first, last, last_below in zip(start, stop, end, strict=True):
+        while above and above[-1][0] <= first:
+            above.pop()
+        depth = above[-1][1] if above else 0
+        depths.append(depth)
+        above.append((last_below, depth + last - first))
+    return depths
+
+
+def timeline(folder: Path, step: int) -> Json | None:
+    """When each turn of the recorded conversations was asked for and had come, in seconds from the first."""
+    record = _read(folder, step)
+    if record is None:
+        return None
+    arrays, lanes = record.arrays, list[Json]()
+    for line in arrays["line"].tolist():
+        turns = record.turns(line) or range(0)
+        first = record.first[turns.start : turns.stop].tolist()
+        flags = [int(arrays["flags"][place]) if place < len(arrays["flags"]) else 0 for place in first]
+        versions = [int(arrays["version"][place]) if place < len(arrays["version"]) else 0 for place in first]
+        times = [numbers(arrays[name][turns.start : turns.stop], 4) for name in ("turn_asked_s", "turn_ended_s")]
+        tokens = arrays["turn_tokens"][turns.start : turns.stop].tolist()
+        lanes.append({"line": line, "turns": list(zip(*times, tokens, versions, flags, strict=True))})
+    return {"lanes": lanes}
+
+
+def numbers(values: NDArray[Any], digits: int = 6) -> list[float | int | None]:
+    """For JSON, which has no NaN."""
+    if values.dtype.kind in "iu":
+        return values.tolist()
+    rounded = values.astype(np.float64).round(digits)
+    return [
+        value if known else None for value, known in zip(rounded.tolist(), np.isfinite(rounded).tolist(), strict=True)
+    ]
+
+
+def _read(folder: Path, step: int) -> TokenRecord | None:
+    path = folder / "tokens" / f"step_{step:06d}.npz"
+    return _cached(folder, step, path.stat().st_mtime_ns) if path.is_file() else None
+
+
+@functools.lru_cache(maxsize=4)
+def _cached(folder: Path, step: int, _time: int) -> TokenRecord | None:
+    return read_tokens(folder, step)
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    """None where a run has none yet: its tokens are then shown as numbers."""
+    newest = max((path.stat().st_mtime_ns for path in folder.glob("checkpoints/step_*/tokenizer.json")), default=0)
+    return _cached_tokenizer(folder, newest)
+
+
+@functools.lru_cache(maxsize=4)
+def _cached_tokenizer(folder: Path, _time: int) -> Tokenizer | None:
+    try:
+        return open_tokenizer(folder)
+    except ConfigError:
+        return None

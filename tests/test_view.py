@@ -1,0 +1,345 @@
+"""`mtgrpo view`: what the page shows is what is recorded, whoever wrote it; requests that attack are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp.test_utils import TestClient, TestServer, unused_port
+
+from chromium import Page, chromium
+from mtgrpo.commands.view import main
+from mtgrpo.errors import ConfigError
+from mtgrpo.record.decoding import parted
+from mtgrpo.record.tokens import read_tokens
+from mtgrpo.viewer.resources import Runs
+from mtgrpo.viewer.server import HEADERS, application, static_files
+from recorded import ANSWERS, TOKENIZER, encode, make_recorded
+
+HOSTILE = [
+    "<script>window.hacked = 1</script><img src=x onerror=window.hacked=2> 391",
+    "\u202e\u05e9\u05dc\u05d5\u05dd \x1b[2J",
+]
+SCREENS = [
+    "/",
+    "/curves/0",
+    "/r/0/step_000001",
+    "/r/0/step_000001/g/0",
+    "/r/0/step_000001/c/1",
+    "/r/0/step_000001/forest",
+]
+SCREENS += ["/r/0/step_000001/timeline", "/r/0/task/sums/0", "/r/0/step_000002/c/0/t/3"]
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def test_a_conversation_is_shown_as_the_engine_was_sent_it(tmp_path: Path) -> None:
+    make_recorded(tmp_path)
+    record, runs = read_tokens(tmp_path, 2), Runs([tmp_path])
+    assert record is not None
+    for line in range(2 * len(ANSWERS)):
+        shown = runs.read(f"0/step_000002/{line}")
+        for turn, place in zip(shown["tokens"]["turns"], record.turns(line) or (), strict=True):
+            whole = record.arrays["forest_token"][record.path(place)].tolist()
+            before = shown["tokens"]["turns"][turn["parent"]] if turn["parent"] >= 0 else None
+            context = (before["whole"] if before else "") + turn["context"]
+            turn["whole"] = context + "".join(turn["pieces"])
+            assert turn["whole"] == TOKENIZER.decode(whole)
+            assert turn["ids"] == whole[-len(turn["ids"]) :] and encode(turn["whole"]) == whole
+            entries = slice(int(record.first[place]), int(record.first[place + 1]))
+            assert turn["columns"]["advantage"] == pytest.approx(record.arrays["advantage"][entries].tolist(), abs=1e-6)
+            ratio = np.exp(record.arrays["before"][entries].astype(float))
+            assert np.exp(turn["columns"]["before"]) == pytest.approx(ratio, abs=1e-5)
+
+
+def test_what_a_turn_adds_is_told_from_what_was_sampled() -> None:
+    tokens = encode("asked 😀") + encode("said é😀")
+    sampled = len(encode("said é😀"))
+    context, said = parted(TOKENIZER.backend_tokenizer, tokens, 2, sampled)
+    assert context == TOKENIZER.decode(tokens[2:-sampled]) and "".join(said) == "said é😀" and len(said) == sampled
+
+
+def test_groups_and_curves_are_listed(tmp_path: Path) -> None:
+    make_recorded(tmp_path, steps=3)
+    runs = Runs([tmp_path])
+    (run,) = runs.read("runs")
+    assert (run["name"], run["step"], run["ended"]) == (tmp_path.name, 3, False)
+    assert run["rewards"] == pytest.approx([0.35, 0.45, 0.55])
+    rows = runs.read("0/step_000002/list")["rows"]
+    assert [(row["task"], row["group"], row["sample"], row["reward"]) for row in rows[:5]] == [
+        *(("sums/0", 0, sample, float("391" in answer)) for sample, answer in enumerate(ANSWERS)),
+        ("sums/1", 1, 0, 1.0),
+    ]
+    assert rows[0]["advantage"] == [0.75, 0.75] and rows[0]["apart"] == pytest.approx([0.01, 0.01], abs=1e-4)
+    assert (rows[1]["contexts"], rows[0]["contexts"]) == (2, 1)
+    index = runs.read("0/index")
+    assert index["tasks"] == ["sums/0", "sums/1"] and index["recorded"] == [1, 2, 3]
+    assert index["files"][0] == {
+        "name": "step_000001",
+        "tasks": [0] * 4 + [1] * 4,
+        "rewards": [1, 0, 0, 0] + [1] * 4,
+        "failed": [],
+    }
+    assert runs.read("0/metrics")["columns"]["eval/success"] == [0.5, 0.5, 0.5]
+
+
+def test_the_forest_is_made_of_runs_of_tokens(tmp_path: Path) -> None:
+    make_recorded(tmp_path)
+    found, record = Runs([tmp_path]).read("0/step_000001/forest"), read_tokens(tmp_path, 1)
+    assert record is not None
+    assert sum(found["length"]) == found["nodes"] == len(record.arrays["forest_token"]) == found["whole"][1]
+    assert sum(found["sampled"]) == len(record.arrays["node"])
+    paid = (record.arrays["weight"].astype(float) * record.arrays["advantage"]).sum()
+    assert sum(found["push"]) == pytest.approx(paid, abs=1e-6)
+    deepest = max(depth + length for depth, length in zip(found["depth"], found["length"], strict=True))
+    assert deepest == max(len(record.path(turn)) for turn in range(len(record.first) - 1))
+    roots = [leaves for depth, leaves in zip(found["depth"], found["leaves"], strict=True) if depth == 0]
+    assert sum(roots) == 1 + max(leaf for leaf in found["leaf"])
+    assert found["text"][0].startswith("<|im_start|>user\n17")
+
+
+def test_a_timeline_has_the_times_of_turns(tmp_path: Path) -> None:
+    make_recorded(tmp_path)
+    lanes = Runs([tmp_path]).read("0/step_000001/timeline")["lanes"]
+    assert [lane["line"] for lane in lanes] == list(range(8))
+    assert [turn[:3] for turn in lanes[2]["turns"]] == [(2.0, 2.5, 5), (3.0, 3.5, len(encode("no 😀 idea<|im_end|>")))]
+
+
+def test_a_run_without_tokens_or_tokenizer_is_shown_all_the_same(tmp_path: Path) -> None:
+    make_recorded(tmp_path)
+    (tmp_path / "tokens" / "step_000001.npz").unlink()
+    (tmp_path / "checkpoints" / "step_000001" / "tokenizer.json").unlink()
+    runs = Runs([tmp_path])
+    assert runs.read("0/step_000001/1")["tokens"] is None and runs.read("0/step_000001/1")["row"]["task"] == "sums/0"
+    shown = runs.read("0/step_000002/1")["tokens"]
+    assert not shown["decoded"] and shown["turns"][0]["pieces"][0] == f"{shown['turns'][0]['ids'][0]} "
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "0", "1/metrics", "0/nothing", "0/step_000009/list", "0/step_000001/99", "0/step_000001/-1", "0/../index",
+     "0/../../etc/list", "0/step_000001/../0", "0/%2e%2e/list", "00000000/metrics", "0/step_000001/forest/1",
+     "0/step_000001/1e3", "\u0660/metrics", "0/evaluation_before/list", "0/.lock/list"],
+)  # fmt: skip
+def test_there_is_nothing_else(name: str, tmp_path: Path) -> None:
+    assert Runs([make_recorded(tmp_path)]).read(name) is None
+
+
+def test_broken_lines_of_a_run_keep_their_places(tmp_path: Path) -> None:
+    make_recorded(tmp_path)
+    path = tmp_path / "trajectories" / "step_000001.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    deep = '{"task": "deep", "messages": ' + "[" * 5000 + "]" * 5000 + "}\n"
+    path.write_text(
+        "".join([lines[0], "not JSON\n", deep, '{"task": 5, "messages": [1, {"role": 7}]}\n', *lines[4:]])
+        + '{"task": "cut'
+    )
+    rows = Runs([tmp_path]).read("0/step_000001/list")["rows"]
+    assert [row["line"] for row in rows] == list(range(9))
+    assert [row["task"] for row in rows] == ["sums/0", None, None, None, "sums/1", "sums/1", "sums/1", "sums/1", None]
+    assert Runs([tmp_path]).read("0/step_000001/4")["row"]["task"] == "sums/1"
+
+
+# ---------------------------------------------------------------- requests
+
+
+@asynccontextmanager
+async def served(folder: Path, secret: str = "") -> AsyncGenerator[TestClient[Any, Any]]:
+    server = TestServer(application(Runs([folder]), frozenset(["127.0.0.1:8765", "localhost:8765"]), secret))
+    async with TestClient(server) as client:
+        yield client
+
+
+GOOD = {"Host": "localhost:8765"}
+
+
+async def test_the_page_and_its_files_are_served_with_a_strict_policy(tmp_path: Path) -> None:
+    async with served(make_recorded(tmp_path)) as client:
+        for name in ["", *static_files(), "api/runs.json", "api/0/step_000001/1.json"]:
+            answer = await client.get(f"/{name}", headers=GOOD)
+            assert answer.status == 200, name
+            assert {key: answer.headers[key] for key in HEADERS} == HEADERS
+        page = (await (await client.get("/", headers=GOOD)).read()).decode()
+        assert "<script>" not in page and "style=" not in page and "http" not in page
+    policy = HEADERS["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1", "localhost:8766", "127.0.0.1:8765.evil.example", "evil@localhost:8765", ""]
+)
+async def test_another_host_is_refused(host: str, tmp_path: Path) -> None:
+    async with served(make_recorded(tmp_path)) as client:
+        for path in ("/", "/api/runs.json", "/nothing"):
+            answer = await client.get(path, headers={"Host": host})
+            assert answer.status == 421 and "17 *" not in await answer.text()
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE"])
+async def test_another_method_is_refused(method: str, tmp_path: Path) -> None:
+    async with served(make_recorded(tmp_path)) as client:
+        for path in ("/", "/api/runs.json"):
+            answer = await client.request(method, path, headers=GOOD)
+            assert answer.status == 405 and HEADERS.items() <= dict(answer.headers).items()
+
+
+RAW = [
+    (b"GET /api/runs.json HTTP/1.1\r\nHost: evil.example\r\nHost: localhost:8765\r\n\r\n", (400, 421)),
+    (b"GET http://evil.example/api/runs.json HTTP/1.1\r\nHost: localhost:8765\r\n\r\n", (400, 421, 404, 200)),
+    (b"GET /../../../etc/passwd HTTP/1.1\r\nHost: localhost:8765\r\n\r\n", (400, 404)),
+    (b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nHost: localhost:8765\r\n\r\n", (400, 404)),
+    (b"GET /vendor/../../server.py HTTP/1.1\r\nHost: localhost:8765\r\n\r\n", (400, 404)),
+    (b"GET //etc/passwd HTTP/1.1\r\nHost: localhost:8765\r\n\r\n", (400, 404)),
+    (b"GET /api/0/..%2f..%2fetc%2fpasswd/list.json HTTP/1.1\r\nHost: localhost:8765\r\n\r\n", (400, 404)),
+    (b"GET /api/0/step_000001%00/list.json HTTP/1.1\r\nHost: localhost:8765\r\n\r\n", (400, 404)),
+    (b"GET / HTTP/1.1\r\nHost: localhost:8765\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", (400, 431)),
+    (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost:8765\r\n\r\n", (400, 414)),
+    (b"GET / HTTP/1.1\r\nHost: localhost:8765\r\nContent-Length: 9\r\n\r\n123456789", (413,)),
+    (b"GET / HTTP/1.1\r\nHost: localhost:8765\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n", (413,)),
+    (b"BREW / HTTP/1.1\r\nHost: localhost:8765\r\n\r\n", (400, 405)),
+    (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", (400,)),
+]
+
+
+@pytest.mark.parametrize(("request_", "statuses"), RAW)
+async def test_what_no_browser_sends_is_refused(request_: bytes, statuses: tuple[int, ...], tmp_path: Path) -> None:
+    async with served(make_recorded(tmp_path)) as client:
+        reader, writer = await asyncio.open_connection(client.server.host, client.server.port)
+        writer.write(request_)
+        said = await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+        assert int(said.split()[1]) in statuses
+        assert (await client.get("/api/runs.json", headers=GOOD)).status == 200  # it goes on
+
+
+async def test_opened_to_the_network_it_asks_for_the_secret(tmp_path: Path) -> None:
+    async with served(make_recorded(tmp_path), secret="open sesame") as client:
+        assert (await client.get("/", headers=GOOD)).status == 200  # the page alone, which is everybody's
+        for given in ({}, {"X-View-Secret": "open sesam"}, {"X-View-Secret": "Open sesame"}, {"X-View-Secret": "é"}):
+            answer = await client.get("/api/0/step_000001/1.json", headers=GOOD | given)
+            assert answer.status == 401 and "17 *" not in await answer.text()
+        answer = await client.get("/api/runs.json", headers=GOOD | {"X-View-Secret": "open sesame"})
+        assert answer.status == 200
+
+
+async def test_a_file_that_is_no_record_is_an_answer(tmp_path: Path) -> None:
+    make_recorded(tmp_path)
+    (tmp_path / "tokens" / "step_000001.npz").write_bytes(b"PK nothing")
+    async with served(tmp_path) as client:
+        answer = await client.get("/api/0/step_000001/1.json", headers=GOOD)
+        assert answer.status == 422 and "is no record of tokens" in await answer.text()
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 stands for every address"),
+        (["--host", "::"], "stands for every address"),
+        (["--port", "70000"], "--port must be a number up to 65535"),
+        (["--out", "."], "is there already"),
+        (["--host", "203.0.113.7"], "cannot listen on 203.0.113.7"),
+    ],
+)
+def test_what_cannot_be_is_said(words: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        main([str(make_recorded(tmp_path)), *words])
+
+
+def test_the_page_is_written_as_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = make_recorded(tmp_path / "run"), tmp_path / "out"
+    assert main([str(run), "--out", str(out)]) == 0
+    assert f"files are in {out}" in capsys.readouterr().out
+    assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} >= {
+        *static_files(), "api/runs.json", "api/0/step_000002/7.json", "api/0/step_000001/forest.json",
+    }  # fmt: skip
+    assert json.loads((out / "api" / "0" / "index.json").read_text()) == Runs([run]).read("0/index")
+    assert "Content-Security-Policy" in (out / "index.html").read_text()
+
+
+def test_what_is_written_by_hand_stays_small() -> None:
+    place = Path(__file__).parents[1] / "src/mtgrpo/viewer"
+    files = [*place.glob("*.py"), *(place / "static").glob("*.js"), place.parent / "commands" / "view.py"]
+    lengths = {path.name: len(path.read_text().splitlines()) for path in files}
+    assert sum(lengths.values()) <= 1500 and max(lengths.values()) <= 400
+    for path in files:  # text of models is only ever set as text
+        assert not any(
+            word in path.read_text() for word in ("innerHTML", "insertAdjacentHTML", "eval(", "document.write")
+        )
+
+
+# ---------------------------------------------------------------- in a browser
+
+
+@asynccontextmanager
+async def browsed(folder: Path, profile: Path) -> AsyncGenerator[Page]:
+    """A browser with the page of a run."""
+    port = unused_port()
+    server = TestServer(application(Runs([folder]), frozenset([f"127.0.0.1:{port}"]), ""), port=port)
+    async with server, chromium(profile) as page:
+        await page.open(f"http://127.0.0.1:{port}/")
+        yield page
+
+
+@pytest.mark.real
+async def test_every_screen_is_shown_without_a_complaint_and_runs_nothing_of_the_policys(tmp_path: Path) -> None:
+    run = make_recorded(tmp_path / "run", answers=[*HOSTILE, "1 + " * 10_000, "#### 391"], asked="7" * 1_000_000)
+    async with browsed(run, tmp_path / "profile") as page:
+        for dark in (False, True):
+            await page.size(390 if dark else 1400, 900, dark)
+            for screen in SCREENS:
+                await page.screen(screen)
+                assert await page.value("document.querySelector('.error, .empty') === null"), screen
+                assert await page.value("document.querySelector('#page').textContent.length > 40"), screen
+                wide = await page.value("document.documentElement.scrollWidth - innerWidth")
+                assert wide <= 0, (screen, wide)
+        assert await page.value("window.hacked") is None
+        assert await page.value("document.querySelectorAll('#page script, #page img').length") == 0
+        await page.screen("/r/0/step_000001/c/0")
+        assert "<script>window.hacked = 1</script>" in await page.value("document.querySelector('article').textContent")
+        await page.screen("/r/0/step_000001/c/1")
+        said = (await page.value("document.querySelector('article').textContent")).replace(
+            "·", ""
+        )  # of parts of characters
+        assert "\\u202e\u05e9" in said and "\\x1b[2J" in said and "\x1b" not in said
+        assert page.complaints == []
+
+
+@pytest.mark.real
+async def test_keys_and_clicks_lead_through_the_page(tmp_path: Path) -> None:
+    run = make_recorded(tmp_path / "run")
+    async with browsed(run, tmp_path / "profile") as page:
+        await page.screen("/r/0/step_000001/c/1")
+        where = "location.hash + ''"
+        await page.press("j")
+        await page.shown("/r/0/step_000001/c/2")
+        await page.press("g")
+        await page.shown("/r/0/step_000001/g/0")
+        parted_at = await page.value("[...document.querySelectorAll('.parting')].map((token) => token.textContent)")
+        assert len(parted_at) == 3  # each of the others parts from the first
+        await page.press("t")
+        await page.shown("/r/0/step_000001")
+        await page.value("document.querySelector('input[type=search]').value = 'idea'")
+        await page.value("document.querySelector('input[type=search]').dispatchEvent(new Event('input'))")
+        assert await page.value("document.querySelectorAll('tbody tr').length") == 2
+        await page.screen("/r/0/step_000001/c/0")
+        shades = "[...document.querySelectorAll('.tok')].map((token) => token.className.trim())"
+        assert set(await page.value(shades)) == {"tok p8"}
+        await page.press("6")
+        assert set(await page.value(shades)) == {"tok s8"}
+        await page.press("1")
+        await page.screen("/r/0/step_000001/c/0/t/2")
+        token = "document.querySelector('.wanted').dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
+        await page.value(token)
+        tip = await page.value("document.getElementById('tip').textContent")
+        assert tip.startswith("token 2 ") and "advantage +0.75" in tip and "ratio 1.01" in tip
+        assert await page.value(where) == "#/r/0/step_000001/c/0/t/2" and page.complaints == []
