@@ -121,10 +121,10 @@ def lay_out(
         arrays["advantage"] = columns["advantage"].astype(np.float32)
     for name in set(_HALF) & set(columns):
         values = columns[name] - behaviour if name in DIFFERENCES else columns[name]
-        if not np.isnan(values).all() and not (
-            name == "last" and np.array_equal(values, columns["before"] - behaviour)
-        ):
+        if not np.isnan(values).all():
             arrays[name] = values.clip(-_MOST, _MOST).astype(np.float16)
+    if "last" in arrays and np.array_equal(arrays["last"], arrays["before"], equal_nan=True):  # of a single update
+        del arrays["last"]
     return arrays
 
 

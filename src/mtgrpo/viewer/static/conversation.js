@@ -85,6 +85,7 @@ export function hover(place, where) {
 export function legend(chosen, { most, least }) {
   const [name, meaning, , centred] = COLOURS[chosen];
   if (name === "mask") return h("p.key", FLAGS.map((flag, bit) => h(`span.tok.m${bit}`, flag)), h("small.muted", meaning));
+  if (!most) return h("p.key", h("small.muted", `${meaning}: 0 everywhere`));
   const levels = centred ? [-1, -0.5, -0.2, -0.05, 0, 0.05, 0.2, 0.5, 1] : [0, 0.05, 0.2, 0.5, 1];
   const swatches = levels.map((share) => h(`span.swatch.${shade(share, 1, centred ? "p" : "s") || "none"}`));
   const bounds = name === "version" ? [num(least === Infinity ? null : least), num(most)] : [centred ? signed(-most) : "0", centred ? signed(most) : num(most)];
@@ -138,7 +139,7 @@ export async function conversation(run, file, line, wanted) {
   });
   const parts = Object.entries(row.components ?? {}).map(([name, value]) => h("div", `${name} ${num(value)}`));
   add(aside,
-    h("section.facts", h("div.big", `reward ${num(row.reward)}`), parts, h("div", h(`span.tag${row.status === "failed" ? ".bad" : ""}`, row.status ?? ""), row.reason ? ` ${row.reason}` : ""),
+    h("section.facts", h("h1", `reward ${num(row.reward)}`), parts, h("div", h(`span.tag${row.status === "failed" ? ".bad" : ""}`, row.status ?? ""), row.reason ? ` ${row.reason}` : ""),
       row.answer ? h("div.clip", { title: String(row.answer) }, `expected ${typeof row.answer === "string" ? row.answer : JSON.stringify(row.answer)}`) : null,
       facts.untrained_because ? h("div", h("span.tag.warn", `left out: ${facts.untrained_because}`)) : null,
       (row.retried ?? []).map((why) => h("div.muted", `tried again after: ${why}`)), (row.outages ?? []).map((why) => h("div.muted", `outage: ${why}`))),

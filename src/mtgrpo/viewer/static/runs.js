@@ -29,7 +29,7 @@ export async function runs() {
     h("td", run.ended ? h("span.tag.good", "ended") : h("span.tag", `wrote ${ago(Date.now() / 1000 - run.written)}`)),
     h("td.notes", run.notes.map((note) => h("div", { title: note }, note))),
   ));
-  const head = ["", "run", "step", "success before", "after", "reward", "", "notes"];
+  const head = ["choose", "run", "step", "success before", "after", "reward", "state", "notes"];
   return {
     where: [["runs"]], keys: {}, renews: found.every((run) => run.ended) ? 0 : RENEWS_MS,
     content: [h("div.row", h("h1", plural(found.length, "run")), compare),
