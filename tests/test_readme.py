@@ -73,7 +73,7 @@ def test_every_command_is_accepted(
 ) -> None:
     monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
     monkeypatch.chdir(newcomer)
-    assert len(commands(README)) == 9 + 2
+    assert len(commands(README)) == 8 + 2
     for command in commands(PAGES[page]):
         words = shlex.split(command)[1:]
         if words[0] in ("train", "sft", "eval", "play", "export") and not {"--help", "--dry-run"} & set(words):

@@ -46,6 +46,7 @@ RECORD: dict[str, Any] = {  # what a run leaves, by its files
     ".hydra/overrides.yaml": ["seed=3"],
 }
 COMMANDS = [["report"], ["report", "--markdown"], ["show"], ["show", "--failures"], ["show", "--before"], ["watch"]]
+COMMANDS += [["view"]]
 
 ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202eltr\u2066\x00\ud800"
 DEEP: Any = 1
@@ -91,6 +92,9 @@ def assert_ends(folder: Path, capsys: pytest.CaptureFixture[str], commands: list
     """Each command ends as commands do, and what it writes is harmless to a terminal. What they wrote to stderr."""
     said: list[str] = []
     for name, *flags in commands:
+        if name == "view":  # all that the page may ask for, of each
+            shutil.rmtree(page := folder.parent / f"{folder.name}-page", ignore_errors=True)
+            flags = ["--out", str(page)]
         with pytest.raises(SystemExit) as ended:
             cli.main([name, str(folder), *flags])
         printed = capsys.readouterr()
@@ -108,7 +112,11 @@ SPOTS = [(name, way) for name, content in RECORD.items() for way in places(conte
 
 @pytest.mark.parametrize(
     ("part", "commands", "every"),
-    [(0, 1, 8), (7, 1, 8), *(pytest.param(part, 6, 1, marks=pytest.mark.slow) for part in range(len(HOSTILE)))],
+    [
+        (0, 1, 8),
+        (7, 1, 8),
+        *(pytest.param(part, len(COMMANDS), 1, marks=pytest.mark.slow) for part in range(len(HOSTILE))),
+    ],
 )
 def test_any_value_in_the_place_of_any_other(
     part: int, commands: int, every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -153,13 +161,13 @@ def test_any_content_in_the_place_of_any_file(name: str, tmp_path: Path, capsys:
     for data in CONTENTS.values():
         write(tmp_path, RECORD)
         (tmp_path / name).write_bytes(data)
-        assert_ends(tmp_path, capsys, [["report"], ["show"], ["watch"]])
+        assert_ends(tmp_path, capsys, [["report"], ["show"], ["watch"], ["view"]])
     shutil.rmtree(tmp_path)
     for make in (Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.symlink_to("/dev/zero")):
         write(tmp_path, RECORD)
         (tmp_path / name).unlink()
         make(tmp_path / name)
-        assert_ends(tmp_path, capsys, [["report"], ["show"], ["watch"]])
+        assert_ends(tmp_path, capsys, [["report"], ["show"], ["watch"], ["view"]])
         shutil.rmtree(tmp_path)
 
 

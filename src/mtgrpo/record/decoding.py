@@ -10,19 +10,25 @@ from tokenizers import Tokenizer
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.reading import count
+from mtgrpo.runtime.plain_yaml import read_bounded
 
+_MOST_BYTES = 1 << 26  # of a tokenizer's file
 _PENDING = 8  # tokens that may wait for the rest of a character; one has at most four bytes
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of the run in `folder`, from its newest checkpoint. Raises ConfigError where it has none."""
-    found = [path.parent for path in folder.glob("checkpoints/step_*/tokenizer.json")]
+    found = [path for path in folder.glob("checkpoints/step_*/tokenizer.json") if path.is_file()]
     if not found:
         raise ConfigError(f"{folder} has no checkpoint yet, and so no tokenizer that could show its tokens")
-    path = max(found, key=lambda place: count(place.name[5:])) / "tokenizer.json"
+    path = max(found, key=lambda path: count(path.parent.name[5:]))
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+        return Tokenizer.from_buffer(read_bounded(path, _MOST_BYTES))
+    except ConfigError:
+        raise
+    except BaseException as error:  # the library raises nothing narrower, and some of it above Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise ConfigError(f"{path} is no tokenizer: {error}") from error
 
 

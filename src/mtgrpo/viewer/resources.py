@@ -1,6 +1,6 @@
 """What the page shows of runs, as JSON by name. It reads folders and keeps no state but a cache of what it has read.
 
-runs                          the runs
+names, runs                   the runs, and what a list tells of each
 0/metrics                     the curves of run 0, its notes and settings
 0/index                       which conversations there are: tasks and rewards, file by file
 0/step_000010/list            those of a file, a line of facts each
@@ -29,7 +29,7 @@ from mtgrpo.runtime.text import is_number, printable
 from mtgrpo.types import LEARNING
 from mtgrpo.viewer.tokens import forest, of_conversation, of_lines, timeline
 
-_FILE = re.compile(r"step_\d{6,}|evaluation_[\w-]+|untrained|[\w-]{1,80}")
+_FILE = re.compile(r"[\w-]{1,80}")
 _SHORT = 160  # characters of a message in a list
 _POINTS = 60  # of a curve in the list of runs
 # The beginning of a line of conversations, as runs write it: reading that alone takes a tenth of the time.
@@ -51,6 +51,8 @@ class Runs:
     def read(self, name: str) -> Any:
         """The resource of this name; None where there is none. Raises ConfigError for what no run has written."""
         match name.split("/"):
+            case ["names"]:
+                return self._names
             case ["runs"]:
                 return [self._summary(number) for number in range(len(self._folders))]
             case [number, what] if (folder := self._folder(number)) is not None:
@@ -63,7 +65,7 @@ class Runs:
 
     def names(self) -> Iterator[str]:
         """All resources that there are."""
-        yield "runs"
+        yield from ("names", "runs")
         for number, folder in enumerate(self._folders):
             yield from (f"{number}/metrics", f"{number}/index")
             steps = set(recorded_steps(folder))
@@ -127,7 +129,8 @@ def _nothing(_folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in (folder / "trajectories").glob("*.jsonl") if _FILE.fullmatch(path.stem))
+    found = (folder / "trajectories").glob("*.jsonl")
+    return sorted(path for path in found if _FILE.fullmatch(path.stem) and path.is_file())
 
 
 def _step(path: Path) -> int:

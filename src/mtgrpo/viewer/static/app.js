@@ -19,6 +19,12 @@ export async function read(name) {
   return answer.json();
 }
 
+let names; // of the runs
+export async function name_of(run) {
+  names ??= read("names");
+  return (await names)[run] ?? run;
+}
+
 export const go = (path) => { location.hash = path; };
 export const link = (path, ...inside) => h("a", { href: `#${path}` }, ...inside);
 

@@ -1,5 +1,5 @@
 // A conversation as the policy saw it, with its sampled tokens coloured by what is known of them.
-import { go, key, link, read, showTip, hideTip } from "./app.js";
+import { go, key, link, name_of, read, showTip, hideTip } from "./app.js";
 import { add, file_name, h, isNumber, num, plural, shade, signed, step_of } from "./dom.js";
 import { squares } from "./step.js";
 
@@ -115,7 +115,7 @@ export function context_of(text, note) {
 }
 
 export async function conversation(run, file, line, wanted) {
-  const [found, metrics, list] = await Promise.all([read(`${run}/${file}/${line}`), read(`${run}/metrics`), read(`${run}/${file}/list`)]);
+  const [found, title, list] = await Promise.all([read(`${run}/${file}/${line}`), name_of(run), read(`${run}/${file}/list`)]);
   const { row, facts, siblings, tokens } = found, place = `/r/${run}/${file}`;
   const main = h("article"), aside = h("aside"), where = [];
   let focus = null;
@@ -146,7 +146,7 @@ export async function conversation(run, file, line, wanted) {
     h("section", h("h2", "siblings"), squares(rows, place, most, Number(line)), h("div", link(`${place}/g/${facts.group}`, "side by side")), h("div", link(`/r/${run}/task/${encodeURIComponent(facts.task)}`, "this task over steps"))),
     side, chains(tokens, row), tools(row));
   return {
-    where: [[metrics.name, `/curves/${run}`], [file_name(file), place], [facts.task, `${place}/g/${facts.group}`], [`sample ${facts.sample}`]],
+    where: [[title, `/curves/${run}`], [file_name(file), place], [facts.task, `${place}/g/${facts.group}`], [`sample ${facts.sample}`]],
     keys: {
       k: key("before", () => beside(-1) && go(`${place}/c/${beside(-1).line}`)), j: key("next", () => beside(1) && go(`${place}/c/${beside(1).line}`)),
       g: key("group", () => go(`${place}/g/${facts.group}`)), t: key("step", () => go(place)), ...colour_keys(draw), 

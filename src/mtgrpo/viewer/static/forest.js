@@ -1,9 +1,9 @@
 // The token forest of a step as an icicle, and the times of its turns.
-import { go, hideTip, key, read, showTip } from "./app.js";
+import { go, hideTip, key, name_of, read, showTip } from "./app.js";
 import { canvas, colour, file_name, h, num, plural, signed } from "./dom.js";
 
 export async function forest(run, file) {
-  const [found, metrics] = await Promise.all([read(`${run}/${file}/forest`), read(`${run}/metrics`)]);
+  const [found, title] = await Promise.all([read(`${run}/${file}/forest`), name_of(run)]);
   const place = `/r/${run}/${file}`, runs = found.depth.length;
   const deepest = found.depth.reduce((most, depth, i) => Math.max(most, depth + found.length[i]), 1);
   const leaves = found.leaf.reduce((most, leaf, i) => Math.max(most, leaf + found.leaves[i]), 1);
@@ -40,7 +40,7 @@ export async function forest(run, file) {
   picture.addEventListener("click", (event) => { const i = at(event); if (i >= 0 && found.line[i] !== undefined) go(`${place}/c/${found.line[i]}`); });
   const [rows, nodes] = found.whole;
   return {
-    where: [[metrics.name, `/curves/${run}`], [file_name(file), place], ["forest"]], keys: { t: key("step", () => go(place)) },
+    where: [[title, `/curves/${run}`], [file_name(file), place], ["forest"]], keys: { t: key("step", () => go(place)) },
     content: [h("h1", `${num(rows)} tokens in rows, ${num(nodes)} nodes: ${num(rows / Math.max(1, nodes))}×`),
       h("p.muted", `Each distinct token in its context was computed once. Drawn are ${plural(found.conversations, "conversation")} with ${num(found.nodes)} nodes, from their first token on the left; a bar is as tall as many rows share it. Grey was not sampled; green is made likelier, red less likely. A click opens a conversation.`),
       picture],
@@ -48,12 +48,12 @@ export async function forest(run, file) {
 }
 
 export async function timeline(run, file) {
-  const [found, metrics, list] = await Promise.all([read(`${run}/${file}/timeline`), read(`${run}/metrics`), read(`${run}/${file}/list`)]);
+  const [found, title, list] = await Promise.all([read(`${run}/${file}/timeline`), name_of(run), read(`${run}/${file}/list`)]);
   const name = (lane) => `${list.rows[lane.line]?.task ?? ""}, sample ${list.rows[lane.line]?.sample ?? lane.line}`;
   const place = `/r/${run}/${file}`, end = (lane) => lane.turns.reduce((most, turn) => Math.max(most, turn[1]), 0);
   const lanes = found.lanes.filter((lane) => end(lane) > 0).sort((a, b) => end(b) - end(a));
   const last = lanes.length ? end(lanes[0]) : 1, tall = 12, left = 70;
-  if (!lanes.length) return { where: [[metrics.name, `/curves/${run}`], [file_name(file), place], ["timeline"]], content: [h("p.empty", "when its turns were is not known: they were taken back from the journal")] };
+  if (!lanes.length) return { where: [[title, `/curves/${run}`], [file_name(file), place], ["timeline"]], content: [h("p.empty", "when its turns were is not known: they were taken back from the journal")] };
   const picture = canvas(lanes.length * tall + 24, (context, width, height) => {
     const x = (seconds) => left + (seconds / last) * (width - left - 8);
     const [decode, aside, wait, text] = ["--accent", "--aside", "--rule", "--muted"].map(colour);
@@ -82,7 +82,7 @@ export async function timeline(run, file) {
   picture.addEventListener("pointerleave", hideTip);
   picture.addEventListener("click", (event) => { const lane = at(event); if (lane) go(`${place}/c/${lane.line}`); });
   return {
-    where: [[metrics.name, `/curves/${run}`], [file_name(file), place], ["timeline"]], keys: { t: key("step", () => go(place)) },
+    where: [[title, `/curves/${run}`], [file_name(file), place], ["timeline"]], keys: { t: key("step", () => go(place)) },
     content: [h("h1", `${num(last)} s from the first turn to the last`), h("p.muted", "A lane for each recorded conversation, the slowest first: bars are turns that the policy was asked for, lines what lies between them (tools, the environment, a queue)."), picture],
   };
 }

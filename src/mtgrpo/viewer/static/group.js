@@ -1,5 +1,5 @@
 // The siblings of a task beside one another, and where each parts from the one that it is compared with.
-import { go, key, link, read } from "./app.js";
+import { go, key, link, name_of, read } from "./app.js";
 import { file_name, h, num, plural } from "./dom.js";
 import { chooser, colour_keys, coloured_by, context_of, hover, legend, messages_of, scale_of, tokens_of } from "./conversation.js";
 import { groups_of, squares } from "./step.js";
@@ -7,7 +7,7 @@ import { groups_of, squares } from "./step.js";
 const AT_ONCE = 6;
 
 export async function group(run, file, number) {
-  const [list, metrics] = await Promise.all([read(`${run}/${file}/list`), read(`${run}/metrics`)]);
+  const [list, title] = await Promise.all([read(`${run}/${file}/list`), name_of(run)]);
   const all = groups_of(list.rows), place = `/r/${run}/${file}`, at = all.findIndex((one) => one.number === Number(number));
   if (at < 0) throw new Error(`${file} has no group ${number}`);
   const one = all[at], most = Math.max(1e-9, ...list.rows.map((row) => Math.abs(row.reward ?? 0)));
@@ -41,7 +41,7 @@ export async function group(run, file, number) {
   } }, `show ${more} more`) : null;
   const beside = (by) => all[at + by] && go(`${place}/g/${all[at + by].number}`);
   return {
-    where: [[metrics.name, `/curves/${run}`], [file_name(file), place], [one.task]],
+    where: [[title, `/curves/${run}`], [file_name(file), place], [one.task]],
     keys: { k: key("before", () => beside(-1)), j: key("next", () => beside(1)), t: key("step", () => go(place)), ...colour_keys(draw) },
     content: [h("div.row", h("h1", one.task), squares(one.siblings, place, most), h("p.muted", `${plural(one.siblings.length, "sibling")}, mean reward ${num(one.mean)}`), link(`/r/${run}/task/${encodeURIComponent(one.task)}`, "over steps")),
       one.why ? h("p", h("span.tag.warn", `left out of training: ${one.why}`)) : "", top, columns, rest].filter(Boolean),

@@ -1,5 +1,5 @@
 // The groups of a step or of an evaluation; one task over steps.
-import { go, key, link, read } from "./app.js";
+import { go, key, link, name_of, read } from "./app.js";
 import { file_name, h, isNumber, num, plural, shade, signed, step_of, sum } from "./dom.js";
 
 const PER_PAGE = 100;
@@ -53,7 +53,7 @@ export function squares(rows, place, most, here) {
 
 export async function step(run, file) {
   const [found, index] = await Promise.all([read(`${run}/${file}/list`), read(`${run}/index`)]);
-  const name = (await read(`${run}/metrics`)).name;
+  const title = await name_of(run);
   const place = `/r/${run}/${file}`, all = groups_of(found.rows);
   const most = Math.max(1e-9, ...found.rows.map((row) => Math.abs(row.reward ?? 0)));
   const files = index.files.map((one) => one.name).filter((one) => (step_of(one) === null) === (step_of(file) === null));
@@ -74,7 +74,7 @@ export async function step(run, file) {
   const rewards = found.rows.map((row) => row.reward).filter(isNumber);
   const number = step_of(file), has = index.recorded.includes(number);
   return {
-    where: [[name, `/curves/${run}`], [file_name(file)]],
+    where: [[title, `/curves/${run}`], [file_name(file)]],
     keys: {
       k: key("before", () => beside(-1) && go(`/r/${run}/${beside(-1)}`)), j: key("next", () => beside(1) && go(`/r/${run}/${beside(1)}`)),
       g: key("first group", () => all.length && go(`${place}/g/${all[0].number}`)), "/": key("search", () => document.querySelector("input[type=search]").focus()),
@@ -103,7 +103,7 @@ function line(group, place, most) {
 
 // One task in all files that have it: the rewards, and the answers of two of its conversations beside one another.
 export async function task(run, name) {
-  const [index, metrics] = await Promise.all([read(`${run}/index`), read(`${run}/metrics`)]);
+  const [index, title] = await Promise.all([read(`${run}/index`), name_of(run)]);
   const number = index.tasks.indexOf(name);
   const found = index.files.flatMap((file) => {
     const lines = file.tasks.flatMap((one, line) => (one === number ? [line] : []));
@@ -121,7 +121,7 @@ export async function task(run, name) {
     choices.map(([text, value]) => h("option", { value, selected: value === sides[i] }, text)));
   await draw();
   return {
-    where: [[metrics.name, `/curves/${run}`], [name]],
+    where: [[title, `/curves/${run}`], [name]],
     content: [h("h1", name), found.length ? null : h("p.empty", "no conversation is about this task"),
       h("table.hover", h("thead", h("tr", h("th", "when"), h("th", "rewards"), h("th.num", "mean"))), h("tbody", found.map((one) => h("tr", h("td", link(`/r/${run}/${one.file}`, file_name(one.file))),
         h("td", squares(one.lines.map((line, i) => ({ line, sample: i, reward: one.rewards[i], status: "" })), `/r/${run}/${one.file}`, most)),
