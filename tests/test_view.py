@@ -90,6 +90,23 @@ def test_groups_and_curves_are_listed(tmp_path: Path) -> None:
     assert runs.read("0/metrics")["columns"]["eval/success"] == [0.5, 0.5, 0.5]
 
 
+def test_what_went_wrong_is_counted(tmp_path: Path) -> None:
+    make_recorded(tmp_path)
+    path = tmp_path / "trajectories" / "step_000001.jsonl"
+    row = json.loads(path.read_text().splitlines()[0])
+    said = [
+        ("assistant", {"error": "not JSON"}),
+        ("tool", {"content": "error: out of ink"}),
+        ("tool", {"content": "3"}),
+    ]
+    row |= {"messages": [{"role": role, **more} for role, more in said], "retried": ["down"], "outages": ["a", "b"]}
+    row |= {"untrained_because": "its rewards are all equal"}
+    path.write_text(json.dumps(row) + "\n")
+    (found,) = Runs([tmp_path]).read("0/step_000001/list")["rows"]
+    assert (found["unreadable"], found["errors"], found["retried"], found["outages"]) == (1, 1, 1, 2)
+    assert found["untrained_because"] == "its rewards are all equal"
+
+
 def test_the_forest_is_made_of_runs_of_tokens(tmp_path: Path) -> None:
     make_recorded(tmp_path)
     found, record = Runs([tmp_path]).read("0/step_000001/forest"), read_tokens(tmp_path, 1)

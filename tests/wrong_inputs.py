@@ -196,6 +196,8 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("engine=server engine.sync=nccl", "sync=nccl"),
         ("engine.memory_fraction=2", "memory_fraction"),
         ("rollout.group_size=0", "rollout.group_size"),
+        ("record.tokens.last=-1", "record.tokens.last"),
+        ("record.tokens.last=0 record.tokens.every=0 record.tokens.groups=3", "record.tokens.groups=3"),
         ("rollout.prompts_per_step=0", "rollout.prompts_per_step"),
         ("rollout.max_staleness=-1", "rollout.max_staleness"),
         ("rollout.max_concurrent=0", "rollout.max_concurrent"),
@@ -328,6 +330,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("run --before --after", "not allowed with"),
         ("run --set easy", "easy"),
         ("run --steps 7 --x", "--x"),
+        ("run --tokens", "tokens"),
     ],
     "report": [
         ("away", "away"),
@@ -340,6 +343,15 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("away", "away"),
         ("things --once", "holds no run"),
         ("run --every 3", "--every"),
+    ],
+    "view": [
+        ("", "give the folder itself"),
+        ("away", "away"),
+        ("things", "holds no run"),
+        ("run --port http", "invalid int"),
+        ("run --port 70000", "65535"),
+        ("run --host 0.0.0.0", "every address"),
+        ("run --out things", "is there already"),
     ],
     "data": [
         ("", "what"),

@@ -216,6 +216,10 @@ def _listed(path: Path, _time: int, _size: int) -> tuple[list[Json], list[tuple[
     return rows, offsets
 
 
+def _is_error(message: Json) -> bool:
+    return str(message.get("content", "")).startswith("error:")  # as tools answer mistakes
+
+
 def _facts(row: Json, line: int, group: int) -> Json:
     messages, turns = row.get("messages", []), row.get("turns", [])
     asked = next((message for message in messages if message.get("role") == "user"), {})
@@ -227,6 +231,7 @@ def _facts(row: Json, line: int, group: int) -> Json:
         "contexts": sum(turn.get("parent") == -1 and not turn.get("auxiliary") for turn in turns),
         "unreadable": sum(bool(message.get("error")) for message in messages),
         "outages": len(row.get("outages", [])),
+        "errors": sum(message.get("role") == "tool" and _is_error(message) for message in messages),
         "untrained_because": row.get("untrained_because", ""),
         "asked": str(asked.get("content", ""))[:_SHORT],
         "said": str(row.get("output") or said.get("content", ""))[:_SHORT],

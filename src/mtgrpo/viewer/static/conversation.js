@@ -102,6 +102,7 @@ export const coloured_by = () => by;
 // Text that was not sampled: short, or opened by a click.
 export function context_of(text, note) {
   const element = h("div.context"), body = h("pre");
+  text = text.replace(/^\n/, "⏎\n");
   const cut = (open) => {
     body.textContent = open || text.length <= LONG ? text : `${text.slice(0, LONG * 0.6)}\n … \n${text.slice(-LONG * 0.3)}`;
     more.textContent = open ? "less" : `all ${num(text.length)} characters`;

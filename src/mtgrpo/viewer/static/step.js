@@ -9,7 +9,7 @@ const SORTS = {
   order: () => 0,
   spread: (group) => -group.spread,
   "ratio − 1": (group) => -group.apart,
-  failures: (group) => -group.troubles.length,
+  troubles: (group) => -sum(group.troubles.map(([often]) => often)),
   tokens: (group) => -group.tokens,
   "reward, lowest": (group) => group.mean,
 };
@@ -24,7 +24,7 @@ export function groups_of(rows) {
     const troubles = [
       [count((row) => row.status === "failed"), "failed"], [count((row) => row.status === "truncated"), "truncated"],
       [sum(siblings.map((row) => row.retried)), "retried"], [sum(siblings.map((row) => row.outages)), "outages"],
-      [sum(siblings.map((row) => row.unreadable)), "unreadable calls"],
+      [sum(siblings.map((row) => row.unreadable)), "unreadable calls"], [sum(siblings.map((row) => row.errors)), "tool errors"],
     ].filter(([often]) => often);
     const range = (name) => {
       const known = siblings.map((row) => row[name]).filter(Boolean);
@@ -41,6 +41,14 @@ export function groups_of(rows) {
       why: siblings[0].untrained_because,
     };
   });
+}
+
+// How much rewards go with another number of conversations, from -1 to 1.
+function goes_with(rows, name) {
+  const pairs = rows.filter((row) => row.status !== "failed" && isNumber(row.reward)).map((row) => [row.reward, row[name]]);
+  const [x, y] = [0, 1].map((side) => { const mean = sum(pairs.map((pair) => pair[side])) / pairs.length; return pairs.map((pair) => pair[side] - mean); });
+  const size = Math.sqrt(sum(x.map((value) => value * value)) * sum(y.map((value) => value * value)));
+  return size ? signed(sum(x.map((value, i) => value * y[i])) / size, 2) : "–";
 }
 
 // A square for each sibling, as full as its reward is high among those of the step.
@@ -81,6 +89,7 @@ export async function step(run, file) {
     },
     content: [
       h("div.row", h("h1", file_name(file)), h("p.muted", `${plural(all.length, "group")}, ${plural(found.rows.length, "conversation")}, mean reward ${num(sum(rewards) / Math.max(1, rewards.length))}`),
+        h("p.muted", { title: "correlation of the reward with each, over all conversations here" }, `rewards go with tokens ${goes_with(found.rows, "tokens")}, turns ${goes_with(found.rows, "turns")}, tool errors ${goes_with(found.rows, "errors")}`),
         has ? [link(`${place}/forest`, "forest"), link(`${place}/timeline`, "timeline")] : h("span.muted", step_of(file) === null ? "" : "its tokens are not kept")),
       h("div.row", h("input", { type: "search", placeholder: "search tasks and answers", value: search, "aria-label": "search", oninput: (event) => { search = event.target.value; draw(); } }),
         h("label", "sort by ", pick(Object.keys(SORTS).map((name) => [name, name]), sorting, "sort by", (value) => { sorting = value; })),
