@@ -1,0 +1,19 @@
+"""The layout that settings name."""
+
+from __future__ import annotations
+
+from mtgrpo.parallel import Parallel
+from mtgrpo.parallel.ddp import DDP
+from mtgrpo.parallel.fsdp2 import FSDP2
+from mtgrpo.policy.layouts import ParallelLayout
+from mtgrpo.policy.layouts.ddp import DataParallel
+from mtgrpo.policy.layouts.fsdp2 import FullySharded
+
+
+def make_layout(parallel: Parallel, rank: int, ranks: int) -> ParallelLayout:
+    """That of one of `ranks`, whose process group there is. parallel: settled, so not `auto`."""
+    if isinstance(parallel, FSDP2):
+        return FullySharded(rank, ranks, bool(parallel.reshard))
+    if isinstance(parallel, DDP) or ranks > 1:
+        return DataParallel(rank, ranks)
+    return ParallelLayout()
