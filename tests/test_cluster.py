@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import torch
 
 from mtgrpo.cluster import controller
 from mtgrpo.cluster.controller import Ranks
+from mtgrpo.cluster.wire import Call, packed
 from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.policy.step import at_once
 from scripted_rank import Config, Trainer
@@ -53,6 +55,15 @@ def wait_for(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < ends
         time.sleep(0.05)
+
+
+def test_a_tensor_passes_as_the_bytes_that_it_has() -> None:
+    whole = torch.arange(2_000_000, dtype=torch.bfloat16)
+    parts = [whole[3:9:2], whole[:0], torch.tensor(7), whole[:6].reshape(2, 3).T, torch.tensor([True, False])]
+    message = packed(Call("trainer", "updating", parts))
+    assert len(message) < 2000
+    for part, received in zip(parts, pickle.loads(message).arguments, strict=True):
+        assert received.dtype is part.dtype and torch.equal(received, part)
 
 
 async def test_all_ranks_do_what_is_asked_and_end_when_it_is_over(tmp_path: Path) -> None:
@@ -109,10 +120,10 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("deed", "rank", "told"),
     [
-        ("bug", 1, "rank 1 ended by in two lines: x+;"),
-        ("bug", 0, "rank 0 ended by in two lines: x+;"),
-        ("config", 1, "rank 1 ended by mtgrpo.errors.ConfigError: `lr` is wrong;"),  # others are in the sum meanwhile
-        ("different", 2, "rank [01] ended by mtgrpo.errors.RunError: rank [01] says so;"),
+        ("bug", 1, "rank 1 ended: ValueError: a bug;"),
+        ("bug", 0, "rank 0 ended: ValueError: a bug;"),
+        ("config", 1, "rank 1 ended: mtgrpo.errors.ConfigError: `lr` is wrong;"),  # others are in the sum meanwhile
+        ("different", 2, "rank [01] ended: mtgrpo.errors.RunError: rank [01] says so;"),
         ("loop", 1, "rank 1 stands still, for 2 s: rank 0: updating, part 2; rank 1: updating, part 1;"),
     ],
 )
@@ -150,7 +161,7 @@ async def test_a_killed_rank_ends_all_whatever_goes_on(
                 wait_for(lambda: ranks.places[1] == "rank 1: updating, part 1")
             os.kill(pids(tmp_path)[1], number)
             if idle:  # the controller samples, say
-                await asyncio.sleep(50)
+                await asyncio.Event().wait()
             await asyncio.to_thread(at_once, update)
 
     with pytest.raises(RunError, match=told):
@@ -266,8 +277,17 @@ def test_ctrl_c_saves_and_says_how_to_go_on(launched: str, tmp_path: Path) -> No
 
 @real
 @whole
-def test_a_launcher_is_for_training(tmp_path: Path) -> None:
-    words = ["--standalone", "--nproc-per-node", "2", "-m", "mtgrpo", "eval", f"hydra.run.dir={tmp_path / 'run'}"]
-    done = subprocess.run([BIN / "torchrun", *words], capture_output=True, text=True, timeout=60)
-    assert done.returncode and done.stderr.count("eval takes one process; start it without torchrun") == 1
+@pytest.mark.parametrize(
+    ("words", "fails", "told"),
+    [
+        (["eval"], True, "mtgrpo: WORLD_SIZE=2: eval takes one process; start it without torchrun"),
+        (["train", "seed=1,2", "-m"], True, "mtgrpo: torchrun starts the ranks of one run, not of --multirun"),
+        (["train", "optimizer.lr=-1"], True, "mtgrpo: optimizer.lr must be > 0"),
+        (["train", "--dry-run"], False, "no fault found"),
+    ],
+)
+def test_what_a_launcher_starts_says_it_once(words: list[str], fails: bool, told: str, tmp_path: Path) -> None:
+    launcher = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "mtgrpo"]
+    done = subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert bool(done.returncode) == fails and (done.stdout + done.stderr).count(told) == 1
     assert not list(tmp_path.iterdir())

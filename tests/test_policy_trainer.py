@@ -14,7 +14,8 @@ from mtgrpo import preset
 from mtgrpo.engines.local import Local
 from mtgrpo.errors import EngineError
 from mtgrpo.model.load import load_model
-from mtgrpo.model.settings import ModelSettings
+from mtgrpo.model.rounding import plain_logprobs
+from mtgrpo.model.settings import LoRA, ModelSettings
 from mtgrpo.policy.trainer import Stage, TrainerConfig, TrainerRank
 from mtgrpo.record.curve import Curve
 from mtgrpo.stages import run
@@ -30,8 +31,10 @@ SMALL += ["rollout.group_size=3", "trainer.minibatch_trajectories=3", "kl.coef=0
 class Elsewhere(ModelWeights):
     """Weights that an engine must copy."""
 
+    settings = ModelSettings("tiny")
+
     def here(self) -> ModelWeights:
-        return ModelWeights(load_model(ModelSettings("tiny"), seed=99))
+        return ModelWeights(load_model(self.settings, seed=99))
 
 
 class Apart(PolicyTrainer):
@@ -66,6 +69,27 @@ def test_a_copy_that_differs_is_not_sampled_from() -> None:
     assert not engine.shares_weights
     with pytest.raises(EngineError, match="of the copied weights differ from the model's own forward pass"):
         asyncio.run(engine.load_weights(source))
+
+
+def test_of_a_model_with_adapters_they_alone_are_copied(tmp_path: Path) -> None:
+    load_model(ModelSettings("tiny"), seed=1).save_pretrained(tmp_path)
+
+    class Adapted(Elsewhere):
+        settings = ModelSettings(str(tmp_path), lora=LoRA(rank=2), value_head=True)
+
+        def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in super().tensors(dtype):
+                assert "lora" in name or "value_head" in name
+                yield name, weight
+
+    source = Adapted(load_model(Adapted.settings, seed=5), version=3)
+    for weight in filter(lambda weight: weight.requires_grad, source.model.parameters()):
+        torch.nn.init.constant_(weight, 0.02)
+    engine = Local(memory_fraction=0.1).start(source, True, 64)
+    asyncio.run(engine.load_weights(source))
+    context = torch.arange(9)
+    copied = plain_logprobs(engine._model, context)  # pyright: ignore[reportPrivateUsage]
+    assert engine.version == 3 and torch.equal(copied, plain_logprobs(source.model, context))
 
 
 def test_changes_are_counted_over_all_stages(tmp_path: Path) -> None:

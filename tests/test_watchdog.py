@@ -61,10 +61,12 @@ async def test_what_everything_waits_for_is_written_down(tmp_path: Path) -> None
 
     task = asyncio.create_task(outer(), name="train/1 of task 7")
     await asyncio.sleep(0)
-    write_state(tmp_path / "state.txt", asyncio.get_running_loop(), ScriptedEngine(script))
+    write_state(
+        tmp_path / "state.txt", asyncio.get_running_loop(), ScriptedEngine(script), ["rank 1: updating, part 3"]
+    )
     task.cancel()
     said_of_it = (tmp_path / "state.txt").read_text()
-    assert "# requests to the engine: 0" in said_of_it
+    assert "# requests to the engine: 0" in said_of_it and "\nrank 1: updating, part 3\n" in said_of_it
     place = said_of_it.partition("train/1 of task 7\n")[2]
     assert place.index("outer") < place.index("deep") < place.index("sleep")
     assert "most recent call first" in said_of_it and Path(__file__).name in said_of_it.partition("# threads")[2]
@@ -155,7 +157,7 @@ async def test_what_may_take_long_is_waited_for(
     found: list[float] = []
 
     @contextmanager
-    def opened(limit_s: float, folder: Path, engine: RunningEngine) -> Generator[Watchdog]:
+    def opened(limit_s: float, folder: Path, engine: RunningEngine, places: object) -> Generator[Watchdog]:
         found.append(limit_s)
         yield Watchdog()
 

@@ -171,7 +171,7 @@ class Ranks(Asked):
         with suppress(OSError, ValueError):
             sign.look(json.loads(path.read_bytes()))
         if error := sign.beat.get("error"):
-            return error[0], rank, f"ended by {error[1]}"
+            return error[0], rank, f"ended: {error[1]}"
         if code is not None and code < 0:
             return math.inf if code == -signal.SIGABRT else 0.0, rank, f"was killed by signal {-code}"
         if code is not None:

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import zip_longest
 from multiprocessing.connection import Connection
@@ -73,14 +73,20 @@ class Heart:
         while os.getppid() == self._parent:
             self._beat()
             time.sleep(BEAT_S)
-        os._exit(1)  # whoever started it has gone
+        self._end("what had started it is gone")
+        os._exit(1)
 
     def _beat(self) -> None:
         with self._turn:
             self._beats += 1
             said = {"host": socket.gethostname(), "pid": os.getpid(), "beats": self._beats, "place": self.place}
             if self._path is not None:
-                write_whole(self._path, json.dumps(said | {"error": self._error}).encode(), durable=False)
+                with suppress(OSError):  # the disk may be full
+                    write_whole(self._path, json.dumps(said | {"error": self._error}).encode(), durable=False)
+
+    def _end(self, why: str) -> None:
+        self._error = time.time(), why
+        self._beat()
 
     @contextmanager
     def stops_by_error(self, leave: Callable[[int], object]) -> Generator[None]:
@@ -88,8 +94,7 @@ class Heart:
         try:
             yield
         except BaseException as error:
-            self._error = time.time(), traceback.format_exception_only(error)[-1].strip().splitlines()[-1]
-            self._beat()
+            self._end(traceback.format_exception_only(error)[-1].strip().splitlines()[0])
             traceback.print_exc()
             leave(1)
 

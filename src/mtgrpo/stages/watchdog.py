@@ -56,7 +56,8 @@ def open_watchdog(
     """A watchdog that looks on from a thread of its own until the run has ended; limit_s: 0 = it does nothing.
 
     After `limit_s` seconds in which nothing moves it writes `watchdog.txt` into the run's folder, says so, and sends
-    SIGTERM. Where that has not ended the run after as long again, at least `CLOSING_S`, it ends the process.
+    SIGTERM. Where that has not ended the run after as long again, at least `CLOSING_S`, it ends the process. places:
+    where each of several ranks stands.
     """
     watchdog, over, loop = Watchdog(), threading.Event(), asyncio.get_running_loop()
 
@@ -72,7 +73,7 @@ def open_watchdog(
         with suppress(Exception):  # the disk may be full
             write_state(path, loop, engine, places())
         with suppress(Exception):  # the terminal may be gone
-            print(f"{said}; the run ends", file=sys.stderr, flush=True)
+            print("; ".join([said, *places(), "the run ends"]), file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
         if not over.wait(max(CLOSING_S, limit_s)):
             print("mtgrpo: the run does not end by itself: the process does", file=sys.stderr, flush=True)
