@@ -1,0 +1,114 @@
+"""Conversations of a run in the Agent Trajectory Interchange Format, ATIF-v1.7 (harborframework.com/docs), a file each.
+
+Where the tokens of a step are kept, each turn has those that the policy was sent and that it sampled, their
+log-probabilities, and in `extra` what they were paid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mtgrpo import __version__
+from mtgrpo.errors import ConfigError
+from mtgrpo.record.reading import RunRecord, conversations, count, find_runs, read_runs
+from mtgrpo.record.shapes import Json
+from mtgrpo.record.tokens import TokenRecord, read_tokens
+from mtgrpo.runtime.files import put_whole, strict_json
+
+VERSION = "ATIF-v1.7"
+
+
+def write_trajectory_files(place: Path, step: int | None, out: Path, dry_run: bool) -> int:
+    """Write the conversations of a step of the run in `place`, by default the newest; their number. ConfigError."""
+    (run, *_) = read_runs(find_runs([place]))
+    name = run.last_trajectories()[0] if step is None else f"step_{step:06d}"
+    path = run.folder / "trajectories" / f"{name}.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"{run.folder} has kept no {name or 'conversations'}; choose another --step")
+    record = read_tokens(run.folder, count(name[5:])) if name.startswith("step_") else None
+    rows = enumerate(conversations(path))
+    made = [(line, made) for line, row in rows if (made := trajectory(run, name, line, row, record))["steps"]]
+    if not dry_run:
+        with put_whole(out) as partial:
+            partial.mkdir()
+            for line, content in made:
+                (partial / f"{name}_{line:06d}.json").write_bytes(strict_json(content, indent=1))
+    return len(made)  # without those that failed before their first message
+
+
+def trajectory(run: RunRecord, name: str, line: int, row: Json, record: TokenRecord | None) -> Json:
+    """A conversation, the one on `line` of the file `name`, as the format has it."""
+    messages, turns = row.get("messages", []), row.get("turns", [])
+    by_policy = [place for place, message in enumerate(messages) if message.get("role") == "assistant"][-len(turns) :]
+    number = {place: turn for turn, place in enumerate(by_policy)} if turns else {}
+    recorded = (record.turns(line) if record is not None else None) or range(0)
+    steps: list[Json] = []
+    for place, message in enumerate(messages):
+        role = message.get("role")
+        if role == "tool" and steps and steps[-1]["source"] == "agent":
+            _observe(steps[-1], message)
+            continue
+        source = {"assistant": "agent", "system": "system"}.get(str(role), "user")
+        step: Json = {"step_id": len(steps) + 1, "source": source, "message": message.get("content", "")}
+        if source == "agent":
+            step |= _said(message, len(steps) + 1)
+            if (turn := number.get(place)) is not None:
+                step["llm_call_count"] = 1
+                step["metrics"] = _metrics(record, recorded[turn]) if record and turn < len(recorded) else {}
+                step["metrics"]["completion_tokens"] = turns[turn].get("output_tokens") or 0
+        steps.append(step)
+    names = ("task", "sample", "status", "reason", "reward", "components", "turn_rewards", "answer", "group")
+    tools = row.get("tools")
+    agent: Json = {"name": "mtgrpo", "version": __version__, "model_name": run.settings.get("model.name", "unknown")}
+    return {
+        **{"schema_version": VERSION, "session_id": run.name, "trajectory_id": f"{run.name}/{name}/{line}"},
+        "agent": agent | ({"tool_definitions": tools} if isinstance(tools, list) and tools else {}),
+        "steps": steps,
+        "final_metrics": {
+            "total_completion_tokens": sum(turn.get("output_tokens") or 0 for turn in turns),
+            "total_steps": len(steps),
+        },
+        "extra": {"file": name, **{key: row[key] for key in names if key in row}},
+    }
+
+
+def _said(message: Json, step: int) -> Json:
+    """What an agent's message has beside its text."""
+    calls = [
+        {"tool_call_id": f"call_{step}_{place}", "function_name": str(call.get("name")), "arguments": _object(call)}
+        for place, call in enumerate(message.get("tool_calls", []))
+    ]
+    reasoning = message.get("reasoning")
+    error = {"extra": {"unreadable": message["error"]}} if message.get("error") else {}
+    return {
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"tool_calls": calls} if calls else {}),
+        **error,
+    }
+
+
+def _object(call: Json) -> Any:
+    arguments = call.get("arguments")
+    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
+
+
+def _observe(step: Json, message: Json) -> None:
+    """Add the answer of a tool to the step that called it: the calls are answered in their order."""
+    results: list[Json] = step.setdefault("observation", {"results": []})["results"]
+    calls: Sequence[Json] = step.get("tool_calls", [])
+    called = {"source_call_id": calls[len(results)]["tool_call_id"]} if len(results) < len(calls) else {}
+    results.append({**called, "content": message.get("content", "")})
+
+
+def _metrics(record: TokenRecord, turn: int) -> Json:
+    """The tokens of a turn, with what is known of them."""
+    entries, arrays = slice(int(record.first[turn]), int(record.first[turn + 1])), record.arrays
+    tokens = arrays["forest_token"][record.path(turn)].tolist()
+    sampled = entries.stop - entries.start
+    return {
+        **{"prompt_tokens": len(tokens) - sampled, "prompt_token_ids": tokens[: len(tokens) - sampled]},
+        **{"completion_token_ids": tokens[len(tokens) - sampled :], "logprobs": arrays["behaviour"][entries].tolist()},
+        "extra": {name: arrays[name][entries].tolist() for name in ("advantage", "version") if name in arrays},
+    }
