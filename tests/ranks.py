@@ -1,18 +1,25 @@
-"""Runs a function on several ranks, each a process, over gloo; what each gives comes back."""
+"""Several ranks, each a process, over gloo: what a function gives on each; how far runs are from one another."""
 
 from __future__ import annotations
 
 import datetime
 import multiprocessing
 import pickle
+import subprocess
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import distributed as dist
 
+from test_resume import digits, rows
+
+BIN = Path(sys.executable).parent
+COMPUTED = ("computed_tokens", "repeated_tokens", "memory_bytes")  # what ranks compute more of
 LIMIT_S = 120  # a rank that waits longer has hung
 
 
@@ -48,3 +55,29 @@ def on_ranks(ranks: int, function: Callable[..., Any], folder: Path, *arguments:
     errors = "\n".join(path.read_text() for path in sorted(folder.glob("*.error")))
     assert not errors, errors
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(ranks)]
+
+
+def train_by_command(folder: Path, *words: str) -> Path:
+    """A run of `mtgrpo train` with these words, which must end well."""
+    command = [str(BIN / "mtgrpo"), "train", *words, f"hydra.run.dir={folder}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def furthest_of_runs(one: Path, other: Path) -> tuple[float, str]:
+    """How far what two runs logged, relative, and their last weights are apart, and where."""
+    return max(_distances(one, other))
+
+
+def _distances(one: Path, other: Path) -> Iterator[tuple[float, str]]:
+    for number, pair in enumerate(zip(rows(one), rows(other), strict=True)):
+        logged, of_other = map(digits, pair)
+        assert logged.keys() == of_other.keys(), logged.keys() ^ of_other.keys()
+        for name, value in logged.items():
+            if isinstance(value, float) and not name.endswith(COMPUTED):
+                yield abs(of_other[name] - value) / max(1.0, abs(value)), f"{name} in row {number}"
+    saved = [load_file(max((run / "checkpoints").glob("step_*")) / "model.safetensors") for run in (one, other)]
+    assert saved[0].keys() == saved[1].keys()
+    for name, weight in saved[0].items():
+        yield (weight - saved[1][name]).abs().max().item(), name
