@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conftest import PROJECT
 from mtgrpo.commands.export import main
 from mtgrpo.errors import ConfigError
 from recorded import ANSWERS, TOKENIZER, make_recorded
 
+PYTHON = PROJECT / ".venv-agents" / "bin" / "python"
+READY = PYTHON.exists()
 # The fields that the format has, of each kind of object; it allows no others.
 STEP = {"step_id", "source", "message", "reasoning_content", "tool_calls", "observation", "metrics", "extra"}
 STEP |= {"timestamp", "model_name", "reasoning_effort", "is_copied_context", "llm_call_count"}
@@ -84,6 +89,43 @@ def test_calls_of_tools_have_their_answers(tmp_path: Path) -> None:
     assert [result.get("source_call_id") for result in results] == ["call_3_0", "call_3_1", None]
     assert unreadable["extra"] == {"unreadable": "not JSON"}
     assert unreadable["observation"] == {"results": [{"content": "error: not JSON"}]}
+
+
+def test_a_log_of_inspect_has_siblings_as_epochs_and_rewards_as_scores(tmp_path: Path) -> None:
+    run = make_recorded(tmp_path / "run", steps=1)
+    path = run / "trajectories" / "step_000001.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["components"] = {"format": 0.5}
+    rows[0]["messages"][1] |= {"tool_calls": [{"name": "clock", "arguments": {}}], "reasoning": "hm"}
+    rows[0]["messages"][2] = {"role": "tool", "content": "noon"}
+    rows[7] |= {"task": "sums/0", "status": "failed", "reward": None, "reason": "down"}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([str(run), "--to", "inspect", "--out", str(tmp_path / "logs")]) == 0
+    (file,) = (tmp_path / "logs").iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d\+00-00_step-000001_log\.json", file.name)
+    log = json.loads(file.read_text())
+    names = [(sample["id"], sample["epoch"]) for sample in log["samples"]]
+    assert names[:5] == [*(("sums/0", epoch) for epoch in range(1, 5)), ("sums/1", 1)]
+    assert names[7] == ("sums/0 (group 1)", 4) and log["samples"][7]["error"]["message"] == "down"
+    first = log["samples"][0]
+    assert first["scores"] == {"reward": {"value": 1.0}, "format": {"value": 0.5}} and first["target"] == "391"
+    called, answer = first["messages"][1:3]
+    assert called["tool_calls"][0] | {"id": answer["tool_call_id"], "function": "clock"} == called["tool_calls"][0]
+    assert called["content"][0] == {"type": "reasoning", "reasoning": "hm"} and first["input"] == first["messages"][:1]
+    assert log["results"]["scores"][0]["metrics"]["mean"]["value"] == pytest.approx(4 / 7)
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not READY, reason="there is no .venv-agents: scripts/agents_env.sh makes it")
+def test_inspect_reads_the_log(tmp_path: Path) -> None:
+    run = make_recorded(tmp_path / "run")
+    assert main([str(run), "--to", "inspect", "--out", str(tmp_path / "logs")]) == 0
+    code = (
+        "import sys\nfrom inspect_ai.log import list_eval_logs, read_eval_log\n(one,) = list_eval_logs(sys.argv[1])\n"
+        "log = read_eval_log(one)\nprint(log.status, len(log.samples), log.samples[0].scores['reward'].value)"
+    )
+    done = subprocess.run([PYTHON, "-c", code, str(tmp_path / "logs")], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["success", "8", "1.0"], done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """`mtgrpo export CHECKPOINT --to hf|peft|merged --out DIR`: a checkpoint as a model for others, with a model card.
 
-`mtgrpo export RUN --to atif --out DIR`: the conversations of a step, for programs that read agents' trajectories.
+`mtgrpo export RUN --to atif|inspect --out DIR`: the conversations of a step, for the viewers of others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtgrpo.commands.prompted import find_prompted, write_prompted
-from mtgrpo.commands.trajectory_files import write_trajectory_files
+from mtgrpo.commands.trajectory_files import write_conversations
 from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
 from mtgrpo.model.tokenizer import load_tokenizer
@@ -28,7 +28,10 @@ TO = {
     "peft": "the adapter of a LoRA run alone",
     "merged": "the base with the adapter added to its weights",
 }
-ATIF = {"atif": "the conversations of a step, a file each, in the Agent Trajectory Interchange Format"}
+OF_STEPS = {
+    "atif": "the conversations of a step, a file each, in the Agent Trajectory Interchange Format",
+    "inspect": "the conversations of a step as a log of inspect_ai",
+}
 _UNKNOWN = "\nWhat tools and prompts it was trained with is not known: its run's folder has no conversations.\n"
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER = (_ADAPTER_CONFIG, "adapter_model.safetensors")
@@ -39,21 +42,21 @@ def main(arguments: Sequence[str]) -> int:
     """Write the folder and say where it is. Raises ConfigError for a damaged checkpoint or one that does not fit."""
     parser = Arguments("mtgrpo export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step_000025, or RUN")
-    forms = "; ".join(f"{name}: {what}" for name, what in {**TO, **ATIF}.items())
-    parser.add_argument("--to", choices=[*TO, *ATIF], default="hf", help=forms)
+    forms = "; ".join(f"{name}: {what}" for name, what in {**TO, **OF_STEPS}.items())
+    parser.add_argument("--to", choices=[*TO, *OF_STEPS], default="hf", help=forms)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is not there yet")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="with --to atif: of training; default: the newest there are"
+        "--step", type=int, metavar="N", help="with --to atif or inspect: of training; default: the newest there are"
     )
     parser.add_argument("--dry-run", action="store_true", help="verify the checkpoint, write nothing")
     args = parser.parse_args(arguments)
     out: Path = args.out
     if out.exists():
         raise ConfigError(f"--out {out}: it is there already; choose another name")
-    if args.step is not None and args.to not in ATIF:
+    if args.step is not None and args.to not in OF_STEPS:
         raise ConfigError(f"--step {args.step} chooses conversations: with --to {args.to} name the checkpoint itself")
-    if args.to in ATIF:
-        count = write_trajectory_files(args.checkpoint, args.step, out, args.dry_run)
+    if args.to in OF_STEPS:
+        count = write_conversations(args.checkpoint, args.step, args.to, out, args.dry_run)
         print(f"{count} conversations: {out}" if not args.dry_run else f"{count} conversations would be written")
         return 0
     saved = sorted((args.checkpoint / "checkpoints").glob("step_*"))  # those of a run

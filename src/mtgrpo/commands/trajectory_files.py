@@ -1,7 +1,7 @@
-"""Conversations of a run in the Agent Trajectory Interchange Format, ATIF-v1.7 (harborframework.com/docs), a file each.
+"""Conversations of a run for the viewers of others; here in the Agent Trajectory Interchange Format, ATIF-v1.7.
 
-Where the tokens of a step are kept, each turn has those that the policy was sent and that it sampled, their
-log-probabilities, and in `extra` what they were paid.
+It is described at harborframework.com/docs; a conversation is a file. Where the tokens of a step are kept, a turn has
+those that the policy was sent and that it sampled, their log-probabilities, and in `extra` what they were paid.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo import __version__
+from mtgrpo.commands.inspect_log import inspect_log
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.reading import RunRecord, conversations, count, find_runs, read_runs
 from mtgrpo.record.shapes import Json
@@ -20,22 +21,31 @@ from mtgrpo.runtime.files import put_whole, strict_json
 VERSION = "ATIF-v1.7"
 
 
-def write_trajectory_files(place: Path, step: int | None, out: Path, dry_run: bool) -> int:
-    """Write the conversations of a step of the run in `place`, by default the newest; their number. ConfigError."""
+def write_conversations(place: Path, step: int | None, form: str, out: Path, dry_run: bool) -> int:
+    """Write the conversations of a step of the run in `place`, by default the newest; their number. ConfigError.
+
+    form: "atif", a file each; "inspect", a log of inspect_ai.
+    """
     (run, *_) = read_runs(find_runs([place]))
     name = run.last_trajectories()[0] if step is None else f"step_{step:06d}"
     path = run.folder / "trajectories" / f"{name}.jsonl"
     if not path.is_file():
         raise ConfigError(f"{run.folder} has kept no {name or 'conversations'}; choose another --step")
-    record = read_tokens(run.folder, count(name[5:])) if name.startswith("step_") else None
-    rows = enumerate(conversations(path))
-    made = [(line, made) for line, row in rows if (made := trajectory(run, name, line, row, record))["steps"]]
+    rows = list(conversations(path))
+    if form == "inspect":
+        log = inspect_log(run, path, rows)
+        written = log["eval"]["created"][:19].replace(":", "-")  # names of logs begin so
+        made = {f"{written}+00-00_{name.replace('_', '-')}_log": log}
+    else:
+        record = read_tokens(run.folder, count(name[5:])) if name.startswith("step_") else None
+        files = ((line, trajectory(run, name, line, row, record)) for line, row in enumerate(rows))
+        made = {f"{name}_{line:06d}": found for line, found in files if found["steps"]}  # some fail before they begin
     if not dry_run:
         with put_whole(out) as partial:
             partial.mkdir()
-            for line, content in made:
-                (partial / f"{name}_{line:06d}.json").write_bytes(strict_json(content, indent=1))
-    return len(made)  # without those that failed before their first message
+            for file, content in made.items():
+                (partial / f"{file}.json").write_bytes(strict_json(content, indent=1))
+    return len(rows) if form == "inspect" else len(made)
 
 
 def trajectory(run: RunRecord, name: str, line: int, row: Json, record: TokenRecord | None) -> Json:
