@@ -300,3 +300,13 @@ def test_a_file_that_unpacks_to_more_than_a_machine_holds_is_refused(tmp_path: P
             file.write(bytes(1 << 24))
     with pytest.raises(ConfigError, match="unpacks to 1,090,519,040 bytes"):
         read_tokens(tmp_path, 1)
+
+
+def test_a_disk_that_is_nearly_full_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_SPARE", 2**60)
+    notes: list[str] = []
+    recorder = TokenRecorder(TokenSettings(), tmp_path, notes.append)
+    for step in (1, 2):
+        recorder.write(step, GROUPS, TRAJECTORIES, build_batch(TRAJECTORIES), {})
+    (note,) = notes
+    assert "GiB for tokens and its disk has" in note and recorded_steps(tmp_path) == []

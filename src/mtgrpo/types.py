@@ -285,7 +285,14 @@ class Trajectory(Counts):
         for turn in turns:
             turn.kept = [tokens[:] for tokens in turn.kept]
         tables = {name: dict(getattr(self, name)) for name in ("components", "data", "counts")}
-        return replace(self, turns=turns, turn_rewards=self.turn_rewards[:], untrained=self.untrained[:], **tables)
+        return replace(
+            self,
+            turns=turns,
+            turn_rewards=self.turn_rewards[:],
+            untrained=self.untrained[:],
+            retried=self.retried[:],
+            **tables,
+        )
 
     @property
     def failed(self) -> bool:

@@ -66,7 +66,7 @@ class TokenRecorder:
         try:
             arrays = lay_out(groups, trained, batch, paid, self._settings.groups)
             self._folder.mkdir(exist_ok=True)
-            check_disk(self._folder, _SPARE + sum(array.nbytes for array in arrays.values()))
+            check_disk(self._folder, _SPARE + sum(array.nbytes for array in arrays.values()), "tokens")
             with put_whole(self._folder / f"step_{step:06d}.npz", durable=False) as partial:
                 write_arrays(partial, arrays)
             for path in self._folder.glob("step_*.npz"):

@@ -76,11 +76,11 @@ def resident_bytes() -> int:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
-def check_disk(folder: Path, needed: int) -> None:
-    """Raise RunError where the disk of `folder` has not `needed` bytes left."""
+def check_disk(folder: Path, needed: int, what: str = "a checkpoint") -> None:
+    """Raise RunError where the disk of `folder` has not `needed` bytes left for `what`."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        sizes = f"{needed / 2**30:.2f} GiB for a checkpoint and its disk has {free / 2**30:.2f} left"
+        sizes = f"{needed / 2**30:.2f} GiB for {what} and its disk has {free / 2**30:.2f} left"
         raise RunError(f"{folder} needs {sizes}; make room; nothing was written")
 
 

@@ -21,7 +21,7 @@ export async function runs() {
   const rows = found.map((run, number) => h("tr",
     h("td", h("input", { type: "checkbox", checked: chosen.has(number), "aria-label": `choose ${run.name}`,
       onchange: (event) => { event.target.checked ? chosen.add(number) : chosen.delete(number); renew(); } })),
-    h("td", link(`/curves/${number}`, h("b", run.name)), h("div.muted", [run.recipe, run.algorithm, run.model].filter(Boolean).join(" · "))),
+    h("td.run", link(`/curves/${number}`, h("b", run.name)), h("div.muted", [run.recipe, run.algorithm, run.model].filter(Boolean).join(" · "))),
     h("td", h("span", run.steps ? `${num(run.step)} of ${num(run.steps)}` : num(run.step)),
       h("progress", { max: Math.max(1, run.steps || run.step), value: run.step, "aria-label": "steps" })),
     h("td.num", success(run.before)), h("td.num", success(run.after)),
@@ -94,7 +94,7 @@ function plot(name, found, numbers, place) {
 // The rest of what is known of a run.
 function about(run, index, number, open) {
   const steps = index.files.filter((file) => step_of(file.name));
-  const others = index.files.filter((file) => !step_of(file.name));
+  const others = index.files.filter((file) => !step_of(file.name)).sort((one) => (one.name.includes("before") ? -1 : 0));
   const recorded = new Set(index.recorded);
   const item = (file) => link(`/r/${number}/${file.name}`, file_name(file.name), recorded.has(step_of(file.name)) ? h("i.dot", { title: "its tokens are kept" }) : "");
   return h("details.about", { open }, h("summary", run.name),
