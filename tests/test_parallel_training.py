@@ -141,13 +141,14 @@ def train_all(rank: int, ranks: int, layouts: Sequence[str], names: Sequence[str
 
 def drop_gathered(rank: int, ranks: int, layout: str, folder: Path) -> Any:
     """As `train` of walks, but on the last rank what is computed below a chain gives no gradient to the chain."""
+
+    def backward(_: ParallelLayout, prefix: Prefix) -> None:
+        prefix._leaves.clear()  # pyright: ignore[reportPrivateUsage]
+        prefix.backward()
+
     if rank == ranks - 1:
-        Prefix.backward = lambda prefix: (prefix._leaves.clear(), plain_backward(prefix))[1]  # type: ignore[assignment]  # pyright: ignore[reportPrivateUsage]
+        ParallelLayout.backward = backward
     return train(rank, ranks, layout, CASES["walks_of_one_task"], folder)
-
-
-def plain_backward(prefix: Prefix, backward: Callable[[Prefix], None] = Prefix.backward) -> None:
-    backward(prefix)
 
 
 @pytest.fixture(scope="module")
