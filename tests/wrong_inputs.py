@@ -345,7 +345,6 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("run --every 3", "--every"),
     ],
     "view": [
-        ("", "give the folder itself"),
         ("away", "away"),
         ("things", "holds no run"),
         ("run --port http", "invalid int"),
