@@ -48,8 +48,9 @@ from mtgrpo.runtime.resources import keep_freed_memory
 from mtgrpo.stages.policy_trainer import trainer_config
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-from ranks import on_ranks
 from test_layouts import LAYOUTS, Case, play
+
+from ranks import on_ranks
 from test_sharing import COSTS, RANKS, SHAPES, batch_of, least_bound, packed
 
 HERE = Path(__file__).resolve().parent
