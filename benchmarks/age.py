@@ -19,6 +19,7 @@ ROOMS = {  # of src/mtgrpo, by benchmark; what is not here measures a whole run
     "logprobs": FORWARD,
     "memory": f"{FORWARD} engines policy memory.py",
     "overlap": SAMPLING,
+    "parallel": f"{RUN} cluster parallel",
     "refusals": "cli.py commands config parts stages",
     "rollout": SAMPLING,
     "server": SAMPLING,

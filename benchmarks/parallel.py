@@ -73,7 +73,7 @@ MEASURED = (
     "medians of all updates but the first of each process; wall: of the slower rank; processor time: time.process_time "
     "of each rank, added up; waiting: 1 - processor time / (wall x ranks x threads): for the other rank, for a second "
     "thread, and for one of the two cores, which other people's work used too; sent_bytes: by formula, of collectives "
-    "in a ring; as many are received"
+    "in a ring, as many are received; over gloo, as here, fsdp2 sends its gradients twice"
 )
 TIMED = Case(budget=2048, trunk=200, tasks=16, turns=4)
 
@@ -184,7 +184,8 @@ def update(rank: int, ranks: int, side: str, threads: int, count: int, folder: P
 def sent(side: str, ranks: int, model_bytes: int, forward: int, backward: int) -> int:
     """Bytes that a rank sends in an update, and as many that it gets, where they go round in a ring.
 
-    Weights are gathered and gradients summed, each of which passes a rank (n-1)/n times; a sum that all have is both.
+    Weights that are gathered pass a rank (n-1)/n times, and so do gradients of which each keeps a part of the sum; a
+    sum that all have is both. (gloo sums the whole for those who keep a part: fsdp2 sends its gradients twice over it.)
     """
     times = {
         "ddp": 2,  # gradients are summed for all

@@ -44,6 +44,13 @@ PLANS = {
     "memory.8b_nf4_gb": "Qwen3-8B, LoRA of rank 16 over NF4",
     "memory.8b_full_offload_gb": "Qwen3-8B, all weights, optimiser on the host",
 }
+SHARING = {
+    "one": "one process, one thread",
+    "one_2_threads": "one process, two threads",
+    "ddp": "`ddp`",
+    "fsdp2_whole": "`fsdp2`, `reshard=false`",
+    "fsdp2_resharded": "`fsdp2`, `reshard=true`",
+}
 OUTAGES = {
     "never": "no attempt fails",
     "anew": "the conversation is run again, then left out",
@@ -362,6 +369,28 @@ def decode_step() -> str:
     return table(["28 layers, four conversations", "kernels"], rows)
 
 
+def shares() -> str:
+    """How evenly ranks share a batch, and the order of passes that they have in common."""
+    _, detail = read("parallel")
+    names = ("max_over_mean", "max_over_bound", "passes")
+    rows = [[ranks, *(f"{worst[name]:.3f}" for name in names)] for ranks, worst in detail["shares"].items()]
+    return table(["ranks", "cost, most / mean", "cost, most / the least possible", "passes, common / most"], rows)
+
+
+def sharing() -> str:
+    """Updates of two ranks against those of one process, and how far whole runs are apart."""
+    _, detail = read("parallel")
+    rows: list[list[str]] = []
+    for side, label in SHARING.items():
+        found = detail["updates"][side]
+        apart = [f"{max(distances.values()):.0e}" for distances in detail["apart"].get(side, {}).values()]
+        sent = f"{found['sent_bytes'] / 1e6:.1f}"
+        seconds = [f"{found[name]:.2f} s" for name in ("wall_s", "processor_s")]
+        rows.append([label, *seconds, f"{max(found['waiting'], 0):.0%}", sent, " / ".join(apart)])
+    head = ["", "an update", "processor time", "waiting", "MB sent by each rank", "apart, 2 / 3 ranks"]
+    return table(head, rows)
+
+
 def gpu() -> str:
     """The figures of one GPU, or why there are none."""
     rows: list[list[str]] = []
@@ -397,6 +426,8 @@ TABLES: dict[str, Callable[[], str]] = {
         memory_small,
         server,
         decode_step,
+        shares,
+        sharing,
         gpu,
     )
 }

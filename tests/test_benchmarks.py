@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.engines.local import paged_attention
@@ -216,6 +218,51 @@ def test_the_benchmark_of_a_decoding_step_runs(
     ratios = json.loads(capsys.readouterr().out.splitlines()[-1])["ratios"]
     assert ratios["decode.kernels_per_layer"] == ratios["decode.kernels_per_layer_lora"]  # adapters are merged
     assert 20 < ratios["decode.kernels_per_layer"] <= 59
+
+
+def test_runs_are_as_far_apart_as_the_worst_of_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    parallel = load_file(RECORD.parent / "parallel.py")
+
+    def write(name: str, weight: float, *rows: dict[str, float]) -> Path:
+        saved = tmp_path / name / "checkpoints" / "step_000001"
+        saved.mkdir(parents=True)
+        save_file({"weight": torch.tensor([1.0, weight], dtype=torch.float64)}, saved / "model.safetensors")
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return tmp_path / name
+
+    one = write("one", 2.0, {"sft/loss": 8.0}, {"policy/loss": 0.0, "policy/grad_norm": 0.5, "time/train_s": 1.0})
+    other = write("other", 2.5, {"sft/loss": 9.0}, {"policy/loss": 0.25, "policy/grad_norm": 0.4, "time/train_s": 9.0})
+    assert parallel.apart(one, other) == {"weights": 0.5, "loss": 0.25, "grad_norm": pytest.approx(0.2)}
+    with pytest.raises(AssertionError, match="have trained"):
+        parallel.apart(write("still", 2.0, {"sft/loss": 8.0}), write("still_too", 2.0, {"sft/loss": 8.0}))
+
+
+def test_the_shares_of_ranks_are_those_of_the_worst_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    parallel = load_file(RECORD.parent / "parallel.py")
+    shapes = ["one task", "deep chains beyond the budget"]
+    (both,), first, second = (list(parallel.shares(part, [2]).values()) for part in (shapes, shapes[:1], shapes[1:]))
+    assert both == {name: max(ratio, second[0][name]) for name, ratio in first[0].items()}
+    assert all(1 <= ratio < 1.3 for ratio in both.values())
+
+
+def test_what_ranks_send_is_counted_by_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECORD.parent)
+    sent = load_file(RECORD.parent / "parallel.py").sent
+    assert sent("one_2_threads", 1, 900, 3, 3) == 0
+    assert [sent(side, 3, 900, 4, 3) for side in ("ddp", "fsdp2_whole", "fsdp2_resharded")] == [1200, 1200, 6000]
+
+
+@pytest.mark.real
+def test_the_benchmark_of_ranks_runs() -> None:
+    command = [sys.executable, str(RECORD.parent / "parallel.py"), "--quick"]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    found = json.loads(said.splitlines()[-1])
+    assert found["ratios"]["parallel.apart"] <= 1e-12
+    updates = found["detail"]["updates"]
+    assert list(updates) == ["one", "one_2_threads", "ddp", "fsdp2_whole", "fsdp2_resharded"]
+    assert all(side["wall_s"] > 0 and side["processor_s"] > 0 for side in updates.values())
 
 
 def test_the_first_benchmark_of_a_gpu_runs_at_toy_size(
