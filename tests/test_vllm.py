@@ -283,6 +283,31 @@ def test_a_run_trains_beside_a_server_and_whatever_ends_it_leaves_none(python: s
         assert row["rollout/token_staleness"] > 0 or row.get("policy/mismatch/worst_trajectory", 0.0) < CLOSE
 
 
+def test_two_ranks_push_to_a_server_that_is_killed_and_comes_back(python: str, tmp_path: Path) -> None:
+    words = [f"engine.python={python}", "engine=server", f"engine.arguments={json.dumps(SMALL)}", "eval.tasks=4"]
+    words += ["rollout.prompts_per_step=4", "rollout.group_size=4", "eval.samples=2", "trainer.steps=8", "log=[jsonl]"]
+    words += [
+        "environment.max_context_length=512",
+        "parallel=fsdp2",
+        "devices.train.num=2",
+        f"hydra.run.dir={tmp_path}",
+    ]
+    process = subprocess.Popen([sys.executable, "-m", "mtgrpo", "train", *words])
+
+    def rows() -> list[dict[str, float]]:
+        path = tmp_path / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [row for row in map(json.loads, lines) if "engine/proof_nats" in row]
+
+    while len(rows()) < 2:
+        assert process.poll() is None
+        time.sleep(0.5)
+    os.killpg(server_of_run(process.pid)[0], signal.SIGKILL)
+    assert process.wait(900) == 0
+    assert len(rows()) == 8 and all(row["engine/proof_nats"] < CLOSE for row in rows())
+    assert sum(row["policy/updates"] for row in rows() if "policy/updates" in row) >= 4
+
+
 @pytest.mark.slow
 def test_the_embedded_default_learns_with_vllm(python: str, tmp_path: Path) -> None:
     words = ["seed=11", "engine=server", f"engine.python={python}", "log=[jsonl]", f"hydra.run.dir={tmp_path / 'run'}"]
@@ -298,7 +323,7 @@ def server_of_run(run: int) -> tuple[int, Path]:
     """The process group of the server of process `run`, and the folder in which they exchange weights."""
     for child in Path(f"/proc/{run}/task/{run}/children").read_text().split():
         words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        if words[2].endswith("reaper.py"):
+        if words[2].endswith("reaper.py") and "folder" in json.loads(words[3]):  # else it watches a rank
             return child_of(child_of(int(child))), Path(json.loads(words[3])["folder"])
     raise AssertionError("the run has no server")
 
