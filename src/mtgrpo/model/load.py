@@ -221,7 +221,8 @@ def saved_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """What `save_weights` writes: all weights, or what is trained of a model with adapters."""
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     adapted = has_adapter(model)
-    return {name: weight for name, weight in model.state_dict().items() if not adapted or name in trained}
+    weights = model.state_dict(keep_vars=True)  # a parameter knows how it is sharded, and its copy does not
+    return {name: weight for name, weight in weights.items() if not adapted or name in trained}
 
 
 def save_weights(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor]) -> None:

@@ -51,6 +51,10 @@ class Prefix:
 
     def backward(self) -> None:
         """The gradient of the loss, and of what those below have gathered; then nothing is left of the pass."""
+        torch.autograd.backward(*self.take_roots())
+
+    def take_roots(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """What the backward pass starts from, the loss first, and the gradients there, None for 1; once."""
         assert self.loss is not None, "the micro-batch has been scored"
         roots: list[Tensor] = [self.loss]
         gathered: list[Tensor | None] = [None]
@@ -61,8 +65,8 @@ class Prefix:
                     gathered.append(leaf.grad)
         self.loss, self._count = None, 0  # a layer that is computed again keeps nothing
         self._own.clear()
-        torch.autograd.backward(roots, gathered)
         self._leaves.clear()
+        return roots, gathered
 
 
 class Pass(Enum):

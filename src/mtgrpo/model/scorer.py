@@ -24,6 +24,7 @@ from mtgrpo.model.load import computes_in
 from mtgrpo.model.logprobs import head_logits, head_of, sampled_logprobs
 from mtgrpo.model.prefix import Prefix
 from mtgrpo.model.rounding import Reference, reference
+from mtgrpo.model.sharding import elements, shape_of
 from mtgrpo.model.traits import flat_states
 from mtgrpo.model.value import has_value_head, values
 
@@ -174,13 +175,13 @@ def layout_of(model: PreTrainedModel) -> Layout:
 def flops_of(model: PreTrainedModel) -> Cost:
     """Floating-point operations of the forward pass; the backward pass takes about twice as many."""
     body = model.base_model
-    matrices = sum(p.numel() for p in body.parameters() if p.dim() == 2)
-    embeddings = sum(m.weight.numel() for m in body.modules() if isinstance(m, nn.Embedding))
+    matrices = sum(elements(p) for p in body.parameters() if len(shape_of(p)) == 2)
+    embeddings = sum(elements(m.weight) for m in body.modules() if isinstance(m, nn.Embedding))
     config = model.config
     heads = getattr(config, "num_attention_heads", 0)  # a model may have none
     size = config.to_dict().get("head_dim") or (config.hidden_size // heads if heads else 0)
     return Cost(
         token=2 * (matrices - embeddings),
         pair=4 * config.num_hidden_layers * heads * size,
-        read=2 * head_of(model).weight.numel(),
+        read=2 * elements(head_of(model).weight),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -15,15 +16,13 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of `tensor`, on every rank; of a sharded one a copy, for which all ranks ask together."""
+    """All of `tensor`, on every rank, without history; of a sharded one a copy, for which all ranks ask together."""
     if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
+        return cast(DTensor, tensor.detach()).full_tensor()
     if hasattr(tensor, "ds_id"):  # a parameter that DeepSpeed has partitioned
-        from deepspeed.zero import GatheredParameters  # noqa: PLC0415  an extra
-
-        with GatheredParameters([tensor]):
+        with import_module("deepspeed.runtime.zero").GatheredParameters([tensor]):
             return tensor.detach().clone()
-    return tensor
+    return tensor.detach()
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -33,7 +32,12 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def elements(tensor: Tensor) -> int:
     """How many numbers the whole has."""
-    return int(cast(Any, tensor).ds_numel) if hasattr(tensor, "ds_id") else tensor.numel()
+    return shape_of(tensor).numel()
+
+
+def shape_of(tensor: Tensor) -> torch.Size:
+    """The shape of the whole."""
+    return cast(Any, tensor).ds_shape if hasattr(tensor, "ds_id") else tensor.shape
 
 
 def part_like(tensor: Tensor, other: Tensor) -> Tensor:

@@ -42,6 +42,17 @@ class Zero3(Parallel):
         super().check_ranks(experiment, ranks)
         self.settings()
         refuse_without_package("deepspeed", "parallel=zero3")
+        stages = [("", experiment), *([("sft.", experiment.sft)] if experiment.sft.steps else [])]
+        muon = [f"{stage}optimizer.kind=muon" for stage, of in stages if of.optimizer.kind.value == "muon"]
+        refused = dict.fromkeys(muon, "steps whole matrices, which DeepSpeed flattens")
+        if experiment.kl.coef:
+            refused[f"kl.coef={experiment.kl.coef:g}"] = "compares with a reference, which is not kept"
+        if (dtype := experiment.model.dtype.value) in ("float16", "float64"):
+            refused[f"model.dtype={dtype}"] = "is not kept: DeepSpeed steps in float32, and the loss is not scaled"
+        for setting, why in refused.items():
+            raise ConfigError(
+                f"{setting} {why} with parallel=zero3: set another, or parallel=fsdp2, which divides alike"
+            )
 
     def settings(self) -> dict[str, Any]:
         """What is taken of the file: all but what mtgrpo says itself. Raises ConfigError where that contradicts."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import computes_in
-from mtgrpo.model.sharding import part_like
+from mtgrpo.model.sharding import elements, part_like
 from mtgrpo.policy.settings import Kind, OptimizerSettings, Schedule
 from mtgrpo.policy.update_check import Stepped, UpdateCheck
 from mtgrpo.profile import Profiler
@@ -26,7 +26,7 @@ def note_of_lr(model: nn.Module, lr: float) -> str:
     """What to say of a learning rate that is high for a large model; "" where it is not."""
     adapters = not all(weight.requires_grad for weight in model.parameters())
     usual, high, of = (1e-5, 1e-4, "adapters") if adapters else (1e-6, 1e-5, "all weights")
-    count = sum(weight.numel() for weight in model.parameters())
+    count = sum(map(elements, model.parameters()))
     if count < MIN_LARGE_WEIGHTS or lr <= high:
         return ""
     return f"optimizer.lr={lr:g} is high for {of} of a model of {count / 1e9:.2g} billion weights; usual is {usual:g}"
@@ -38,6 +38,8 @@ class Optimizer:
     The loss of a model that computes in float16 is scaled, by as much as its gradients bear. Raises ConfigError for a
     schedule that falls when `total_steps` is 0, that is unknown.
     """
+
+    least_scale = 1.0
 
     def __init__(self, model: PreTrainedModel, settings: OptimizerSettings, total_steps: int) -> None:
         if total_steps < 1 and settings.schedule is not Schedule.constant:
@@ -78,7 +80,7 @@ class Optimizer:
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied by now; 1 but in float16."""
+        """What the loss is multiplied by now; `least_scale` but in float16."""
         return float(self._scaler.get_scale())
 
     def scaled(self, loss: Tensor) -> Tensor:

@@ -237,7 +237,7 @@ class Policy:
         """
         self._skipped = 0 if math.isfinite(norm) else self._skipped + 1
         text = f"the gradient's norm is {norm}, with a loss of {loss:.3g}: the weights stay as they were"
-        if self._skipped >= MAX_SKIPPED_UPDATES and self.optimizer.scale <= 1:
+        if self._skipped >= MAX_SKIPPED_UPDATES and self.optimizer.scale <= self.optimizer.least_scale:
             raise RunError(f"{text}, {self._skipped} times in a row; set optimizer.lr or optimizer.max_grad_norm lower")
         if self._skipped:
             self.notes.append(text)

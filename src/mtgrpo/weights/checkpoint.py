@@ -184,7 +184,7 @@ def _copy(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor], keep: bool)
     copies: dict[tuple[Any, ...], Tensor] = {}
     for name, tensor in tensors.items():
         if (place := _place(tensor)) not in copies:
-            full = whole(tensor.detach())
+            full = whole(tensor)
             old = into.get(name)
             if old is None or (old.shape, old.dtype) != (full.shape, full.dtype):
                 old = torch.empty(full.shape, dtype=full.dtype) if keep else full
