@@ -20,6 +20,7 @@ import argparse
 import gc
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -72,8 +73,9 @@ SIDES = {  # ranks, threads of each
 MEASURED = (
     "medians of all updates but the first of each process; wall: of the slower rank; processor time: time.process_time "
     "of each rank, added up; waiting: 1 - processor time / (wall x ranks x threads): for the other rank, for a second "
-    "thread, and for one of the two cores, which other people's work used too; sent_bytes: by formula, of collectives "
-    "in a ring, as many are received; over gloo, as here, fsdp2 sends its gradients twice"
+    "thread, and for one of the two cores, which other people's work used too; uneven: 1 - mean / most of the ranks' "
+    "processor time, the least that they would wait with a core for each; sent_bytes: by formula, of collectives in a "
+    "ring, as many are received; over gloo, as here, fsdp2 sends its gradients twice"
 )
 TIMED = Case(budget=2048, trunk=200, tasks=16, turns=4)
 
@@ -202,6 +204,7 @@ def timed(rounds: int, count: int) -> dict[str, dict[str, Any]]:
         for number in range(rounds):
             for side, (ranks, threads) in SIDES.items():
                 here = Path(folder) / f"{side}_{number}"
+                os.environ["OMP_NUM_THREADS"] = str(threads)  # which MKL reads as it is loaded
                 found[side].append(on_ranks(ranks, update, here, side, threads, count, here))
     return {side: summed(side, by_round) for side, by_round in found.items()}
 
@@ -209,11 +212,13 @@ def timed(rounds: int, count: int) -> dict[str, dict[str, Any]]:
 def summed(side: str, by_round: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
     """Of all rounds of a side: time of the slowest rank, processor time of all, the mean share that ranks wait."""
     ranks, threads = SIDES[side]
-    wall, processor = list[float](), list[float]()
+    wall, processor, uneven = list[float](), list[float](), list[float]()
     for members in by_round:
         wall += [max(times) for times in zip(*(rank["wall_s"] for rank in members), strict=True)]
-        processor += [sum(times) for times in zip(*(rank["processor_s"] for rank in members), strict=True)]
-    waited = [1 - spent / (ranks * threads * took) for took, spent in zip(wall, processor, strict=True)]
+        spent = list(zip(*(rank["processor_s"] for rank in members), strict=True))
+        processor += map(sum, spent)
+        uneven += [1 - sum(times) / ranks / max(times) for times in spent]
+    waited = [1 - worked / (ranks * threads * took) for took, worked in zip(wall, processor, strict=True)]
     first = by_round[0][0]
     return {
         "ranks": ranks,
@@ -221,6 +226,7 @@ def summed(side: str, by_round: Sequence[Sequence[dict[str, Any]]]) -> dict[str,
         "wall_s": round(statistics.median(wall), 3),
         "processor_s": round(statistics.median(processor), 3),
         "waiting": round(statistics.median(waited), 3),
+        "uneven": round(statistics.median(uneven), 3),
         "passes": {name: first[name] for name in ("forward", "backward")},
         "sent_bytes": sent(side, ranks, first["model_bytes"], first["forward"], first["backward"]),
         "every_wall_s": [round(seconds, 3) for seconds in wall],
@@ -240,7 +246,7 @@ def main() -> None:
     else:
         balance = shares(list(SHAPES), RANKS)
         runs = compare_runs(list(PARALLEL), [2, 3], ("sft.steps=3", "trainer.steps=5"))
-        seconds = timed(rounds=3, count=4)
+        seconds = timed(rounds=2, count=5)
     worst = max(distance for by in runs.values() for found in by.values() for distance in found.values())
     ratios: dict[str, float | None] = {
         "parallel.balance_max": round(max(found["max_over_mean"] for found in balance.values()), 4),

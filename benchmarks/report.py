@@ -386,8 +386,9 @@ def sharing() -> str:
         apart = [f"{max(distances.values()):.0e}" for distances in detail["apart"].get(side, {}).values()]
         sent = f"{found['sent_bytes'] / 1e6:.1f}"
         seconds = [f"{found[name]:.2f} s" for name in ("wall_s", "processor_s")]
-        rows.append([label, *seconds, f"{max(found['waiting'], 0):.0%}", sent, " / ".join(apart)])
-    head = ["", "an update", "processor time", "waiting", "MB sent by each rank", "apart, 2 / 3 ranks"]
+        shares = [f"{max(found[name], 0):.0%}" for name in ("waiting", "uneven")]
+        rows.append([label, *seconds, *shares, sent, " / ".join(apart)])
+    head = ["", "an update", "processor time", "waiting", "uneven", "MB sent by each rank", "apart, 2 / 3 ranks"]
     return table(head, rows)
 
 
