@@ -374,7 +374,7 @@ def shares() -> str:
     _, detail = read("parallel")
     names = ("max_over_mean", "max_over_bound", "passes")
     rows = [[ranks, *(f"{worst[name]:.3f}" for name in names)] for ranks, worst in detail["shares"].items()]
-    return table(["ranks", "cost, most / mean", "cost, most / the least possible", "passes, common / most"], rows)
+    return table(["ranks", "cost, most / mean", "cost, most / lower bound", "passes, common / most"], rows)
 
 
 def sharing() -> str:
