@@ -255,6 +255,7 @@ def test_what_ranks_send_is_counted_by_passes(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.real
+@pytest.mark.timeout(600)
 def test_the_benchmark_of_ranks_runs() -> None:
     command = [sys.executable, str(RECORD.parent / "parallel.py"), "--quick"]
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
