@@ -49,7 +49,7 @@ from mtgrpo.runtime.resources import keep_freed_memory
 from mtgrpo.stages.policy_trainer import trainer_config
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-from test_layouts import LAYOUTS, Case, play
+from test_parallel_training import LAYOUTS, Case, play
 
 from ranks import on_ranks
 from test_sharing import COSTS, RANKS, SHAPES, batch_of, least_bound, packed
@@ -150,7 +150,7 @@ def update(rank: int, ranks: int, side: str, threads: int, count: int, folder: P
     experiment = preset("calculator_from_scratch", *words)
     config = trainer_config(experiment, [1], None, folder)
     config = replace(config, learning=replace(config.learning, exact=False))  # what was "sampled" is made up
-    trainer = TrainerRank(config, LAYOUTS[side](rank, ranks) if ranks > 1 else ParallelLayout())
+    trainer = TrainerRank(config, LAYOUTS[f"parallel_{side}"](rank, ranks) if ranks > 1 else ParallelLayout())
     trainer.begin(Stage.reinforcement)
     groups = play(0, TIMED)
     batch = build_batch([trajectory for group in groups for trajectory in group.trajectories])
