@@ -49,9 +49,8 @@ from mtgrpo.runtime.resources import keep_freed_memory
 from mtgrpo.stages.policy_trainer import trainer_config
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-from test_parallel_training import LAYOUTS, Case, play
-
 from ranks import on_ranks
+from test_parallel_training import LAYOUTS, Case, play
 from test_sharing import COSTS, RANKS, SHAPES, batch_of, least_bound, packed
 
 HERE = Path(__file__).resolve().parent
