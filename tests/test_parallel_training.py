@@ -53,6 +53,7 @@ CASES = {
     "kl": Case(("kl.coef=0.1", "reference.update_every=2")),
     "kl_in_reward": Case(("kl.coef=0.1", "kl.place=reward", "kl.estimator=k1", "reference.ema=0.5"), budget=100),
     "ppo": Case(("algorithm=ppo", "advantage=gae", "model.value_head=true")),
+    "ppo_walks": Case(("algorithm=ppo", "advantage=gae", "model.value_head=true"), budget=60),
     "gspo": Case(("algorithm=gspo", "trainer.updates_per_batch=2")),
     "minibatches": Case(("trainer.minibatch_trajectories=4", "trainer.updates_per_batch=2", "correction.weight=token")),
     "entropy": Case(("algorithm.top_entropy=0.5",)),
@@ -66,7 +67,7 @@ LAYOUTS: dict[str, Callable[[int, int], ParallelLayout]] = {
     "parallel_fsdp2_resharded": lambda rank, ranks: FullySharded(rank, ranks, reshard=True),
     "parallel_zero3": lambda rank, ranks: ZeRO3(rank, ranks, {}),  # in fp32: see test_zero3.py
 }
-OF_THREE = ("grpo", "walks", "walks_of_one_task", "empty_rank", "minibatches", "ppo")
+OF_THREE = ("grpo", "walks", "walks_of_one_task", "empty_rank", "minibatches", "ppo_walks")
 SHARED = [name for name in LAYOUTS if name not in ("parallel_none", "parallel_zero3")]
 
 

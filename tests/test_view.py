@@ -34,7 +34,7 @@ SCREENS = [
     "/r/0/step_000001/c/1",
     "/r/0/step_000001/forest",
 ]
-SCREENS += ["/r/0/step_000001/timeline", "/r/0/task/sums/0", "/r/0/step_000002/c/0/t/3"]
+SCREENS += ["/r/0/step_000001/timeline", "/r/0/task/sums%2F0", "/r/0/step_000002/c/0/t/3"]
 
 
 # ---------------------------------------------------------------- what is shown

@@ -73,7 +73,10 @@ class Ranks(Asked):
         if not self._sockets:
             self._processes = Processes(devices, self._folder)
             self._sockets = self._processes.sockets
-        training, self._saving = (_Channel(one, self._heard, self._failed) for one in self._sockets)
+        training, self._saving = (
+            _Channel(one, heard, self._failed)
+            for one, heard in zip(self._sockets, (self._heard, self._heard_notes), strict=True)
+        )
         super().__init__(training, "trainer")
         self._thread = threading.Thread(target=self._look_on, daemon=True)
         self._thread.start()
@@ -126,8 +129,11 @@ class Ranks(Asked):
                 one.shutdown(socket.SHUT_RDWR)
 
     def _heard(self, said: Said) -> None:
-        self.notes += said.notes
+        self._heard_notes(said)
         self._changes = said.changes
+
+    def _heard_notes(self, said: Said) -> None:
+        self.notes += said.notes
 
     def _failed(self) -> RunError:
         """Why nothing more is heard."""

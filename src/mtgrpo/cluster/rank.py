@@ -192,8 +192,8 @@ class RankWork:
         notes, changes = list[str](), (0, 0)
         if self._trainer is not None:
             changes = self._trainer.changes, self._weights.changes
-            while self._trainer.notes:
-                notes.append(self._trainer.notes.pop(0))
+            notes = list(self._trainer.notes)
+            del self._trainer.notes[: len(notes)]
         channel.say(Said(kind, value, notes, changes))
 
     def _is_alike(self, call: str, error: Exception) -> bool:

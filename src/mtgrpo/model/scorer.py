@@ -114,6 +114,17 @@ class Scorer(nn.Module):
             return functional_call(self, named, (micro, temperature, prefix))
 
 
+class AllWeightsScorer(Scorer):
+    """Reads every weight in each pass, the heads also where no token is scored: ranks that gather them do so alike."""
+
+    def _scores(self, micro: MicroBatch, temperature: float, prefix: Prefix | None) -> Scores:
+        if len(micro.parent):
+            return super()._scores(micro, temperature, prefix)
+        zero = torch.zeros(1, dtype=torch.long)
+        reads = replace(micro, parent=zero + micro.given, token=zero, kept=None)
+        return super()._scores(reads, temperature, prefix).at(zero[:0])
+
+
 class _WhereRead(nn.Module):
     """Stands before the class of the last layer's MLP, which then runs at the nodes that are read alone.
 

@@ -76,6 +76,11 @@ def settle(experiment: Any, launch: Launch, gpus: int) -> tuple[Parallel, Placem
     _check_accelerate(experiment, launch, gpus)
     if placement.ranks > 1:
         parallel.check_ranks(experiment, placement.ranks)
+    elif isinstance(experiment.parallel, Zero3) and experiment.parallel.deepspeed_config:
+        raise ConfigError(
+            f"parallel.deepspeed_config={experiment.parallel.deepspeed_config} is for several ranks, and one trains: "
+            "set devices.train.num=2 or more, or leave it out"
+        )
     elif isinstance(parallel, FSDP2 | DDP | Zero3) and not (launch.ranks or experiment.devices.train.count or gpus):
         raise ConfigError(
             f"parallel={parallel.name} is for several processes, and nothing says how many: set devices.train.num=2, "

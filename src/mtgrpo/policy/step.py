@@ -144,6 +144,7 @@ class Policy:
             return
         with self.profiler.measure("check"):  # by the present weights
             self._bound = MAX_OUTLIER_RATIO * self.scorer.reference(self._context, first=-1).bound
+        self.parallel.reshard()  # a step would leave what is gathered as it is
         text = f"{what} by {apart:.2g} nats, of which rounding explains {self._bound:.2g}"
         if ends_the_run(apart, self._bound):
             raise RunError(text)
@@ -222,6 +223,7 @@ class Policy:
             self.parallel.finish(self.optimizer)
         before_step()
         sums, packing = self.parallel.add_up(sums), packings[0]
+        self.parallel.check_share(sums["weight"], float(weights[entries].sum()))
         lr, weight, total = self.optimizer.lr, sums.pop("weight"), sums.pop("loss")
         with self.profiler.measure("update"), explained("update"):
             metrics = {"loss": total, "lr": lr, "grad_norm": self.optimizer.step()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -121,7 +122,8 @@ class TrainerRank:
         """Train the policy, which has seen `version` training steps, on a rollout batch; see `PolicyUpdater`."""
         updater = self._updater
         assert updater is not None, "the stage has begun"
-        with self._profiler.trace(version + 1, self._config.folder):
+        traced = self._profiler.trace(version + 1, self._config.folder) if self.parallel.rank == 0 else nullcontext()
+        with traced:
             metrics = yield from updater.training(batch, rewards, version, seed, evidence)
         if not metrics["updates"]:
             updater.policy.optimizer.check.check_unchanged()

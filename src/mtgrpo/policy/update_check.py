@@ -109,13 +109,13 @@ class UpdateCheck:
         for tensor in (self._tensors[n] for n in sorted(chosen)):
             if (gradient := tensor.copy.grad) is None:
                 continue
+            if self._matrix is None and isinstance(tensor.optimizer, torch.optim.Muon):  # all ranks gather the same
+                self._matrix = tensor, whole(tensor.copy.detach()).clone(), whole(gradient).clone()
             if not (size := local_part(tensor.weight).numel()):
                 continue
             tensor.places = torch.arange(min(WEIGHTS, size)) * 2_654_435_761 % size  # no two neighbours
             tensor.seen = {"gradient": tensor.at(gradient), **tensor.read()}
             self._looked_at.append(tensor)
-            if self._matrix is None and isinstance(tensor.optimizer, torch.optim.Muon):
-                self._matrix = tensor, whole(tensor.copy.detach()).clone(), whole(gradient).clone()
 
     @torch.no_grad()
     def after(self, clipped: float, schedule: float) -> None:

@@ -191,6 +191,8 @@ def read_tokens(folder: Path, step: int) -> TokenRecord | None:
 
 _NEEDED = ("version", "flags", "behaviour", "weight", "turn_parent", "turn_asked_s", "turn_ended_s", "whole")
 
+_WHOLE_NUMBERS = ("forest_token", "forest_subtree_end", "node", "turn_tokens", "turn_trajectory", "turn_parent", "line")
+
 
 def _checked(arrays: Mapping[str, NDArray[Any]]) -> TokenRecord:
     """Raises ValueError, or KeyError, for arrays that do not fit one another."""
@@ -198,12 +200,15 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> TokenRecord:
     trajectory, node, nodes = arrays["turn_trajectory"], arrays["node"], np.arange(len(end))
     lengths = {"whole": 2, "line": len(line), "forest": len(end), "turn": len(counts)}
     for name, array in arrays.items():
-        if array.shape != (lengths.get(name.partition("_")[0], len(node)),) or array.dtype.kind not in "iuf":
+        kinds = "iu" if name in _WHOLE_NUMBERS else "iuf"
+        if array.shape != (lengths.get(name.partition("_")[0], len(node)),) or array.dtype.kind not in kinds:
             raise ValueError(f"{name} has shape {array.shape} and type {array.dtype}")
     if missing := [name for name in (*_NEEDED, "forest_token") if name not in arrays]:
         raise ValueError(f"it has no {missing[0]}")
     if (counts < 0).any() or counts.sum(dtype=np.int64) != len(node) or (np.diff(trajectory) < 0).any():
         raise ValueError("its turns do not have as many tokens as there are")
+    if len(trajectory) and not 0 <= trajectory[0] <= trajectory[-1] < len(line):
+        raise ValueError("its turns are of trajectories that are not there")
     if (node >= len(end)).any() or (node < 0).any() or (end > len(end)).any() or (end <= nodes).any():
         raise ValueError("its forest is none")
     return TokenRecord(arrays, np.concatenate([[0], counts.cumsum(dtype=np.int64)]))

@@ -98,12 +98,15 @@ class ModelWeights:
 
         With a dtype it is for servers: the head is a matrix of its own, also where it is tied to the embeddings.
         """
-        weights = {name: whole(weight) for name, weight in saved_weights(self.model).items()}
+        weights: dict[str, Tensor] = {}
+        for name, weight in saved_weights(self.model).items():
+            full = whole(weight)  # of a sharded one at a time: all ranks gather it, and one keeps it
+            if self._writes:
+                weights[name] = full if dtype is None and full is weight else full.to("cpu", dtype)
         if not self._writes:
             return 0
         if dtype is not None:
             head = next(n for n, part in self.model.named_modules() if part is self.model.get_output_embeddings())
-            weights = {name: weight.to("cpu", dtype) for name, weight in weights.items()}
             weights[f"{head}.weight"] = weights[f"{head}.weight"].clone()
         folder.mkdir(parents=True, exist_ok=True)
         save_weights(self.model, folder, weights)

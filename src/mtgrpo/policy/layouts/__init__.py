@@ -16,6 +16,7 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from mtgrpo.batch.packing import MicroBatch, Packing
+from mtgrpo.errors import RunError
 from mtgrpo.model.prefix import Pass, Prefix, passes
 from mtgrpo.model.scorer import Scorer, Scores
 from mtgrpo.policy.optimizer import Optimizer
@@ -70,6 +71,9 @@ class ParallelLayout:
         """The largest of all ranks; NaN if one is."""
         return amount
 
+    def check_share(self, trained: float, expected: float) -> None:
+        """Raise RunError where the weights of the tokens that all ranks have trained do not add up to `expected`."""
+
 
 class SeveralRanks(ParallelLayout):
     """What layouts with several ranks share: sums over the default process group, on the CPU."""
@@ -78,6 +82,8 @@ class SeveralRanks(ParallelLayout):
         known = ~amounts.isnan()
         sums = torch.stack([torch.where(known, amounts, 0.0), known.to(amounts)])
         dist.all_reduce(sums)
+        if (sums[1] > 1).any():
+            raise RunError("several ranks computed the same token: they have not laid the batch out alike")
         return torch.where(sums[1] > 0, sums[0], torch.nan)
 
     def add_up(self, amounts: Mapping[str, float]) -> dict[str, float]:
@@ -91,3 +97,10 @@ class SeveralRanks(ParallelLayout):
         by_rank[self.rank] = amount
         dist.all_reduce(by_rank)
         return by_rank.max().item()
+
+    def check_share(self, trained: float, expected: float) -> None:
+        if not math.isclose(trained, expected, rel_tol=1e-3, abs_tol=1e-3):
+            raise RunError(
+                f"the ranks have trained tokens with a share of {trained:.6g} in the loss, of {expected:.6g}: they "
+                "have not laid the batch out alike"
+            )

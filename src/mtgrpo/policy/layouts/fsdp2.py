@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from mtgrpo.batch.packing import MicroBatch, Packing
 from mtgrpo.model.checkpointing import decoder_layers
 from mtgrpo.model.prefix import Pass, Prefix, aligned_passes, passes
-from mtgrpo.model.scorer import Scorer, Scores, one_token
+from mtgrpo.model.scorer import AllWeightsScorer, Scorer, Scores, one_token
 from mtgrpo.model.sharding import exchange
 from mtgrpo.policy.layouts import SeveralRanks
 from mtgrpo.policy.optimizer import Optimizer
@@ -39,7 +39,7 @@ class FullySharded(SeveralRanks):
     def wrap(self, model: PreTrainedModel) -> Scorer:
         if self._scorer is not None:
             return self._scorer
-        self._scorer = scorer = Scorer(model)
+        self._scorer = scorer = AllWeightsScorer(model)
         mesh = init_device_mesh(model.device.type, (self.ranks,))
         for layer in decoder_layers(model):
             fully_shard(layer, mesh=mesh, reshard_after_forward=self._reshard)

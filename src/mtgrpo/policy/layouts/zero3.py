@@ -10,7 +10,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 from mtgrpo.batch.packing import MicroBatch, Packing
 from mtgrpo.model.prefix import Pass, Prefix, aligned_passes
 from mtgrpo.model.rounding import Reference
-from mtgrpo.model.scorer import Scorer, Scores
+from mtgrpo.model.scorer import AllWeightsScorer, Scorer, Scores
 from mtgrpo.policy.layouts import SeveralRanks
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import OptimizerSettings
@@ -149,23 +148,12 @@ class _Optimizer(Optimizer):
         return states
 
 
-class _AllWeights(Scorer):
-    """Reads every weight in each pass, the head also where no token is scored: to gather one takes all ranks."""
-
-    def _scores(self, micro: MicroBatch, temperature: float, prefix: Prefix | None) -> Scores:
-        if len(micro.parent):
-            return super()._scores(micro, temperature, prefix)
-        zero = torch.zeros(1, dtype=torch.long)
-        reads = replace(micro, parent=zero + micro.given, token=zero, kept=None)
-        return super()._scores(reads, temperature, prefix).at(zero[:0])
-
-
 class _Door(nn.Module):
     """A scorer, whose methods all are forward passes: DeepSpeed gathers what these read."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.scorer = _AllWeights(model)
+        self.scorer = AllWeightsScorer(model)
 
     def forward(self, name: str, *arguments: Any) -> Any:
         return getattr(self.scorer, name)(*arguments)

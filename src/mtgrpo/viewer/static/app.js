@@ -11,6 +11,7 @@ const page = document.getElementById("page");
 let secret = "";
 let keys = {}; // of the present screen: key -> function
 let shown = 0; // counts the screens, so that one that comes late is not shown
+let late = false; // whether it did not, for nobody saw it
 let again = 0; // the timer of a screen that renews itself
 
 export async function read(name) {
@@ -41,7 +42,7 @@ const screens = [
 ];
 
 async function show() {
-  const here = decodeURI(location.hash.slice(1));
+  const here = location.hash.slice(1);
   if (here.startsWith("secret=")) {
     sessionStorage.setItem("secret", here.slice(7));
     history.replaceState(null, "", location.pathname);
@@ -55,7 +56,7 @@ async function show() {
   page.classList.add("busy");
   let screen;
   try {
-    screen = found ? await found[1](...found[0].slice(1)) : { content: [h("p.empty", "There is no such screen.")] };
+    screen = found ? await found[1](...found[0].slice(1).map((part) => part && decodeURIComponent(part))) : { content: [h("p.empty", "There is no such screen.")] };
   } catch (error) {
     screen = { content: [h("p.error", String(error.message ?? error))] };
   }
@@ -69,8 +70,10 @@ async function show() {
   screen.ready?.();
   scrollTo(0, scroll);
   screen.focus?.scrollIntoView({ block: "center" });
-  if (screen.renews) again = setTimeout(() => document.hidden || show(), screen.renews);
+  if (screen.renews) again = setTimeout(() => { late = document.hidden; if (!late) show(); }, screen.renews);
 }
+
+addEventListener("visibilitychange", () => { if (late && !document.hidden) { late = false; show(); } });
 
 function frame(where) {
   const steps = where.flatMap(([text, path]) => [h("span.sep", "/"), path ? link(path, text) : h("span", text)]);
