@@ -254,7 +254,7 @@ def test_what_ranks_send_is_counted_by_passes(monkeypatch: pytest.MonkeyPatch) -
     assert [sent(side, 3, 900, 4, 3) for side in ("ddp", "fsdp2_whole", "fsdp2_resharded")] == [1200, 1200, 6000]
 
 
-@pytest.mark.real
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_benchmark_of_ranks_runs() -> None:
     command = [sys.executable, str(RECORD.parent / "parallel.py"), "--quick"]

@@ -29,7 +29,7 @@ from mtgrpo.runtime.processes import read_end
 from mtgrpo.weights.source import ModelWeights, WeightSource
 
 LOOK_S = 0.25  # between two looks at the ranks
-STOPPED_S = 20.0  # without a sign of life of a process that is there
+STOPPED_S = 60.0  # without a sign of life of a process that is there; a shared disk may take some
 STILL_S = 1800.0  # for a part of what is asked for in parts, as an update is
 SETTLED_S = 1.0  # for the rank that failed first to have said so, once it was seen that one has
 TOLD_S = 15.0  # for a failure to be seen, once nothing more is heard
