@@ -65,13 +65,14 @@ def train_by_command(folder: Path, *words: str) -> Path:
     return folder
 
 
-def furthest_of_runs(one: Path, other: Path) -> tuple[float, str]:
-    """How far what two runs logged, relative, and their last weights are apart, and where."""
-    return max(_distances(one, other))
+def furthest_of_runs(one: Path, other: Path, of: str = "") -> tuple[float, str]:
+    """How far what two runs logged, relative, and their last weights are apart, and where; `of`: a name in the rows."""
+    return max(_distances(one, other, of))
 
 
-def _distances(one: Path, other: Path) -> Iterator[tuple[float, str]]:
-    for number, pair in enumerate(zip(rows(one), rows(other), strict=True)):
+def _distances(one: Path, other: Path, of: str) -> Iterator[tuple[float, str]]:
+    chosen = [[row for row in rows(run) if not of or of in row] for run in (one, other)]
+    for number, pair in enumerate(zip(*chosen, strict=True)):
         logged, of_other = map(digits, pair)
         assert logged.keys() == of_other.keys(), logged.keys() ^ of_other.keys()
         for name, value in logged.items():

@@ -13,6 +13,7 @@ import subprocess
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mtgrpo.environments.tool_use import OnOutage, ToolUse
 from mtgrpo.parts import RunContext
 from mtgrpo.stages.metrics import describe
 from mtgrpo.tools import market
-from mtgrpo.types import CallOutcome, Status, Task
+from mtgrpo.types import CallOutcome, Limits, Status, Task
 from scripted import ScriptedEngine
 from test_conversation import TASK, make_runner
 from test_conversation import said as spoken
@@ -149,6 +150,7 @@ async def test_training_goes_on_whatever_becomes_of_its_servers(tmp_path: Path, 
     settings = {"on_outage": OnOutage.observe, "call_timeout_s": 10, "max_output_chars": 200, "backoff_s": 0.5}
     async with opened(tmp_path, servers, **settings) as environment:
         runner = make_runner(ScriptedEngine(script), environment, max_concurrent=16)
+        runner = replace(runner, limits=Limits(16384, 16384, 16384))  # the tools of four servers, and what they answer
 
         async def kill() -> None:
             for _ in range(3):

@@ -323,7 +323,7 @@ def server_of_run(run: int) -> tuple[int, Path]:
     """The process group of the server of process `run`, and the folder in which they exchange weights."""
     for child in Path(f"/proc/{run}/task/{run}/children").read_text().split():
         words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        if words[2].endswith("reaper.py") and "folder" in json.loads(words[3]):  # else it watches a rank
+        if words[2].endswith("reaper.py") and "mtgrpo.cluster.rank" not in words[3]:
             return child_of(child_of(int(child))), Path(json.loads(words[3])["folder"])
     raise AssertionError("the run has no server")
 
