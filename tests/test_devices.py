@@ -85,7 +85,7 @@ ALL = tuple(range(16))
 @pytest.mark.parametrize("compares", [False, True])
 def test_plans(gpus: int, words: str, train: tuple[int, ...], rollout: tuple[int, ...], compares: bool) -> None:
     _, plan = settled(f"{words} {KL if compares else ''}", gpus)
-    assert plan == Placement(len(train), train, rollout, train if compares else ())
+    assert plan == Placement(len(train), train, rollout)
     assert plan.shared is bool(set(train) & set(rollout))
 
 

@@ -127,7 +127,7 @@ def furthest(one: Any, other: Any) -> tuple[float, str]:
     for step, (row, row_of_other) in enumerate(zip(one[0], other[0], strict=True)):
         assert row.keys() == row_of_other.keys(), row.keys() ^ row_of_other.keys()
         for name, value in row.items():
-            if not name.endswith(("_tokens", "worst_trajectory")):  # what is computed several times
+            if not name.endswith("_tokens"):  # ranks compute some several times
                 distances.append((abs(row_of_other[name] - value) / max(1.0, abs(value)), f"{name} of update {step}"))
     assert one[1].keys() == other[1].keys()
     distances += [((one[1][name] - other[1][name]).abs().max().item(), name) for name in one[1]]
@@ -175,10 +175,9 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_ranks_make_the_updates_of_one_process(ranks: list[dict[str, Any]], one_process: dict[str, Any]) -> None:
     for key, first in ranks[0].items():
         layout, name = key.split()
-        if name == "muon" and "fsdp2" in layout:
-            continue  # torch turns its momentum in bfloat16, and sums of parts are rounded in another order
         apart, where = furthest(one_process[name], first)
-        assert apart < 1e-12, (key, where)
+        # torch turns the momentum of Muon in bfloat16, and sums of parts are rounded in another order.
+        assert apart < (1e-2 if name == "muon" and "fsdp2" in layout else 1e-12), (key, where)
         assert all(furthest(first, other[key])[0] == 0 for other in ranks[1:]), key
 
 

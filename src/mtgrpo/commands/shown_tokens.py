@@ -14,7 +14,7 @@ from rich.text import Text
 
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.decoding import open_tokenizer, parted
-from mtgrpo.record.reading import count, facts
+from mtgrpo.record.reading import facts, step_of
 from mtgrpo.record.shapes import Json
 from mtgrpo.record.tokens import FLAGS, read_tokens, recorded_steps
 from mtgrpo.runtime.text import number, printable
@@ -29,7 +29,7 @@ class ShownTokens:
     def __init__(self, folder: Path, name: str) -> None:
         """name: of the file of conversations, "step_000010"; "" = the newest step whose tokens are kept."""
         steps = recorded_steps(folder)
-        step = count(name[5:]) if name.startswith("step_") else 0 if name else max(steps, default=0)
+        step = step_of(name) if name else max(steps, default=0)
         record = read_tokens(folder, step)
         if record is None:
             kept = f"it has those of the steps {', '.join(map(str, steps))}" if steps else "record.tokens keeps them"
@@ -56,14 +56,10 @@ class ShownTokens:
     def lines(self, line: int, row: Json, out: Console) -> Iterator[Text]:
         """A conversation turn by turn: what is new in the context, then what was sampled."""
         yield Text(f"{row.get('task')}, sample {row.get('sample')}: {facts(row)}", "bold")
-        arrays, first = self._record.arrays, self._record.first
         turns, paid = self._record.turns(line) or range(0), row.get("turn_rewards", [])
-        for place, turn in enumerate(turns):
-            path, entries = self._record.path(turn), slice(int(first[turn]), int(first[turn + 1]))
-            parent = int(arrays["turn_parent"][turn])
-            known = len(self._record.path(turns[parent])) if 0 <= parent < place else 0
-            tokens, sampled = arrays["forest_token"][path].tolist(), entries.stop - entries.start
-            context, said = parted(self._tokenizer, tokens, known, sampled)
+        for place in range(len(turns)):
+            tokens, known, entries = self._record.tokens(turns, place)
+            context, said = parted(self._tokenizer, tokens, known, entries.stop - entries.start)
             text = Text("" if known else "[a new context]\n", "bold")
             text.append(printable(context), "dim")
             values = self._advantage[entries].tolist()

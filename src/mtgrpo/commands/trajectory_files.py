@@ -13,7 +13,7 @@ from typing import Any
 from mtgrpo import __version__
 from mtgrpo.commands.inspect_log import inspect_log
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import RunRecord, conversations, count, find_runs, read_runs
+from mtgrpo.record.reading import RunRecord, conversations, find_runs, read_runs, step_of
 from mtgrpo.record.shapes import Json
 from mtgrpo.record.tokens import TokenRecord, read_tokens
 from mtgrpo.runtime.files import put_whole, strict_json
@@ -37,7 +37,7 @@ def write_conversations(place: Path, step: int | None, form: str, out: Path, dry
         written = log["eval"]["created"][:19].replace(":", "-")  # names of logs begin so
         made = {f"{written}+00-00_{name.replace('_', '-')}_log": log}
     else:
-        record = read_tokens(run.folder, count(name[5:])) if name.startswith("step_") else None
+        record = read_tokens(run.folder, step_of(name))
         files = ((line, trajectory(run, name, line, row, record)) for line, row in enumerate(rows))
         made = {f"{name}_{line:06d}": found for line, found in files if found["steps"]}  # some fail before they begin
     if not dry_run:

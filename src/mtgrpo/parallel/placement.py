@@ -27,7 +27,6 @@ class Placement:
     ranks: int = 1  # processes that train, on all machines
     train: tuple[int, ...] = ()  # the GPU of each rank on this machine, by its LOCAL_RANK
     rollout: tuple[int, ...] = ()  # the GPUs that sample; () where others do, who were started elsewhere
-    reference: tuple[int, ...] = ()  # the GPUs that hold the reference policy of a KL penalty
 
     @property
     def shared(self) -> bool:
@@ -66,7 +65,6 @@ def settle(experiment: Any, launch: Launch, gpus: int) -> tuple[Parallel, Placem
         alone=isinstance(experiment.parallel, AutoParallel | NoParallel),
         ahead=experiment.rollout.max_staleness > 0,
         most=experiment.engine.most_devices,
-        compares=bool(experiment.kl.coef),
     )
     parallel = _agreed(experiment.parallel, launch, placement.ranks)
     if not gpus and isinstance(parallel, AutoParallel):
@@ -89,13 +87,11 @@ def settle(experiment: Any, launch: Launch, gpus: int) -> tuple[Parallel, Placem
     return parallel, placement
 
 
-def place(
-    devices: Devices, launch: Launch, gpus: int, *, alone: bool, ahead: bool, most: int | None, compares: bool
-) -> Placement:
+def place(devices: Devices, launch: Launch, gpus: int, *, alone: bool, ahead: bool, most: int | None) -> Placement:
     """Which devices do what.
 
     alone: one trains where no number is given; else all that do not sample. ahead: sampling goes on while others train.
-    most: GPUs that the engine can use, None = any number, 0 = it is elsewhere. compares: with a reference policy.
+    most: GPUs that the engine can use, None = any number, 0 = it is elsewhere.
     Raises ConfigError.
     """
     asked, wanted = devices.train.count, devices.rollout.count or None
@@ -128,7 +124,7 @@ def place(
             f"devices.rollout: the engine samples in the process that trains, on GPU {train[0]}: set engine=server, or "
             "leave it out"
         )
-    return Placement(ranks, train, rollout, train if compares else ())
+    return Placement(ranks, train, rollout)
 
 
 def _training(

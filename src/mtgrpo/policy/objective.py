@@ -26,7 +26,7 @@ from mtgrpo.policy.witness import Evidence, Witness, choose
 NOT_REPRODUCIBLE = (
     "the forward pass is not reproducible: before the first update of a batch its log-probabilities changed"
 )
-_NOTED = ("weight", "entropy", "factor", "last", "clipped", "clamped")  # of each token, for the record of the step
+_NOTED = ("weight", "last", "entropy", "factor", "clipped", "clamped")  # of each token, for the record of the step
 WORST_MISMATCH = "mismatch/worst_trajectory"
 
 
@@ -57,11 +57,13 @@ class Objective:
         self._target: Tensor | None = None  # of the value head
         self._before: Scores | None = None  # of the policy before the first update
         self._first_logp = nothing.clone()  # as each token was first scored
-        self._scored = torch.full((5, len(batch)), torch.nan, dtype=torch.float64)  # in this update, on this rank
+        rows = len(_NOTED) if learning.records else 2  # the weight and the log-probability alone
+        self._noted = nothing.repeat(rows, 1)  # see `record`
+        self._scored = nothing.repeat(rows - 1, 1)  # the same, but the weight, of the update on this rank
+        self._update = self.entries  # the tokens of the update that has begun
         self._apart = [0.0]  # nats, of the first update from the old policy, in each micro-batch of this rank
         self._weight: Tensor | None = None  # the correction's factors
         self._kept: Tensor | None = None  # bool, by entropy
-        self._noted = torch.full((len(_NOTED), len(batch)), torch.nan, dtype=torch.float64)  # see `record`
         self._first = True  # whether the update that has begun is the first of the batch
         self._sequence: Tensor | None = None  # of that update, what `Tokens.sequence` is taken from
         self._state_weight = nothing  # of that update, what makes the sum over the states of a trajectory their mean
@@ -130,9 +132,9 @@ class Objective:
     def begin(self, entries: Tensor, weights: Tensor, first: bool) -> CooperativeTask[None]:
         """Another update, on `entries` [n], which `weights` [tokens] weigh; what its losses need of all of them."""
         self._first = first
-        self._scored.fill_(torch.nan)
-        share = self._noted[_NOTED.index("weight"), entries]
-        self._noted[_NOTED.index("weight"), entries] = torch.where(share.isnan(), weights[entries], share)
+        self._update = entries
+        self._scored[:, entries] = torch.nan
+        self._noted[0, entries] = self._noted[0, entries].where(self._noted[0, entries].isfinite(), weights[entries])
         if self._target is not None:
             states = max(1, int(self._target[entries].isfinite().sum()))
             self._state_weight = 1 / (states * weights)  # so that values are averaged over the states
@@ -188,18 +190,20 @@ class Objective:
             metrics |= {"ratio": ratio, "squared_ratio": ratio.square()}
         if clamped.any():
             metrics["log_ratio_clamped"] = clamped
-        scored = scores.entropy.detach(), factor, now, result.clipped, clamped
+        scored = (now, scores.entropy.detach(), factor, result.clipped, clamped)[: len(self._scored)]
         self._scored[:, entries] = torch.stack([values.double() for values in scored]).cpu()
         return PerToken(loss, result.clipped, metrics)
 
     def end_passes(self) -> None:
         """An update has its losses and gradient. Raises RunError where log-probabilities are not those of before."""
         parallel = self._policy.parallel
-        scored, noted = parallel.total(self._scored), self._noted[1:]
-        self._first_logp = torch.where(self._first_logp.isnan(), scored[2], self._first_logp)
-        noted[:2] = torch.where(noted[:2].isnan(), scored[:2], noted[:2])  # the first entropy and factor,
-        noted[2] = torch.where(scored[2].isnan(), noted[2], scored[2])  # the last log-probability,
+        scored, noted = parallel.total(self._scored[:, self._update]), self._noted[1:, self._update]
+        first = self._first_logp[self._update]
+        self._first_logp[self._update] = torch.where(first.isnan(), scored[0], first)
+        noted[0] = scored[0]  # the last log-probability,
+        noted[1:3] = torch.where(noted[1:3].isnan(), scored[1:3], noted[1:3])  # the first entropy and factor,
         noted[3:] = torch.fmax(noted[3:], scored[3:])  # and whether a token was ever cut
+        self._noted[1:, self._update] = noted
         if self._first:
             self._policy.judge(parallel.largest(torch.tensor(self._apart).max().item()), NOT_REPRODUCIBLE)
         if self.witness is not None and self._first:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from mtgrpo.model.rounding import ends_the_run
 from mtgrpo.model.scorer import Scores, flops_of, layout_of
 from mtgrpo.policy.gradient_check import check_derivative, check_walk
 from mtgrpo.policy.guard import Comparison, compare, deepest, depth
-from mtgrpo.policy.layouts import ParallelLayout
+from mtgrpo.policy.layouts import ParallelLayout, Score
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.reference import ReferencePolicy
 from mtgrpo.profile import Profiler
@@ -152,15 +153,9 @@ class Policy:
             self._noted = apart
             self.notes.append(text)
 
-    def score(
-        self, micro: MicroBatch, reference: ReferencePolicy | None = None, prefix: Prefix | None = None
-    ) -> Scores:
-        """The scores of a micro-batch, by `reference` if it is given. Raises RunError if they are not finite."""
-        if reference is None:
-            scores = self.scorer(micro, self._temperature, prefix)
-        else:
-            weights = reference.weights
-            scores = self.parallel.score_with(self.scorer, weights, micro, self._temperature, prefix)
+    def score(self, by: Score, micro: MicroBatch, prefix: Prefix) -> Scores:
+        """The scores of a micro-batch. Raises RunError if they are not finite."""
+        scores = by(micro, self._temperature, prefix)
         wrong = (~scores.logp.detach().isfinite()).nonzero()[:, 0]
         if len(wrong):
             raise RunError(
@@ -177,18 +172,20 @@ class Policy:
         logp, entropy, value = torch.full((3, len(batch)), torch.nan, dtype=torch.float64)
         above: Prefix | None = None
         packing = self.pack(batch, entries)[self.parallel.rank]
-        for micro, entered in visits(packing.micro_batches):
-            if not entered:
-                above = above and above.above
-                continue
-            prefix = Prefix(micro, above)
-            above = prefix if micro.opens else above
-            with self.profiler.measure("forward"), explained("training"), torch.no_grad():
-                scores = self.score(micro, reference, prefix)
-            for whole, part in zip((logp, entropy, value), scores, strict=True):
-                if part is not None:
-                    whole[micro.entries] = part.double().cpu()[micro.target]
-            yield
+        own = nullcontext(self.scorer)
+        with own if reference is None else self.parallel.scoring_by(self.scorer, reference.weights) as by:
+            for micro, entered in visits(packing.micro_batches):
+                if not entered:
+                    above = above and above.above
+                    continue
+                prefix = Prefix(micro, above)
+                above = prefix if micro.opens else above
+                with self.profiler.measure("forward"), explained("training"), torch.no_grad():
+                    scores = self.score(by, micro, prefix)
+                for whole, part in zip((logp, entropy, value), scores, strict=True):
+                    if part is not None:
+                        whole[micro.entries] = part.double().cpu()[micro.target]
+                yield
         self.parallel.reshard()
         return Scores(*map(self.parallel.total, (logp, entropy, value)))
 
@@ -247,7 +244,7 @@ class Policy:
 
     def _weighted(self, micro: MicroBatch, prefix: Prefix, weights: Tensor, loss: TokenLoss, sums: Metrics) -> Tensor:
         """The share of a micro-batch in the loss, with its gradient; adds the metrics of its tokens to `sums`."""
-        scores = self.score(micro, prefix=prefix).at(micro.target)
+        scores = self.score(self.scorer, micro, prefix).at(micro.target)
         per_token = loss(micro.entries, scores)
         share = weights[micro.entries].to(scores.logp)
         value = (per_token.loss * share).sum()

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.reading import count
+from mtgrpo.record.reading import step_of
 from mtgrpo.runtime.plain_yaml import read_bounded
 
 _MOST_BYTES = 1 << 26  # of a tokenizer's file
@@ -21,7 +21,7 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     found = [path for path in folder.glob("checkpoints/step_*/tokenizer.json") if path.is_file()]
     if not found:
         raise ConfigError(f"{folder} has no checkpoint yet, and so no tokenizer that could show its tokens")
-    path = max(found, key=lambda path: count(path.parent.name[5:]))
+    path = max(found, key=lambda path: step_of(path.parent.name))
     try:
         return Tokenizer.from_buffer(read_bounded(path, _MOST_BYTES))
     except ConfigError:

@@ -189,6 +189,11 @@ def count(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) <= 15 else 0
 
 
+def step_of(name: str) -> int:
+    """The number of the step that a file or folder is of, "step_000010"; 0 for any other."""
+    return count(name[5:]) if name.startswith("step_") else 0
+
+
 def calls(message: Json) -> list[str]:
     """The tool calls of a message, as `name(arguments)`."""
     return [

@@ -164,6 +164,14 @@ class TokenRecord:
             return None
         return range(*np.searchsorted(self.arrays["turn_trajectory"], [found[0], found[0] + 1]).tolist())
 
+    def tokens(self, turns: range, place: int) -> tuple[list[int], int, slice]:
+        """Of the turn at `place` of a trajectory's: all its tokens, how many of them its parent has, its entries."""
+        turn = turns[place]
+        parent = int(self.arrays["turn_parent"][turn])
+        known = len(self.path(turns[parent])) if 0 <= parent < place else 0
+        ids: list[int] = self.arrays["forest_token"][self.path(turn)].tolist()
+        return ids, known, slice(int(self.first[turn]), int(self.first[turn + 1]))
+
     def path(self, turn: int) -> NDArray[np.int64]:
         """The nodes from the root to the last token of a turn: what the engine was sent, and what it answered."""
         if not self.arrays["turn_tokens"][turn]:

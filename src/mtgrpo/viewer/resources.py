@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.evaluation.statistics import mean_over_tasks
-from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, parse_row, read_runs
+from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, parse_row, read_runs, step_of
 from mtgrpo.record.shapes import TRAJECTORY, Json
 from mtgrpo.record.tokens import recorded_steps
 from mtgrpo.runtime.files import read_line, read_lines
@@ -73,7 +73,7 @@ class Runs:
                 place = f"{number}/{path.stem}"
                 yield f"{place}/list"
                 yield from (f"{place}/{line}" for line in range(len(listed(path)[0])))
-                if _step(path) in steps:
+                if step_of(path.stem) in steps:
                     yield from (f"{place}/forest", f"{place}/timeline")
 
     def _folder(self, number: str) -> Path | None:
@@ -82,7 +82,7 @@ class Runs:
 
     def _of_file(self, folder: Path, path: Path, what: str) -> Any:
         rows, offsets = listed(path)
-        step = _step(path)
+        step = step_of(path.stem)
         if what == "list":
             seen = of_lines(folder, step) if step else {}
             return {"file": path.stem, "rows": [row | seen.get(row["line"], {}) for row in rows]}
@@ -131,10 +131,6 @@ def _nothing(_folder: Path) -> None:
 def _files(folder: Path) -> list[Path]:
     found = (folder / "trajectories").glob("*.jsonl")
     return sorted(path for path in found if _FILE.fullmatch(path.stem) and path.is_file())
-
-
-def _step(path: Path) -> int:
-    return count(path.stem[5:]) if path.stem.startswith("step_") else 0
 
 
 def _stamp(folder: Path) -> Stamp:

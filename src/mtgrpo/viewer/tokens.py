@@ -31,11 +31,9 @@ def of_conversation(folder: Path, step: int, line: int) -> Json | None:
     tokenizer, arrays = _tokenizer(folder), record.arrays
     found: list[Json] = []
     for place, turn in enumerate(turns):
-        path, parent = record.path(turn), int(arrays["turn_parent"][turn])
-        entries = slice(int(record.first[turn]), int(record.first[turn + 1]))
+        ids, known, entries = record.tokens(turns, place)
+        path, parent, sampled = record.path(turn), int(arrays["turn_parent"][turn]), entries.stop - entries.start
         parent = parent if 0 <= parent < place else -1
-        known = len(record.path(turns[parent])) if parent >= 0 else 0
-        ids, sampled = arrays["forest_token"][path].tolist(), entries.stop - entries.start
         context, pieces = _parted(tokenizer, ids, known, sampled)
         columns = {name: numbers(arrays[name][entries]) for name in _COLUMNS if name in arrays}
         found.append(

@@ -8,7 +8,9 @@ makes the updates of one process.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ from mtgrpo.model.prefix import Pass, Prefix, passes
 from mtgrpo.model.scorer import Scorer, Scores
 from mtgrpo.policy.optimizer import Optimizer
 from mtgrpo.policy.settings import OptimizerSettings
+
+Score = Callable[[MicroBatch, float, Prefix | None], Scores]  # of a micro-batch, at a temperature, after a prefix
 
 
 class ParallelLayout:
@@ -50,11 +54,10 @@ class ParallelLayout:
     def finish(self, optimizer: Optimizer) -> None:
         """All passes of an update are made: complete the gradient."""
 
-    def score_with(
-        self, scorer: Scorer, weights: dict[str, Tensor], micro: MicroBatch, temperature: float, prefix: Prefix | None
-    ) -> Scores:
-        """Scores by other weights than the model's, which are sharded alike; no gradient."""
-        return scorer.with_weights(weights, micro, temperature, prefix)
+    @contextmanager
+    def scoring_by(self, scorer: Scorer, weights: dict[str, Tensor]) -> Generator[Score]:
+        """What scores, within, by other weights than the model's, which are sharded alike; no gradient."""
+        yield partial(scorer.with_weights, weights)
 
     def reshard(self) -> None:
         """Let go of what other ranks have too; the parameters of the model are parts again."""

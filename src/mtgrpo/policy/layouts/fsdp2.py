@@ -7,9 +7,9 @@ whole weights and gradients stay from the first pass of an update to the last, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from mtgrpo.batch.packing import MicroBatch, Packing
 from mtgrpo.model.checkpointing import decoder_layers
 from mtgrpo.model.prefix import Pass, Prefix, aligned_passes, passes
-from mtgrpo.model.scorer import AllWeightsScorer, Scorer, Scores, one_token
+from mtgrpo.model.scorer import AllWeightsScorer, Scorer, one_token
 from mtgrpo.model.sharding import exchange
-from mtgrpo.policy.layouts import SeveralRanks
+from mtgrpo.policy.layouts import Score, SeveralRanks
 from mtgrpo.policy.optimizer import Optimizer
 
 
@@ -68,16 +68,14 @@ class FullySharded(SeveralRanks):
             self._sum_in_backward(False)
         self.reshard()
 
-    def score_with(
-        self, scorer: Scorer, weights: dict[str, Tensor], micro: MicroBatch, temperature: float, prefix: Prefix | None
-    ) -> Scores:
+    @contextmanager
+    def scoring_by(self, scorer: Scorer, weights: dict[str, Tensor]) -> Generator[Score]:
         self.reshard()  # what is gathered is of the model's own
         named = dict(scorer.model.named_parameters())
+        for name, weight in weights.items():
+            exchange(named[name], weight)
         try:
-            for name, weight in weights.items():
-                exchange(named[name], weight)
-            with torch.no_grad():
-                return scorer(micro, temperature, prefix)
+            yield scorer
         finally:
             self.reshard()
             for name, weight in weights.items():
