@@ -92,6 +92,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     for place in (secret, *secret.parents[:4]):
         if place.stat().st_uid == os.getuid() and place != Path("/tmp"):
             place.chmod(0o755)
+    address = f"hostile-test-{os.getpid()}"  # other test processes have their own
     user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
     os.environ["HOSTILE_TEST"] = "1"
     with (
@@ -99,11 +100,13 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         socket.socket(socket.AF_UNIX) as abstract,
         subprocess.Popen([*user, "sleep", "1000"]) as victim,
     ):
-        abstract.bind("\0hostile-test")
-        abstract.listen()
-        yield {"SECRET": str(secret), "PORTS": str([server.getsockname()[1]])}
-        assert victim.poll() is None
-        victim.kill()
+        try:
+            abstract.bind(f"\0{address}")
+            abstract.listen()
+            yield {"SECRET": str(secret), "PORTS": str([server.getsockname()[1]]), "ADDRESS": address}
+            assert victim.poll() is None
+        finally:
+            victim.kill()
     del os.environ["HOSTILE_TEST"]
 
 

@@ -96,7 +96,7 @@ async def generated(engine: ServerEngine) -> float:
 async def until(true: Callable[[], bool], seconds: float = 900) -> None:
     async with asyncio.timeout(seconds):
         while not true():
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.05)
 
 
 def server_of(replica: Replica) -> int:
@@ -186,9 +186,14 @@ async def takes_weights_while_it_samples(engine: ServerEngine, model: PreTrained
 
 async def loses_a_server(engine: ServerEngine, model: PreTrainedModel) -> None:
     sampling, context = Sampling(max_new_tokens=400), [22, 30, 40, 50]
-    asked = [asyncio.ensure_future(turn(engine, str(i), context, sampling)) for i in range(8)]
-    await until(lambda: all(replica.load for replica in engine._replicas))
-    os.killpg(server_of(engine._replicas[0]), signal.SIGKILL)
+    server, load = server_of(engine._replicas[0]), 0
+    while not load:  # it is stopped before it has answered, however fast it is
+        asked = [asyncio.ensure_future(turn(engine, str(i), context, sampling)) for i in range(8)]
+        await until(lambda: all(replica.load for replica in engine._replicas))
+        os.killpg(server, signal.SIGSTOP)
+        await asyncio.sleep(0.2)  # what it has answered arrives
+        load = engine._replicas[0].load
+        os.killpg(server, signal.SIGKILL if load else signal.SIGCONT)
     for found in await asyncio.gather(*asked):
         assert len(found.tokens) == 400 and apart(model, context, found, sampling) < CLOSE
     assert any("lost a server" in note for note in engine.notes)

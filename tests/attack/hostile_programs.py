@@ -157,7 +157,7 @@ PROGRAMS: dict[str, tuple[str, str]] = {
         "",
     ),
     "abstract socket of the host": (
-        "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect('\\0hostile-test')\nprint('escaped')",
+        "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect('\\0ADDRESS')\nprint('escaped')",
         "",
     ),
     "socket of the hypervisor": ("import socket\nsocket.socket(40, socket.SOCK_STREAM)\nprint('escaped')", ""),
