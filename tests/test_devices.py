@@ -90,6 +90,30 @@ def test_plans(gpus: int, words: str, train: tuple[int, ...], rollout: tuple[int
 
 
 @pytest.mark.parametrize(
+    ("gpus", "words", "train", "rollout", "reference"),
+    [
+        (2, "devices.reference.num=1", (0,), (0,), (1,)),
+        (3, "devices.reference.num=2", (0,), (0,), (1, 2)),
+        (4, "devices.train.num=2 devices.reference.num=1 devices.rollout.num=1", (0, 1), (2,), (3,)),
+        (8, "devices.train.num=2 devices.reference.num=2 devices.rollout.num=1", (0, 1), (2,), (3, 4)),
+        *((n, "parallel=fsdp2 devices.reference.num=1", ALL[: n - 1], (0,), (n - 1,)) for n in (2, 3, 4, 8, 16)),
+        (3, f"parallel=ddp {SERVER} {ASYNC} devices.reference.num=1", (0,), (1,), (2,)),
+        (8, f"parallel=ddp {SERVER} {ASYNC} devices.reference.num=2", (0, 1, 2), (3, 4, 5), (6, 7)),
+        (16, f"parallel=fsdp2 {SERVER} {ASYNC} devices.reference.num=4", ALL[:6], ALL[6:12], ALL[12:]),
+        (8, f"parallel=fsdp2 {SERVER} devices.rollout.num=2 devices.reference.num=1", ALL[:5], (5, 6), (7,)),
+        (4, "devices.reference.ids=[0]", (1,), (1,), (0,)),
+        (4, "devices.train.ids=[3,1] devices.reference.ids=[2]", (3, 1), (3,), (2,)),
+        (4, f"parallel=fsdp2 {SERVER} {ASYNC} devices.rollout.ids=[0] devices.reference.ids=[1]", (2, 3), (0,), (1,)),
+    ],
+)
+def test_plans_with_a_reference_apart(
+    gpus: int, words: str, train: tuple[int, ...], rollout: tuple[int, ...], reference: tuple[int, ...]
+) -> None:
+    _, plan = settled(f"{words} {KL}", gpus)
+    assert plan == Placement(len(train), train, rollout, reference)
+
+
+@pytest.mark.parametrize(
     ("launch", "gpus", "words", "train", "rollout"),
     [
         ({"ranks": 2, "local": 2}, 2, "", (0, 1), (0,)),
@@ -113,6 +137,7 @@ def test_without_a_gpu_devices_are_processes(words: str) -> None:
     assert plan == Placement(1 if "none" in words else 2) and plan.shared
     assert parallel == (NoParallel() if "none" in words else DDP())
     assert settled("devices.train.num=2 parallel=fsdp2")[0] == FSDP2(reshard=False)
+    assert settled(f"devices.reference.num=2 {KL}")[1] == Placement(reference=(0, 1))
 
 
 def test_a_settled_plan_is_settled_again_as_it_is() -> None:
@@ -123,6 +148,10 @@ def test_a_settled_plan_is_settled_again_as_it_is() -> None:
     plan = Placement(2, (0, 1), (0, 1))
     assert plan.settled(made().devices, launched=False).rollout.count is None
     assert plan.settled(made().devices, launched=True).train.ids is None
+    apart = Placement(1, (0,), (0,), (1,)).settled(made(KL, "devices.reference.num=1").devices, launched=False)
+    assert (
+        apart.reference.numbers == [1] and Placement().settled(made().devices, launched=False).reference.count is None
+    )
 
 
 def test_what_is_said_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +160,12 @@ def test_what_is_said_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         "devices: GPUs 0, 1 train (parallel=fsdp2 parallel.reshard=true), GPU 2 sample"
     )
     assert "; 16 on all machines)" in Placement(16, ALL[:8]).describe(DDP())
+    assert (
+        Placement(1, (0,), (1,), (2, 3))
+        .describe(DDP())
+        .endswith("(parallel=ddp), GPUs 2, 3 for the reference, GPU 1 sample")
+    )
+    assert Placement(reference=(0,)).describe(NoParallel()).endswith("(parallel=none), 1 with the reference")
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(resources, "cores", lambda: 6)
     assert Placement(2).describe(DDP()) == "devices: 2 processes train on the CPU, threads of each: 3 (parallel=ddp)"
@@ -151,6 +186,15 @@ def test_what_is_said_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             {},
             r"devices\.rollout\.ids=\[1\]: GPU 1 trains too, .* rollout\.max_staleness",
         ),
+        (f"devices.reference.num=1 {KL}", 1, {}, r"devices\.reference\.num=1: 0 of the 1 GPUs .* neither train nor"),
+        (
+            f"devices.reference.ids=[0] devices.train.ids=[0] {KL}",
+            2,
+            {},
+            r"reference\.ids=\[0\]: GPU 0 trains or samples",
+        ),
+        (f"devices.reference.ids=[2] {KL}", 2, {}, r"devices\.reference\.ids=\[2\]: there is no GPU 2, the last is 1"),
+        (f"devices.reference.ids=[0] {KL}", 0, {}, r"has no GPU, .*: set devices\.reference\.num=1"),
         ("devices.rollout.num=2", 4, {}, r"devices\.rollout asks for 2 devices, and the engine samples in one process"),
         ("devices.train.num=1 devices.rollout.num=1", 2, {}, r"samples in the process that trains, on GPU 0"),
         (f"{SERVER} engine.url=[http://s] devices.rollout.num=1", 2, {}, r"servers that somebody else started: leave"),
@@ -227,6 +271,8 @@ def test_what_needs_whole_weights_is_refused_where_they_are_divided(monkeypatch:
 )
 def test_what_deepspeed_does_otherwise_is_refused(word: str, deepspeed: None) -> None:
     fits = ["sft.optimizer.kind=adamw", "optimizer.kind=adamw", "parallel=zero3", "devices.train.num=2"]
+    compared = preset("calculator_from_scratch", *fits, KL, "devices.reference.num=1")
+    assert settle(compared, Launch(), 0) == (Zero3(), Placement(2, reference=(0,)))
     assert settle(preset("calculator_from_scratch", *fits), Launch(), 0)[0] == Zero3()
     with pytest.raises(ConfigError, match=f"^{word} .* parallel=zero3: set another, or parallel=fsdp2"):
         settle(preset("calculator_from_scratch", *fits, word), Launch(), 0)
@@ -416,7 +462,7 @@ def test_the_commands_of_the_page_are_accepted(
     monkeypatch.setenv("MTGRPO_DATA", str(data_folder))
     monkeypatch.chdir(PROJECT)
     lines = [*CONSOLE.splitlines(), SCRIPT.replace("\\\n", " ").splitlines()[-1]]
-    assert len(lines) == 9
+    assert len(lines) == 10
     for line in lines:
         launcher, _, words = re.split(r"\s+#", line)[0].partition("mtgrpo train")
         launch = {"": Launch(), "torchrun": Launch(2, 2), "accelerate": Launch(2, 2, Zero3()), "srun": Launch(16, 8)}

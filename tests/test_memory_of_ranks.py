@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from mtgrpo.engines import Phase
 from mtgrpo.engines.server import Server
 from mtgrpo.errors import ConfigError
-from mtgrpo.memory import Plan, estimate, plan, plan_sampling, planned
+from mtgrpo.memory import Plan, estimate, plan, plan_reference, plan_sampling, planned
 from mtgrpo.model.skeleton import Skeleton
 from mtgrpo.parallel import Parallel
 from mtgrpo.parallel.auto import AutoParallel
@@ -113,6 +113,24 @@ def test_a_device_that_samples_alone_has_a_plan_of_its_own(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="to sample, and of 1"):
         plan_sampling(settled, GB)
     assert len(planned(made, Placement(2, (0, 1), (0,)), 80 * GB)[1]) == 2
+
+
+def test_a_reference_on_gpus_of_its_own_is_planned_there(tmp_path: Path) -> None:
+    made = replace(experiment(tmp_path, *MODEL), parallel=FSDP2(True))
+    apart = replace(APART, reference=(5, 6))
+    assert not any(r.name == "reference" for r in of(tmp_path, FSDP2(True), apart).rows)
+    whole = sum(w.nbytes for w in Skeleton(made.model, "cuda").model.parameters())
+    one, two = (plan_reference(made, 80 * GB, devices) for devices in (1, 2))
+    for found, shares in ((one, 1), (two, 2)):
+        assert next(r for r in found.rows if r.name == "weights").bytes == whole // shares
+        assert found.loading == (10**9 + whole) * (shares > 1)
+        assert not any(r.name.startswith(("gradients", "optimiser")) for r in found.rows)
+    scoring = row(one, f"activations, {made.batch.tokens:,} tokens").bytes
+    training = of(tmp_path, DDP(), APART)
+    assert 0 < scoring < row(training, f"activations, {made.batch.tokens:,} tokens").bytes
+    assert planned(made, apart, 80 * GB)[1][2].startswith("on each GPU for the reference:\nGB ")
+    with pytest.raises(ConfigError, match=r"GB for the reference, and of .*: set batch\.token_budget lower, or leave"):
+        plan_reference(made, int(one.peak / 0.93), 1)
 
 
 def test_a_server_on_gpus_of_its_own_must_have_room_for_its_weights(tmp_path: Path) -> None:

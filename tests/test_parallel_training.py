@@ -51,6 +51,7 @@ CASES = {
     "empty_rank": Case(tasks=1, turns=1, budget=4000),
     "lora": Case(("model.name=tiny-calculator", "model.lora.rank=4")),
     "kl": Case(("kl.coef=0.1", "reference.update_every=2")),
+    "kl_apart": Case(("kl.coef=0.1", "reference.update_every=2", "devices.reference.num=1")),
     "kl_in_reward": Case(("kl.coef=0.1", "kl.place=reward", "kl.estimator=k1", "reference.ema=0.5"), budget=100),
     "ppo": Case(("algorithm=ppo", "advantage=gae", "model.value_head=true")),
     "ppo_walks": Case(("algorithm=ppo", "advantage=gae", "model.value_head=true"), budget=60),
@@ -109,6 +110,9 @@ def train(
     config = replace(config, learning=replace(config.learning, exact=False))
     trainer = TrainerRank(config, LAYOUTS[layout](rank, ranks))
     trainer.begin(Stage.reinforcement)
+    reference = TrainerRank(config) if config.learning.apart else None  # a model of its own
+    if reference is not None:
+        reference.begin(Stage.reinforcement)
     rows: list[Metrics] = []
     for step in steps:
         groups = play(10 + step, case)
@@ -116,7 +120,11 @@ def train(
         batch = build_batch(trajectories)
         rewards = rewards_of(groups, experiment.algorithm, batch.trajectory, batch.turn)
         evidence = evidence_of(groups, config.learning)
-        rows.append(at_once(trainer.updating(batch, rewards, step, step, evidence)))
+        ref_logp = at_once(reference.referring(batch, rewards)) if reference else None
+        rows.append(at_once(trainer.updating(batch, rewards, step, step, evidence, ref_logp)))
+        if reference and (share := config.learning.reference.share(step + 1)):
+            for name, weight in trainer.weights().tensors(None):
+                reference.move(name, weight, share)
     weights = {name: weight.clone() for name, weight in trainer.weights().tensors(torch.float64)}
     return rows, weights, trainer.notes
 
@@ -181,6 +189,11 @@ def test_ranks_make_the_updates_of_one_process(ranks: list[dict[str, Any]], one_
         assert all(furthest(first, other[key])[0] == 0 for other in ranks[1:]), key
 
 
+def test_a_reference_apart_says_what_one_of_the_policys_own_does(one_process: dict[str, Any]) -> None:
+    apart, where = furthest(one_process["kl"], one_process["kl_apart"])
+    assert apart < 1e-12, where
+
+
 @pytest.mark.real
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", SHARED)
@@ -197,6 +210,8 @@ WAYS = {
     "parallel_ddp": ["parallel=ddp", "devices.train.num=2"],
     "parallel_fsdp2_whole": ["parallel=fsdp2", "devices.train.num=3"],
     "parallel_fsdp2_resharded": ["parallel=fsdp2", "parallel.reshard=true", "devices.train.num=2"],
+    "parallel_none_reference_apart": ["devices.reference.num=1"],
+    "parallel_fsdp2_reference_apart": ["parallel=fsdp2", "devices.train.num=2", "devices.reference.num=2"],
 }
 
 
@@ -220,9 +235,9 @@ def test_a_whole_run_is_that_of_one_process(way: str, whole_run: Path, tmp_path:
 @pytest.mark.real
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_with_other_ranks(whole_run: Path, tmp_path: Path) -> None:
-    """Two ranks with FSDP2, then three, then copies on two, then one process."""
-    order = [WAYS["parallel_fsdp2_resharded"], WAYS["parallel_fsdp2_whole"], WAYS["parallel_ddp"], []]
-    for steps, words in zip((1, 2, 3, 5), order, strict=True):
+    """Two ranks with FSDP2, then three, the reference apart, copies on two ranks, one process."""
+    ways = ("parallel_fsdp2_resharded", "parallel_fsdp2_whole", "parallel_none_reference_apart", "parallel_ddp")
+    for steps, words in enumerate([*map(WAYS.__getitem__, ways), []], start=1):
         train_by_command(tmp_path / "run", *RUN, *words, f"trainer.steps={steps}", "resume=true")
     apart, where = furthest_of_runs(whole_run, tmp_path / "run", of="policy/loss")  # it evaluates at each end
     assert apart < 1e-12, where

@@ -40,8 +40,8 @@ class Elsewhere(ModelWeights):
 class Apart(PolicyTrainer):
     """A trainer whose model is not the engine's."""
 
-    def __init__(self, config: TrainerConfig, devices: Sequence[int]) -> None:
-        super().__init__(config, devices)
+    def __init__(self, config: TrainerConfig, devices: Sequence[int], reference: Sequence[int]) -> None:
+        super().__init__(config, devices, reference)
         self.weights = lambda: Elsewhere(self.rank.model, self.rank.weights().version)
 
 

@@ -28,7 +28,7 @@ from ranks import on_ranks
 from test_parallel_training import CASES, WORDS, Case, furthest, play, train
 
 DEEPSPEED = Path(__file__).resolve().parent.parent / ".venv-deepspeed"
-ZERO3 = ["grpo", "common_prompt", "walks", "walks_of_one_task", "empty_rank", "lora", "ppo", "minibatches"]
+ZERO3 = ["grpo", "common_prompt", "walks", "walks_of_one_task", "empty_rank", "lora", "ppo", "minibatches", "kl_apart"]
 
 Stopped = tuple[dict[str, Tensor], dict[str, Any]]  # weights, and the state of the optimiser
 

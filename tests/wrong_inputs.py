@@ -139,7 +139,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("devices.train.ids=[0,0]", "must name each device once"),
         ("devices.train.ids=[-1]", "must name each device once"),
         ("devices.train.ids=[0,1] devices.train.num=3", "differ: leave one of them out"),
-        ("devices.train.num=2 devices.reference.num=1", "the reference policy is kept where the policy is trained"),
+        ("devices.reference.num=1", "asks for 1 devices for the reference of a KL penalty: set kl.coef"),
         ("devices.rollout.num=1", "leave it out"),
         ("devices.train.num=2 devices.rollout.num=2", "the engine samples in one process"),
         ("devices.num=2", "devices."),

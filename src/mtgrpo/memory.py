@@ -172,7 +172,7 @@ def estimate(
         Row("weights", weights // shares),
         Row("weights and gradients put together", _gathered(skeleton, experiment.parallel, shares), (Phase.training,)),
         Row("optimiser state", state // shares),
-        Row("reference", trained // shares if experiment.kl.coef else 0),
+        Row("reference", trained // shares if experiment.kl.coef and not placement.reference else 0),
         Row("gradients", gradients // shares, learning),
         Row(counted, max(activations - head, 0), (Phase.training,)),
         Row("keys and values of a context", path, (Phase.training,)),
@@ -198,6 +198,9 @@ def planned(
     """
     found = plan(experiment, device_bytes, "cuda", taken, placement)
     tables = [placement.describe(found.experiment.parallel), found.describe()]
+    if placement.reference:
+        referring = plan_reference(found.experiment, device_bytes, len(placement.reference))
+        tables.append(f"on each GPU for the reference:\n{referring.describe()}")
     if placement.rollout and not placement.shared:
         sampling = plan_sampling(found.experiment, device_bytes)
         return sampling.experiment, [*tables, f"on each GPU that samples:\n{sampling.describe()}"]
@@ -216,6 +219,30 @@ def plan_sampling(experiment: Experiment, device_bytes: int) -> Plan:
         raise ConfigError(
             f"model.name={experiment.model.name} needs {_gb(found.peak)} GB to sample, and of {_gb(device_bytes)} GB "
             f"{_gb(int(USABLE * device_bytes))} can be used: set engine.memory_fraction lower, or take a smaller model"
+        )
+    return found
+
+
+def plan_reference(experiment: Experiment, device_bytes: int, devices: int) -> Plan:
+    """What the reference needs of each of its `devices`; all else is settled. Raises ConfigError, as `plan` does."""
+    skeleton, tokens = Skeleton(experiment.model, "cuda"), experiment.batch.tokens
+    weights = sum(weight.nbytes for weight in skeleton.model.parameters())
+    shares = devices if experiment.parallel.divides else 1
+    path = 2 * _longest_context(skeleton, experiment) * skeleton.kv_cache_bytes()
+    rows = [
+        Row("libraries and context", LIBRARIES["cuda"]),
+        Row("weights", weights // shares),
+        Row("weights put together", _gathered(skeleton, FSDP2(reshard=True), shares), (Phase.training,)),
+        Row(f"activations, {tokens:,} tokens", skeleton.scoring_bytes(tokens), (Phase.training,)),
+        Row("keys and values of a context", path, (Phase.training,)),
+    ]
+    loading = LIBRARIES["cuda"] + weights if shares > 1 else 0
+    found = Plan([row for row in rows if row.bytes], device_bytes, experiment, loading)
+    if not found.fits:
+        raise ConfigError(
+            f"model.name={experiment.model.name} needs {_gb(max(found.peak, loading))} GB for the reference, and of "
+            f"{_gb(device_bytes)} GB {_gb(int(USABLE * device_bytes))} can be used: set batch.token_budget lower, or "
+            "leave devices.reference out, and it is kept on the GPUs that train"
         )
     return found
 

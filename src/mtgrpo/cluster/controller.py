@@ -34,7 +34,7 @@ STILL_S = 1800.0  # for a part of what is asked for in parts, as an update is
 SETTLED_S = 1.0  # for the rank that failed first to have said so, once it was seen that one has
 TOLD_S = 15.0  # for a failure to be seen, once nothing more is heard
 CLOSED_S = 30.0  # for ranks to end by themselves
-IN_PARTS = ("updating", "imitating", "tensors")  # methods that are generators
+IN_PARTS = ("updating", "imitating", "referring", "tensors")  # methods that are generators
 
 
 class Asked:
@@ -53,19 +53,25 @@ class Ranks(Asked):
     """Has the methods of `TrainerRank`, on all ranks. Made in a task, which is cancelled where a rank fails."""
 
     def __init__(
-        self, make: Callable[..., Any], config: TrainerConfig, devices: Sequence[int], still_s: float = STILL_S
+        self,
+        make: Callable[..., Any],
+        config: TrainerConfig,
+        devices: Sequence[int],
+        still_s: float = STILL_S,
+        role: str = "rank",
     ) -> None:
         """Start them, unless a launcher has, and `make(config, rank, ranks)` on each; raises what all of them raise.
 
         devices: one for each rank, a GPU where there are any. still_s: for how long none may move in an update.
+        role: what people call each of them, and the folder of what they print, as several.
         """
         self.notes: list[str] = []
-        self._config, self._still_s = config, still_s
-        self._folder = config.folder / "ranks"
+        self._config, self._still_s, self._role = config, still_s, role
+        self._folder = config.folder / f"{role}s"
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob("rank_*.json"):
             old.unlink()
-        self._signs = [_Sign(rank) for rank in range(len(devices))]
+        self._signs = [_Sign(f"{role} {rank}", rank) for rank in range(len(devices))]
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         self._failure, self._over = "", threading.Event()
         self._changes = 0, 0
@@ -144,7 +150,7 @@ class Ranks(Asked):
         while not self._over.wait(LOOK_S):
             if self._fault() and not self._over.wait(SETTLED_S) and (fault := self._fault()):
                 rank, what = fault
-                self._failure = f"rank {rank} {what}{self._cure(f'rank_{rank}.log')}"
+                self._failure = f"{self._role} {rank} {what}{self._cure(f'rank_{rank}.log')}"
                 waited_for = self._channel.turn.locked() or self._saving.turn.locked()
                 if self._processes:
                     self._processes.end()
@@ -194,6 +200,7 @@ class Ranks(Asked):
 class _Sign:
     """What a rank says of itself, and how many looks it has stayed the same, and its place."""
 
+    name: str
     rank: int
     beat: dict[str, Any] = field(default_factory=dict[str, Any])
     unchanged: int = 0
@@ -207,7 +214,7 @@ class _Sign:
     @property
     def place(self) -> str:
         name, parts = self.beat.get("place", ("not begun", 0))
-        return f"rank {self.rank}: {name}" + f", part {parts}" * bool(parts)
+        return f"{self.name}: {name}" + f", part {parts}" * bool(parts)
 
     @property
     def is_gone(self) -> bool:

@@ -247,6 +247,10 @@ class Experiment:
             raise ConfigError(
                 "reference.update_every and reference.ema move the reference of a KL penalty: set kl.coef"
             )
+        if (count := self.devices.reference.count) and not self.kl.coef:
+            raise ConfigError(
+                f"devices.reference asks for {count} devices for the reference of a KL penalty: set kl.coef"
+            )
         old = self.correction.old_policy
         if self.algorithm.uses_behaviour_policy and (old not in (None, OldPolicy.engine) or self.correction.active):
             raise ConfigError(

@@ -95,6 +95,15 @@ class Skeleton:
                     return 0
         return counting.most
 
+    def scoring_bytes(self, tokens: int) -> int:
+        """As `training_bytes`, of a forward pass alone, with its tiles of logits."""
+        with self._mode, self._attending(), torch.no_grad(), _Counting(self.model.parameters()) as counting:
+            try:
+                self._score(tokens)
+            except _LOOKED_AT_CONTENTS:
+                return 0
+        return counting.most
+
     def head_bytes(self, tokens: int) -> int:
         """The bytes of `training_bytes` that are tiles of logits."""
         with self._mode:

@@ -28,6 +28,11 @@ class Role:
         """How many are asked for; None: nothing is."""
         return self.num if self.ids is None else len(self.ids)
 
+    @property
+    def numbers(self) -> list[int]:
+        """Of the devices; where there are no names, from 0."""
+        return [*range(self.num or 0)] if self.ids is None else self.ids
+
 
 @dataclass
 class Devices:
@@ -40,8 +45,3 @@ class Devices:
     def __post_init__(self) -> None:
         if self.train.count == 0:
             raise ConfigError("`train`: no device trains; name one, or leave it out")
-        if self.reference.count:
-            raise ConfigError(
-                f"devices.reference asks for {self.reference.count} devices: the reference policy is kept where the "
-                "policy is trained, as a copy of what is trained, divided as that is; leave it out"
-            )

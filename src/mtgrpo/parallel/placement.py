@@ -27,11 +27,17 @@ class Placement:
     ranks: int = 1  # processes that train, on all machines
     train: tuple[int, ...] = ()  # the GPU of each rank on this machine, by its LOCAL_RANK
     rollout: tuple[int, ...] = ()  # the GPUs that sample; () where others do, who were started elsewhere
+    reference: tuple[int, ...] = ()  # the GPU of each process that has the reference; on a CPU a number for each
 
     @property
     def shared(self) -> bool:
         """Whether a GPU both trains and samples; on a CPU everything is shared."""
         return not self.train or bool({*self.train} & {*self.rollout})
+
+    @property
+    def several(self) -> bool:
+        """Whether there are processes beside the one that samples."""
+        return self.ranks > 1 or bool(self.reference)
 
     def describe(self, parallel: Parallel) -> str:
         """Who does what, on a line."""
@@ -40,16 +46,25 @@ class Placement:
             how += f" parallel.reshard={str(parallel.reshard).lower()}"
         if not self.train:
             many = f"{self.ranks} processes train" if self.ranks > 1 else "one process trains"
-            return f"devices: {many} on the CPU, threads of each: {threads_each(self.ranks)} ({how})"
+            others = f", {len(self.reference)} with the reference" if self.reference else ""
+            return f"devices: {many} on the CPU, threads of each: {threads_each(self.ranks)} ({how}){others}"
         more = f"; {self.ranks} on all machines" if self.ranks > len(self.train) else ""
-        sampling = f", {_listed(self.rollout)} sample" if self.rollout else ""
-        return f"devices: {_listed(self.train)} train ({how}{more}){sampling}"
+        others = f", {_listed(self.reference)} for the reference" if self.reference else ""
+        others += f", {_listed(self.rollout)} sample" if self.rollout else ""
+        return f"devices: {_listed(self.train)} train ({how}{more}){others}"
 
     def settled(self, devices: Devices, launched: bool) -> Devices:
         """`devices` with what was left open. launched: the ranks were, and each knows its GPU."""
         train = Role(self.ranks, None if launched or not self.train else [*self.train])
         apart = self.rollout and not self.shared
-        return replace(devices, train=train, rollout=Role(ids=[*self.rollout]) if apart else devices.rollout)
+        rollout = Role(ids=[*self.rollout]) if apart else devices.rollout
+        on_gpus = self.reference and self.train
+        return replace(
+            devices,
+            train=train,
+            rollout=rollout,
+            reference=Role(ids=[*self.reference]) if on_gpus else devices.reference,
+        )
 
 
 def settle(experiment: Any, launch: Launch, gpus: int) -> tuple[Parallel, Placement]:
@@ -104,8 +119,8 @@ def place(devices: Devices, launch: Launch, gpus: int, *, alone: bool, ahead: bo
         how = "samples in one process" if most else "asks servers that somebody else started"
         raise ConfigError(f"devices.rollout asks for {wanted} devices, and the engine {how}: leave it out")
     if not gpus:
-        return Placement(_processes(devices, launch))
-    for role in ("train", "rollout"):
+        return Placement(_processes(devices, launch), reference=tuple(devices.reference.numbers))
+    for role in ("train", "reference", "rollout"):
         ids = getattr(devices, role).ids or ()
         if beyond := [number for number in ids if number >= gpus]:
             raise ConfigError(f"devices.{role}.ids={[*ids]}: there is no GPU {beyond[0]}, the last is {gpus - 1}")
@@ -116,6 +131,7 @@ def place(devices: Devices, launch: Launch, gpus: int, *, alone: bool, ahead: bo
             f"devices.rollout.ids={devices.rollout.ids}: GPU {both[0]} trains too, and with rollout.max_staleness "
             "above 0 both go on at once; name others, or leave devices.rollout out"
         )
+    reference = _referring(devices, train, rollout, gpus)
     ranks = launch.ranks or len(train)
     if most == 1 and ranks == 1 and wanted and not asked:
         train = rollout
@@ -124,7 +140,7 @@ def place(devices: Devices, launch: Launch, gpus: int, *, alone: bool, ahead: bo
             f"devices.rollout: the engine samples in the process that trains, on GPU {train[0]}: set engine=server, or "
             "leave it out"
         )
-    return Placement(ranks, train, rollout)
+    return Placement(ranks, train, rollout, reference)
 
 
 def _training(
@@ -144,9 +160,10 @@ def _training(
         return tuple(range(launch.local or min(launch.ranks, gpus)))
     if devices.train.ids:
         return tuple(devices.train.ids)
-    taken = devices.rollout.ids or ()
-    every = sorted(range(gpus), key=lambda number: number in taken)
-    rest = gpus - (len(taken) or wanted or (gpus // 2 if splits else 0))
+    sampling, referring = devices.rollout.ids or (), devices.reference
+    every = sorted(range(gpus), key=lambda number: number in (*sampling, *(referring.ids or ())))
+    free = gpus - (referring.count or 0)
+    rest = free - (len(sampling) or wanted or (free // 2 if splits else 0))
     count = devices.train.num or (1 if alone else max(1, rest))
     if count > gpus:
         raise ConfigError(f"devices.train.num={count}: this machine has {gpus} GPUs; set {gpus} or less")
@@ -155,7 +172,8 @@ def _training(
 
 def _sampling(devices: Devices, train: Sequence[int], gpus: int, apart: bool, most: int | None) -> tuple[int, ...]:
     """The GPUs that sample. apart: others than those that train, where there are any and nothing is said."""
-    free = [number for number in range(gpus) if number not in train]
+    others = [number for number in range(gpus) if number not in (*train, *(devices.reference.ids or ()))]
+    free = others[: len(others) - (devices.reference.num or 0)] if devices.reference.ids is None else others
     if devices.rollout.ids:
         return tuple(devices.rollout.ids)
     if wanted := devices.rollout.num:
@@ -170,9 +188,27 @@ def _sampling(devices: Devices, train: Sequence[int], gpus: int, apart: bool, mo
     return tuple((free if apart and free else [*train])[:most])
 
 
+def _referring(devices: Devices, train: Sequence[int], rollout: Sequence[int], gpus: int) -> tuple[int, ...]:
+    """The GPUs of the reference, which do nothing else."""
+    if ids := devices.reference.ids:
+        if both := sorted({*ids} & {*train, *rollout}):
+            raise ConfigError(
+                f"devices.reference.ids={ids}: GPU {both[0]} trains or samples too; name others, or leave it out, and "
+                "the reference is kept on those that train"
+            )
+        return tuple(ids)
+    free = [number for number in range(gpus) if number not in (*train, *rollout)]
+    if (wanted := devices.reference.num or 0) > len(free):
+        raise ConfigError(
+            f"devices.reference.num={wanted}: {len(free)} of the {gpus} GPUs of this machine neither train nor sample; "
+            "leave it out, and the reference is kept on those that train"
+        )
+    return tuple(free[:wanted])
+
+
 def _processes(devices: Devices, launch: Launch) -> int:
     """How many processes train, on a machine without a GPU."""
-    for role in ("train", "rollout"):
+    for role in ("train", "reference", "rollout"):
         if ids := getattr(devices, role).ids:
             raise ConfigError(
                 f"devices.{role}.ids={ids}: this machine has no GPU, so that devices are processes: set "

@@ -45,8 +45,10 @@ class Zero3(Parallel):
         stages = [("", experiment), *([("sft.", experiment.sft)] if experiment.sft.steps else [])]
         muon = [f"{stage}optimizer.kind=muon" for stage, of in stages if of.optimizer.kind.value == "muon"]
         refused = dict.fromkeys(muon, "steps whole matrices, which DeepSpeed flattens")
-        if experiment.kl.coef:
-            refused[f"kl.coef={experiment.kl.coef:g}"] = "compares with a reference, which is not kept"
+        if experiment.kl.coef and not experiment.devices.reference.count:
+            refused[f"kl.coef={experiment.kl.coef:g}"] = (
+                "compares with a reference, which must be on devices of its own (devices.reference.num=1)"
+            )
         if (dtype := experiment.model.dtype.value) in ("float16", "float64"):
             refused[f"model.dtype={dtype}"] = "is not kept: DeepSpeed steps in float32, and the loss is not scaled"
         for setting, why in refused.items():

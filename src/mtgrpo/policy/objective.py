@@ -40,13 +40,15 @@ class Objective:
         self,
         learning: UpdateConfig,
         policy: Policy,
-        reference: ReferencePolicy | None,
+        reference: ReferencePolicy | Tensor | None,
         kl_coef: float,
         batch: Batch,
         steps: Sequence[Tensor],
         version: int,
     ) -> None:
-        """steps: the trajectories of each update. version: training steps that the policy has seen."""
+        """reference: of a KL penalty, or what it says of `UpdateConfig.compared`. steps: the trajectories of each
+        update. version: training steps that the policy has seen.
+        """
         self._learning, self._policy, self._reference, self._kl_coef = learning, policy, reference, kl_coef
         self._batch, self._steps, self._version = batch, steps, version
         self._old = learning.old_policy
@@ -71,11 +73,12 @@ class Objective:
     def prepare(self, rewards: Rewards, seed: int, evidence: Evidence | None) -> CooperativeTask[None]:
         """Compute the advantages, and what the losses need once for the batch, by as few forward passes as it takes."""
         learning, algorithm, batch = self._learning, self._learning.algorithm, self._batch
+        everything = learning.compared(rewards)
         rewards = learning.advantage.weigh(rewards)
         in_reward = self._reference is not None and learning.kl.place is Place.reward
-        # What counts in a baseline is charged for its distance too, also where it is not trained.
-        everything = (rewards.of_tokens(rewards.trained) | in_reward).nonzero()[:, 0]
-        if self._reference is not None:
+        if isinstance(self._reference, Tensor):
+            self._ref_logp = self._reference
+        elif self._reference is not None:
             self._ref_logp = (yield from self._policy.scoring(batch, everything, self._reference)).logp
         if in_reward or algorithm.has_critic:
             self._before = yield from self._score_before_update(everything)

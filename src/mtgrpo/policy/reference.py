@@ -32,9 +32,7 @@ class ReferencePolicy:
     @torch.no_grad()
     def move(self, model: PreTrainedModel, settings: ReferenceSettings, step: int) -> None:
         """Move towards `model` after training step number `step` (from 1), as `settings` say."""
-        refreshed = bool(settings.update_every) and step % settings.update_every == 0
-        share = 1.0 if refreshed else settings.ema
-        if share:
+        if share := settings.share(step):
             self.moves += 1
             policy = dict(model.named_parameters())
             for name, weight in self.weights.items():

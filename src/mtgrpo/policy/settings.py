@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mtgrpo.advantages import AdvantageEstimator
-from mtgrpo.algorithms import Algorithm
+from mtgrpo.advantages.rewards import Rewards
+from mtgrpo.algorithms import Algorithm, Tensor
 from mtgrpo.algorithms.correction import Correction, OldPolicy
-from mtgrpo.algorithms.kl import KL
+from mtgrpo.algorithms.kl import KL, Place
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.runtime.packages import refuse_without_package
 
@@ -72,6 +73,11 @@ class ReferenceSettings:
                 "reference: set one of them to 0"
             )
 
+    def share(self, step: int) -> float:
+        """Of the way to the policy that the reference moves after training step number `step` (from 1)."""
+        refreshed = bool(self.update_every) and step % self.update_every == 0
+        return 1.0 if refreshed else self.ema
+
 
 @dataclass
 class Updates:
@@ -108,8 +114,17 @@ class UpdateConfig:
     control: Control = Control.normal
     records: bool = False  # whether what each token was paid is kept until it is asked for
     scores_after: bool = False  # and how likely it is after the update
+    apart: bool = False  # whether the reference of a KL penalty is in processes of its own
 
     @property
     def old_policy(self) -> OldPolicy:
         """The denominator of the ratio."""
         return self.correction.resolve(self.stale, self.algorithm.uses_behaviour_policy)
+
+    def compared(self, rewards: Rewards) -> Tensor:
+        """The tokens [n] int64 that are compared with the reference.
+
+        What counts in a baseline is charged for its distance too, also where it is not trained.
+        """
+        in_reward = self.kl.coef > 0 and self.kl.place is Place.reward
+        return (rewards.of_tokens(self.advantage.weigh(rewards).trained) | in_reward).nonzero()[:, 0]

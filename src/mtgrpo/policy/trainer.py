@@ -20,6 +20,7 @@ from mtgrpo.model.load import load_model
 from mtgrpo.model.out_of_memory import explained
 from mtgrpo.model.scorer import Scores
 from mtgrpo.model.settings import ModelSettings
+from mtgrpo.model.sharding import part_like
 from mtgrpo.parallel import Parallel
 from mtgrpo.parallel.none import NoParallel
 from mtgrpo.policy.gradient_check import check_gradient
@@ -96,7 +97,8 @@ class TrainerRank:
             self.policy = Policy(
                 model, optimizer, config.token_budget, config.temperature, self._profiler, self.parallel
             )
-            reference = ReferencePolicy(model) if config.learning.kl.coef else None
+            kept = config.learning.kl.coef and not config.learning.apart
+            reference = ReferencePolicy(model) if kept else None
             self._updater = PolicyUpdater(self.policy, config.learning, reference)
             if note := note_of_lr(model, settings.lr):
                 self.notes.append(note)
@@ -117,14 +119,20 @@ class TrainerRank:
         return self._earlier[1] + (self._trained.changes if self._trained else 0)
 
     def updating(
-        self, batch: Batch, rewards: Rewards, version: int, seed: int, evidence: Evidence | None
+        self,
+        batch: Batch,
+        rewards: Rewards,
+        version: int,
+        seed: int,
+        evidence: Evidence | None,
+        ref_logp: Tensor | None = None,
     ) -> CooperativeTask[Metrics]:
         """Train the policy, which has seen `version` training steps, on a rollout batch; see `PolicyUpdater`."""
         updater = self._updater
         assert updater is not None, "the stage has begun"
         traced = self._profiler.trace(version + 1, self._config.folder) if self.parallel.rank == 0 else nullcontext()
         with traced:
-            metrics = yield from updater.training(batch, rewards, version, seed, evidence)
+            metrics = yield from updater.training(batch, rewards, version, seed, evidence, ref_logp)
         if not metrics["updates"]:
             updater.policy.optimizer.check.check_unchanged()
         self._version = version + 1
@@ -141,6 +149,23 @@ class TrainerRank:
         """One optimiser step on the cross-entropy of all tokens of `batch`, weighted by `weights` [tokens]."""
         assert self.policy is not None, "a stage has begun"
         return self.policy.updating(batch, torch.arange(len(batch)), weights, negative_log_likelihood)
+
+    def referring(self, batch: Batch, rewards: Rewards) -> CooperativeTask[Tensor]:
+        """As the reference of a KL penalty: what it says of `UpdateConfig.compared`; [tokens] fp64, else NaN."""
+        assert self.policy is not None, "a stage has begun"
+        return (yield from self.policy.scoring(batch, self._config.learning.compared(rewards))).logp
+
+    @torch.no_grad()
+    def move(self, name: str, weight: Tensor, share: float) -> None:
+        """As the reference: go a share of the way to the whole `weight` of that name, if it is trained."""
+        own = dict(self.model.named_parameters()).get(name)
+        if own is not None and own.requires_grad:
+            own.lerp_(part_like(weight.to(own.device), own), share)
+
+    def load_reference(self, path: Path) -> None:
+        """As the reference: have the weights that it had in checkpoint `path`."""
+        for name, weight in read_training(path)["reference"].items():
+            self.move(name, weight, 1.0)
 
     def weights(self) -> ModelWeights:
         """The present weights."""

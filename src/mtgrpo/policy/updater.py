@@ -29,7 +29,8 @@ class PolicyUpdater:
     """Trains a policy, batch by batch."""
 
     def __init__(self, policy: Policy, learning: UpdateConfig, reference: ReferencePolicy | None = None) -> None:
-        assert (reference is not None) == (learning.kl.coef > 0), "a KL penalty compares with a reference"
+        needed = learning.kl.coef > 0 and not learning.apart
+        assert (reference is not None) == needed, "a KL penalty compares with a reference"
         self.policy = policy
         self.kl_coef = learning.kl.coef  # as it was adapted
         self._target_met = False  # whether the KL has reached its target
@@ -53,29 +54,38 @@ class PolicyUpdater:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, with the present settings. Raises ConfigError for a KL penalty that is new."""
         self.policy.optimizer.load_state_dict(state["optimizer"])
-        if self._reference is None:
+        if not self._learning.kl.coef:
             return
         if not state["reference"]:
             raise ConfigError("kl.coef was 0, so the reference was not kept: resume with kl.coef=0, or begin anew")
-        self._reference.load(state["reference"])
+        if self._reference is not None:
+            self._reference.load(state["reference"])
         first, adapted, target_met = state["kl"]
         if first == self._learning.kl.coef:
             self.kl_coef, self._target_met = adapted, target_met
 
     def training(
-        self, batch: Batch, rewards: Rewards, version: int, seed: int, evidence: Evidence | None = None
+        self,
+        batch: Batch,
+        rewards: Rewards,
+        version: int,
+        seed: int,
+        evidence: Evidence | None = None,
+        ref_logp: Tensor | None = None,
     ) -> CooperativeTask[Metrics]:
         """Update the policy, which has seen `version` updates, on one rollout batch; metrics are means over its steps.
 
         Raises RunError where the gradient is not what the rewards ask for, of which `evidence` was laid out apart.
-        `seed` decides the order of mini-batches. The old log-probabilities are frozen before the first step. With a
-        single step they are the step's own, detached: the ratio is then exactly 1. See `OldPolicy` for the others.
-        Trajectories whose advantage is 0 everywhere are not computed where that leaves them no gradient, but stay in
+        `seed` decides the order of mini-batches. ref_logp [tokens]: what a reference says that is apart. The old
+        log-probabilities are frozen before the first step. With a single step they are the step's own, detached: the
+        ratio is then exactly 1. See `OldPolicy` for the others. Trajectories whose advantage is 0 everywhere are not
+        computed where that leaves them no gradient, but stay in
         the normaliser.
         """
         learning = self._learning
         steps = list(_minibatches(len(rewards.outcome), learning.updates, seed))
-        objective = Objective(learning, self.policy, self._reference, self.kl_coef, batch, steps, version)
+        reference = self._reference if ref_logp is None else ref_logp
+        objective = Objective(learning, self.policy, reference, self.kl_coef, batch, steps, version)
         yield from objective.prepare(rewards, seed, evidence)
         group, collected = rewards.group[batch.trajectory], list[Metrics]()
         for chosen in steps:

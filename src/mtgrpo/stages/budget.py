@@ -65,7 +65,7 @@ def _placed(experiment: Experiment) -> list[str]:
     gpus = count_gpus()
     parallel, placement = settle(experiment, read_launch(os.environ), gpus)
     if not gpus:
-        return [placement.describe(parallel)] if placement.ranks > 1 else []
+        return [placement.describe(parallel)] if placement.several else []
     import torch  # noqa: PLC0415  a machine without a GPU does without
 
     from mtgrpo.memory import planned  # noqa: PLC0415

@@ -52,8 +52,13 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True) -> 
     for part in (*parts, experiment.engine, experiment.model, experiment.chat):
         with _hubs(spared, notes):
             part.check_machine()
-    if not trains and (experiment.devices.train.count or experiment.parallel.name not in ("auto", "none")):
-        raise ConfigError("devices.train and parallel are for training, and nothing is trained here: leave them out")
+    devices = experiment.devices
+    asked = devices.train.count or devices.reference.count or experiment.parallel.name not in ("auto", "none")
+    if not trains and asked:
+        raise ConfigError(
+            "devices.train, devices.reference and parallel are for training, and nothing is trained here: leave them "
+            "out"
+        )
     settle(experiment, read_launch(os.environ), count_gpus())
     with _hubs(spared, notes):
         for source in task_sets(experiment).values():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -15,10 +17,13 @@ from mtgrpo.batch.forest import Batch
 from mtgrpo.cluster.controller import Ranks
 from mtgrpo.cluster.rank import make_trainer
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.policy.settings import UpdateConfig
-from mtgrpo.policy.step import CooperativeTask, Metrics, at_once
+from mtgrpo.parallel.fsdp2 import FSDP2
+from mtgrpo.parallel.none import NoParallel
+from mtgrpo.policy.settings import OptimizerSettings, UpdateConfig
+from mtgrpo.policy.step import CooperativeTask, Metrics, T, at_once
 from mtgrpo.policy.trainer import Stage, TrainerConfig, TrainerRank
 from mtgrpo.policy.witness import Evidence
+from mtgrpo.weights.checkpoint import Snapshot
 from mtgrpo.weights.saved import Checkpoint
 
 
@@ -28,16 +33,26 @@ class PolicyTrainer:
     One thing at a time is asked of it. `TrainerRank` says what those methods do that are not here.
     """
 
-    def __init__(self, config: TrainerConfig, devices: Sequence[int] = (0,)) -> None:
-        """devices: where there are several, a process of its own trains on each; see `mtgrpo.cluster`."""
+    def __init__(self, config: TrainerConfig, devices: Sequence[int] = (0,), reference: Sequence[int] = ()) -> None:
+        """devices: where there are several, a process of its own trains on each; see `mtgrpo.cluster`.
+
+        reference: those on which the reference of a KL penalty is in a process of its own each.
+        """
         self.rank = rank = TrainerRank(config) if len(devices) == 1 else Ranks(make_trainer, config, devices)
         self.notes = rank.notes  # for the user, not shown yet
         self.train_s = 0.0  # seconds of training alone, in all
-        self.begin, self.skip, self.load = rank.begin, rank.skip, rank.load
-        self.weights, self.snapshot, self.take_phases = rank.weights, rank.snapshot, rank.take_phases
-        self.take_record = rank.take_record
+        self.weights, self.take_phases, self.take_record = rank.weights, rank.take_phases, rank.take_record
         self._moved: Callable[[], None] = lambda: None
         self._gives_way = False
+        self._config = config
+        self._reference: Ranks | None = None
+        self._refers, self._moves = False, 0  # whether the reference has begun, and how often it has moved
+        try:
+            if reference:
+                self._reference = Ranks(make_trainer, _of_reference(config, reference), reference, role="reference")
+        except BaseException:
+            self.close()
+            raise
 
     def connect(self, moved: Callable[[], None], gives_way: bool) -> None:
         """Call `moved` after each micro-batch. gives_way: between them an engine computes, which shares the weights."""
@@ -47,7 +62,50 @@ class PolicyTrainer:
         self, batch: Batch, rewards: Rewards, version: int, seed: int, evidence: Evidence | None
     ) -> Metrics:
         """Train the policy, which has seen `version` training steps, on a rollout batch. Raises RunError."""
-        return await self._finish(self.rank.updating(batch, rewards, version, seed, evidence))
+        ref_logp: Tensor | None = None
+        if self._reference is not None:
+            ref_logp = await asyncio.to_thread(at_once, self._watch(self._reference.referring(batch, rewards)))
+            self._tell_of_reference()
+        metrics = await self._finish(self.rank.updating(batch, rewards, version, seed, evidence, ref_logp))
+        await asyncio.to_thread(self._move_reference, self._config.learning.reference.share(version + 1))
+        return metrics
+
+    def begin(self, stage: Stage) -> None:
+        """See `TrainerRank.begin`."""
+        self.rank.begin(stage)
+        self._refers = self._reference is not None and stage is Stage.reinforcement
+        if self._reference is not None and self._refers:
+            self._reference.begin(stage)
+            self._move_reference(1.0)
+            self._tell_of_reference()
+
+    def skip(self, version: int) -> None:
+        """See `TrainerRank.skip`."""
+        self.rank.skip(version)
+        self._move_reference(self._config.learning.reference.share(version + 1))
+
+    def load(self, path: Path, version: int) -> None:
+        """See `TrainerRank.load`."""
+        self.rank.load(path, version)
+        if self._reference is not None and self._refers:
+            self._reference.load_reference(path)
+
+    def snapshot(self) -> Snapshot:
+        """See `TrainerRank.snapshot`."""
+        own = self.rank.snapshot()
+        return _WithReference(own, self._reference.snapshot()) if self._reference is not None and self._refers else own
+
+    def _move_reference(self, share: float) -> None:
+        """A share of the way to the present weights, one after the other."""
+        if self._reference is not None and share:
+            self._moves += 1
+            for name, weight in self.rank.weights().tensors(None):
+                self._reference.move(name, weight, share)
+
+    def _tell_of_reference(self) -> None:
+        if self._reference is not None:
+            self.notes += [f"reference: {note}" for note in self._reference.notes]
+            self._reference.notes.clear()
 
     async def imitate(self, batch: Batch, weights: Tensor) -> Metrics:
         """One optimiser step on demonstrations; weights [tokens]: the share of each in the loss."""
@@ -56,17 +114,19 @@ class PolicyTrainer:
     @property
     def changes(self) -> int:
         """How often what a snapshot holds has changed."""
-        return self.rank.changes
+        return self.rank.changes + self._moves
 
     @property
     def places(self) -> list[str]:
         """Where each of several ranks stands, for people."""
-        return self.rank.places if isinstance(self.rank, Ranks) else []
+        return [place for ranks in (self.rank, self._reference) if isinstance(ranks, Ranks) for place in ranks.places]
 
     def close(self) -> None:
         """Give everything back. Raises RunError where one of several ranks has failed."""
-        if isinstance(self.rank, Ranks):
-            self.rank.close()
+        with ExitStack() as stack:
+            for ranks in (self.rank, self._reference):
+                if isinstance(ranks, Ranks):
+                    stack.callback(ranks.close)
 
     async def _finish(self, work: CooperativeTask[Metrics]) -> Metrics:
         """The result of `work`, while the event loop goes on; an engine has its turns in this thread, if it has any."""
@@ -80,7 +140,7 @@ class PolicyTrainer:
                 return done.value
             await asyncio.sleep(0)
 
-    def _watch(self, work: CooperativeTask[Metrics]) -> CooperativeTask[Metrics]:
+    def _watch(self, work: CooperativeTask[T]) -> CooperativeTask[T]:
         while True:
             began = time.perf_counter()
             try:
@@ -91,6 +151,31 @@ class PolicyTrainer:
                 self.train_s += time.perf_counter() - began
             self._moved()
             yield
+
+
+@dataclass
+class _WithReference:
+    """The snapshots of what is trained and of its reference, which is in other processes, as one `Snapshot`."""
+
+    own: Snapshot
+    reference: Any  # as `ModelSnapshot`
+
+    @property
+    def bytes(self) -> int:
+        return self.own.bytes + self.reference.bytes
+
+    def not_finite(self) -> str:
+        return self.own.not_finite() or self.reference.not_finite()
+
+    def save(self, folder: Path) -> Any:
+        return {**self.own.save(folder), **self.reference.save_reference(folder)}
+
+
+def _of_reference(config: TrainerConfig, devices: Sequence[int]) -> TrainerConfig:
+    """What the reference is made by: the same model, divided where it has several devices, and never stepped."""
+    divided = config.parallel.divides and len(devices) > 1
+    unused = dict.fromkeys(Stage, (OptimizerSettings(), 0))
+    return replace(config, parallel=FSDP2(reshard=True) if divided else NoParallel(), optimizers=unused)
 
 
 def trainer_config(
@@ -132,4 +217,5 @@ def update_config(experiment: Experiment) -> UpdateConfig:
         control=experiment.debug.advantages,
         records=experiment.record.tokens.active,
         scores_after=experiment.record.tokens.after,
+        apart=bool(experiment.devices.reference.count),
     )

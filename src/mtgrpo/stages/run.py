@@ -106,9 +106,8 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         sets = {name: held_out_tasks(experiment, source) for name, source in sources.items()}
         tokenizer, chat = open_tokenizer(experiment)
         experiment = _with_engine(experiment, trains, sinks.note)
-        devices = experiment.devices.train
-        ranks = devices.ids or range(devices.num or 1)
-        trainer = PolicyTrainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder), ranks)
+        train, reference = experiment.devices.train.numbers or [0], experiment.devices.reference.numbers
+        trainer = PolicyTrainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder), train, reference)
         stack.callback(trainer.close)
         longest = longest_context(experiment, trainer.weights())
         _refuse_too_short(experiment, chat, held_out, longest)
@@ -147,7 +146,7 @@ def _with_engine(experiment: Experiment, trains: bool, note: Callable[[str], Non
         torch.cuda.set_device((placement.train if placement.ranks == 1 else placement.rollout or placement.train)[0])
     if not (trains and torch.cuda.is_available()):
         check_cache(experiment, device_of_process())
-        if placement.ranks > 1:
+        if placement.several:
             note(placement.describe(parallel))
         return experiment
     free, total = torch.cuda.mem_get_info(device_of_process())

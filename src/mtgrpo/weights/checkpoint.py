@@ -3,6 +3,7 @@
 checkpoints/step_000025/    model.safetensors, config.json, tokenizer files    a folder that `model.name=` takes
                             (LoRA: adapter_model.safetensors, adapter_config.json)
                             optimizer.safetensors                              the tensors of the training state
+                            reference.safetensors                              of a reference on devices of its own
                             state.json                                         the rest; size and checksum of each file
 """
 
@@ -12,6 +13,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import ChainMap
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -26,7 +28,7 @@ from mtgrpo.model.load import save_weights, saved_weights
 from mtgrpo.model.sharding import local_part, whole
 from mtgrpo.runtime.files import put_whole, sync_all
 from mtgrpo.runtime.resources import check_disk
-from mtgrpo.weights.saved import STATE, TENSORS, digest_of, find_steps, sha256_of
+from mtgrpo.weights.saved import REFERENCE, STATE, TENSORS, digest_of, find_steps, sha256_of
 
 _TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"  # values that JSON has no type for, in `flatten`
 
@@ -73,10 +75,19 @@ class ModelSnapshot:
         save_file(self.tensors, folder / TENSORS)
         return self._rest
 
+    def save_reference(self, folder: Path) -> Any:
+        """Write the weights that are trained as those of the reference of a KL penalty; the rest as `save`."""
+        trained = {name for name, weight in self._model.named_parameters() if weight.requires_grad}
+        tensors, rest = flatten({"reference": {n: w for n, w in self.weights.items() if n in trained}})
+        if self._writes:
+            save_file(tensors, folder / REFERENCE)
+        return rest
+
 
 def read_training(path: Path) -> Any:
     """What training goes on from in checkpoint `path`, beside the weights; its tensors are on the CPU."""
-    return unflatten(load_file(path / TENSORS), json.loads((path / STATE).read_bytes())["training"])
+    tensors = [load_file(path / name) for name in (TENSORS, REFERENCE) if (path / name).is_file()]
+    return unflatten(dict(ChainMap(*tensors)), json.loads((path / STATE).read_bytes())["training"])
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerFast) -> dict[str, bytes]:

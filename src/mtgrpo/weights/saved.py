@@ -18,8 +18,8 @@ from typing import Any
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.settings import VALUE_HEAD
 
-STATE, TENSORS = "state.json", "optimizer.safetensors"
-TRAINING_FILES = (STATE, TENSORS, VALUE_HEAD)  # what no other library reads
+STATE, TENSORS, REFERENCE = "state.json", "optimizer.safetensors", "reference.safetensors"
+TRAINING_FILES = (STATE, TENSORS, REFERENCE, VALUE_HEAD)  # what no other library reads
 
 
 @dataclass(frozen=True)
