@@ -34,6 +34,7 @@ class Trainer:
     changes: int = 0
     notes: list[str] = field(default_factory=list[str])
     bytes: int = 12
+    place: tuple[str, int] = "", 0
 
     def __post_init__(self) -> None:
         sys.modules["__main__"].ALIKE_S = 1.0  # type: ignore[attr-defined]
@@ -57,6 +58,7 @@ class Trainer:
         """Two parts, with the deed of a rank between them, and then a sum over all."""
         for part in range(2):
             self.changes += 1
+            self.place = "forward", self.changes
             yield
             if part == 0 and rank in (self.rank, self.ranks):
                 self.do(deed)
@@ -79,6 +81,8 @@ class Trainer:
             case "loop":
                 while True:
                     time.sleep(0.1)
+            case "slow":
+                time.sleep(2.5)
             case "until saved":
                 while not (self.config.folder / "saved_0").exists():
                     time.sleep(0.01)
@@ -90,3 +94,19 @@ class Trainer:
     def save(self, folder: Path) -> dict[str, int]:
         (folder / f"saved_{self.rank}").touch()
         return {"rank": self.rank}
+
+
+def make_looping(config: Any, rank: int, ranks: int) -> Any:
+    """A real trainer, which on rank 1 is in an endless loop in its third update's first loss."""
+    from mtgrpo.cluster.rank import make_trainer  # noqa: PLC0415
+    from mtgrpo.policy.objective import Objective  # noqa: PLC0415
+
+    made, loss = make_trainer(config, rank, ranks), Objective.__call__
+
+    def looping(self: Objective, *arguments: Any) -> Any:
+        while rank == 1 and self._version == 2:  # pyright: ignore[reportPrivateUsage]
+            pass
+        return loss(self, *arguments)
+
+    Objective.__call__ = looping
+    return made

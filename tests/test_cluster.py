@@ -12,20 +12,27 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mtgrpo import preset
+from mtgrpo.advantages.rewards import rewards_of
+from mtgrpo.batch.forest import build_batch
 from mtgrpo.cluster import controller
 from mtgrpo.cluster.controller import Ranks
 from mtgrpo.cluster.wire import Call, packed
 from mtgrpo.errors import ConfigError, RunError
 from mtgrpo.policy.step import at_once
+from mtgrpo.policy.trainer import Stage
+from mtgrpo.stages.policy_trainer import trainer_config
 from ranks import furthest_of_runs
-from scripted_rank import Config, Trainer
+from scripted_rank import Config, Trainer, make_looping
+from test_parallel_training import Case, play
 from test_resume import rows
 
 TESTS = Path(__file__).parent
@@ -96,8 +103,8 @@ async def test_all_ranks_do_what_is_asked_and_end_when_it_is_over(tmp_path: Path
         assert await asyncio.to_thread(snapshot.save, tmp_path) == {"rank": 0}  # while the update waits for it
         assert (tmp_path / "saved_1").exists() and snapshot.bytes == 12
         assert await update == {"total": 2.0}
-        places = ["rank 0: updating, part 2", "rank 1: updating, part 2"]
-        await asyncio.to_thread(wait_for, lambda: ranks.places == places)
+        places = [f"rank {rank}: waiting, forward (4 passes)" for rank in (0, 1)]
+        await asyncio.to_thread(wait_for, lambda: [place[: len(places[0])] for place in ranks.places] == places)
         processes = ranks._processes  # pyright: ignore[reportPrivateUsage]
     assert processes and [process.returncode for process in processes.started] == [0, 0]
 
@@ -125,12 +132,19 @@ def alive(pid: int) -> bool:
         ("bug", 0, "rank 0 ended: ValueError: a bug;"),
         ("config", 1, "rank 1 ended: mtgrpo.errors.ConfigError: `lr` is wrong;"),  # others are in the sum meanwhile
         ("different", 2, "rank [01] ended: mtgrpo.errors.RunError: rank [01] says so;"),
-        ("loop", 1, "rank 1 stands still, for 2 s: rank 0: updating, part 2; rank 1: updating, part 1;"),
+        (
+            "loop",
+            1,
+            r"rank 1 stands still, for 2 s: rank 0: updating, part 2, .* in all_reduce, .*; rank 1: updating, part 1",
+        ),
     ],
 )
-async def test_one_rank_that_fails_ends_all_and_is_named(deed: str, rank: int, told: str, tmp_path: Path) -> None:
+async def test_one_rank_that_fails_ends_all_and_is_named(
+    deed: str, rank: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "STILL_S", 2.0)
     with pytest.raises(RunError) as caught:
-        async with opened(tmp_path, still_s=2.0) as ranks:
+        async with opened(tmp_path) as ranks:
             at_once(ranks.updating(deed, rank))
     said = str(caught.value)
     assert re.match(told, said) and "\n" not in said
@@ -146,7 +160,7 @@ async def test_one_rank_that_fails_ends_all_and_is_named(deed: str, rank: int, t
     [
         (signal.SIGKILL, "rank 1 was killed by signal 9;"),
         (signal.SIGTERM, "rank 1 was killed by signal 15;"),
-        (signal.SIGSTOP, r"rank 1 has stopped: no sign of life for 2 s \(rank 1: (updating, part 1|[a-z]+)\);"),
+        (signal.SIGSTOP, r"rank 1 has stopped: no sign of life for 2 s \(rank 1: (updating, part 1, .*|[a-z]+.*)\);"),
     ],
 )
 async def test_a_killed_rank_ends_all_whatever_goes_on(
@@ -159,7 +173,7 @@ async def test_a_killed_rank_ends_all_whatever_goes_on(
             update = ranks.updating("loop", 1)
             if not idle:
                 next(update)
-                wait_for(lambda: ranks.places[1] == "rank 1: updating, part 1")
+                wait_for(lambda: ranks.places[1].startswith("rank 1: updating, part 1"))
             os.kill(pids(tmp_path)[1], number)
             if idle:  # the controller samples, say
                 await asyncio.Event().wait()
@@ -167,6 +181,43 @@ async def test_a_killed_rank_ends_all_whatever_goes_on(
 
     with pytest.raises(RunError, match=told):
         await run()
+    assert not any(map(alive, pids(tmp_path)))
+
+
+async def test_a_pass_may_take_many_times_what_passes_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "PASS_S", 0.5)
+    async with opened(tmp_path) as ranks:
+        for _ in range(2):  # the first has no limit of this kind, and it has the second's
+            assert at_once(ranks.updating("slow", 1)) == {"total": 2.0}
+        monkeypatch.setattr(controller, "PASS_RATIO", 0.0)
+        with pytest.raises(RunError, match=r"rank 1 stands still, for 0.5 s: "):
+            at_once(ranks.updating("slow", 1))
+        with suppress(RunError):
+            ranks.close()
+
+
+@pytest.mark.real
+async def test_a_rank_in_an_endless_loop_is_named_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "PASS_S", 3.0)
+    monkeypatch.setattr(controller, "PASS_RATIO", 0.0)
+    experiment = preset("calculator_from_scratch", "model.name=tiny", "parallel=ddp")
+    config, groups = trainer_config(experiment, [1], None, tmp_path), play(10, Case())
+    config = replace(config, learning=replace(config.learning, exact=False))
+    batch = build_batch([trajectory for group in groups for trajectory in group.trajectories])
+    rewards = rewards_of(groups, experiment.algorithm, batch.trajectory, batch.turn)
+    ranks = Ranks(make_looping, config, (0, 1))
+    ranks.begin(Stage.reinforcement)
+    for version in range(2):
+        at_once(ranks.updating(batch, rewards, version, version, None))
+    update, began = ranks.updating(batch, rewards, 2, 2, None), time.monotonic()
+    told = r"rank 1 stands still, for 3 s: rank 0: .*, in all_reduce, policy/.*; rank 1: updating, forward \(\d+ pass"
+    with pytest.raises(RunError, match=told):
+        await asyncio.to_thread(at_once, update)
+    assert time.monotonic() - began < 30
+    with suppress(RunError):
+        ranks.close()
     assert not any(map(alive, pids(tmp_path)))
 
 

@@ -40,10 +40,12 @@ class Profiler:
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)  # of the phases of the present step
         self._sync_s = sync_s
         self._steps: list[dict[str, float]] = []
+        self.phase, self.passes = "", 0  # what began last, and how many did: where a process stands
 
     @contextmanager
     def measure(self, phase: str) -> Generator[None]:
         """Count the time inside as `phase`, one of PHASES, but for that of phases within."""
+        self.phase, self.passes = phase, self.passes + 1
         if not self._settings.enabled:
             yield
             return

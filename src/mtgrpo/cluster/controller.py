@@ -14,6 +14,7 @@ import pickle
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,11 +31,14 @@ from mtgrpo.weights.source import ModelWeights, WeightSource
 
 LOOK_S = 0.25  # between two looks at the ranks
 STOPPED_S = 60.0  # without a sign of life of a process that is there; a shared disk may take some
-STILL_S = 1800.0  # for a part of what is asked for in parts, as an update is
+STILL_S = 1800.0  # without a move of any rank: for the first update, which compiles kernels, and all but updates;
+PASS_S = 300.0  # for a pass of a later update, or
+PASS_RATIO = 10.0  # so many times the longest before
 SETTLED_S = 1.0  # for the rank that failed first to have said so, once it was seen that one has
 TOLD_S = 15.0  # for a failure to be seen, once nothing more is heard
 CLOSED_S = 30.0  # for ranks to end by themselves
-IN_PARTS = ("updating", "imitating", "referring", "tensors")  # methods that are generators
+IN_PASSES = ("updating", "imitating", "referring")  # methods that compute, pass by pass, and
+IN_PARTS = (*IN_PASSES, "tensors")  # all that are generators
 
 
 class Asked:
@@ -57,16 +61,15 @@ class Ranks(Asked):
         make: Callable[..., Any],
         config: TrainerConfig,
         devices: Sequence[int],
-        still_s: float = STILL_S,
         role: str = "rank",
     ) -> None:
         """Start them, unless a launcher has, and `make(config, rank, ranks)` on each; raises what all of them raise.
 
-        devices: one for each rank, a GPU where there are any. still_s: for how long none may move in an update.
+        devices: one for each rank, a GPU where there are any.
         role: what people call each of them, and the folder of what they print, as several.
         """
         self.notes: list[str] = []
-        self._config, self._still_s, self._role = config, still_s, role
+        self._config, self._role = config, role
         self._folder = config.folder / f"{role}s"
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob("rank_*.json"):
@@ -168,9 +171,14 @@ class Ranks(Asked):
         faults = [fault for sign in self._signs if (fault := self._fault_of(sign))]
         if faults:
             return min(faults)[1:]
-        if self._channel.in_parts and all(sign.still * LOOK_S >= self._still_s for sign in self._signs):
-            last = min(self._signs, key=lambda sign: sign.beat["place"][1])
-            return last.rank, f"stands still, for {self._still_s:g} s: {'; '.join(self.places)}"
+        if not (asked := self._channel.asked):
+            return None
+        limit_s = STILL_S
+        if asked in self._channel.done:
+            limit_s = max(PASS_S, PASS_RATIO * LOOK_S * max(sign.longest[asked] for sign in self._signs))
+        if all(sign.still * LOOK_S >= limit_s for sign in self._signs):
+            last = min(self._signs, key=lambda sign: (bool(sign.collective), sign.beat["place"][1:]))
+            return last.rank, f"stands still, for {limit_s:g} s: {'; '.join(self.places)}"
         return None
 
     def _fault_of(self, sign: _Sign) -> tuple[float, int, str] | None:
@@ -205,16 +213,27 @@ class _Sign:
     beat: dict[str, Any] = field(default_factory=dict[str, Any])
     unchanged: int = 0
     still: int = 0
+    longest: Counter[str] = field(default_factory=Counter[str])  # looks that it was still and moved on then, by call
 
     def look(self, beat: dict[str, Any]) -> None:
         self.unchanged = (self.unchanged + 1) * (beat == self.beat)
-        self.still = (self.still + 1) * (beat["place"] == self.beat.get("place"))
+        place, before = beat["place"], self.beat.get("place")
+        if before and place != before:
+            self.longest[before[0]] = max(self.longest[before[0]], self.still)
+        self.still = (self.still + 1) * (place == before)
         self.beat = beat
 
     @property
+    def collective(self) -> str:
+        """In which it waits for others; "": in none that is known."""
+        return self.beat.get("line", ("", ""))[1]
+
+    @property
     def place(self) -> str:
-        name, parts = self.beat.get("place", ("not begun", 0))
-        return f"{self.name}: {name}" + f", part {parts}" * bool(parts)
+        name, parts, phase, passes = self.beat.get("place", ("not begun", 0, "", 0))
+        line, collective = self.beat.get("line", ("", ""))
+        counted = f", part {parts}" * bool(parts) + f", {phase} ({passes} passes)" * bool(phase)
+        return f"{self.name}: {name}{counted}" + f", in {collective}" * bool(collective) + f", {line}" * bool(line)
 
     @property
     def is_gone(self) -> bool:
@@ -232,7 +251,8 @@ class _Channel:
 
     def __init__(self, one: socket.socket, heard: Callable[[Said], None], failed: Callable[[], RunError]) -> None:
         self.turn = threading.Lock()
-        self.in_parts = False  # whether parts of a result are still to come
+        self.asked = ""  # what is being done for the controller; what a rank is made by may take any time
+        self.done = set[str]()  # methods that compute, and have given a result
         self._connection = Connection(os.dup(one.fileno()))
         self._heard, self._failed = heard, failed
 
@@ -246,7 +266,7 @@ class _Channel:
     def parts(self, owner: str, name: str, *arguments: Any) -> Generator[Any, None, Any]:
         """As `ask`, of what is given in parts, as it comes; then the result."""
         with self.turn:
-            self.in_parts = name in IN_PARTS
+            self.asked = name if name != "make" else ""
             try:
                 self._connection.send_bytes(packed(Call(owner, name, arguments)))
                 said = self._receive()
@@ -260,7 +280,8 @@ class _Channel:
             except (EOFError, OSError) as error:
                 raise self._failed() from error
             finally:
-                self.in_parts = False
+                self.asked = ""
+            self.done |= {name} & {*IN_PASSES}
         if said.kind == "error":
             raise said.value
         return said.value

@@ -40,6 +40,7 @@ LIMIT = timedelta(hours=1)  # of ranks for one another: a checkpoint may take so
 IDLE_S = 2.0  # after which rank 0 tells the others that there is nothing to do yet
 ALIKE_S = 10.0  # for all ranks to come to the same error
 BEAT_S = 1.0
+_PACKAGE, _DISTRIBUTED = Path(__file__).resolve().parent.parent, Path(dist.__file__).parent
 FACTS = ("version", "model_name", "config", "dtype", "lora", "size", "traits", "cuts_trees")  # of a weight source
 
 
@@ -58,6 +59,7 @@ class Heart:
         self._path: Path | None = None
         self._parent, self._beats, self._turn = os.getppid(), 0, threading.Lock()
         self.place: tuple[str, int] = "starting", 0  # what is done, and how many parts of it are
+        self.within: Callable[[], tuple[str, int]] = lambda: ("", 0)  # the phase of it, and how many have begun
         self._error: tuple[float, str] | None = None
 
     def start(self, folder: Path) -> None:
@@ -79,7 +81,8 @@ class Heart:
     def _beat(self) -> None:
         with self._turn:
             self._beats += 1
-            said = {"host": socket.gethostname(), "pid": os.getpid(), "beats": self._beats, "place": self.place}
+            said = {"host": socket.gethostname(), "pid": os.getpid(), "beats": self._beats}
+            said |= {"place": [*self.place, *self.within()], "line": line_of_main_thread()}
             if self._path is not None:
                 with suppress(OSError):  # the disk may be full
                     write_whole(self._path, json.dumps(said | {"error": self._error}).encode(), durable=False)
@@ -97,6 +100,20 @@ class Heart:
             self._end(traceback.format_exception_only(error)[-1].strip().splitlines()[0])
             traceback.print_exc()
             leave(1)
+
+
+def line_of_main_thread() -> tuple[str, str]:
+    """Which line of this package the main thread is at, and in which collective or other call of torch.distributed."""
+    frames, collective = sys._current_frames(), ""  # pyright: ignore[reportPrivateUsage]  (documented)
+    frame = frames.get(threading.main_thread().ident or 0)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if _PACKAGE in path.parents:
+            return f"{path.relative_to(_PACKAGE)}:{frame.f_lineno}", collective
+        if _DISTRIBUTED in path.parents or "deepspeed" in path.parts:
+            collective = collective or frame.f_code.co_name
+        frame = frame.f_back
+    return "", collective
 
 
 class Channel:
@@ -155,18 +172,23 @@ class RankWork:
                     raise
                 kind, value = "error", error
             self._say(channel, kind, value)
+            self._stand(call, "waiting", 0)
+
+    def _stand(self, call: Call, name: str, parts: int) -> None:
+        """Say where training stands; a snapshot is written beside it."""
+        if call.owner != "snapshot":
+            self._heart.place = name, parts
 
     def _finish(self, channel: Channel, call: Call) -> Any:
         """What the call gives; parts are said meanwhile."""
-        if call.owner != "snapshot":
-            self._heart.place = call.name, 0
+        self._stand(call, call.name, 0)
         result = self._do(call)
         while isinstance(result, Generator):
             try:
                 part = next(result)
             except StopIteration as done:
                 return done.value
-            self._heart.place = call.name, self._heart.place[1] + 1
+            self._stand(call, call.name, self._heart.place[1] + 1)
             self._say(channel, "part", part)
         return result
 
@@ -175,6 +197,7 @@ class RankWork:
             make, config = call.arguments
             self._heart.start(config.folder / "ranks")
             self._trainer = make(config, dist.get_rank(), dist.get_world_size())
+            self._heart.within = lambda: self._trainer.place
             self._weights = self._trainer.weights()
             gc.collect()
             gc.freeze()  # what is loaded stays

@@ -105,6 +105,12 @@ class TrainerRank:
         self.policy.notes = self.notes
 
     @property
+    def place(self) -> tuple[str, int]:
+        """The phase that began last, and how many did in this stage; another thread may ask."""
+        profiler = self.policy.profiler if self.policy else self._profiler
+        return profiler.phase, profiler.passes
+
+    @property
     def _trained(self) -> PolicyUpdater | Optimizer | None:
         """What has the state of the stage, beside the weights."""
         return self._updater or (self.policy.optimizer if self.policy else None)
