@@ -12,7 +12,7 @@ from mtgrpo.model import tiny
 from mtgrpo.record.settings import TokenSettings
 from mtgrpo.record.tokens import TokenRecorder
 from mtgrpo.record.writing import write_trajectories
-from mtgrpo.types import Finish, Group, Message, Task, Trajectory, Turn
+from mtgrpo.types import CallOutcome, CallRecord, Finish, Group, Message, Task, Trajectory, Turn, WeightPush
 
 TOKENIZER = tiny.load_tokenizer()
 ANSWERS = ["#### 391", "#### 39é1", "no 😀 idea", "#### 7"]
@@ -35,18 +35,21 @@ def conversation(task: Task, sample: int, answer: str, condenses: bool = False) 
     turns[0].observations = (Message("user", "go on"),)
     for number, turn in enumerate(turns):
         turn.asked_s, turn.ended_s = 100.0 + number + sample, 100.5 + number + sample
-    return Trajectory(task, sample, turns, reward=float("391" in answer))
+    calls = (CallRecord("look", CallOutcome.outage, 1, 0.25, "down", 100.6 + sample),)
+    times = {"began_s": 99.9 + sample, "queued_s": 0.5 + sample, "calls": calls}
+    return Trajectory(task, sample, turns, reward=float("391" in answer), **times)
 
 
 def make_recorded(folder: Path, steps: int = 2, answers: list[str] | None = None, asked: str = "?") -> Path:
     """Steps of two groups each; the rewards of the second are all equal. asked: how the question ends."""
     answers = answers or ANSWERS
     for step in range(1, steps + 1):
-        tasks = [Task(f"sums/{number}", (Message("user", f"17 * 2{number}{asked}"),), "391") for number in range(2)]
+        said = [(Message("user", f"17 * 2{number}{asked}"),) for number in range(2)]
+        tasks = [Task(f"sums/{number}", messages, "391", {"level": number}) for number, messages in enumerate(said)]
         groups = [Group(t, [conversation(t, n, a, n == 1) for n, a in enumerate(answers)]) for t in tasks]
         for trajectory in groups[1].trajectories:
             trajectory.reward = 1.0
-        write_trajectories(folder, f"step_{step:06d}", groups, {})
+        write_trajectories(folder, f"step_{step:06d}", groups, {}, [WeightPush(4, 100.5, 100.75)])
         trained = [trajectory for group in groups for trajectory in group.trajectories]
         batch = build_batch(trained)
         mean = sum(t.reward for t in groups[0].trajectories) / len(answers)

@@ -26,10 +26,23 @@ from mtgrpo.log import Sinks, open_sinks
 from mtgrpo.log import console as console_module
 from mtgrpo.parts import RunContext
 from mtgrpo.record.curve import Curve, save_curve
-from mtgrpo.record.writing import write_summary, write_trajectories
+from mtgrpo.record.reading import conversations
+from mtgrpo.record.writing import trajectory_row, write_summary, write_trajectories
 from mtgrpo.runtime.files import strict_json
 from mtgrpo.stages.trainer import train
-from mtgrpo.types import Finish, Group, Message, Status, Task, ToolCall, Trajectory, Turn
+from mtgrpo.types import (
+    CallOutcome,
+    CallRecord,
+    Finish,
+    Group,
+    Message,
+    Status,
+    Task,
+    ToolCall,
+    Trajectory,
+    Turn,
+    WeightPush,
+)
 
 TRAINING = {
     "reward/mean": 0.712,
@@ -461,7 +474,9 @@ def _share(picture: np.ndarray, color: str) -> float:
 
 
 def test_trajectories_are_readable(tmp_path: Path) -> None:
-    task = Task("calculator/1", (Message("system", "s"), Message("user", "17 * 23?")), answer="391")
+    task = Task(
+        "calculator/1", (Message("system", "s"), Message("user", "17 * 23?")), answer="391", metadata={"level": 3}
+    )
     call = ToolCall("calculator", {"expression": "17 * 23", "precision": math.nan})
     turns = [
         Turn(
@@ -492,17 +507,19 @@ def test_trajectories_are_readable(tmp_path: Path) -> None:
         "group": 0,
         "reward": 0.5,
         "answer": "391",
+        "metadata": {"level": 3},
         "messages": [
-            {"role": "system", "content": "s"},
-            {"role": "user", "content": "17 * 23?"},
+            {"role": "system", "content": "s", "tokens": [0, 3]},
+            {"role": "user", "content": "17 * 23?", "tokens": [0, 3]},
             {
+                "tokens": [3, 5],
                 "role": "assistant",
                 "content": "",
                 "reasoning": "hm",
                 "tool_calls": [{"name": "calculator", "arguments": {"expression": "17 * 23", "precision": None}}],
             },
-            {"role": "tool", "content": "391", "name": "calculator"},
-            {"role": "assistant", "content": "lone \ud83d\u2028é", "error": "bad JSON"},
+            {"role": "tool", "content": "391", "name": "calculator", "tokens": [5, 6]},
+            {"role": "assistant", "content": "lone \ud83d\u2028é", "error": "bad JSON", "tokens": [6, 6]},
         ],
         "turns": [
             {"new_context_tokens": 3, "output_tokens": 2, "finish": "stop", "parent": -1}
@@ -512,6 +529,27 @@ def test_trajectories_are_readable(tmp_path: Path) -> None:
         ],
     }
     assert records[1]["status"] == "failed" and records[1]["reward"] is None and len(records[1]["messages"]) == 2
+    assert "metadata" not in records[1] and records[2]["metadata"] == {"level": 3}  # of another group
+    read = conversations(tmp_path / "trajectories" / "step_000010.jsonl")
+    assert [row["metadata"] for row in read] == [{"level": 3}] * 4
+
+
+def test_trajectories_tell_when_everything_began(tmp_path: Path) -> None:
+    turn = Turn([1], [2], [-0.1], [4], Finish.STOP, Message("assistant", "x"), asked_s=103.0, ended_s=104.5)
+    calls = (CallRecord("calculator", CallOutcome.refused, 2, 0.25, "down", 104.5), CallRecord("look", seconds=0.0))
+    said = Trajectory(Task("t", ()), 0, [turn], queued_s=1.0, began_s=102.0, sample_s=1.5, calls=calls)
+    pushes = [WeightPush(3, 90.0, 100.0), WeightPush(4, 100.5, 102.0)]
+    write_trajectories(tmp_path, "step_000001", [Group(said.task, [said, said])], {}, pushes)
+    first, second = (tmp_path / "trajectories" / "step_000001.jsonl").read_text().splitlines()
+    row = loads(first)
+    assert row["times"] == {"began_s": 1.0, "queued_s": 1.0, "sample_s": 1.5}
+    assert (row["turns"][0]["asked_s"], row["turns"][0]["ended_s"]) == (2.0, 3.5)
+    assert row["calls"] == [
+        {"name": "calculator", "outcome": "refused", "retries": 2, "why": "down", "began_s": 3.5, "seconds": 0.25},
+        {"name": "look", "outcome": "answered"},
+    ]
+    assert row["pushes"] == [{"version": 4, "began_s": -0.5, "ended_s": 1.0}] and "pushes" not in loads(second)
+    assert "times" not in trajectory_row(said) and "seconds" not in trajectory_row(said)["calls"][0]
 
 
 def test_every_metric_that_a_run_writes_is_documented(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from mtgrpo.record import tokens
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.settings import TokenSettings
 from mtgrpo.record.tokens import FLAGS, TokenRecord, TokenRecorder, lay_out, read_tokens, recorded_steps, write_arrays
+from mtgrpo.record.writing import trajectory_row
 from mtgrpo.stages.trainer import train
 from mtgrpo.types import Completion, Group, Sampling, Trajectory
 from test_agents import group_of, python, scripted
@@ -163,7 +164,8 @@ def test_an_agents_conversations_are_recorded_too(tmp_path: Path) -> None:
     group = group_of(scripted(), tmp_path, python("with_openai"), size=3)
     arrays = lay_out([group], group.trajectories, build_batch(group.trajectories), {}, most=0)
     assert len(arrays["node"]) == sum(t.sampled_tokens for t in group.trajectories) > 0
-    assert (arrays["turn_ended_s"] > arrays["turn_asked_s"]).all()
+    turns = [turn for trajectory in group.trajectories for turn in trajectory_row(trajectory, 0.0)["turns"]]
+    assert turns and all(turn["ended_s"] > turn["asked_s"] > 0 for turn in turns)
 
 
 # ---------------------------------------------------------------- whole runs

@@ -124,9 +124,21 @@ def test_the_forest_is_made_of_runs_of_tokens(tmp_path: Path) -> None:
 
 def test_a_timeline_has_the_times_of_turns(tmp_path: Path) -> None:
     make_recorded(tmp_path)
-    lanes = Runs([tmp_path]).read("0/step_000001/timeline")["lanes"]
-    assert [lane["line"] for lane in lanes] == list(range(8))
-    assert [turn[:3] for turn in lanes[2]["turns"]] == [(2.0, 2.5, 5), (3.0, 3.5, len(encode("no 😀 idea<|im_end|>")))]
+    found = Runs([tmp_path]).read("0/step_000001/timeline")
+    assert [lane["line"] for lane in found["lanes"]] == [3, 7, 2, 6, 1, 5, 0, 4] and found[
+        "count"
+    ] == 8  # slowest first
+    lane = found["lanes"][2]
+    told = [(turn["asked_s"], turn["ended_s"], turn["output_tokens"]) for turn in lane["turns"]]
+    assert told == [(2.6, 3.1, 5), (3.6, 4.1, len(encode("no 😀 idea<|im_end|>")))]  # from the first that queued
+    assert lane["times"] == {"began_s": 2.5, "queued_s": 2.5} and lane["calls"][0]["began_s"] == 3.2
+    assert found["pushes"] == [{"version": 4, "began_s": 1.1, "ended_s": 1.35}]
+
+
+def test_what_is_written_where_it_changes_is_shown_everywhere(tmp_path: Path) -> None:
+    runs = Runs([make_recorded(tmp_path)])
+    levels = [runs.read(f"0/step_000001/{line}")["row"]["metadata"] for line in range(8)]
+    assert levels == [{"level": 0}] * 4 + [{"level": 1}] * 4
 
 
 def test_a_run_without_tokens_or_tokenizer_is_shown_all_the_same(tmp_path: Path) -> None:

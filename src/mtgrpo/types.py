@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from mtgrpo.errors import require
 
@@ -96,6 +96,7 @@ class CallRecord:
     retries: int = 0  # how often it was made again
     seconds: float = 0.0  # until its answer, further attempts included
     why: str = ""  # of an outage
+    began_s: float = field(default=0.0, compare=False)  # by `time.perf_counter`; 0.0 = not known
 
 
 class Counts:
@@ -262,7 +263,8 @@ class Trajectory(Counts):
     attempts: int = 1  # how often it was run: above 1 after failures
     retried: list[str] = field(default_factory=list[str])  # why the attempts before the last failed
     calls: Sequence[CallRecord] = ()  # of tools
-    queued_s: float = 0.0  # waiting for one of the `rollout.max_concurrent` slots
+    queued_s: float = 0.0  # waiting for one of the `rollout.max_concurrent` slots, until
+    began_s: float = field(default=0.0, compare=False)  # it began, by `time.perf_counter`; 0.0 = not known
     sample_s: float = 0.0  # waiting for the engine
     tool_s: float = 0.0  # waiting for the environment
     condense_s: float = 0.0  # condensing, sampling for it not counted
@@ -345,6 +347,14 @@ class Trajectory(Counts):
         while (index := self.turns[index].parent) >= 0:
             pieces += [self.turns[index].output, self.turns[index].new_context]
         return [token for piece in reversed(pieces) for token in piece]
+
+
+class WeightPush(NamedTuple):
+    """How an engine took over new weights, in seconds by `time.perf_counter`."""
+
+    version: int  # the number of updates that they have had
+    began_s: float
+    ended_s: float
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtgrpo.errors import EngineError
 from mtgrpo.parts import Reach
-from mtgrpo.types import Completion, Sample, Sampling
+from mtgrpo.types import Completion, Sample, Sampling, WeightPush
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +61,7 @@ class RunningEngine(ABC):
         self.version = 0  # weight updates that the behaviour policy has seen, as `load_weights` last got it
         self.notes: list[str] = []  # for the user, not shown yet
         self.sync_s = 0.0  # seconds spent on taking over new weights, in all
+        self.pushes: deque[WeightPush] = deque(maxlen=256)  # the last times that it took over new weights
         self.metrics: dict[str, float] = {}  # of the engine itself, as they are now
         self._longest = longest_context
         self._recent: Sequence[int] = ()  # the context that was last requested

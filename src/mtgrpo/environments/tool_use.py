@@ -144,10 +144,10 @@ class ToolUse(CallLimits, Environment):
         if offer is None:
             hint = extension.meant(call.name[:100], self._offers)
             text = f"error: there is no tool {call.name!r}; {hint}the tools are: {', '.join(self._offers)}"
-            return CallRecord(call.name, CallOutcome.unknown), text, None
+            return CallRecord(call.name, CallOutcome.unknown, began_s=began), text, None
         outcome, text, retries, failure = await self._call(call, offer)
         why = f"the tool {call.name} failed: {extension.explained(failure)}" if failure else ""
-        record = CallRecord(call.name, outcome, retries, time.perf_counter() - began, why)
+        record = CallRecord(call.name, outcome, retries, time.perf_counter() - began, why, began)
         return record, head_and_tail(text, offer.gate.limits.max_output_chars or len(text)), failure
 
     async def _call(self, call: ToolCall, offer: _Offer) -> tuple[CallOutcome, str, int, Exception | None]:

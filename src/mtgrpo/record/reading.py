@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mtgrpo.errors import ConfigError
-from mtgrpo.record.shapes import METRICS, RESULTS, SETTINGS, TEXTS, TRAJECTORY, Json, fit
+from mtgrpo.record.shapes import METRICS, RESULTS, SETTINGS, TEXTS, TRAJECTORY, WHERE_THEY_CHANGE, Json, fit
 from mtgrpo.runtime.files import MAX_LINE_BYTES, Line, read_last_lines, read_lines
 from mtgrpo.runtime.plain_yaml import BrokenYamlError, parse_yaml, read_bounded
 from mtgrpo.runtime.text import number, printable, shorten
@@ -176,12 +176,12 @@ def held_out_reward(folder: Path) -> float | None:
 
 
 def conversations(path: Path) -> Iterator[Json]:
-    """Those of a file of trajectories, each with its tools; other lines are left out."""
-    tools: Any = None  # of a run from before they were written
+    """Those of a file of trajectories, each with its tools and its task's metadata; other lines are left out."""
+    last: Json = dict.fromkeys(WHERE_THEY_CHANGE)  # None: of a run from before they were written
     for line in read_lines(path):
         if (row := parse_row(line.text, TRAJECTORY)) is not None:
-            tools = row["tools"] = row.get("tools", tools)
-            yield row
+            last = {name: row.get(name, last[name]) for name in last}
+            yield row | last
 
 
 def count(text: str) -> int:

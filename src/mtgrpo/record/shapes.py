@@ -12,20 +12,33 @@ _LARGE, _SMALL = 1e100, 1e-100  # sizes that sums, squares and shares of numbers
 
 # A shape is a type, object for anything, a list of a shape, or the shapes of fields, `str` for those of other names.
 _CALL: Json = {"name": str, "arguments": object}
-_MESSAGE: Json = {"role": str, "content": str, "reasoning": str, "name": str, "error": str, "tool_calls": [_CALL]}
+_MESSAGE: Json = {
+    **{"role": str, "content": str, "reasoning": str, "name": str, "error": str, "tool_calls": [_CALL]},
+    "tokens": [int],
+}
 _LENGTHS: Json = {
     "new_context_tokens": int,
     "output_tokens": int,
     "parent": int,
     "version_min": int,
     "version_max": int,
+    "asked_s": float,
+    "ended_s": float,
 }
+_TIMES: Json = {"queued_s": float, "began_s": float, "sample_s": float, "tool_s": float, "condense_s": float}
+_TOOL_USE: Json = {"name": str, "outcome": str, "began_s": float, "seconds": float, "retries": int, "why": str}
 TRAJECTORY: Json = {
     **{"task": str, "sample": int, "status": str, "reason": str, "reward": float, "answer": object},
     **{"messages": [_MESSAGE], "tools": object, "turns": [{**_LENGTHS, "finish": str, "auxiliary": bool}]},
     **{"components": {str: float}, "turn_rewards": [float], "outages": [str], "output": str, "counts": {str: float}},
     **{"untrained": [_MESSAGE], "group": int, "untrained_because": str, "retried": [str]},
+    **{"metadata": object, "times": _TIMES, "calls": [_TOOL_USE]},
+    "pushes": [{"version": int, "began_s": float, "ended_s": float}],
 }
+WHERE_THEY_CHANGE = (
+    "tools",
+    "metadata",
+)  # in a file of trajectories they are left out of a line where they are as above
 FINE_TUNING: Json = {
     "messages": [
         {"role": str, "content": str, "reasoning_content": str, "name": str}

@@ -95,7 +95,6 @@ def lay_out(
     entries = torch.isin(batch.trajectory, torch.tensor(inside, dtype=torch.long)).nonzero()[:, 0]
     nodes = batch.forest.with_ancestors(batch.node[entries].unique())
     forest, turns = batch.forest.subset(nodes), [(i, turn) for i in inside for turn in trained[i].turns]
-    began = min((turn.asked_s for _, turn in turns if turn.asked_s), default=0.0)
     auxiliary = [turn.auxiliary for _, turn in turns for _ in turn.output]
     place = {index: number for number, index in enumerate(inside)}
     behaviour = batch.behaviour_logp[entries].numpy()
@@ -109,8 +108,6 @@ def lay_out(
         "turn_trajectory": np.array([place[index] for index, _ in turns], dtype=np.int32),
         "turn_parent": np.array([turn.parent for _, turn in turns], dtype=np.int32),
         "turn_tokens": np.array([len(turn.output) for _, turn in turns], dtype=np.int32),
-        "turn_asked_s": np.array([turn.asked_s and turn.asked_s - began for _, turn in turns], dtype=np.float32),
-        "turn_ended_s": np.array([turn.ended_s and turn.ended_s - began for _, turn in turns], dtype=np.float32),
         "node": torch.searchsorted(nodes, batch.node[entries]).numpy().astype(np.uint32),
         "version": batch.version[entries].numpy().astype(np.int32),
         "flags": _flags(columns, weight, np.array(auxiliary, dtype=bool)),
@@ -197,7 +194,7 @@ def read_tokens(folder: Path, step: int) -> TokenRecord | None:
         raise ConfigError(f"{path} is no record of tokens: {error}") from error
 
 
-_NEEDED = ("version", "flags", "behaviour", "weight", "turn_parent", "turn_asked_s", "turn_ended_s", "whole")
+_NEEDED = ("version", "flags", "behaviour", "weight", "turn_parent", "whole")
 
 _WHOLE_NUMBERS = ("forest_token", "forest_subtree_end", "node", "turn_tokens", "turn_trajectory", "turn_parent", "line")
 

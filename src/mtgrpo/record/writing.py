@@ -1,6 +1,7 @@
 """What a run leaves in its folder: conversations as JSON Lines or Parquet, results, what it was made with.
 
-`trajectories/step_000010.jsonl` has the conversations of a step, one line per trajectory.
+`trajectories/step_000010.jsonl` has the conversations of a step, one line per trajectory. Times in it are seconds from
+the first thing that is told in the file.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any, TypeGuard
 from mtgrpo.messages import message_to_dict, tool_to_dict
 from mtgrpo.record.shapes import FINE_TUNING, TRAJECTORY, Json
 from mtgrpo.runtime.files import open_pyarrow, open_table, strict_json, write_whole
-from mtgrpo.types import Group, Message, Trajectory, Turn
+from mtgrpo.types import CallRecord, Group, Message, Trajectory, Turn, WeightPush
 
+_LENGTHS = ("queued_s", "sample_s", "tool_s", "condense_s", "seconds")  # seconds that something took
 _PACKAGES = ("mtgrpo", "torch", "transformers", "peft", "hydra-core", "safetensors", "renderers", "numpy")
 
 
@@ -37,20 +39,30 @@ def write_versions(folder: Path, threads: int) -> None:
 
 
 def write_trajectories(
-    folder: Path, name: str, groups: Sequence[Group], untrained: Mapping[int, str] | None = None
+    folder: Path,
+    name: str,
+    groups: Sequence[Group],
+    untrained: Mapping[int, str] | None = None,
+    pushes: Sequence[WeightPush] = (),
 ) -> Path:
     """Write the trajectories of `groups` to `name` under the run's `folder`, all or none; returns the file.
 
-    untrained: why groups, by their number, are not trained.
+    untrained: why groups, by their number, are not trained. pushes: of weights; those since then are in the first line.
     """
     file, rows = folder / "trajectories" / f"{name}.jsonl", list[dict[str, Any]]()
+    everyone = [trajectory for group in groups for trajectory in group.trajectories]
+    zero_s = min((first for trajectory in everyone if (first := _first_s(trajectory))), default=None)
     for number, group in enumerate(groups):
         why = (untrained or {}).get(number)
         place = {"group": number, **({"untrained_because": why} if why else {})}
-        rows += [{**trajectory_row(trajectory), **place} for trajectory in group.trajectories]
-    for above, row in reversed(list(pairwise(rows))):  # tools are written where they change
+        rows += [{**trajectory_row(trajectory, zero_s), **place} for trajectory in group.trajectories]
+    for above, row in reversed(list(pairwise(rows))):
+        if row["group"] == above["group"]:
+            del row["metadata"]
         if row["tools"] == above["tools"]:
             del row["tools"]
+    if zero_s is not None and (told := [push for push in pushes if push.ended_s > zero_s]):
+        rows[0]["pushes"] = [{"version": push.version, **_times(push, zero_s)} for push in told]
     write_whole(file, b"".join(strict_json(row) + b"\n" for row in rows))
     return file
 
@@ -61,14 +73,21 @@ def fine_tuning_row(trajectory: Trajectory) -> dict[str, Any]:
     return {**row, "tools": list(map(tool_to_dict, trajectory.tools))} if trajectory.tools else row
 
 
-def trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
-    """All of a trajectory but its tokens, for JSON."""
-    messages = list(trajectory.opening or trajectory.task.messages)
-    for turn in trajectory.turns:
-        messages += [turn.message, *turn.observations]
+def trajectory_row(trajectory: Trajectory, zero_s: float | None = None) -> dict[str, Any]:
+    """All of a trajectory but its tokens, for JSON.
+
+    zero_s: from when seconds count, by `time.perf_counter`; None = without times, in which no two runs are alike.
+    """
+    added, sampled = _spans(trajectory)
+    messages = [_message(message, added.get(-1)) for message in trajectory.opening or trajectory.task.messages]
+    for number, turn in enumerate(trajectory.turns):
+        messages.append(_message(turn.message, sampled[number]))
+        messages += [_message(message, added.get(number)) for message in turn.observations]
     names = ("components", "turn_rewards", "outages", "output", "counts", "retried")
     optional: dict[str, Any] = {name: getattr(trajectory, name) for name in names}
     optional["untrained"] = [_message(turn.message) for turn in trajectory.untrained]
+    optional["calls"] = [_call(call, zero_s) for call in trajectory.calls]
+    optional["times"] = _times(trajectory, zero_s)
     return {
         "task": trajectory.task.id,
         "sample": trajectory.sample_index,
@@ -76,17 +95,56 @@ def trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
         "reason": trajectory.reason,
         "reward": trajectory.reward,
         "answer": trajectory.task.answer,
-        "messages": [_message(message) for message in messages],
+        "metadata": dict(trajectory.task.metadata),
+        "messages": messages,
         "tools": list(map(tool_to_dict, trajectory.tools)),
-        "turns": [_turn(turn) for turn in trajectory.turns],
+        "turns": [_turn(turn) | _times(turn, zero_s) for turn in trajectory.turns],
         **{name: value for name, value in optional.items() if value},
     }
 
 
-def _message(message: Message) -> dict[str, Any]:
-    """A message without its empty fields."""
+def _spans(trajectory: Trajectory) -> tuple[dict[int, list[int]], list[list[int]]]:
+    """Where messages stand among the tokens of their contexts, from the first token to that after the last.
+
+    First, by the turn that they answer (-1: none), of all that a turn was told together, with what the template adds;
+    then of each turn's own.
+    """
+    added: dict[int, list[int]] = {}
+    sampled: list[list[int]] = []
+    for turn in trajectory.turns:
+        before = sampled[turn.parent][1] if turn.parent >= 0 else 0
+        start = before + len(turn.new_context)
+        added.setdefault(turn.parent, [before, start])
+        sampled.append([start, start + len(turn.output)])
+    return added, sampled
+
+
+def _first_s(trajectory: Trajectory) -> float:
+    """When it began to wait for its place; 0.0 = not known."""
+    asked = min((turn.asked_s for turn in trajectory.turns if turn.asked_s), default=0.0)
+    return trajectory.began_s - trajectory.queued_s if trajectory.began_s else asked
+
+
+def _times(of: Any, zero_s: float | None) -> dict[str, float]:
+    """What is known of when something began, was asked for and ended, and how long it took or waited."""
+    if zero_s is None:
+        return {}
+    moments = {name: at - zero_s for name in ("began_s", "asked_s", "ended_s") if (at := getattr(of, name, 0.0))}
+    lengths = {name: took for name in _LENGTHS if (took := getattr(of, name, 0.0))}
+    return {name: round(seconds, 4) for name, seconds in (moments | lengths).items()}
+
+
+def _call(call: CallRecord, zero_s: float | None) -> dict[str, Any]:
+    optional = {"retries": call.retries, "why": call.why}
+    told = {name: part for name, part in optional.items() if part} | _times(call, zero_s)
+    return {"name": call.name, "outcome": call.outcome.value, **told}
+
+
+def _message(message: Message, tokens: list[int] | None = None) -> dict[str, Any]:
+    """A message without its empty fields; `tokens`: where it stands."""
     calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-    optional = {"reasoning": message.reasoning, "tool_calls": calls, "name": message.name, "error": message.error}
+    optional: dict[str, Any] = {"reasoning": message.reasoning, "tool_calls": calls, "name": message.name}
+    optional |= {"error": message.error, "tokens": tokens}
     return {"role": message.role, "content": message.content, **{name: part for name, part in optional.items() if part}}
 
 

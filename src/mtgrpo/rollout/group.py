@@ -70,7 +70,7 @@ class RolloutRunner:
         """One trajectory, unscored; a failure of the world is retried with a fresh environment, then recorded."""
         queued = time.perf_counter()
         async with self.slots:  # kept for all attempts: who runs when must not depend on when others failed
-            queued_s = time.perf_counter() - queued
+            began = time.perf_counter()
             trajectory = await self._attempt(task, sample_index, 0)
             failures: list[str] = []
             for attempt in range(1, self.retries + 1):
@@ -79,7 +79,7 @@ class RolloutRunner:
                 failures.append(trajectory.reason)
                 trajectory = await self._attempt(task, sample_index, attempt)
                 trajectory.attempts, trajectory.retried = attempt + 1, failures
-        trajectory.sample_index, trajectory.queued_s = sample_index, queued_s
+        trajectory.sample_index, trajectory.queued_s, trajectory.began_s = sample_index, began - queued, began
         return trajectory
 
     async def _scored(self, group: Group) -> Group:

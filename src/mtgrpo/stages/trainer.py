@@ -162,7 +162,7 @@ class _Training:
         (run.folder / "summary.json").unlink(missing_ok=True)  # of a run that had ended before this step
         batch = await self.stream.batch(version=self.budget.steps)
         left_out = untrained(batch, run.experiment)
-        evidence = write_trajectories(run.folder, f"step_{step:06d}", batch.groups, left_out)
+        evidence = write_trajectories(run.folder, f"step_{step:06d}", batch.groups, left_out, run.engine.pushes)
         keep = functools.partial(self._recorder.write, step, batch.groups)
         try:
             metrics, train_s, interrupted = await update(run, self.profiler, batch.trained, step, keep)

@@ -21,7 +21,7 @@ from mtgrpo.rollout.settings import Difficulty
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.stages.policy_trainer import update_config
 from mtgrpo.stages.run import Run
-from mtgrpo.types import Group, Sample
+from mtgrpo.types import Group, Sample, WeightPush
 
 
 def make_stream(run: Run, journal: Journal) -> Stream:
@@ -84,7 +84,9 @@ async def _train_and_load(
     if in_step:
         await engine.sleep()
     metrics = await learn(run, profiler, groups, step, keep)
+    began = time.perf_counter()
     await engine.load_weights(run.trainer.weights())  # before the engine has its next turn
+    engine.pushes.append(WeightPush(step, began, time.perf_counter()))
     if in_step:
         await engine.wake()
     return metrics

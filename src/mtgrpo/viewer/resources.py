@@ -6,7 +6,7 @@ names, runs                   the runs, and what a list tells of each
 0/step_000010/list            those of a file, a line of facts each
 0/step_000010/7               the conversation on line 7, from 0, with its tokens where they are kept
 0/step_000010/forest          the runs of tokens of its prefix trees
-0/step_000010/timeline        when its turns were asked for and ended
+0/step_000010/timeline        when its conversations waited, asked the policy and called tools, and weights were pushed
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from typing import Any
 
 from mtgrpo.evaluation.statistics import mean_over_tasks
 from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, parse_row, read_runs, step_of
-from mtgrpo.record.shapes import TRAJECTORY, Json
+from mtgrpo.record.shapes import TRAJECTORY, WHERE_THEY_CHANGE, Json
 from mtgrpo.record.tokens import recorded_steps
 from mtgrpo.runtime.files import read_line, read_lines
 from mtgrpo.runtime.text import is_number, printable
 from mtgrpo.types import LEARNING
-from mtgrpo.viewer.tokens import forest, of_conversation, of_lines, timeline
+from mtgrpo.viewer.tokens import forest, of_conversation, of_lines
 
 _FILE = re.compile(r"[\w-]{1,80}")
 _SHORT = 160  # characters of a message in a list
 _POINTS = 60  # of a curve in the list of runs
+_LANES = 256  # of a timeline
 # The beginning of a line of conversations, as runs write it: reading that alone takes a tenth of the time.
 _TEXT = rb'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(
@@ -55,8 +56,10 @@ class Runs:
                 return self._names
             case ["runs"]:
                 return [self._summary(number) for number in range(len(self._folders))]
-            case [number, what] if (folder := self._folder(number)) is not None:
-                return {"metrics": self._metrics, "index": _index}.get(what, _nothing)(folder)
+            case [number, "metrics"] if folder := self._folder(number):
+                return self._metrics(folder)
+            case [number, "index"] if folder := self._folder(number):
+                return _index(folder)
             case [number, file, what] if (folder := self._folder(number)) and _FILE.fullmatch(file):
                 path = folder / "trajectories" / f"{file}.jsonl"
                 return self._of_file(folder, path, what) if path.is_file() else None
@@ -73,8 +76,9 @@ class Runs:
                 place = f"{number}/{path.stem}"
                 yield f"{place}/list"
                 yield from (f"{place}/{line}" for line in range(len(listed(path)[0])))
+                yield f"{place}/timeline"
                 if step_of(path.stem) in steps:
-                    yield from (f"{place}/forest", f"{place}/timeline")
+                    yield f"{place}/forest"
 
     def _folder(self, number: str) -> Path | None:
         known = re.fullmatch("[0-9]{1,5}", number) and int(number) < len(self._folders)
@@ -87,15 +91,16 @@ class Runs:
             seen = of_lines(folder, step) if step else {}
             return {"file": path.stem, "rows": [row | seen.get(row["line"], {}) for row in rows]}
         if what in ("forest", "timeline"):
-            return {"forest": forest, "timeline": timeline}[what](folder, step) if step else None
+            return _timeline(path) if what == "timeline" else forest(folder, step) if step else None
         if not (re.fullmatch("[0-9]{1,7}", what) and int(what) < len(rows)):
             return None
         line, facts = int(what), rows[int(what)]
         row = parse_row(read_line(path, offsets[line][0]), TRAJECTORY) or {}
-        told = parse_row(read_line(path, offsets[line][1]), TRAJECTORY) or {}  # tools are written where they change
+        for name, told in offsets[line][1].items():
+            row[name] = (parse_row(read_line(path, told), TRAJECTORY) or {}).get(name)
         siblings = [other["line"] for other in rows if other["group"] == facts["group"]]
         tokens = of_conversation(folder, step, line) if step else None
-        return {"row": {**row, "tools": told.get("tools")}, "facts": facts, "siblings": siblings, "tokens": tokens}
+        return {"row": row, "facts": facts, "siblings": siblings, "tokens": tokens}
 
     def _summary(self, number: int) -> Json:
         run = _run(self._folders[number])
@@ -122,10 +127,6 @@ class Runs:
             **{"columns": columns, "notes": run.notes, "overrides": run.overrides, "versions": run.versions},
             **{"summary": run.summary, "settings": run.settings, "ended": bool(run.summary)},
         }
-
-
-def _nothing(_folder: Path) -> None:
-    return None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -193,36 +194,51 @@ def _heads(path: Path, _time: int, _size: int) -> Sequence[tuple[str, str, float
     return tuple(found)
 
 
-def listed(path: Path) -> tuple[list[Json], list[tuple[int, int]]]:
-    """Facts of each conversation of a file; where its line begins, and the line that names its tools."""
+def listed(path: Path) -> tuple[list[Json], list[tuple[int, dict[str, int]]]]:
+    """Facts of each conversation of a file; where its line begins, and those of what is written where it changes."""
     stat = path.stat()
     return _listed(path, stat.st_mtime_ns, stat.st_size)
 
 
 @functools.lru_cache(maxsize=8)
-def _listed(path: Path, _time: int, _size: int) -> tuple[list[Json], list[tuple[int, int]]]:
-    rows, offsets, tools, group, task = list[Json](), list[tuple[int, int]](), 0, -1, object()
+def _listed(path: Path, _time: int, _size: int) -> tuple[list[Json], list[tuple[int, dict[str, int]]]]:
+    rows, offsets, told = list[Json](), list[tuple[int, dict[str, int]]](), dict[str, int]()
     for line in read_lines(path):
         row = parse_row(line.text, TRAJECTORY) or {}
-        tools = line.offset if "tools" in row else tools
-        group += row.get("task") != task  # of a run from before groups were written
-        task = row.get("task")
-        rows.append(_facts(row, line.number - 1, row.get("group", group)))
-        offsets.append((line.offset, tools))
+        told = told | {name: line.offset for name in WHERE_THEY_CHANGE if name in row}
+        rows.append(_facts(row, line.number - 1))
+        offsets.append((line.offset, told))
     return rows, offsets
+
+
+def _timeline(path: Path) -> Json:
+    """When the conversations of a file waited, began, asked the policy and called tools, and when weights were pushed.
+
+    Of the slowest ones where there are many.
+    """
+    lanes: list[Json] = []
+    pushes: list[Json] = []
+    for line in read_lines(path):
+        row = parse_row(line.text, TRAJECTORY) or {}
+        pushes += row.get("pushes", [])
+        turns = [turn for turn in row.get("turns", []) if "ended_s" in turn]
+        lane = {"line": line.number - 1, "turns": turns, "calls": row.get("calls", []), "times": row.get("times", {})}
+        lanes.append({**lane, "ended_s": max((turn["ended_s"] or 0 for turn in turns), default=0)})
+    lanes.sort(key=lambda lane: -lane["ended_s"])
+    return {"lanes": [lane for lane in lanes[:_LANES] if lane["ended_s"]], "pushes": pushes, "count": len(lanes)}
 
 
 def _is_error(message: Json) -> bool:
     return str(message.get("content", "")).startswith("error:")  # as tools answer mistakes
 
 
-def _facts(row: Json, line: int, group: int) -> Json:
+def _facts(row: Json, line: int) -> Json:
     messages, turns = row.get("messages", []), row.get("turns", [])
     asked = next((message for message in messages if message.get("role") == "user"), {})
     said = next((message for message in reversed(messages) if message.get("role") == "assistant"), {})
     return {
         **{name: row.get(name) for name in ("task", "sample", "status", "reason", "reward", "answer", "components")},
-        **{"line": line, "group": group, "turns": len(turns), "retried": len(row.get("retried", []))},
+        **{"line": line, "group": row.get("group", -1), "turns": len(turns), "retried": len(row.get("retried", []))},
         "tokens": sum(turn.get("output_tokens") or 0 for turn in turns),
         "contexts": sum(turn.get("parent") == -1 and not turn.get("auxiliary") for turn in turns),
         "unreadable": sum(bool(message.get("error")) for message in messages),

@@ -7,8 +7,6 @@ import errno
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from aiohttp import web
@@ -36,16 +34,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def static_files() -> dict[str, bytes]:
     """The files of the page by name."""
-    found: dict[str, bytes] = {}
-    left: list[tuple[str, Traversable]] = [("", files("mtgrpo.viewer") / "static")]
-    while left:
-        prefix, place = left.pop()
-        for entry in place.iterdir():
-            if entry.is_dir():
-                left.append((f"{prefix}{entry.name}/", entry))
-            elif Path(entry.name).suffix in _TYPES:
-                found[prefix + entry.name] = entry.read_bytes()
-    return found
+    place = Path(__file__).with_name("static")
+    return {path.relative_to(place).as_posix(): path.read_bytes() for path in place.rglob("*.*")}
 
 
 def application(runs: Runs, hosts: frozenset[str], secret: str) -> web.Application:

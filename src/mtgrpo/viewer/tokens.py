@@ -118,23 +118,6 @@ def _depths(start: Sequence[int], stop: Sequence[int], end: Sequence[int]) -> li
     return depths
 
 
-def timeline(folder: Path, step: int) -> Json | None:
-    """When each turn of the recorded conversations was asked for and had come, in seconds from the first."""
-    record = _read(folder, step)
-    if record is None:
-        return None
-    arrays, lanes = record.arrays, list[Json]()
-    for line in arrays["line"].tolist():
-        turns = record.turns(line) or range(0)
-        first = record.first[turns.start : turns.stop].tolist()
-        flags = [int(arrays["flags"][place]) if place < len(arrays["flags"]) else 0 for place in first]
-        versions = [int(arrays["version"][place]) if place < len(arrays["version"]) else 0 for place in first]
-        times = [numbers(arrays[name][turns.start : turns.stop], 4) for name in ("turn_asked_s", "turn_ended_s")]
-        tokens = arrays["turn_tokens"][turns.start : turns.stop].tolist()
-        lanes.append({"line": line, "turns": list(zip(*times, tokens, versions, flags, strict=True))})
-    return {"lanes": lanes}
-
-
 def numbers(values: NDArray[Any], digits: int = 6) -> list[float | int | None]:
     """For JSON, which has no NaN."""
     if values.dtype.kind in "iu":

@@ -57,7 +57,7 @@ function facts_of(turn, i, number) {
   const c = turn.columns, at = (name) => c[name]?.[i], to = (name) => (isNumber(at(name)) ? num(c.behaviour[i] + at(name), 4) : "–");
   const ratio = (difference) => (isNumber(difference) ? `, ratio ${num(Math.exp(difference), 5)}` : "");
   return [
-    `token ${number}  ${JSON.stringify(turn.pieces[i])}  id ${turn.ids[i]}`,
+    `token ${number}  ${JSON.stringify(turn.pieces[i])}  id ${turn.ids[i]}, after ${num(turn.known_tokens + turn.context_tokens + i)} others`,
     isNumber(at("advantage")) ? `advantage ${signed(at("advantage"))}   weight ${num(at("weight"))}` : "",
     `sampled with log-probability ${num(c.behaviour[i], 4)}, by version ${at("version")}`,
     isNumber(at("before")) ? `trainer before: ${to("before")}${ratio(at("before"))}` : "the trainer did not score it",
@@ -145,7 +145,7 @@ export async function conversation(run, file, line, wanted) {
       facts.untrained_because ? h("div", h("span.tag.warn", `left out: ${facts.untrained_because}`)) : null,
       (row.retried ?? []).map((why) => h("div.muted", `tried again after: ${why}`)), (row.outages ?? []).map((why) => h("div.muted", `outage: ${why}`))),
     h("section", h("h2", "siblings"), squares(rows, place, most, Number(line)), h("div", link(`${place}/g/${facts.group}`, "side by side")), h("div", link(`/r/${run}/task/${encodeURIComponent(facts.task)}`, "this task over steps"))),
-    side, chains(tokens, row), tools(row));
+    side, chains(tokens, row), calls(row), tools(row), metadata(row));
   return {
     where: [[title, `/curves/${run}`], [file_name(file), place], [facts.task, `${place}/g/${facts.group}`], [`sample ${facts.sample}`]],
     keys: {
@@ -172,8 +172,10 @@ function turns_of({ row, tokens }, scale, where) {
   });
 }
 
+const span_of = ({ tokens }) => (tokens?.length === 2 ? `· tokens ${num(tokens[0])} to ${num(tokens[1])}` : "");
+
 export function messages_of(row) {
-  return (row.messages ?? []).map((message) => h(`section.message.${/^\w+$/.test(message.role ?? "") ? message.role : "other"}`, h("div.label", [message.role, message.name].filter(Boolean).join(" ")),
+  return (row.messages ?? []).map((message) => h(`section.message.${/^\w+$/.test(message.role ?? "") ? message.role : "other"}`, h("div.label", [message.role, message.name, span_of(message)].filter(Boolean).join(" ")),
     message.reasoning ? h("pre.muted", message.reasoning) : null, context_of(message.content ?? "", "").querySelector("pre"),
     (message.tool_calls ?? []).map((call) => h("pre.call", `→ ${call.name}(${JSON.stringify(call.arguments)})`)), message.error ? h("p.error", message.error) : null));
 }
@@ -185,6 +187,19 @@ function chains(tokens, row) {
   const below = (parent, depth) => parents.flatMap((one, i) => (one === parent ? [h("li", { className: `depth${Math.min(depth, 6)}` }, h("button.quiet", { onclick: () => document.getElementById(`turn${i + 1}`)?.scrollIntoView() },
     `${parent < 0 ? "context from " : ""}turn ${i + 1}${tokens && parent < 0 ? ` (${num(tokens.turns[i].context_tokens)} tokens)` : ""}`)), ...below(i, parents.filter((p) => p === one).length > 1 && parent >= 0 ? depth + 1 : Math.max(depth, 1))] : []));
   return h("section", h("h2", "contexts"), h("ul.chains", below(-1, 0)));
+}
+
+// What became of its calls, and for what it waited.
+const WAITS = { queued_s: "in the queue", sample_s: "for the policy", tool_s: "for tools", condense_s: "to condense" };
+function calls(row) {
+  const waits = Object.entries(WAITS).filter(([name]) => row.times?.[name]).map(([name, what]) => `${num(row.times[name], 2)} s ${what}`);
+  const made = (row.calls ?? []).map((call) => h(`li${call.outcome === "answered" || call.outcome === "unseen" ? "" : ".bad"}`,
+    [`${call.name || "a call"} ${call.outcome}`, isNumber(call.seconds) ? `${num(call.seconds, 2)} s` : "", call.retries ? `made again ${call.retries} times` : "", call.why].filter(Boolean).join(", ")));
+  return made.length || waits.length ? h("section", h("h2", "calls and waiting"), h("ul.chains", made), waits.length ? h("p.muted", `it waited ${waits.join(", ")}`) : null) : null;
+}
+
+function metadata(row) {
+  return Object.keys(row.metadata ?? {}).length ? h("details", h("summary", "the task's metadata"), h("pre.plain", JSON.stringify(row.metadata, null, 1).slice(0, 20000))) : null;
 }
 
 function tools(row) {

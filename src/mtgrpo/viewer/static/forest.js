@@ -1,6 +1,6 @@
 // The token forest of a step as an icicle, and the times of its turns.
 import { go, hideTip, key, name_of, read, showTip } from "./app.js";
-import { canvas, colour, file_name, h, num, plural, signed } from "./dom.js";
+import { canvas, colour, file_name, h, isNumber, num, plural, signed } from "./dom.js";
 
 export async function forest(run, file) {
   const [found, title] = await Promise.all([read(`${run}/${file}/forest`), name_of(run)]);
@@ -10,7 +10,7 @@ export async function forest(run, file) {
   const pushed = found.push.reduce((most, push) => Math.max(most, Math.abs(push ?? 0)), 1e-12);
   const box = (i, width, height) => [(found.depth[i] / deepest) * width, (found.leaf[i] / leaves) * height, (found.length[i] / deepest) * width, (found.leaves[i] / leaves) * height];
   const picture = canvas(Math.max(320, Math.min(1400, leaves * 9)), (context, width, height) => {
-    const [good, bad, plain, rule] = ["--good", "--bad", "--context", "--back"].map(colour);
+    const [good, bad, plain] = ["--good", "--bad", "--context"].map(colour);
     for (let i = 0; i < runs; i++) {
       const [x, y, wide, tall] = box(i, width, height);
       context.fillStyle = plain;
@@ -21,7 +21,6 @@ export async function forest(run, file) {
       context.fillRect(x, y, Math.max(0.7, wide - 0.5), Math.max(0.7, tall - 0.5));
       context.globalAlpha = 1;
     }
-    context.strokeStyle = rule;
   }, { "aria-label": "the token forest" });
   const at = (event) => {
     const { clientWidth: width, clientHeight: height } = picture;
@@ -47,42 +46,62 @@ export async function forest(run, file) {
   };
 }
 
+// What a lane shows: its name, the colour, and the times of it that a lane has, [from, to, what to say].
+const KINDS = [
+  ["in the queue", "context", (lane) => (lane.times.queued_s ? [[lane.times.began_s - lane.times.queued_s, lane.times.began_s, `${num(lane.times.queued_s)} s in the queue`]] : [])],
+  ["the policy's turn", "line0", (lane) => turns_of(lane, false)],
+  ["beside the conversation", "line3", (lane) => turns_of(lane, true)],
+  ["a tool", "line2", (lane) => calls_of(lane, true)],
+  ["a tool, in vain", "line4", (lane) => calls_of(lane, false)],
+];
+const turns_of = (lane, aside) => lane.turns.map((turn, i) => [turn, i]).filter(([turn]) => Boolean(turn.auxiliary) === aside).map(([turn, i]) =>
+  [turn.asked_s, turn.ended_s, `turn ${i + 1}: ${plural(turn.output_tokens, "token")} in ${num(turn.ended_s - turn.asked_s)} s, version ${turn.version_min === turn.version_max ? turn.version_min : `${turn.version_min}–${turn.version_max}`}`]);
+const calls_of = (lane, good) => lane.calls.filter((call) => isNumber(call.began_s) && (call.outcome === "answered") === good).map((call) =>
+  [call.began_s, call.began_s + (call.seconds ?? 0), `${call.name || "a call"} ${call.outcome} in ${num(call.seconds ?? 0)} s${call.retries ? `, again ${call.retries} times` : ""}`]);
+
 export async function timeline(run, file) {
   const [found, title, list] = await Promise.all([read(`${run}/${file}/timeline`), name_of(run), read(`${run}/${file}/list`)]);
   const name = (lane) => `${list.rows[lane.line]?.task ?? ""}, sample ${list.rows[lane.line]?.sample ?? lane.line}`;
-  const place = `/r/${run}/${file}`, end = (lane) => lane.turns.reduce((most, turn) => Math.max(most, turn[1]), 0);
-  const lanes = found.lanes.filter((lane) => end(lane) > 0).sort((a, b) => end(b) - end(a));
-  const last = lanes.length ? end(lanes[0]) : 1, tall = 12, left = 70;
-  if (!lanes.length) return { where: [[title, `/curves/${run}`], [file_name(file), place], ["timeline"]], content: [h("p.empty", "when its turns were is not known: they were taken back from the journal")] };
+  const place = `/r/${run}/${file}`, lanes = found.lanes, tall = 12, left = 70;
+  const where = [[title, `/curves/${run}`], [file_name(file), place], ["timeline"]], keys = { t: key("step", () => go(place)) };
+  if (!lanes.length) return { where, keys, content: [h("p.empty", "when its turns were is not known: they were taken back from the journal, or the run is of an older version")] };
+  const last = lanes[0].ended_s, bars = lanes.map((lane) => KINDS.map(([, , of]) => of(lane)));
+  const used = KINDS.filter((_, kind) => bars.some((lane) => lane[kind].length));
   const picture = canvas(lanes.length * tall + 24, (context, width, height) => {
     const x = (seconds) => left + (seconds / last) * (width - left - 8);
-    const [decode, aside, wait, text] = ["--accent", "--aside", "--rule", "--muted"].map(colour);
+    const [rule, text] = ["--rule", "--muted"].map(colour);
     context.font = "11px system-ui";
+    const wide = ([from, to]) => [x(from), Math.max(1.5, x(to) - x(from) - 0.5)];
     lanes.forEach((lane, i) => {
-      const y = i * tall;
-      context.fillStyle = wait;
-      context.fillRect(x(lane.turns[0][0]), y + tall / 2 - 1, x(end(lane)) - x(lane.turns[0][0]), 2);
+      const y = i * tall, began = lane.times.began_s ?? lane.turns[0].asked_s;
+      context.fillStyle = rule;
+      context.fillRect(x(began), y + tall / 2 - 1, x(lane.ended_s) - x(began), 2);
       context.fillStyle = text;
       if (i % 2 === 0) context.fillText(name(lane).replace(", sample ", ":").slice(-11), 0, y + 10);
-      for (const [asked, ended, , , flags] of lane.turns) {
-        context.fillStyle = flags & 16 ? aside : decode;
-        context.fillRect(x(asked), y + 2, Math.max(1.5, x(ended) - x(asked) - 0.5), tall - 4);
-      }
+      bars[i].forEach((times, kind) => {
+        context.fillStyle = colour(`--${KINDS[kind][1]}`);
+        for (const bar of times) { const [at, long] = wide(bar); context.fillRect(at, y + 2, long, tall - 4); }
+      });
     });
+    context.fillStyle = colour("--line1");
+    for (const push of found.pushes) { const [at, long] = wide([push.began_s, push.ended_s]); context.fillRect(at, 0, long, lanes.length * tall); }
     context.fillStyle = text;
     for (let i = 0; i <= 4; i++) context.fillText(`${num((last * i) / 4, 2)} s`, Math.min(width - 40, x((last * i) / 4)), height - 6);
   }, { "aria-label": "timeline" });
-  const at = (event) => lanes[Math.floor(event.offsetY / tall)];
+  const at = (event) => Math.floor(event.offsetY / tall);
   picture.addEventListener("pointermove", (event) => {
-    const lane = at(event), seconds = ((event.offsetX - left) / (picture.clientWidth - left - 8)) * last;
+    const lane = lanes[at(event)], scale = last / (picture.clientWidth - left - 8), seconds = (event.offsetX - left) * scale;
     if (!lane) return hideTip();
-    const number = lane.turns.findIndex((turn) => seconds >= turn[0] && seconds <= turn[1]), turn = lane.turns[number];
-    showTip([`${name(lane)}: ${plural(lane.turns.length, "turn")}, ended after ${num(end(lane))} s`, turn ? `turn ${number + 1}: ${plural(turn[2], "token")} in ${num(turn[1] - turn[0])} s, version ${turn[3]}` : "a tool, the environment or a queue"], event.clientX, event.clientY);
+    const under = ([from, to]) => seconds >= from - scale && seconds <= to + scale;
+    const pushed = found.pushes.filter((push) => under([push.began_s, push.ended_s])).map((push) => `version ${push.version} of the weights came in ${num(push.ended_s - push.began_s)} s`);
+    const said = [...bars[at(event)].flat().filter(under).map((bar) => bar[2]), ...pushed];
+    showTip([`${name(lane)}: ${plural(lane.turns.length, "turn")}, ended after ${num(lane.ended_s)} s`, ...(said.length ? said : ["between: the environment, or condensing"])], event.clientX, event.clientY);
   });
   picture.addEventListener("pointerleave", hideTip);
-  picture.addEventListener("click", (event) => { const lane = at(event); if (lane) go(`${place}/c/${lane.line}`); });
+  picture.addEventListener("click", (event) => { const lane = lanes[at(event)]; if (lane) go(`${place}/c/${lane.line}`); });
+  const legend = [...used, ...(found.pushes.length ? [["new weights come", "line1"]] : [])].map(([what, colour]) => h("li", h(`i.${colour}`), what));
   return {
-    where: [[title, `/curves/${run}`], [file_name(file), place], ["timeline"]], keys: { t: key("step", () => go(place)) },
-    content: [h("h1", `${num(last)} s from the first turn to the last`), h("p.muted", "A lane for each recorded conversation, the slowest first: bars are turns that the policy was asked for, lines what lies between them (tools, the environment, a queue)."), picture],
+    where, keys,
+    content: [h("h1", `${num(last)} s from the first conversation to the last`), h("p.muted", `A lane for each conversation, the slowest first${found.count > lanes.length ? `: ${num(lanes.length)} of ${num(found.count)}` : ""}. A click opens it.`), h("ul.legend", legend), picture],
   };
 }
