@@ -1,6 +1,6 @@
-"""What the journal and the self-checks cost of a training step, in processor time, in the recipe of `make demo`.
+"""What journal, self-checks and record cost of a training step, in processor time, in the recipe of `make demo`.
 
-Both are measured within a run, call by call, for steps differ from one another by more than either costs. Rounds of a
+All are measured within a run, call by call, for steps differ from one another by more than any costs. Rounds of a
 few steps take turns: in step with the rollouts as the recipe is (`exact`), and with scored groups in the journal too
 (`continue`). The first step of a round does not count: it compares the token forest with plain forward passes, which
 happens again only where contexts outgrow the next power of two.
@@ -9,6 +9,7 @@ happens again only where contexts outgrow the next power of two.
     selfcheck.overhead   what was sampled against what is trained, the sum of the weights, the engine's copy of the
                          weights and its log-probabilities against the trainer's, a trajectory's gradient against its
                          rewards, the update, copies for rewards, trends (not: that scores are finite)
+    record.overhead      what became of each token, gathered and written, and the conversations' lines
 
 Each is the median over the rounds of `exact`, as a share of the processor time of whole steps.
 """
@@ -35,8 +36,8 @@ from mtgrpo.policy import objective, step, updater
 from mtgrpo.policy.update_check import UpdateCheck
 from mtgrpo.policy.witness import Witness
 from mtgrpo.record.curve import Curve
-from mtgrpo.stages import update
-from mtgrpo.stages.trainer import train
+from mtgrpo.record.tokens import TokenRecorder
+from mtgrpo.stages import trainer, update
 from mtgrpo.stages.trends import Trends
 from mtgrpo.types import Trajectory
 
@@ -58,6 +59,12 @@ CHECKS: tuple[tuple[Any, str], ...] = (
     (Witness, "check"),
     (UpdateCheck, "before"),
     (UpdateCheck, "after"),
+)
+RECORD: tuple[tuple[Any, str], ...] = (
+    (objective.Objective, "end_passes"),
+    (objective.Objective, "record"),
+    (TokenRecorder, "write"),
+    (trainer, "write_trajectories"),
 )
 spent: Counter[str] = Counter()  # processor seconds
 marks: list[Counter[str]] = []  # what was spent when each step began
@@ -108,7 +115,7 @@ def count(owner: Any, name: str, what: str) -> None:
 
 
 def watch() -> None:
-    """Have journal and self-checks count, in every run of this process."""
+    """Have journal, self-checks and record count, in every run of this process."""
     begin, recording = Journal.begin, Journal.recording
 
     def marked(self: Journal, version: int) -> None:
@@ -121,8 +128,9 @@ def watch() -> None:
 
     Journal.begin, Journal.recording = marked, recorded
     count(Journal, "_write", "journal")
-    for owner, name in CHECKS:
-        count(owner, name, "selfcheck")
+    for what, functions in (("selfcheck", CHECKS), ("record", RECORD)):
+        for owner, name in functions:
+            count(owner, name, what)
 
 
 def shares(folder: Path, mode: str, steps: int) -> dict[str, float]:
@@ -130,12 +138,12 @@ def shares(folder: Path, mode: str, steps: int) -> dict[str, float]:
     shutil.rmtree(folder, ignore_errors=True)
     marks.clear()
     words = (*WORDS, f"trainer.steps={steps}", f"resume_mode={mode}")
-    asyncio.run(train(preset("calculator_from_scratch", *words), folder, Curve()))
+    asyncio.run(trainer.train(preset("calculator_from_scratch", *words), folder, Curve()))
     first, second, last = marks[0], marks[1], marks[-1]
     took = {name: last[name] - second[name] for name in last}
     return {
         "journal": (took["journal"] - took["timing"]) / took["steps"],
-        "selfcheck": took["selfcheck"] / took["steps"],
+        **{name: took[name] / took["steps"] for name in ("selfcheck", "record")},
         "first_selfcheck_s": second["selfcheck"] - first["selfcheck"],
     }
 
@@ -156,7 +164,7 @@ def main() -> None:
         mode: {name: [round(one[name], 5) for one in found] for name in found[0]} for mode, found in rounds.items()
     }
     ratios: dict[str, float | None] = {
-        f"{name}.overhead": statistics.median(detail["exact"][name]) for name in ("journal", "selfcheck")
+        f"{name}.overhead": statistics.median(detail["exact"][name]) for name in ("journal", "selfcheck", "record")
     }
     finish("overhead", ratios, detail, "overhead.json" if given.rounds >= 5 else None)
 
