@@ -19,6 +19,7 @@ from mtgrpo.rewards.em import EM, Convention
 from mtgrpo.rewards.f1 import F1
 from mtgrpo.rewards.length import Length
 from mtgrpo.rewards.tags import Tags
+from mtgrpo.rewards.target_length import TargetLength
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
 
 
@@ -289,6 +290,12 @@ def test_every_token_above_the_budget_costs(turns: list[int], worth: float) -> N
     found = Length(budget_tokens=100, cost=0.01, most=0.5).reward(trajectory)
     assert found == pytest.approx(worth)
     assert (found >= Length().success_at) is (worth == 0)
+
+
+@pytest.mark.parametrize(("text", "worth"), [("x" * 50, 0), ("x" * 45, -5), ("x" * 56, -6), ("", -50)])
+def test_characters_too_many_or_too_few_cost_alike(text: str, worth: float) -> None:
+    assert TargetLength().reward(said(text)) == worth
+    assert (worth >= TargetLength().success_at) is (worth >= -5)
 
 
 @pytest.mark.parametrize("settings", [{"budget_tokens": -1}, {"cost": 0.0}, {"most": -1.0}])

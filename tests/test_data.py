@@ -211,3 +211,19 @@ def test_where_a_copy_of_a_data_set_belongs_is_said(place: Path, run: Run, monke
     assert (code, said) == (2, "") and "'openai/gsm8k'" in refusal and f"{place} has no gsm8k/train.jsonl" in refusal
     monkeypatch.delenv("MTGRPO_DATA")
     assert "MTGRPO_DATA, which names the folder of all data sets, is not set" in run("data", "search_qa")[2]
+
+
+def test_an_index_of_wikipedia_is_there_or_is_said_where_to_put(
+    place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MTGRPO_DATA", raising=False)
+    assert "set MTGRPO_DATA to the folder of all data sets" in run("data", "wikipedia")[2]
+    monkeypatch.setenv("MTGRPO_DATA", str(place))
+    folder, words = place / "wikipedia" / "bm25", ("train", "recipe=[triviaqa,from_scratch]", "--dry-run")
+    code, said, refusal = run("data", "wikipedia")
+    assert (code, said, len(refusal.splitlines())) == (2, "", 1) and refusal.endswith(f"into {folder}\n")
+    assert f"there is no index {folder}" in run(*words)[2]
+    folder.mkdir(parents=True)
+    code, said, _ = run("data", "wikipedia")
+    assert (code, said) == (0, f"environment.tools={{search: {{backend: lucene, index: {folder}}}}}\n")
+    assert "there is no index" not in run(*words)[2]

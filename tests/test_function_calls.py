@@ -143,3 +143,21 @@ def test_passages_that_are_needed_are_paid_for_once() -> None:
     assert Evidence(per_turn=True).judges_turns and not Evidence().judges_turns
     with pytest.raises(ConfigError, match="has no `gold`"):
         Evidence().reward(Trajectory(Task("q", ())))
+
+
+def answered(*shown: str, tool: str = "search") -> list[float]:
+    turns = [turn(calling(), Message("tool", text, name=tool)) for text in shown]
+    task = Task("q", (), "Mount Everest", {"answers": ["Mount Everest", "Sagarmāthā", "1953"]})
+    return list(Evidence(per_turn=True, answers=True).reward(Trajectory(task, turns=turns)).turns)
+
+
+def test_a_search_that_shows_an_accepted_answer_is_paid_for_once() -> None:
+    assert answered("[a] K2: high", "[b] Himalaya: the mount Everest,\nhighest", "[c] Sagarmāthā: again") == [0, 1, 0]
+    assert answered("mount of Everest", "in 1953-54", "Everest") == [0, 1, 0]
+    assert answered("[d] 19530: Sagarmāthāx", "Mount  EVEREST!") == [0, 1]
+    assert answered("Mount Everest", tool="read") == [0]
+    task = Task("q", (), "", {"answers": ["Rome"]})
+    turns = [turn(calling(), Message("tool", "Rome", name="search"))]
+    assert Evidence(answers=True).reward(Trajectory(task, turns=turns)) == Score(1.0)
+    with pytest.raises(ConfigError, match="has no answer that a search could show"):
+        Evidence(answers=True).reward(Trajectory(Task("q", ()), turns=turns))

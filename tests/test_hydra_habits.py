@@ -74,7 +74,7 @@ def test_a_list_of_recipes_is_merged_from_left_to_right() -> None:
     made = experiment("recipe=[gsm8k,qwen3_1.7b,lora]")
     assert isinstance(made.task, Gsm8k)
     assert (made.model.name, made.model.lora.rank, made.optimizer.lr) == ("Qwen/Qwen3-1.7B", 32, 1e-5)
-    assert experiment("recipe=[lora,qwen3_1.7b]").optimizer.lr == 1e-6
+    assert experiment("recipe=[lora,gsm8k]").optimizer.lr == 1e-6
 
 
 def test_a_later_recipe_takes_its_own_option_without_the_settings_of_the_earlier_one() -> None:

@@ -28,6 +28,7 @@ from mtgrpo.tasks.gsm8k import Gsm8k
 from mtgrpo.tasks.math import Math, boxed
 from mtgrpo.tasks.mbpp import MBPP
 from mtgrpo.tasks.search_qa import SearchQA
+from mtgrpo.tasks.wiki_years import WikiYears
 from mtgrpo.tools.search import Search
 from mtgrpo.tools.unit_tests import last_code_block
 from mtgrpo.types import Finish, Message, Task, Trajectory, Turn
@@ -408,6 +409,37 @@ def test_demonstrations_search_and_read_until_the_answer_is_seen(asked: SearchQA
     assert said["q4"] is None  # not found
     assert said["q5"] is None  # not what the passage says
     assert said["n0"] is None  # nothing to find
+
+
+YEARS = [
+    {"id": "a", "title": "Ann Lee", "text": "Ann Lee (born 2 May 1961, died 1999) is a writer."},
+    {"id": "b", "title": "Blue Door (song)", "text": "Blue Door is a 1987 song, and again of 1990."},
+    {"id": "c", "title": "Blue Door (song)", "text": "Blue Door is a 1988 song."},
+    {"id": "d", "title": "!?", "text": "!? was a 1977 film."},
+    {"id": "e", "title": "Late", "text": f"{'Late. ' * 20}It is a 1970 film."},
+    {"id": "f", "title": "Zebra", "text": "A zebra has stripes."},
+    *[{"id": f"t{n}", "title": f"Title {n}", "text": f"Title {n} is a {1900 + n} book."} for n in range(40)],
+]
+
+
+def test_years_are_asked_for_that_paragraphs_begin_with(tmp_path: Path) -> None:
+    pytest.importorskip("bm25s")
+    write(tmp_path / "qa" / "passages.jsonl", YEARS)
+    asked = WikiYears(path=str(tmp_path / "qa"), right=0.5)
+    divided = [{task.id: task for task in tasks(asked, split)} for split in Split]
+    assert 0 < len(divided[1]) < len(divided[0]) and not divided[0].keys() & divided[1].keys()
+    found = divided[0] | divided[1]
+    assert found.keys() == {f"wiki_years/{row['id']}" for row in YEARS} - {f"wiki_years/{letter}" for letter in "cdef"}
+    ann, door = found["wiki_years/a"], found["wiki_years/b"]
+    assert (ann.messages[-1].content, ann.answer) == ("In which year was Ann Lee born?", "1961")
+    assert (door.messages[-1].content, door.answer) == ("From which year is Blue Door (song)?", "1987")
+    said = [asked.demonstration(task, 0) or () for task in found.values()]
+    assert {len(messages) for messages in said} == {0, 1, 3}, "half of them guess; some years are not found"
+    asked.right = 1.0
+    call, reply, answer = asked.demonstration(ann, 0) or ()
+    assert (call.tool_calls[0].arguments, answer.content) == ({"query": "Ann Lee"}, "1961")
+    assert reply.content.startswith("[a] Ann Lee: Ann Lee (born 2 May 1961")
+    assert WikiYears(path=asked.path, snippet_chars=10).demonstration(ann, 0) is None, "the search does not show it"
 
 
 def test_worked_examples_come_from_demonstrations(asked: SearchQA) -> None:

@@ -1,4 +1,4 @@
-"""`mtgrpo data`: get data sets and a real model, check files before a run, build indexes and Parquet files."""
+"""`mtgrpo data`: get data sets, Wikipedia's index and a real model, check files, build indexes and Parquet files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from mtgrpo.config.options import options
 from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.model import smollm2
 from mtgrpo.model.tokenizer import load_tokenizer
+from mtgrpo.runtime.hub import refuse_unloadable
 from mtgrpo.runtime.text import printable, shorten
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations
 from mtgrpo.tasks.jsonl import Jsonl, RowFaults
 from mtgrpo.tasks.parquet import Parquet, write_parquet
-from mtgrpo.tasks.published import Published
+from mtgrpo.tasks.published import Published, data_folder
 from mtgrpo.tasks.rows import Columns, Rows, cell
 from mtgrpo.tools.bm25s import BM25S
 from mtgrpo.tools.search import Passage, passage_from
 from mtgrpo.types import Message, Task
 
+WIKIPEDIA = "PeterJinGo/wiki-18-bm25-index"  # 21 million paragraphs of 2018, those of Search-R1 (arXiv:2503.09516)
 _COLUMNS = ("prompt", "messages", "answer", "id")
 _TASKS, _CONVERSATIONS, _PASSAGES = "tasks", "conversations", "passages"  # what the rows of a file are
 
@@ -43,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     check.add_argument("--model", default="", metavar="NAME", help="show them in the chat template of this model")
     for name in _COLUMNS:
         check.add_argument(f"--{name}", default=getattr(Columns, name), help=f"as task.columns.{name}")
+    commands.add_parser("wikipedia", help="get the search index of Wikipedia from the hub, or say where one belongs")
     build = commands.add_parser("build", help="the search index of a .jsonl corpus, or a Parquet file of .jsonl rows")
     build.add_argument("file", type=Path, help="a .jsonl file")
     build.add_argument("--out", type=Path, help="FILE.parquet, or an index's folder, by default in ~/.cache/mtgrpo")
@@ -56,6 +59,9 @@ def main(arguments: Sequence[str]) -> int:
         goes = f"goes to {smollm2.folder()}" if args.dry_run else f"is in {smollm2.fetch()}"
         print(f"model.name=smollm2 {goes}")
         return 0
+    if args.what == "wikipedia":
+        print(f"environment.tools={{search: {{backend: lucene, index: {_fetch_wikipedia()}}}}}")
+        return 0
     if "source" in args:
         for file, count in _rows_by_file(args.source()).items():
             print(f"{file}: {count:,} rows")
@@ -63,6 +69,20 @@ def main(arguments: Sequence[str]) -> int:
     if not args.file.is_file():
         raise ConfigError(f"there is no file {args.file}")
     return _check(args) if args.what == "check" else _build(args.file, args.out)
+
+
+def _fetch_wikipedia() -> Path:
+    """The folder of the index, which is brought here where it is not. Raises ConfigError where it cannot be."""
+    if (data := data_folder()) is None:
+        raise ConfigError("set MTGRPO_DATA to the folder of all data sets: the index goes to wikipedia/bm25 in it")
+    folder = data / "wikipedia" / "bm25"
+    if not folder.is_dir():
+        how = f"put an index of Lucene that keeps its texts (-storeRaw), such as pyserini's of Wikipedia, into {folder}"
+        with refuse_unloadable(f"the index {WIKIPEDIA}", WIKIPEDIA, how, "datasets/"):
+            from huggingface_hub import snapshot_download  # noqa: PLC0415  it takes a second
+
+            snapshot_download(WIKIPEDIA, repo_type="dataset", allow_patterns=["bm25/*"], local_dir=folder.parent)
+    return folder
 
 
 def _rows_by_file(source: Published) -> Mapping[str, int]:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from mtgrpo.errors import UnreachableError
 from mtgrpo.model import tiny
 from mtgrpo.model.attention import check_attention, of_one_size
 from mtgrpo.model.checkpointing import checkpoint_layers, decoder_layers
@@ -140,13 +142,25 @@ class Skeleton:
         return output[..., :size].transpose(1, 2), None
 
 
+def known_shape(name: str) -> dict[str, Any]:
+    """The shape that `shapes.yaml` has of a model of the hub, for where that is out of reach; {} = none."""
+    shapes = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
+    return next((shapes[known] for known in shapes if "/" in known and f"{name}-".startswith(f"{known}-")), {})
+
+
 def _architecture(settings: ModelSettings) -> PreTrainedModel:
     if settings.name in tiny.SHAPES:
         return tiny.build_model(tiny.SHAPES[settings.name], 0)
-    name, base, adapter = find_base(settings)
-    with refuse_model(name):
-        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=weights_dtype(settings))
+    try:
+        name, base, adapter = find_base(settings)
+        with refuse_model(name):
+            config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=weights_dtype(settings))
+    except UnreachableError:
+        if not (shape := known_shape(settings.name)):
+            raise
+        adapter = None
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=weights_dtype(settings))
     for layer in model.base_model.modules() if settings.quantization is not Quantization.none else []:
         if type(layer) is nn.Linear:
             layer.__class__ = _Quantized

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtgrpo.config.experiment import Experiment, TrainerSettings
-from mtgrpo.errors import UnreachableError
+from mtgrpo.errors import ConfigError, UnreachableError
+from mtgrpo.model import smollm2
+from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
+from mtgrpo.parallel import Parallel
 from mtgrpo.parallel.launch import read_launch
-from mtgrpo.parallel.placement import settle
+from mtgrpo.parallel.placement import Placement, settle
 from mtgrpo.runtime.resources import count_gpus
+from mtgrpo.runtime.text import printable, shorten
+from mtgrpo.stages.checks import open_tasks
 from mtgrpo.stages.trial import untried
 from mtgrpo.types import Group
 
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
 
 
 LIMITS = ("steps", "epochs", "total_turns", "wall_time_s")  # of a run's length, in the trainer's settings
+GPU_BYTES = 80 * 10**9  # of each GPU that a dry run plans for where there is none
 
 
 @dataclass
@@ -57,23 +64,53 @@ def described(command: str, composed: Composed) -> str:
     lines = [f"no fault found, and nothing was run{own}; a run would be {plan}", *notes, choices]
     if command in ("train", "sft"):
         lines += _placed(composed.experiment)
-    return "\n".join([*lines, "--cfg job prints every setting"])
+    return "\n".join([*lines, *_first_prompt(composed.experiment), "--cfg job prints every setting"])
+
+
+def _first_prompt(experiment: Experiment) -> list[str]:
+    """What the first training task says to the policy, by role and cut short; [] where only a run can know it."""
+    if experiment.task.opens:
+        return []
+    try:
+        task = next(open_tasks(experiment)[0], None)
+    except UnreachableError:
+        return []
+    said = [f"{message.role}: {message.content}" for message in task.messages] if task else []
+    return [f"the first of its tasks, {task.id}:", *(shorten(printable(text)) for text in said)] if task else []
 
 
 def _placed(experiment: Experiment) -> list[str]:
-    """Which devices would do what, and what they would need of their memory. ConfigError where it is too much."""
-    gpus = count_gpus()
-    parallel, placement = settle(experiment, read_launch(os.environ), gpus)
-    if not gpus:
-        return [placement.describe(parallel)] if placement.several else []
-    import torch  # noqa: PLC0415  a machine without a GPU does without
+    """Which devices would do what, and what they would need of their memory. ConfigError where it is too much.
 
+    Where there is no GPU, a model of the hub is planned for as many as are asked for, and nothing is refused.
+    """
+    launch, gpus, name = read_launch(os.environ), count_gpus(), experiment.model.name
+    parallel, placement = settle(experiment, launch, gpus)
+    if gpus:
+        import torch  # noqa: PLC0415  a small model on a machine without a GPU does without
+
+        device_bytes = torch.cuda.get_device_properties(placement.train[0]).total_memory
+        return _of_gpus(experiment, parallel, placement, device_bytes)
+    here = [placement.describe(parallel)] if placement.several else []
+    if name in (*FROM_SCRATCH, SHIPPED, smollm2.NAME) or Path(name).is_dir():
+        return here
+    devices, train = experiment.devices, experiment.devices.train.count or placement.ranks
+    sample, refer = devices.rollout.count, devices.reference.count or 0
+    apart = refer + ((train if experiment.rollout.max_staleness else 0) if sample is None else sample)
+    try:
+        said = _of_gpus(experiment, *settle(experiment, launch, train + apart), GPU_BYTES)
+    except ConfigError as error:
+        said = [f"memory: {error}"]
+    return [*here, f"no GPU is here; on GPUs of {GPU_BYTES / 1e9:.0f} GB it would be", *said]
+
+
+def _of_gpus(experiment: Experiment, parallel: Parallel, placement: Placement, device_bytes: int) -> list[str]:
+    """Who does what, and what GPUs of this size would need."""
     from mtgrpo.memory import planned  # noqa: PLC0415
 
     try:
         engine = experiment.engine.chosen(experiment.model)[0].placed(placement.rollout, placement.shared)
-        experiment = replace(experiment, parallel=parallel, engine=engine)
-        return planned(experiment, placement, torch.cuda.get_device_properties(placement.train[0]).total_memory)[1]
+        return planned(replace(experiment, parallel=parallel, engine=engine), placement, device_bytes)[1]
     except UnreachableError as error:
         return [placement.describe(parallel), f"memory: not planned, for {error}"]
 

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias, cast
 
-from mtgrpo.errors import ConfigError, refuse_without_effect, require
+from mtgrpo.errors import ConfigError, UnreachableError, program, refuse_without_effect, require
 from mtgrpo.parts import File, Folder, Network, Option, RunContext, Text, extension
 from mtgrpo.runtime.files import parse_json, put_whole, read_lines
 from mtgrpo.sequence_classifier import SequenceClassifier
@@ -72,7 +72,7 @@ class Search(Tool):
     The corpus is a .jsonl file with `id`, `text` and perhaps `title`. Its index is built when it is first used, in a
     folder of its own, which later runs and other processes map from disk; it is checked against the corpus each time.
     With `backend` lucene and no corpus, `index` is a Lucene index that is there already, such as pyserini's of
-    Wikipedia. With `rerank` a cross-encoder puts what was found in its own order.
+    Wikipedia, or the one that `mtgrpo data wikipedia` brings. With `rerank` a cross-encoder orders what was found.
     Example: `environment.tools={search: {corpus: passages.jsonl}}`.
     """
 
@@ -102,6 +102,8 @@ class Search(Tool):
     def check_machine(self) -> None:
         if self.corpus:
             refuse_no_corpus(Path(self.corpus).expanduser())
+        elif not Path(self.index).expanduser().is_dir():
+            raise UnreachableError(f"there is no index {self.index}; {program()} data wikipedia gets one from the hub")
 
     @asynccontextmanager
     async def open(self, context: RunContext) -> AsyncGenerator[Self]:
