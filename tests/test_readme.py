@@ -33,7 +33,7 @@ PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", *sorted((R
 (BILL,) = re.findall(r"^```python\n(# bill.py.*?)^```$", PAGES["tasks_and_rewards"], flags=re.M | re.S)
 README, OWN, VERL = PAGES["README"], PAGES["your_own_agent"], PAGES["coming_from_verl"]
 # Their commands are run below or in tests of their own; servers are needed for those of the last.
-TRIED_ELSEWHERE = {"agents", "algorithms", "coming_from_verl", "many_devices", "your_own_agent", "vllm"}
+TRIED_ELSEWHERE = {"agents", "algorithms", "coming_from_verl", "many_devices", "sagemaker", "your_own_agent", "vllm"}
 
 
 def blocks(language: str, page: str = README) -> list[str]:

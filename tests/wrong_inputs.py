@@ -377,6 +377,14 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("vllm", "--model"),
         ("vllm --model away --python away/bin/python", "away/bin/python"),
         ("vllm --model away --port high", "invalid int"),
+        ("sagemaker instance=ml.m5.xlarge bucket=b-1 role=me", "role=me: a role is named as"),
+        (
+            "sagemaker instance=ml.m5 bucket=b-1 role=arn:aws:iam::123456789012:role/R",
+            "instance=ml.m5: there is no such",
+        ),
+        ("slurm nodes=0", "nodes=0: a whole number"),
+        ("slurm seeed=1", "did you mean seed?"),
+        ("status", "NAME"),
     ],
 }
 

@@ -1,22 +1,39 @@
-"""`mtgrpo launch vllm --model MODEL`: a vLLM server as `engine=server engine.url=[http://HOST:PORT]` needs it."""
+"""`mtgrpo launch WHAT`: a server here, or a run on machines of others.
+
+`vllm --model MODEL` is a vLLM server as `engine=server engine.url=[http://HOST:PORT]` needs it.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mtgrpo.engines.server import PYTHON, Server, interpreter
 from mtgrpo.errors import Arguments
+from mtgrpo.launch import sagemaker, sagemaker_jobs, slurm
 from mtgrpo.runtime.processes import supervise
+
+LAUNCHERS: dict[str, Callable[[Sequence[str]], int]] = {  # what else is launched, by its first word
+    "sagemaker": sagemaker.main,
+    "slurm": slurm.main,
+    **{name: functools.partial(sagemaker_jobs.main, name) for name in ("status", "logs", "stop", "fetch")},
+}
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Do what the first word says. Raises ConfigError."""
+    what, *words = arguments or [""]
+    return LAUNCHERS[what](words) if what in LAUNCHERS else serve(arguments)
+
+
+def serve(arguments: Sequence[str]) -> int:
     """Become the server in the foreground, its log on the terminal, until Ctrl-C; `--dry-run` alone returns.
 
     Raises ConfigError where there is no interpreter for it.
     """
     parser = Arguments("mtgrpo launch", description=__doc__)
-    parser.add_argument("what", choices=["vllm"])
+    parser.add_argument("what", choices=["vllm", *LAUNCHERS])
     parser.add_argument("--model", required=True, help="the folder or name of the model that is trained")
     parser.add_argument("--python", default=PYTHON, help="of the environment that has vLLM (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="where it listens; whoever reaches it controls it")

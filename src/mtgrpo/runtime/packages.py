@@ -55,6 +55,7 @@ PACKAGES = {  # by the module that is imported
     "accelerate": Package("accelerate", "loading nf4 weights", "gpu"),
     "liger_kernel": Package("liger-kernel", "fused layers on a GPU", "gpu"),
     "optuna": Package("optuna", "hydra/sweeper=optuna", "optuna"),
+    "boto3": Package("boto3", "mtgrpo launch sagemaker", "sagemaker"),
     "gguf": Package("gguf", "mtgrpo data smollm2", "smollm2"),
 }
 

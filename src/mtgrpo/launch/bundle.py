@@ -1,0 +1,131 @@
+"""What a run needs on a machine that has nothing of ours: this package, the versions beside it, the user's files."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import io
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import distribution, distributions
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+import mtgrpo
+from mtgrpo.config.compose import Composed
+from mtgrpo.config.trust import declared
+from mtgrpo.errors import ConfigError
+from mtgrpo.parts import Parts, Reach, Where
+
+THERE = "/opt/ml/"  # where a container of SageMaker has what was uploaded otherwise
+WHEEL = f"mtgrpo-{mtgrpo.__version__}-py3-none-any.whl"
+# The machine has its own build of torch, and what comes with it; the rest has the versions that are here.
+_OF_TORCH = re.compile(r"(torch|triton|pytorch-triton|nvidia-.*|cuda-.*|mtgrpo|pip|setuptools|wheel)", re.IGNORECASE)
+
+
+def build_wheel() -> bytes:
+    """This package as pip installs it, from wherever it was imported: a source tree, or what pip has installed."""
+    root, info = Path(mtgrpo.__file__).parents[1], f"mtgrpo-{mtgrpo.__version__}.dist-info"
+    files = {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for package in ("mtgrpo", "hydra_plugins")
+        for path in sorted((root / package).rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    for name in ("METADATA", "entry_points.txt"):
+        files[f"{info}/{name}"] = (distribution("mtgrpo").read_text(name) or "").encode()
+    files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: mtgrpo\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    lines = [
+        f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b'=').decode()},{len(content)}"
+        for name, content in files.items()
+    ]
+    files[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,", ""]).encode()
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), content, zipfile.ZIP_DEFLATED)
+    return packed.getvalue()
+
+
+def versions() -> str:
+    """Constraints of pip: the versions of what is installed here, but for torch."""
+    found = {dist.name: dist.version.partition("+")[0] for dist in distributions() if dist.name}
+    return "".join(f"{name}=={found[name]}\n" for name in sorted(found) if not _OF_TORCH.fullmatch(name))
+
+
+def user_files(composed: Composed, words: Sequence[str], more: Sequence[str]) -> dict[str, Path]:
+    """The user's files that a run reads, by their names below the working folder: recipes, code, tasks, prompts.
+
+    words: of the command line, which may name recipes. more: files and folders that nothing else names.
+    Raises ConfigError where one is not there, or lies outside of the working folder.
+    """
+    files: dict[str, Path] = {}
+    for setting, name in _paths(composed, words, more):
+        if name.startswith(THERE):
+            continue
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise ConfigError(f"{setting}: there is no file {name}; nothing was uploaded")
+        if not path.resolve().is_relative_to(Path.cwd()):
+            raise ConfigError(
+                f"{setting}: {name} lies outside of the folder in which you type, and what is in that folder is "
+                f"uploaded alone: move it there, or upload it and name it as {THERE}input/data/NAME (input.NAME=s3://...)"
+            )
+        for found in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if found.is_file() and "__pycache__" not in found.parts:
+                files[found.resolve().relative_to(Path.cwd()).as_posix()] = found
+    return files
+
+
+def _paths(composed: Composed, words: Sequence[str], more: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Settings with the paths that they name; those of `more` and of recipes first."""
+    yield from (("files", name) for name in more)
+    for word in words:
+        if word.startswith("recipe="):
+            for name in re.findall(r"[^\[\],=\s\"']+\.yaml", word.removeprefix("recipe=")):
+                yield from _recipes(Path(name))
+    for group, choice in composed.choices.items():
+        for name in _leaves(choice):
+            if ".py:" in name:
+                yield group, f"{name.partition('.py:')[0]}.py"
+    yield from _named(composed.experiment, "")
+
+
+def _recipes(path: Path) -> Iterator[tuple[str, str]]:
+    """A recipe that is a file, and those that it inherits, which lie beside it."""
+    yield "recipe", str(path)
+    text = path.read_text() if path.is_file() else ""
+    for name in re.findall(r"[^\[\],:\s\"']+\.yaml", re.sub(r"#.*", "", text)):
+        yield from _recipes(path.parent / name)
+
+
+def _named(settings: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Of settings and those within them: which name a file, a folder or code of the user's own, as they declare."""
+    hints = get_type_hints(type(settings), include_extras=True)
+    for field in dataclasses.fields(settings):
+        value, name = getattr(settings, field.name), f"{place}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _named(value, f"{name}.")
+            continue
+        marks = declared(hints[field.name])
+        plain = Reach.file in marks or Reach.folder in marks
+        for text in _leaves(value) if marks and value != field.default and name not in ("resume", "log") else ():
+            path, is_code, _ = text.removeprefix("file:").partition(".py:")
+            told = is_code or text.startswith("file:") or (plain and Path(path).suffix and not Path(path).is_dir())
+            near = plain or any(isinstance(mark, Where | Parts) or mark is Reach.code for mark in marks)
+            if told or (near and text and "\n" not in text and len(text) < 256 and Path(path).exists()):
+                yield name, f"{path}.py" if is_code else path
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The texts in lists and mappings, names of these among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in cast("Mapping[Any, Any]", value).items():
+            yield from (*_leaves(key), *_leaves(inner))
+    elif isinstance(value, list | tuple):
+        for inner in cast("Sequence[Any]", value):
+            yield from _leaves(inner)

@@ -1,0 +1,95 @@
+"""Whether a run fits machines that are elsewhere, by the memory plan, and how its ranks are placed on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from mtgrpo.config.experiment import Experiment
+from mtgrpo.errors import ConfigError, UnreachableError
+from mtgrpo.parallel.launch import Launch
+from mtgrpo.parallel.placement import place, settle
+from mtgrpo.parts.extension import meant
+
+TRIED = (1, 2, 4, 8, 16)  # machines, with count=auto
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of machine."""
+
+    name: str
+    gpus: int
+    gpu: str  # its kind
+    gpu_gb: float  # of each, of 10^9 bytes
+    memory_gb: float  # of the machine
+    dollars: float  # an hour
+    as_of: str  # when that was its price
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Machines on which a run fits, and how it starts there."""
+
+    hosts: int
+    processes: int  # that start on each; of a single machine 1: the run starts its ranks by itself
+    words: list[str]  # for the run
+    told: list[str]  # to the user: who does what, and the memory plan
+
+
+def machine(name: str) -> Machine:
+    """A machine of SageMaker. Raises ConfigError for one that the table does not have."""
+    table = yaml.safe_load(Path(__file__).with_name("instances.yaml").read_text())
+    known = table["instances"]
+    if name not in known:
+        hint = meant(name, known) or f"known are {', '.join(known)}; "
+        raise ConfigError(f"instance={name}: there is no such machine in launch/instances.yaml; {hint.rstrip('; ')}")
+    return Machine(name, as_of=str(table["as_of"]), **known[name])
+
+
+def fit(experiment: Experiment, kind: Machine, count: str) -> Fleet:
+    """`count` machines of a kind, or, with auto, the fewest that hold the run. Raises ConfigError where none do."""
+    if count != "auto" and not (count.isdigit() and int(count)):
+        raise ConfigError(f"count={count}: give a number of machines, or auto for the fewest that hold the run")
+    tried = TRIED if count == "auto" else (int(count),)
+    for hosts in tried:
+        try:
+            return _fitted(experiment, kind, hosts)
+        except UnreachableError:
+            raise
+        except ConfigError as error:
+            if hosts == tried[-1]:
+                raise ConfigError(f"instance={kind.name} count={hosts}: {error}") from error
+    raise AssertionError
+
+
+def _fitted(experiment: Experiment, kind: Machine, hosts: int) -> Fleet:
+    """Raises ConfigError where the run does not fit, or settings contradict one another."""
+    devices, words = experiment.devices, list[str]()
+    most, ahead = experiment.engine.most_devices, experiment.rollout.max_staleness > 0
+    each = 1
+    if kind.gpus:
+        asked = devices.train.count
+        free = replace(devices, train=replace(devices.train, num=None, ids=None)) if hosts > 1 else devices
+        each = len(place(free, Launch(), kind.gpus, alone=False, ahead=ahead, most=most).train)
+        each = max(1, asked // hosts) if asked and hosts > 1 else each
+    launch = Launch(hosts * each, each) if hosts > 1 else Launch()
+    if hosts == 1 and each > 1 and devices.train.count is None:
+        words = [f"devices.train.num={each}"]
+        experiment = replace(experiment, devices=replace(devices, train=replace(devices.train, num=each)))
+    parallel, placement = settle(experiment, launch, kind.gpus)
+    from mtgrpo.memory import plan, planned  # noqa: PLC0415  it imports torch, which wrong words do without
+
+    try:
+        engine = experiment.engine.chosen(experiment.model)[0].placed(placement.rollout, placement.shared)
+        experiment = replace(experiment, parallel=parallel, engine=engine)
+        if kind.gpus:
+            told = planned(experiment, placement, int(kind.gpu_gb * 1e9))[1]
+        else:
+            found = plan(experiment, int(kind.memory_gb * 1e9), "cpu", placement=placement)
+            told = [placement.describe(found.experiment.parallel), found.describe()]
+    except UnreachableError as error:
+        told = [placement.describe(parallel), f"memory: not planned, for {error}"]
+    return Fleet(hosts, each if hosts > 1 else 1, words, told)

@@ -1,0 +1,341 @@
+"""Training jobs of SageMaker: what is refused, the request, and what becomes of it in an AWS that moto pretends."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from botocore.stub import Stubber
+from moto.server import ThreadedMotoServer
+
+from conftest import Run
+from mtgrpo.config.compose import preset
+from mtgrpo.errors import ConfigError
+from mtgrpo.launch import bundle, sagemaker, sagemaker_jobs
+from mtgrpo.launch.sizing import fit, machine
+
+ROOT = Path(__file__).parents[1]
+ROLE = "role=arn:aws:iam::123456789012:role/Training"
+WHERE = ["launch", "sagemaker", "recipe=calculator", "instance=ml.m5.xlarge", ROLE, "bucket=my-bucket", "name=job-1"]
+SECRETS = {"AWS_ACCESS_KEY_ID": "AKIAKEYTHATISSECRET", "AWS_SECRET_ACCESS_KEY": "the+secret+access+key"}
+TOKEN = "hf_tokenofsomebody"
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An AWS of this test alone, with a bucket; its address."""
+    server = ThreadedMotoServer(port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        **SECRETS,
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    s3: Any = boto3.client("s3")
+    s3.create_bucket(Bucket="my-bucket")
+    yield f"http://{host}:{port}"
+    server.stop()
+    import moto.backends  # noqa: PLC0415  what a test left is not the next one's
+
+    for service in ("s3", "sagemaker", "logs"):
+        moto.backends.get_backend(service).reset()
+
+
+def keys() -> list[str]:
+    s3: Any = boto3.client("s3")
+    return [entry["Key"] for entry in s3.list_objects_v2(Bucket="my-bucket").get("Contents", ())]
+
+
+def test_a_dry_run_prints_the_request_without_boto3_and_credentials(
+    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("boto3", "botocore"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for name in SECRETS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TOKEN", TOKEN)
+    words = ["count=2", "--spot", "--dry-run", "env=[TOKEN]", "input.train=s3://other/folder", "seed=3"]
+    code, out, err = run(*WHERE, *words)
+    assert code == 0, err
+    assert TOKEN not in out + err
+    request = json.loads(out)
+    assert request["TrainingJobName"] == "job-1" and request["RoleArn"] == ROLE.removeprefix("role=")
+    assert request["ResourceConfig"] == {"InstanceType": "ml.m5.xlarge", "InstanceCount": 2, "VolumeSizeInGB": 200}
+    assert json.loads(request["HyperParameters"]["words"]) == ["recipe=calculator", "seed=3"]
+    assert request["StoppingCondition"] == {"MaxRuntimeInSeconds": 86400, "MaxWaitTimeInSeconds": 172800}
+    assert request["EnableManagedSpotTraining"] and request["Environment"] == {"TOKEN": "***"}
+    assert [channel["ChannelName"] for channel in request["InputDataConfig"]] == ["code", "train"]
+    assert "2 processes train" in err and "about $0.46 an hour" in err
+    assert "'ml.m5.xlarge for spot training job usage' must be 2 or more" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("role=Training", "role=Training: a role is named as arn:aws:iam::"),
+        ("role=arn:aws:iam::12:role/Training", "a role is named as"),
+        ("role=", "role is not given"),
+        ("bucket=s3://my-bucket", "the name of a bucket alone"),
+        ("bucket=", "bucket is not given"),
+        ("instance=ml.m5.xlarg", "did you mean ml.m5.xlarge"),
+        ("instance=", "instance is not given"),
+        ("count=0", "count=0: give a number of machines"),
+        ("count=many", "count=many: give a number of machines"),
+        ("name=a_job", "name=a_job: letters, digits and single hyphens"),
+        ("hours=soon", "hours=soon: a number above 0"),
+        ("env=[NOWHERE_SET]", "env: NOWHERE_SET is not set here"),
+        ("input.code=s3://a/b", "under another name than code"),
+        ("input.train=/data", "input.train=/data: s3://BUCKET/FOLDER"),
+        ("resume=true", "the job has its run in /opt/ml/checkpoints/run"),
+        ("hydra.run.dir=runs", "the job has its run in /opt/ml/checkpoints/run"),
+        ("files=[gone.py]", "files: there is no file gone.py; nothing was uploaded"),
+        ("task=jsonl task.path=gone.jsonl", "task.path: there is no file gone.jsonl; nothing was uploaded"),
+        ("task=jsonl task.path=/etc/passwd", "task.path: /etc/passwd lies outside of the folder in which you type"),
+        ("reward=gone.py:Mine", "gone.py"),
+        ("recipe=gone.yaml", "gone.yaml"),
+        ("task.system_prompt=file:gone.txt", "gone.txt"),
+        ("optimizer.lr=-1", "optimizer.lr must be > 0"),
+        (
+            "batch.token_budget=4000000",
+            "instance=ml.m5.xlarge count=1: model.name=tiny-calculator with batch.token_budget",
+        ),
+        (f"task.system_prompt={'x' * 2500}", "characters of words: SageMaker takes 2500; put them into a recipe"),
+    ],
+)
+def test_a_wrong_job_is_refused_in_a_line_before_any_upload(
+    words: str, said: str, run: Run, aws: str, place: Path
+) -> None:
+    kept = [word for word in WHERE if word.partition("=")[0] not in {w.partition("=")[0] for w in words.split()}]
+    code, out, err = run(*kept, *words.split())
+    assert (code, out) == (2, ""), (out, err)
+    assert said in err and err.count("\n") == 1
+    assert keys() == []
+
+
+def test_too_little_memory_is_told_with_a_cure() -> None:
+    experiment = preset("calculator", "batch.token_budget=4000000")
+    with pytest.raises(
+        ConfigError, match=r"instance=ml.m5.large count=1: .*needs [\d.]+ GB at its peak .*set batch.token_budget"
+    ):
+        fit(experiment, machine("ml.m5.large"), "1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "words", "hosts", "processes", "added"),
+    [
+        ("ml.m5.xlarge", "2", "", 2, 1, []),
+        ("ml.g5.xlarge", "1", "", 1, 1, []),
+        ("ml.g5.12xlarge", "1", "", 1, 1, ["devices.train.num=4"]),
+        ("ml.g5.12xlarge", "auto", "", 1, 1, ["devices.train.num=4"]),
+        ("ml.g5.12xlarge", "1", "devices.train.num=2", 1, 1, []),
+        ("ml.g5.12xlarge", "2", "", 2, 4, []),
+        ("ml.g5.12xlarge", "2", "devices.train.num=4", 2, 2, []),
+        ("ml.g5.12xlarge", "2", "devices.rollout.num=1 engine=server engine.memory_fraction=0.5", 2, 3, []),
+        (
+            "ml.g5.12xlarge",
+            "1",
+            "rollout.max_staleness=1 engine=server engine.memory_fraction=0.5",
+            1,
+            1,
+            ["devices.train.num=2"],
+        ),
+    ],
+)
+def test_ranks_are_placed_on_the_machines(
+    kind: str, count: str, words: str, hosts: int, processes: int, added: list[str]
+) -> None:
+    fleet = fit(preset("calculator", *words.split()), machine(kind), count)
+    assert (fleet.hosts, fleet.processes, fleet.words) == (hosts, processes, added)
+
+
+RECIPE = "defaults: [calculator, mine/other.yaml, override /reward: own.py:Half]\n"
+OWN = """
+from dataclasses import dataclass
+from mtgrpo.rewards import Reward
+
+@dataclass
+class Half(Reward):
+    '''Half.'''
+    def reward(self, trajectory):
+        return 0.5
+
+def add(a: int) -> int:
+    '''A sum.'''
+    return a
+"""
+
+
+def test_a_job_is_made_asked_for_and_fetched(run: Run, aws: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {
+        "shop.yaml": RECIPE,
+        "mine/other.yaml": "seed: 4\n",
+        "own.py": OWN,
+        "prompt.txt": "Add.",
+        "more.py": "",
+    }.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(text)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    words = [word for word in WHERE if not word.startswith("recipe=")]
+    words += ["recipe=shop.yaml", "task.system_prompt=file:prompt.txt", "environment.tools=[calculator,own.py:add]"]
+    code, out, err = run(*words, "files=[more.py]", "env=[HF_TOKEN]")
+    assert code == 0, err
+    assert "job-1 was created" in out
+    for secret in (*SECRETS.values(), TOKEN):
+        assert secret not in out + err
+    s3, asked = [boto3.client(name) for name in ("s3", "sagemaker")]  # type: ignore[call-overload]
+    uploaded = {key.removeprefix("mtgrpo/job-1/code/") for key in keys()}
+    files = {f"files/{name}" for name in ("shop.yaml", "mine/other.yaml", "own.py", "prompt.txt", "more.py")}
+    assert uploaded == {"sagemaker_entry.py", "constraints.txt", bundle.WHEEL, *files}
+    for key in keys():
+        content: bytes = s3.get_object(Bucket="my-bucket", Key=key)["Body"].read()
+        assert not any(secret.encode() in content for secret in (*SECRETS.values(), TOKEN)), key
+
+    described = asked.describe_training_job(TrainingJobName="job-1")
+    assert described["AlgorithmSpecification"]["ContainerEntrypoint"][1].endswith("/code/sagemaker_entry.py")
+    code, out, err = run("launch", "status", "job-1")
+    assert code == 0 and "job-1: Completed" in out and "1 x ml.m5.xlarge" in out
+    code, _, err = run(*words)
+    assert code == 2 and "there is a job of this name; give another, and run=job-1 to go on" in err
+
+    code, _, err = run("launch", "fetch", "job-1")
+    assert code == 2 and "has saved nothing yet" in err
+    s3.put_object(Bucket="my-bucket", Key="mtgrpo/job-1/checkpoints/run/notes.txt", Body=b"said")
+    s3.put_object(Bucket="my-bucket", Key="mtgrpo/job-1/checkpoints/run/../../../escaped.txt", Body=b"bad")
+    bucket, _, key = described["ModelArtifacts"]["S3ModelArtifacts"].removeprefix("s3://").partition("/")
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        archive.addfile(tarfile.TarInfo("config.json"), io.BytesIO())
+    s3.put_object(Bucket=bucket, Key=key, Body=packed.getvalue())
+    code, out, err = run("launch", "fetch", "job-1")
+    assert code == 0, err
+    assert sorted(
+        path.relative_to(place / "job-1").as_posix() for path in (place / "job-1").rglob("*") if path.is_file()
+    ) == [
+        "model/config.json",
+        "run/notes.txt",
+    ]
+    assert not list(place.rglob("escaped.txt"))
+
+
+def test_what_aws_refuses_is_told_in_a_line(run: Run, aws: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [word for word in WHERE if not word.startswith("bucket=")]
+    code, _, err = run(*words, "bucket=nobodys-bucket")
+    assert code == 2 and "bucket=nobodys-bucket: there is none that you may use" in err
+    assert len(err.splitlines()[-1]) < 300 and keys() == []
+    for command in ("status", "logs", "stop", "fetch"):
+        code, _, err = run("launch", command, "no-job")
+        assert code == 2 and "there is no job no-job in us-east-1" in err
+    for name in SECRETS:
+        monkeypatch.delenv(name)
+    code, _, err = run(*WHERE)
+    assert code == 2 and "Unable to locate credentials" in err and "Traceback" not in err
+
+
+def test_a_job_is_stopped_and_its_log_is_read(run: Run, aws: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(*WHERE)[0] == 0
+    logs: Any = boto3.client("logs")
+    logs.create_log_group(logGroupName=sagemaker_jobs.LOGS)
+    for host in ("algo-1", "algo-2"):
+        stream = {"logGroupName": sagemaker_jobs.LOGS, "logStreamName": f"job-1/{host}-1700000000"}
+        logs.create_log_stream(**stream)
+        events = [{"timestamp": int(time.time() * 1000) + n, "message": f"line {n}"} for n in range(3)]
+        logs.put_log_events(**stream, logEvents=events)
+    code, out, err = run("launch", "logs", "job-1")
+    assert code == 0, err
+    assert out.splitlines() == [f"{host}-1700000000 line {n}" for host in ("algo-1", "algo-2") for n in range(3)]
+
+    asked: Any = boto3.client("sagemaker")
+    with Stubber(asked) as stub:
+        stub.add_response("describe_training_job", {**asked_for("job-1"), "TrainingJobStatus": "InProgress"})
+        stub.add_response("stop_training_job", {}, {"TrainingJobName": "job-1"})
+        stub.add_response("describe_training_job", asked_for("job-1"))
+        stub.add_client_error("stop_training_job", "ValidationException", "The job has ended")
+        monkeypatch.setattr(sagemaker_jobs, "client", lambda *_: asked)
+        code, out, err = run("launch", "stop", "job-1")
+        assert code == 0 and "job-1 is told to stop" in out, err
+        code, out, err = run("launch", "stop", "job-1")
+        assert code == 2 and "job-1 cannot be stopped (" in err and "The job has ended" in err
+        stub.assert_no_pending_responses()
+
+
+def asked_for(name: str) -> dict[str, Any]:
+    """What SageMaker says at least of a job."""
+    image = {"TrainingImage": "image", "TrainingInputMode": "File"}
+    arns = {"TrainingJobArn": f"arn:aws:sagemaker:us-east-1:123456789012:training-job/{name}"}
+    resources = {"InstanceType": "ml.m5.xlarge", "InstanceCount": 1, "VolumeSizeInGB": 1}
+    rest = {
+        "StoppingCondition": {},
+        "CreationTime": 0,
+        "SecondaryStatus": "Stopping",
+        "ModelArtifacts": {"S3ModelArtifacts": ""},
+    }
+    return {
+        "TrainingJobName": name,
+        "TrainingJobStatus": "Stopped",
+        "AlgorithmSpecification": image,
+        "ResourceConfig": resources,
+        **arns,
+        **rest,
+    }
+
+
+def test_status_says_why_a_job_failed_and_what_it_measured() -> None:
+    job = asked_for("job-1") | {"FailureReason": "AlgorithmError: mtgrpo: no", "BillableTimeInSeconds": 5400}
+    job |= {"FinalMetricDataList": [{"MetricName": "reward/mean", "Value": 0.5}]}
+    told = sagemaker_jobs.status(job)
+    assert "failed: AlgorithmError: mtgrpo: no" in told and "billed: 1.50 hours" in told and "reward/mean: 0.5" in told
+
+
+def test_metrics_are_read_from_what_the_job_prints() -> None:
+    row = "mtgrpo-metrics step=3 reward/mean=-1.5e-05 reward/success=0.25"
+    job = sagemaker.prepare(WHERE[2:], spot=False)
+    found = {
+        metric["Name"]: match[1]
+        for metric in job.request["AlgorithmSpecification"]["MetricDefinitions"]
+        if (match := re.search(metric["Regex"], row))
+    }
+    assert found == {"reward/mean": "-1.5e-05", "reward/success": "0.25"}
+
+
+def test_the_wheel_has_all_of_the_package() -> None:
+    with zipfile.ZipFile(io.BytesIO(bundle.build_wheel())) as wheel:
+        names = set(wheel.namelist())
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "src"]
+    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert {name.removeprefix("src/") for name in tracked} <= names
+    assert not any(re.match(r"(torch|nvidia|mtgrpo)", line) for line in bundle.versions().splitlines())
+
+
+def test_every_command_of_the_page_is_accepted(run: Run, place: Path) -> None:
+    page = (ROOT / "docs/sagemaker.md").read_text()
+    lines = [
+        line.split("  #")[0]
+        for block in re.findall(r"^```console\n(.*?)^```$", page, flags=re.M | re.S)
+        for line in block.splitlines()
+    ]
+    commands = [
+        shlex.split(line)[1:] for line in lines if line.startswith(("mtgrpo launch sagemaker", "mtgrpo launch slurm"))
+    ]
+    assert len(commands) >= 2
+    for words in commands:
+        words = [word.replace("Qwen/Qwen3-1.7B", "tiny") for word in words]
+        code, _, err = run(*words, *(["--dry-run"] if "sagemaker" in words and "--dry-run" not in words else []))
+        assert code == 0, (words, err)
