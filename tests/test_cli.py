@@ -583,6 +583,13 @@ def test_an_object_of_ones_own_file_goes_to_another_process(own: str) -> None:
     assert type(again) is type(made.reward) is extension.load_file(Path(own)).Half
 
 
+def test_a_file_of_ones_own_imports_what_lies_beside_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    place.joinpath("beside_it_alone.py").write_text("NUMBER = 7\n")
+    place.joinpath("uses_it.py").write_text("from beside_it_alone import NUMBER\n")
+    assert extension.load_file(place / "uses_it.py").NUMBER == 7
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [

@@ -801,3 +801,37 @@ async def test_a_thousand_sessions_leave_nothing_behind() -> None:
     assert (threading.active_count(), len(asyncio.all_tasks())) == before
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", int(endpoint.url.rpartition(":")[2]))
+
+
+async def test_examples_of_the_agents_own_are_no_drift() -> None:
+    of = session(scripted("a plan", "391", "done"))
+    await asked(of, "plan", "an example of mine", "now plan")
+    await asked(of, "work", "another example", "now work")  # repeats nothing that was sampled
+    await asked(of, "summary of it all: a plan", "a plan", "go on")  # repeats a reply elsewhere
+    await of.close()
+    ended(of)
+    assert (of.counts["chains"], of.counts["drifted"]) == (3, 1)
+
+
+async def test_a_session_whose_end_nobody_waits_for_closes_its_conversations() -> None:
+    closed: list[int] = []
+    of = session(scripted("391"))
+    opened = of._open_chain
+
+    @asynccontextmanager
+    async def chain(number: int) -> AsyncGenerator[Any]:
+        async with opened(number) as sample:
+            try:
+                yield sample
+            finally:
+                closed.append(number)
+
+    of._open_chain = chain
+    await asked(of, "hi")
+    of._waiting[object()] = of._exchanges[0]  # somebody is still sent a reply
+    closing = asyncio.create_task(of.close())
+    await asyncio.sleep(0.02)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert closed == [0]

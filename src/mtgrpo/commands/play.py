@@ -70,6 +70,8 @@ async def run_playing(experiment: Experiment, folder: Path) -> None:
     async with open_run(_by_hand(experiment), folder, trains=False) as run:
         runner = run.runner.at("play")
         world = runner.environment
+        if experiment.agent.active:
+            run.sinks.note("here the policy answers alone, without the agent; `mtgrpo serve` serves it to the agent")
         run.sinks.note("your words, then Enter; an empty line takes an example, or ends a conversation; Ctrl-D leaves")
         examples, keyboard = itertools.cycle(run.held_out), _Keyboard()
         for number in itertools.count():

@@ -68,6 +68,7 @@ class TurnIndex:
 
     def __init__(self) -> None:
         self._newest: dict[Hashable, Exchange] = {}
+        self._said: set[Hashable] = set()  # digests of what requests said, and what replies mean
 
     def add(self, exchange: Exchange, reply: TurnReply) -> None:
         """One that has its reply; it lets go of its messages. What was cut is continued by none."""
@@ -75,6 +76,7 @@ class TurnIndex:
         for answer in (*reply.ids, *meanings) if reply.finish == "stop" else ():
             for head in (exchange.head, None):
                 self._newest[exchange.tools, head, exchange.whole, answer] = exchange
+        self._said |= {exchange.whole, reply.meaning}
         exchange.request, exchange.messages = replace(exchange.request, messages=()), ()
 
     def continued(self, by: Exchange, any_system: bool = False) -> Exchange | None:
@@ -88,6 +90,15 @@ class TurnIndex:
         answers = (*sent.ids, (sent.meaning, sent.message.reasoning.strip()))
         earlier = [self._newest.get((by.tools, head, by.before, answer)) for answer in answers]
         return max((one for one in earlier if one is not None), key=lambda one: one.turn, default=None)
+
+    def repeats(self, by: Exchange) -> bool:
+        """Whether `by` has the reply of a recorded turn: in its words, or in others where it was given."""
+        digest = b""
+        for sent in by.messages:
+            if sent.message.role == "assistant" and not self._said.isdisjoint((digest, sent.meaning)):
+                return True
+            digest = _chained([sent.meaning], digest)
+        return False
 
 
 def _chained(texts: Iterable[str], digest: bytes = b"") -> bytes:

@@ -70,6 +70,7 @@ class _Context:
     new: list[int]  # the tokens beyond the parent's; all of them where it is opened anew
     extends: bool
     rewritten: bool  # it would continue a turn, but for its system prompt
+    repeats: bool  # it has a reply that was recorded, perhaps in other words
 
 
 class AgentSession:
@@ -174,14 +175,17 @@ class AgentSession:
     async def close(self) -> None:
         """Wait a moment for what is being sent, cancel what is being sampled, answer no more."""
         until = time.monotonic() + SETTLE_S
-        while self._waiting and time.monotonic() < until:
-            await asyncio.sleep(0.005)
+        self._open.push_async_callback(self._end_work)
+        async with self._open:  # also where nobody waits for it any more
+            while self._waiting and time.monotonic() < until:
+                await asyncio.sleep(0.005)
+
+    async def _end_work(self) -> None:
         self._closed = True
         works = [exchange.work for exchange in self._exchanges]
         for work in works:
             work.cancel()
         await asyncio.gather(*works, return_exceptions=True)
-        await self._open.aclose()
 
     def finish(self, trains: Callable[[Trajectory], Sequence[bool]]) -> Trajectory:
         """The trajectory, once it is closed. Turns that nobody received or `trains` leaves out are not trained.
@@ -322,7 +326,7 @@ class AgentSession:
         tools, history = exchange.request.tools, [sent.message for sent in exchange.request.messages]
         parent = self._index.continued(exchange)
         similar = None if parent is not None else self._index.continued(exchange, any_system=True)
-        rewritten = similar is not None
+        marks = {"rewritten": similar is not None, "repeats": self._index.repeats(exchange)}
         if self._pin_system:
             parent = parent or similar
         try:
@@ -332,9 +336,9 @@ class AgentSession:
                 new = self._chat.extend(parent.history, answers, tools, turn.output[-1])
                 if new is not None:
                     tokens = [*self.trajectory.context(parent.turn), *turn.output, *new]
-                    return _Context(parent, history, tokens, new, extends=True, rewritten=rewritten)
+                    return _Context(parent, history, tokens, new, extends=True, **marks)
             tokens = self._chat.open(history, tools)
-            return _Context(parent, history, tokens, tokens, extends=False, rewritten=rewritten)
+            return _Context(parent, history, tokens, tokens, extends=False, **marks)
         except ConfigError as error:
             raise RefusedError("invalid", str(error)) from error
 
@@ -344,8 +348,7 @@ class AgentSession:
         idle = [chain for chain in self._chains if not chain.busy]
         shared = [shared_length(chain.tokens, context.tokens) for chain in idle]
         best = max(range(len(idle)), key=lambda i: shared[i], default=0)
-        repeats = self.trajectory.turns and any(message.role == "assistant" for message in context.history)
-        if repeats and not context.extends:
+        if context.repeats and not context.extends:
             self.counts["drifted"] += 1
             self.counts["drifted_tokens"] += len(context.tokens) - max(shared, default=0)
         if idle and 2 * shared[best] >= len(idle[best].tokens):

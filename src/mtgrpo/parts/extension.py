@@ -13,6 +13,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import os
 import pkgutil
 import re
 import sys
@@ -135,7 +136,8 @@ def find_class(package: str, name: str, base: type[T], what: str = "") -> type[T
 def load_file(path: Path) -> ModuleType:
     """Import a Python file by its path, once per process. Raises ConfigError when it is missing or breaks.
 
-    The module's name says where the file is, so that what it defines can be unpickled in another process.
+    The module's name says where the file is, so that what it defines can be unpickled in another process. What lies
+    beside it can be imported from then on, behind all that could be before.
     """
     path = path.expanduser().resolve()
     if not path.is_file():
@@ -153,9 +155,12 @@ class _FileFinder:
     def find_spec(name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
         """The module `name`; None where it is not one of these. Called by Python's import."""
         parent, _, place = name.rpartition(".")
-        return (
-            importlib.util.spec_from_file_location(name, bytes.fromhex(place).decode()) if parent == __name__ else None
-        )
+        if parent != __name__:
+            return None
+        file = bytes.fromhex(place).decode()
+        if (folder := os.path.dirname(file)) not in sys.path:
+            sys.path.append(folder)  # what lies beside it can be imported, as by a script
+        return importlib.util.spec_from_file_location(name, file)
 
 
 __path__: list[str] = []  # modules may lie below this one

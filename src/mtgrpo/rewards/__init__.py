@@ -46,6 +46,7 @@ class Reward(Part, ABC, retries=">= 0"):
 
     cpu_heavy = False  # true: `reward` of a pickled copy runs in another process, so that the event loop stays free
     judges_turns = False  # true: its scores have turns, which advantage=turn needs
+    looks_for: ClassVar[str] = ""  # where it finds the answer in a text, for a note where it is never there; "" = all
     takes_posted = False  # true: it scores by what an agent's program posts (`agent.posts_rewards`)
     _workers = cast("Workers | None", None)
 

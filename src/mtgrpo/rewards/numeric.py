@@ -72,6 +72,11 @@ class Numeric(Reward):
     `20k`, `3 of 4`.
     """
 
+    looks_for = (
+        "reward=numeric reads the number behind #### or in \\boxed{}; say so in the prompt, set "
+        "reward.require_marker=false to take the last number of the text, or compare texts by reward=em"
+    )
+
     require_marker: bool = True  # false: where there is neither, the last number of the text counts
 
     def reward(self, trajectory: Trajectory) -> float:

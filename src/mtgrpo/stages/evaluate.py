@@ -20,11 +20,12 @@ from mtgrpo.policy.step import Metrics
 from mtgrpo.record.reading import AFTER, of_set, read_object, read_settings
 from mtgrpo.record.shapes import TEXTS
 from mtgrpo.record.writing import fine_tuning_row, open_rows, trajectory_row, write_summary, write_trajectories
+from mtgrpo.rewards import Reward
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.runtime.files import strict_json, write_whole
 from mtgrpo.runtime.workers import together
 from mtgrpo.stages.checks import EVAL_SEED
-from mtgrpo.stages.metrics import describe, share_that_varies
+from mtgrpo.stages.metrics import describe, describe_failures, share_that_varies
 from mtgrpo.stages.resume import differences
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.tasks import Split
@@ -67,7 +68,9 @@ async def evaluate_during(run: Run) -> Metrics:
 
     metrics: Metrics = {}
     for name, runner, tasks in _task_sets(run):
-        metrics |= await evaluate(runner, tasks, 1, name, play)
+        groups = await _groups(runner, "eval", name, tasks, 1, play)
+        metrics |= _named(name, describe(groups, runner.reward.success_at, 1))
+        run.sinks.tell(_notes(name, groups, runner.reward))
     return metrics | ({"eval/version": sum(versions) / max(1, len(versions))} if rollout.max_staleness else {})
 
 
@@ -100,6 +103,7 @@ async def _measure(
     for name, runner, tasks in sets:
         sampled = await _groups(runner, "eval", name, tasks, samples, counted)
         write_trajectories(run.folder, of_set(file, name), sampled)
+        run.sinks.tell(_notes(name, sampled, runner.reward))
         greedy = await _groups(runner, "greedy", name, tasks, 1, counted)
         described = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
         if samples > 1:
@@ -134,6 +138,18 @@ async def _groups(
         reason = groups[0].trajectories[0].reason
         raise AllFailedError(f"every conversation of the evaluation failed, the first because of {reason}")
     return groups
+
+
+def _notes(name: str, groups: Sequence[Group], reward: Reward) -> list[str]:
+    """What people should know of an evaluation of the set `name` beside its numbers."""
+    measured, valid = sum(bool(group.valid) for group in groups), [t for group in groups for t in group.valid]
+    notes = describe_failures(groups)
+    if measured < len(groups):
+        notes.append(f"of {len(groups)} tasks {measured} could be measured: its numbers are of those")
+    looks_for = reward.looks_for or next((part.looks_for for part in reward.parts), "")
+    if looks_for and not any(map(reward.answer, valid)):
+        notes.append(f"none of {len(valid)} conversations has an answer where it is looked for: {looks_for}")
+    return [f"evaluation{name and f' of {name}'}: {note}" for note in notes]
 
 
 def _named(name: str, metrics: Metrics) -> Metrics:

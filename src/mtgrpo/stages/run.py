@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -161,24 +162,27 @@ def _ended_by_signals() -> Generator[None]:
     """Ctrl-C, SIGTERM (a machine asks the run to end) and SIGHUP (its terminal is gone) cancel the run, which saves.
 
     They arrive between two steps of the event loop, so that no update is cut in two. The second ends waiting for what
-    does not close; after it, Ctrl-C ends the process wherever it is.
+    does not close; after it, Ctrl-C ends the process wherever it is. SIGTERM counts once a second: `timeout` and others
+    send it to the process and to its group.
     """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     if task is None or threading.current_thread() is not threading.main_thread():  # signals are for the main thread
         yield
         return
-    asked = 0
+    asked, first_s = 0, 0.0
 
-    def end() -> None:
-        nonlocal asked
-        asked += 1
+    def end(number: signal.Signals) -> None:
+        nonlocal asked, first_s
+        if asked and number == signal.SIGTERM and time.monotonic() - first_s < 1:
+            return
+        asked, first_s = asked + 1, first_s or time.monotonic()
         if asked > 1:
             loop.remove_signal_handler(signal.SIGINT)
         task.cancel()
 
     heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, or `&` in a shell
     for number in heard:
-        loop.add_signal_handler(number, end)
+        loop.add_signal_handler(number, end, number)
     try:
         yield
     except asyncio.CancelledError:

@@ -47,14 +47,26 @@ async def run_training(experiment: Experiment, folder: Path) -> None:
         place = folder.relative_to(Path.cwd()) if Path.cwd() in folder.parents else folder
         learned = what_was_learned(summary, experiment.eval.samples).splitlines()
         picture = f"the curve is in {place / 'curve.png'}"
-        print("", drawn, picture, "", *(fill(line, width) for line in learned), "", next_commands(place), sep="\n")
+        print(
+            "",
+            drawn,
+            picture,
+            "",
+            *(fill(line, width) for line in learned),
+            "",
+            next_commands(place, experiment),
+            sep="\n",
+        )
 
 
-def next_commands(folder: Path) -> str:
+def next_commands(folder: Path, experiment: Experiment) -> str:
     """What to try with a run that has ended."""
     saved = sorted((folder / "checkpoints").glob("step_*"))
     said = [f"show {quote(str(folder))}   # its conversations", f"report {quote(str(folder))}   # all on a page"]
-    said += [f"play {quote(f'checkpoint={saved[-1]}')}   # talk to it"] if saved else []
+    if saved:
+        checkpoint = quote(f"checkpoint={saved[-1]}")
+        serves = f"serve {checkpoint}   # an endpoint for your agent, as in training"
+        said.append(serves if experiment.agent.active else f"play {checkpoint}   # talk to it")
     return "\n  ".join(["try next:", *(f"{program()} {words}" for words in said)])
 
 

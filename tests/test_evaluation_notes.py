@@ -1,0 +1,35 @@
+"""What an evaluation tells a person beside its numbers."""
+
+from __future__ import annotations
+
+from mtgrpo.rewards import Reward
+from mtgrpo.rewards.em import EM
+from mtgrpo.rewards.numeric import Numeric
+from mtgrpo.stages.evaluate import _notes
+from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
+
+TASK = Task("sum/0", (Message("user", "?"),), "61")
+
+
+def said(text: str) -> Trajectory:
+    turn = Turn([1], [2], [-0.1], [0], Finish.STOP, Message("assistant", text))
+    return Trajectory(TASK, turns=[turn])
+
+
+def notes(reward: Reward, *trajectories: Trajectory, name: str = "") -> list[str]:
+    return _notes(name, [Group(TASK, [trajectory]) for trajectory in trajectories], reward)
+
+
+def test_answers_without_the_marker_are_noticed_where_none_has_it() -> None:
+    assert notes(Numeric(), said("61"), said("#### 61")) == []
+    (note,) = notes(Numeric(), said("61"), said("62"), name="hard")
+    assert note.startswith("evaluation of hard: none of 2 conversations has an answer") and "reward=em" in note
+    assert notes(Numeric(require_marker=False), said("61")) == []
+
+
+def test_failures_and_the_tasks_that_are_left_are_counted() -> None:
+    broken = Trajectory(TASK, status=Status.FAILED, reason="OSError: no line")
+    assert notes(EM(), said("61"), broken) == [
+        "evaluation: 1 of 2 conversations failed, the first because of OSError: no line",
+        "evaluation: of 2 tasks 1 could be measured: its numbers are of those",
+    ]
