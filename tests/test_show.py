@@ -51,6 +51,7 @@ def test_a_conversation_is_shown_as_it_went(run_folder: Path, capsys: pytest.Cap
         "[tool calculator] 391",
         "[assistant] \\x1b[2J#### 391",  # what would clear the screen is spelled out
         "unreadable: not JSON  turn 2: 3 tokens, reward 0.75, a new context",
+        f"mtgrpo view {run_folder} --at step_000002/c/0",
     ]
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shlex
+import sys
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,13 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer, unused_port
 
 from chromium import Page, chromium
+from mtgrpo.commands import view
 from mtgrpo.commands.view import main
 from mtgrpo.errors import ConfigError
 from mtgrpo.record.decoding import parted
 from mtgrpo.record.tokens import read_tokens
+from mtgrpo.record.writing import page_of
+from mtgrpo.runtime.files import strict_json
 from mtgrpo.viewer.resources import Runs
 from mtgrpo.viewer.server import HEADERS, application, static_files
 from recorded import ANSWERS, TOKENIZER, encode, make_recorded
@@ -284,14 +290,33 @@ def test_what_cannot_be_is_said(words: list[str], said: str, tmp_path: Path) -> 
         main([str(make_recorded(tmp_path)), *words])
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+def test_the_address_opens_a_place(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, said = make_recorded(tmp_path), list[str]()
+
+    def announce(address: str) -> None:
+        said.append(address)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(view, "_announce", announce)
+    words = shlex.split(page_of(run / "trajectories" / "step_000001.jsonl", 3))
+    assert words[:2] == ["mtgrpo", "view"] and main([*words[2:], "--host", host]) == 0
+    assert re.fullmatch(rf"http://{host}:\d+/#(secret=[\w-]+)?/r/0/step_000001/c/3", said[0])
+    assert ("secret" in said[0]) == (host != "127.0.0.1")
+
+
 def test_the_page_is_written_as_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = make_recorded(tmp_path / "run"), tmp_path / "out"
     assert main([str(run), "--out", str(out)]) == 0
     assert f"files are in {out}" in capsys.readouterr().out
-    assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} >= {
-        *static_files(), "api/runs.json", "api/0/step_000002/7.json", "api/0/step_000001/forest.json",
+    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert written == {
+        *static_files(), "api/top.json", "api/0.json", "api/0/step_000001.json", "api/0/step_000002.json",
     }  # fmt: skip
-    assert json.loads((out / "api" / "0" / "index.json").read_text()) == Runs([run]).read("0/index")
+    for name in Runs([run]).names():
+        place, _, key = name.rpartition("/")
+        held = json.loads((out / "api" / f"{place or 'top'}.json").read_text())
+        assert held[key] == json.loads(strict_json(Runs([run]).read(name))), name
     assert "Content-Security-Policy" in (out / "index.html").read_text()
 
 
@@ -343,12 +368,45 @@ async def test_every_screen_is_shown_without_a_complaint_and_runs_nothing_of_the
         assert page.complaints == []
 
 
+async def answering(port: int) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            with suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.real
+async def test_the_page_of_files_shows_every_screen(tmp_path: Path) -> None:
+    main([str(make_recorded(tmp_path / "run")), "--out", str(tmp_path / "out")])
+    port = unused_port()
+    words = [sys.executable, "-m", "http.server", "-b", "127.0.0.1", "-d", str(tmp_path / "out"), str(port)]
+    quiet = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*words, stdout=quiet, stderr=quiet)
+    try:
+        await answering(port)
+        async with chromium(tmp_path / "profile") as page:
+            await page.open(f"http://127.0.0.1:{port}/")
+            for screen in SCREENS:
+                await page.screen(screen)
+                assert await page.value("document.querySelector('.error, .empty') === null"), screen
+            assert page.complaints == []
+    finally:
+        process.terminate()
+        await process.wait()
+
+
 @pytest.mark.real
 async def test_keys_and_clicks_lead_through_the_page(tmp_path: Path) -> None:
     run = make_recorded(tmp_path / "run")
     async with browsed(run, tmp_path / "profile") as page:
-        await page.screen("/r/0/step_000001/c/1")
         where = "location.hash + ''"
+        await page.value("location.hash = 'secret=s_-1/r/0/step_000001/c/1'")  # as it is announced to a network
+        await page.shown("/r/0/step_000001/c/1")
+        assert await page.value("sessionStorage.getItem('secret')") == "s_-1"
+        assert await page.value(where) == "#/r/0/step_000001/c/1"
         await page.press("j")
         await page.shown("/r/0/step_000001/c/2")
         await page.press("g")

@@ -16,6 +16,7 @@ from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.record import reading
 from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, facts, of_set
 from mtgrpo.record.shapes import Json
+from mtgrpo.record.writing import page_of
 from mtgrpo.runtime.text import number, printable, shorten
 
 _COLORS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
                 out.print(_offered(tools))
             for text in shown_tokens.lines(line, row, out) if shown_tokens else _lines(row):
                 out.print(text)
+            out.print(Text(page_of(run.folder / "trajectories" / f"{source}.jsonl", line), "dim"))
     if not shown:
         cure = "leave --task, --sample or --failures out"
         raise ConfigError(f"{source} of {run.folder} has no such conversation; {cure}")

@@ -12,17 +12,19 @@ from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.record.reading import find_runs
 from mtgrpo.runtime.text import printable
 from mtgrpo.viewer.resources import Runs
-from mtgrpo.viewer.server import LOOPBACK, serve, write_out
+from mtgrpo.viewer.server import serve, write_out
 
 
 def main(arguments: Sequence[str]) -> int:
     """Serve the page until Ctrl-C, or write it as files. Raises ConfigError."""
     parser = Arguments("mtgrpo view", description=__doc__)
-    about = "a run's folder, or that of a sweep; by default the newest run here"
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=about)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the page as files, for any web server")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="another address of this machine; it then asks for a secret"
+        "runs", nargs="*", type=Path, metavar="RUN", help="folders of runs or sweeps; default: the newest"
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the page as files, for any web server")
+    parser.add_argument("--host", default="127.0.0.1", help="another address of this machine, which asks for a secret")
+    parser.add_argument(
+        "--at", default="", metavar="PLACE", help="of the first run, as notes and `mtgrpo show` name it"
     )
     parser.add_argument("--port", type=int, default=0, help="default: the first free one from 8765")
     args = parser.parse_args(arguments)
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         return _write(runs, args.out)
     _check_address(args.host, args.port)
     with suppress(KeyboardInterrupt):
-        asyncio.run(serve(runs, args.host, args.port, _announce))
+        asyncio.run(serve(runs, args.host, args.port, f"/r/0/{args.at}" if args.at else "", _announce))
     return 0
 
 
@@ -49,8 +51,6 @@ def _write(runs: Runs, folder: Path) -> int:
 def _check_address(host: str, port: int) -> None:
     if not 0 <= port < 2**16:
         raise ConfigError(f"--port must be a number up to 65535, got {port}")
-    if host in LOOPBACK:
-        return
     try:
         everywhere = ipaddress.ip_address(host).is_unspecified
     except ValueError:  # a name

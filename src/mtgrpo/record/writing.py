@@ -7,6 +7,7 @@ the first thing that is told in the file.
 from __future__ import annotations
 
 import platform
+import shlex
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -65,6 +66,12 @@ def write_trajectories(
         rows[0]["pushes"] = [{"version": push.version, **_times(push, zero_s)} for push in told]
     write_whole(file, b"".join(strict_json(row) + b"\n" for row in rows))
     return file
+
+
+def page_of(file: Path, line: int | None = None) -> str:
+    """The command that opens the page of a run at a file of its trajectories, or at the one on `line`, from 0."""
+    place = file.stem if line is None else f"{file.stem}/c/{line}"
+    return f"mtgrpo view {shlex.quote(str(file.parents[1]))} --at {place}"
 
 
 def fine_tuning_row(trajectory: Trajectory) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from mtgrpo.advantages.rewards import comparable
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.policy.step import Metrics
 from mtgrpo.profile import Profile
+from mtgrpo.record.writing import page_of
 from mtgrpo.rollout.stream import RolloutBatch
 from mtgrpo.runtime.isolation import count_abandoned_threads
 from mtgrpo.types import CallOutcome, Group, Status, Trajectory
@@ -190,12 +192,18 @@ def describe_conversations(groups: Sequence[Group], settings: Profile) -> Metric
     return metrics
 
 
-def describe_failures(groups: Sequence[Group]) -> list[str]:
-    """What people should know of conversations that failed and of calls that no tool answered; [] for nothing."""
+def describe_failures(groups: Sequence[Group], file: Path) -> list[str]:
+    """What people should know of conversations that failed and of calls that no tool answered; [] for nothing.
+
+    file: that of the trajectories.
+    """
     trajectories = [t for group in groups for t in group.trajectories]
     notes: list[str] = []
-    if failed := [t.reason for t in trajectories if t.failed]:
-        notes.append(f"{len(failed)} of {len(trajectories)} conversations failed, the first because of {failed[0]}")
-    if outages := [why for t in trajectories for why in t.outages]:
-        notes.append(f"calls that no tool answered: {len(outages)}, the first because {outages[0]}")
+    if failed := [(line, t.reason) for line, t in enumerate(trajectories) if t.failed]:
+        line, why = failed[0]
+        first = f"the first because of {why}; see {page_of(file, line)}"
+        notes.append(f"{len(failed)} of {len(trajectories)} conversations failed, {first}")
+    if outages := [(line, why) for line, t in enumerate(trajectories) for why in t.outages]:
+        line, why = outages[0]
+        notes.append(f"calls that no tool answered: {len(outages)}, the first because {why}; see {page_of(file, line)}")
     return notes

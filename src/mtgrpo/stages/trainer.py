@@ -23,7 +23,7 @@ from mtgrpo.profile import Profiler
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import BEFORE, read_settings
 from mtgrpo.record.tokens import TokenRecorder
-from mtgrpo.record.writing import write_summary, write_trajectories
+from mtgrpo.record.writing import page_of, write_summary, write_trajectories
 from mtgrpo.stages.budget import Budget
 from mtgrpo.stages.evaluate import AllFailedError, evaluate_during, evaluate_fully
 from mtgrpo.stages.metrics import describe_conversations, describe_failures, describe_step
@@ -179,7 +179,7 @@ class _Training:
         try:
             metrics, train_s, interrupted = await update(run, self.profiler, batch.trained, step, keep)
         except RunError as error:
-            raise RunError(f"{error}; what it was trained on is in {evidence}") from error
+            raise RunError(f"{error}; what it was trained on is in {evidence}: {page_of(evidence)}") from error
         for notes in (run.engine.notes, run.trainer.notes, run.tasks.notes, self._journal.notes):
             run.sinks.tell(notes)
         seconds = time.perf_counter() - began
@@ -190,7 +190,8 @@ class _Training:
         flat = float(metrics["reward/groups_with_variance"] == 0)
         self.budget.count(batch.groups, seconds, idle=bool(flat) and run.experiment.algorithm.needs_variance)
         self._saver.summary[WITHOUT_VARIANCE] = self._saver.summary.get(WITHOUT_VARIANCE, 0.0) + flat
-        notes = [*describe_failures(batch.groups), *self._trends.warnings(metrics), *self._neighbours.end_step()]
+        warnings = [f"{warning}; see {page_of(evidence)}" for warning in self._trends.warnings(metrics)]
+        notes = [*describe_failures(batch.groups, evidence), *warnings, *self._neighbours.end_step()]
         self._mark(metrics)
         run.sinks.tell([f"step {step}: {note}" for note in notes])
         await self._conclude(metrics, interrupted)

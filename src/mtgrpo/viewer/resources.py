@@ -216,14 +216,14 @@ def _timeline(path: Path) -> Json:
 
     Of the slowest ones where there are many.
     """
-    lanes: list[Json] = []
-    pushes: list[Json] = []
+    lanes, pushes = list[Json](), list[Json]()
     for line in read_lines(path):
         row = parse_row(line.text, TRAJECTORY) or {}
         pushes += row.get("pushes", [])
         turns = [turn for turn in row.get("turns", []) if "ended_s" in turn]
-        lane = {"line": line.number - 1, "turns": turns, "calls": row.get("calls", []), "times": row.get("times", {})}
-        lanes.append({**lane, "ended_s": max((turn["ended_s"] or 0 for turn in turns), default=0)})
+        ended_s = max((turn["ended_s"] or 0 for turn in turns), default=0)
+        told = {"calls": row.get("calls", []), "times": row.get("times", {}), "ended_s": ended_s}
+        lanes.append({"line": line.number - 1, "turns": turns, **told})
     lanes.sort(key=lambda lane: -lane["ended_s"])
     return {"lanes": [lane for lane in lanes[:_LANES] if lane["ended_s"]], "pushes": pushes, "count": len(lanes)}
 

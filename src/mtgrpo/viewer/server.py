@@ -7,6 +7,7 @@ import errno
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from itertools import groupby
 from pathlib import Path
 
 from aiohttp import web
@@ -97,8 +98,8 @@ def _read(runs: Runs, name: str) -> bytes | None:
     return None if found is None else strict_json(found)
 
 
-async def serve(runs: Runs, host: str, port: int, announce: Callable[[str], None]) -> None:
-    """Serve until cancelled. Raises ConfigError where the address cannot be taken."""
+async def serve(runs: Runs, host: str, port: int, screen: str, announce: Callable[[str], None]) -> None:
+    """Serve until cancelled; the address that is announced opens `screen`. Raises ConfigError where it is taken."""
     runner: web.AppRunner | None = None
     secret = "" if host in LOOPBACK else secrets.token_urlsafe(24)
     try:
@@ -115,7 +116,8 @@ async def serve(runs: Runs, host: str, port: int, announce: Callable[[str], None
                     raise ConfigError(f"cannot listen on {host}:{chosen}: {error.strerror}; choose --port") from error
                 continue
             name = f"[{host}]" if ":" in host else host
-            announce(f"http://{name}:{chosen}/" + (f"#secret={secret}" if secret else ""))
+            fragment = (f"secret={secret}" if secret else "") + screen
+            announce(f"http://{name}:{chosen}/" + (f"#{fragment}" if fragment else ""))
             await asyncio.Event().wait()
     finally:
         if runner is not None:
@@ -123,17 +125,16 @@ async def serve(runs: Runs, host: str, port: int, announce: Callable[[str], None
 
 
 def write_out(runs: Runs, folder: Path) -> int:
-    """Write the page and all that it may ask for as files; returns their number."""
+    """Write the page and all that it may ask for as files, the resources of a step in one; returns their number."""
     written: Mapping[str, bytes] = static_files()
     page = written["index.html"].decode()
-    meta = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    meta = f'<meta name="files"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     written = {**written, "index.html": page.replace("<head>", f"<head>\n{meta}", 1).encode()}
     for name, content in written.items():
         write_whole(folder / name, content, durable=False)
     count = len(written)
-    for name in runs.names():
-        content = _read(runs, name)
-        if content is not None:
-            write_whole(folder / "api" / f"{name}.json", content, durable=False)
-            count += 1
+    for place, names in groupby(runs.names(), lambda name: name.rpartition("/")[0]):
+        content = {name.rpartition("/")[2]: found for name in names if (found := runs.read(name)) is not None}
+        write_whole(folder / "api" / f"{place or 'top'}.json", strict_json(content), durable=False)
+        count += 1
     return count

@@ -11,13 +11,24 @@ const page = document.getElementById("page");
 let secret = "";
 let keys = {}; // of the present screen: key -> function
 let shown = 0; // counts the screens, so that one that comes late is not shown
-let late = false; // whether it did not, for nobody saw it
 let again = 0; // the timer of a screen that renews itself
 
-export async function read(name) {
+async function fetched(name) {
   const answer = await fetch(`api/${name}.json`, { headers: secret ? { "X-View-Secret": secret } : {} });
   if (!answer.ok) throw new Error(`${answer.status}: ${(await answer.text()).slice(0, 500)}`);
   return answer.json();
+}
+
+// What a page of files (`--out`) has in one file is read together: the last part of a name is a key in it.
+const files = document.querySelector("meta[name=files]"), kept = new Map();
+export async function read(name) {
+  if (!files) return fetched(name);
+  const cut = name.lastIndexOf("/"), place = cut < 0 ? "top" : name.slice(0, cut);
+  if (!kept.has(place)) kept.set(place, fetched(place));
+  const found = (await kept.get(place))[name.slice(cut + 1)];
+  for (const old of [...kept.keys()].slice(0, -4)) kept.delete(old);
+  if (found === undefined) throw new Error(`404: there is no ${name}`);
+  return found;
 }
 
 let names; // of the runs
@@ -42,13 +53,12 @@ const screens = [
 ];
 
 async function show() {
-  const here = location.hash.slice(1);
-  if (here.startsWith("secret=")) {
-    sessionStorage.setItem("secret", here.slice(7));
-    history.replaceState(null, "", location.pathname);
+  const [, given, path] = location.hash.match(/^#?(?:secret=([^/]*))?(.*)$/s);
+  if (given !== undefined) {
+    sessionStorage.setItem("secret", given);
+    history.replaceState(null, "", location.pathname + (path && `#${path}`));
   }
   secret = sessionStorage.getItem("secret") ?? "";
-  const path = here.startsWith("secret=") ? "" : here;
   const found = screens.map(([pattern, make]) => [path.match(pattern), make]).find(([match]) => match);
   const turn = ++shown;
   clearTimeout(again);
@@ -70,10 +80,8 @@ async function show() {
   screen.ready?.();
   scrollTo(0, scroll);
   screen.focus?.scrollIntoView({ block: "center" });
-  if (screen.renews) again = setTimeout(() => { late = document.hidden; if (!late) show(); }, screen.renews);
+  if (screen.renews) again = setTimeout(() => (document.hidden ? addEventListener("visibilitychange", show, { once: true }) : show()), screen.renews);
 }
-
-addEventListener("visibilitychange", () => { if (late && !document.hidden) { late = false; show(); } });
 
 function frame(where) {
   const steps = where.flatMap(([text, path]) => [h("span.sep", "/"), path ? link(path, text) : h("span", text)]);

@@ -22,12 +22,11 @@ export const COLOURS = [
 
 // The largest size of what tokens are coloured by, over these conversations; of versions above the least.
 export function scale_of(conversations, chosen) {
-  let most = 0, least = Infinity;
-  for (const found of conversations) for (const turn of found.tokens?.turns ?? []) turn.ids.forEach((_, i) => {
+  const scales = conversations.flatMap((found) => found.tokens?.turns ?? []).map((turn) => (turn.scales ??= [])[chosen] ??= turn.ids.reduce((scale, _, i) => {
     const value = COLOURS[chosen][2](turn.columns, i);
-    if (isNumber(value)) { most = Math.max(most, Math.abs(value)); least = Math.min(least, value); }
-  });
-  return { most, least };
+    return isNumber(value) ? { most: Math.max(scale.most, Math.abs(value)), least: Math.min(scale.least, value) } : scale;
+  }, { most: 0, least: Infinity }));
+  return { most: Math.max(0, ...scales.map((scale) => scale.most)), least: Math.min(Infinity, ...scales.map((scale) => scale.least)) };
 }
 
 function class_of(value, chosen, { most, least }) {
@@ -38,19 +37,42 @@ function class_of(value, chosen, { most, least }) {
   return shade(value, most, centred ? "p" : "s", centred ? "n" : "s");
 }
 
-// The sampled tokens of a turn; `first` is the number of its first token in the conversation, `parting` that of the
-// token at which it parts from a sibling.
-export function tokens_of(turn, chosen, scale, first, parting = -1) {
-  return turn.pieces.map((piece, i) => {
-    const shown = piece === "" ? "·" : piece.replaceAll("\n", "⏎\n");
-    const name = class_of(COLOURS[chosen][2](turn.columns, i), chosen, scale);
-    const token = document.createElement("span");
-    token.className = `tok ${name}${first + i === parting ? " parting" : ""}`;
-    token.dataset.i = first + i;
-    token.textContent = shown;
-    return token;
-  });
+// The sampled tokens of a turn in parts, which end with lines: coloured where they are near what is seen, else as text.
+// `first` is the number of the first token in the conversation, `parting` that of the one at which it parts from a sibling.
+const PART = 60, AT_ONCE = 600, near = new IntersectionObserver((seen) => {
+  for (const { target, isIntersecting } of seen) if (target.near !== isIntersecting) isIntersecting ? target.show(true) : (target.near = false);
+}, { rootMargin: "400px" });
+export function tokens_of(turn, scale, first, parting = -1) {
+  const pieces = turn.pieces.map((piece) => (piece === "" ? "·" : piece.replaceAll("\n", "⏎\n"))), parts = [];
+  for (let start = 0, end = 0; start < pieces.length; start = end) {
+    for (end = start + 1; end < pieces.length && (end - start < PART || (end - start < 4 * PART && !pieces[end - 1].endsWith("\n")));) end++;
+    parts.push(part_of(turn, pieces.slice(start, end), start, scale, first, parting));
+  }
+  return parts;
 }
+
+function part_of(turn, pieces, start, scale, first, parting) {
+  const part = h("div.part");
+  part.has = (number) => number >= first + start && number < first + start + pieces.length;
+  part.show = (isNear) => {
+    part.near = isNear;
+    if (!isNear) return part.replaceChildren(pieces.join(""));
+    const now = scale(), tokens = document.createDocumentFragment();
+    pieces.forEach((piece, i) => {
+      const token = tokens.appendChild(document.createElement("span"));
+      token.className = `tok ${class_of(COLOURS[by][2](turn.columns, start + i), by, now)}${first + start + i === parting ? " parting" : ""}`;
+      token.dataset.i = first + start + i;
+      token.textContent = piece;
+    });
+    part.replaceChildren(tokens);
+  };
+  part.show(first + start < AT_ONCE);
+  near.observe(part);
+  return part;
+}
+
+// Colours the tokens of `place` anew.
+export const repaint = (place) => place.querySelectorAll(".part").forEach((part) => part.show(part.near));
 
 // The numbers of a token, line by line.
 function facts_of(turn, i, number) {
@@ -61,11 +83,9 @@ function facts_of(turn, i, number) {
     isNumber(at("advantage")) ? `advantage ${signed(at("advantage"))}   weight ${num(at("weight"))}` : "",
     `sampled with log-probability ${num(c.behaviour[i], 4)}, by version ${at("version")}`,
     isNumber(at("before")) ? `trainer before: ${to("before")}${ratio(at("before"))}` : "the trainer did not score it",
-    isNumber(at("last")) ? `at its last update: ${to("last")}${ratio(minus(at("last"), at("before")))}` : "",
-    isNumber(at("after")) ? `after: ${to("after")}${ratio(minus(at("after"), at("before")))}` : "",
+    ...["last", "after"].map((name) => isNumber(at(name)) && `${name === "last" ? "at its last update" : name}: ${to(name)}${ratio(minus(at(name), at("before")))}`),
     isNumber(at("reference")) ? `reference: ${to("reference")}` : "",
-    isNumber(at("entropy")) ? `entropy ${num(at("entropy"))}` : "",
-    isNumber(at("value")) ? `value ${num(at("value"))}` : "",
+    ...["entropy", "value"].map((name) => isNumber(at(name)) && `${name} ${num(at(name))}`),
     FLAGS.filter((_, bit) => at("flags") & (1 << bit)).join(", "),
   ].filter(Boolean);
 }
@@ -120,10 +140,11 @@ export async function conversation(run, file, line, wanted) {
   const { row, facts, siblings, tokens } = found, place = `/r/${run}/${file}`;
   const main = h("article"), aside = h("aside"), where = [];
   let focus = null;
+  main.replaceChildren(...(tokens ? turns_of(found, where) : messages_of(row)));
   const draw = () => {
-    where.length = 0;
     const scale = scale_of([found], by);
-    main.replaceChildren(...(tokens ? turns_of(found, scale, where) : messages_of(row)));
+    [...main.querySelectorAll(".part")].find((part) => part.has(Number(wanted)))?.show(true);
+    repaint(main);
     focus = wanted === undefined ? null : main.querySelector(`[data-i="${Number(wanted)}"]`);
     focus?.classList.add("wanted");
     side.replaceChildren(tokens ? h("section", h("h2", "colour by"), chooser(draw, [found]), legend(by, scale)) : h("p.muted", step_of(file) === null ? "tokens are kept of training alone" : "its tokens are not kept (record.tokens)"));
@@ -138,37 +159,34 @@ export async function conversation(run, file, line, wanted) {
     const token = event.target.closest(".tok");
     if (token) history.replaceState(null, "", `#${place}/c/${line}/t/${token.dataset.i}`);
   });
-  const parts = Object.entries(row.components ?? {}).map(([name, value]) => h("div", `${name} ${num(value)}`));
+  const tools = Array.isArray(row.tools) ? row.tools : [], parts = Object.entries(row.components ?? {}).map(([name, value]) => h("div", `${name} ${num(value)}`));
   add(aside,
     h("section.facts", h("h1", `reward ${num(row.reward)}`), parts, h("div", h(`span.tag${row.status === "failed" ? ".bad" : ""}`, row.status ?? ""), row.reason ? ` ${row.reason}` : ""),
       row.answer ? h("div.clip", { title: String(row.answer) }, `expected ${typeof row.answer === "string" ? row.answer : JSON.stringify(row.answer)}`) : null,
       facts.untrained_because ? h("div", h("span.tag.warn", `left out: ${facts.untrained_because}`)) : null,
       (row.retried ?? []).map((why) => h("div.muted", `tried again after: ${why}`)), (row.outages ?? []).map((why) => h("div.muted", `outage: ${why}`))),
     h("section", h("h2", "siblings"), squares(rows, place, most, Number(line)), h("div", link(`${place}/g/${facts.group}`, "side by side")), h("div", link(`/r/${run}/task/${encodeURIComponent(facts.task)}`, "this task over steps"))),
-    side, chains(tokens, row), calls(row), tools(row), metadata(row));
+    side, chains(tokens, row), calls(row), folded(plural(tools.length, "tool"), tools.map((tool) => tool.function ?? tool)),
+    folded("the task's metadata", Object.keys(row.metadata ?? {}).length ? [row.metadata] : []));
   return {
     where: [[title, `/curves/${run}`], [file_name(file), place], [facts.task, `${place}/g/${facts.group}`], [`sample ${facts.sample}`]],
-    keys: {
-      k: key("before", () => beside(-1) && go(`${place}/c/${beside(-1).line}`)), j: key("next", () => beside(1) && go(`${place}/c/${beside(1).line}`)),
-      g: key("group", () => go(`${place}/g/${facts.group}`)), t: key("step", () => go(place)), ...colour_keys(draw), 
-    },
+    keys: { k: key("before", () => beside(-1) && go(`${place}/c/${beside(-1).line}`)), j: key("next", () => beside(1) && go(`${place}/c/${beside(1).line}`)),
+      g: key("group", () => go(`${place}/g/${facts.group}`)), t: key("step", () => go(place)), ...colour_keys(draw) },
     content: [h("div.columns", main, aside)], get focus() { return focus; },
   };
 }
 
-function turns_of({ row, tokens }, scale, where) {
-  const paid = row.turn_rewards ?? [];
+function turns_of(found, where) {
+  const { row, tokens } = found, paid = row.turn_rewards ?? [];
   return tokens.turns.map((turn, number) => {
     const c = turn.columns, first = where.length;
     turn.ids.forEach((_, i) => where.push([turn, i]));
     const versions = [...new Set(c.version ?? [])], about = [`turn ${number + 1}`, plural(turn.ids.length, "token"), `version ${versions.length > 1 ? `${Math.min(...versions)}–${Math.max(...versions)}` : versions[0] ?? "–"}`];
-    if (isNumber(c.advantage?.[0])) about.push(`advantage ${signed(c.advantage[0])}`);
-    if (isNumber(paid[number])) about.push(`paid ${num(paid[number])}`);
-    if (c.flags?.[0] & 16) about.push("beside the conversation");
+    about.push(...[isNumber(c.advantage?.[0]) && `advantage ${signed(c.advantage[0])}`, isNumber(paid[number]) && `paid ${num(paid[number])}`, c.flags?.[0] & 16 && "beside the conversation"].filter(Boolean));
     const fresh = turn.parent < 0;
     const note = `${fresh ? (number ? "a new context" : "context") : turn.parent === number - 1 ? "then" : `after turn ${turn.parent + 1}`}, ${plural(turn.context_tokens, "token")}, not trained`;
     return h(`section.turn${fresh && number ? ".fresh" : ""}`, { id: `turn${number + 1}` }, context_of(turn.context, note),
-      h("div.sampled", h("div.label", about.join(" · ")), h("div.tokens", tokens_of(turn, by, scale, first))));
+      h("div.sampled", h("div.label", about.join(" · ")), h("div.tokens", tokens_of(turn, () => scale_of([found], by), first))));
   });
 }
 
@@ -198,11 +216,6 @@ function calls(row) {
   return made.length || waits.length ? h("section", h("h2", "calls and waiting"), h("ul.chains", made), waits.length ? h("p.muted", `it waited ${waits.join(", ")}`) : null) : null;
 }
 
-function metadata(row) {
-  return Object.keys(row.metadata ?? {}).length ? h("details", h("summary", "the task's metadata"), h("pre.plain", JSON.stringify(row.metadata, null, 1).slice(0, 20000))) : null;
-}
-
-function tools(row) {
-  const listed = Array.isArray(row.tools) ? row.tools : [];
-  return listed.length ? h("details", h("summary", plural(listed.length, "tool")), h("pre.plain", listed.map((tool) => JSON.stringify(tool.function ?? tool, null, 1)).join("\n\n"))) : null;
+function folded(title, values) {
+  return values.length ? h("details", h("summary", title), h("pre.plain", values.map((value) => JSON.stringify(value, null, 1)).join("\n\n").slice(0, 100000))) : null;
 }

@@ -46,9 +46,8 @@ export const sum = (values) => values.reduce((total, value) => total + value, 0)
 export const isNumber = (value) => typeof value === "number";
 
 export function ago(seconds) {
-  if (seconds < 90) return `${Math.max(0, Math.round(seconds))} s ago`;
-  if (seconds < 5400) return `${Math.round(seconds / 60)} min ago`;
-  return seconds < 172800 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
+  const [unit, name] = [[86400, "days"], [3600, "h"], [60, "min"], [1, "s"]].find(([unit]) => seconds >= 1.5 * unit) ?? [1, "s"];
+  return `${Math.max(0, Math.round(seconds / unit))} ${name} ago`;
 }
 
 // The class of a colour: p1 to p8 above 0, n1 to n8 below, as strong as the root of the share of `most`.

@@ -69,22 +69,17 @@ export async function timeline(run, file) {
   const used = KINDS.filter((_, kind) => bars.some((lane) => lane[kind].length));
   const picture = canvas(lanes.length * tall + 24, (context, width, height) => {
     const x = (seconds) => left + (seconds / last) * (width - left - 8);
-    const [rule, text] = ["--rule", "--muted"].map(colour);
+    const text = colour("--muted"), tint = new Map([...KINDS.map((kind) => kind[1]), "line1"].map((name) => [name, colour(`--${name}`)]));
     context.font = "11px system-ui";
-    const wide = ([from, to]) => [x(from), Math.max(1.5, x(to) - x(from) - 0.5)];
+    const fill = (kind, [from, to], y, high) => { context.fillStyle = tint.get(kind); context.fillRect(x(from), y, Math.max(1.5, x(to) - x(from) - 0.5), high); };
     lanes.forEach((lane, i) => {
       const y = i * tall, began = lane.times.began_s ?? lane.turns[0].asked_s;
-      context.fillStyle = rule;
-      context.fillRect(x(began), y + tall / 2 - 1, x(lane.ended_s) - x(began), 2);
       context.fillStyle = text;
+      context.fillRect(x(began), y + tall / 2, x(lane.ended_s) - x(began), 0.5);
       if (i % 2 === 0) context.fillText(name(lane).replace(", sample ", ":").slice(-11), 0, y + 10);
-      bars[i].forEach((times, kind) => {
-        context.fillStyle = colour(`--${KINDS[kind][1]}`);
-        for (const bar of times) { const [at, long] = wide(bar); context.fillRect(at, y + 2, long, tall - 4); }
-      });
+      bars[i].forEach((times, kind) => times.forEach((bar) => fill(KINDS[kind][1], bar, y + 2, tall - 4)));
     });
-    context.fillStyle = colour("--line1");
-    for (const push of found.pushes) { const [at, long] = wide([push.began_s, push.ended_s]); context.fillRect(at, 0, long, lanes.length * tall); }
+    for (const push of found.pushes) fill("line1", [push.began_s, push.ended_s], 0, lanes.length * tall);
     context.fillStyle = text;
     for (let i = 0; i <= 4; i++) context.fillText(`${num((last * i) / 4, 2)} s`, Math.min(width - 40, x((last * i) / 4)), height - 6);
   }, { "aria-label": "timeline" });
@@ -92,16 +87,13 @@ export async function timeline(run, file) {
   picture.addEventListener("pointermove", (event) => {
     const lane = lanes[at(event)], scale = last / (picture.clientWidth - left - 8), seconds = (event.offsetX - left) * scale;
     if (!lane) return hideTip();
-    const under = ([from, to]) => seconds >= from - scale && seconds <= to + scale;
-    const pushed = found.pushes.filter((push) => under([push.began_s, push.ended_s])).map((push) => `version ${push.version} of the weights came in ${num(push.ended_s - push.began_s)} s`);
-    const said = [...bars[at(event)].flat().filter(under).map((bar) => bar[2]), ...pushed];
+    const pushed = found.pushes.map((push) => [push.began_s, push.ended_s, `version ${push.version} of the weights came in ${num(push.ended_s - push.began_s)} s`]);
+    const said = [...bars[at(event)].flat(), ...pushed].filter(([from, to]) => seconds >= from - scale && seconds <= to + scale).map((bar) => bar[2]);
     showTip([`${name(lane)}: ${plural(lane.turns.length, "turn")}, ended after ${num(lane.ended_s)} s`, ...(said.length ? said : ["between: the environment, or condensing"])], event.clientX, event.clientY);
   });
   picture.addEventListener("pointerleave", hideTip);
   picture.addEventListener("click", (event) => { const lane = lanes[at(event)]; if (lane) go(`${place}/c/${lane.line}`); });
   const legend = [...used, ...(found.pushes.length ? [["new weights come", "line1"]] : [])].map(([what, colour]) => h("li", h(`i.${colour}`), what));
-  return {
-    where, keys,
-    content: [h("h1", `${num(last)} s from the first conversation to the last`), h("p.muted", `A lane for each conversation, the slowest first${found.count > lanes.length ? `: ${num(lanes.length)} of ${num(found.count)}` : ""}. A click opens it.`), h("ul.legend", legend), picture],
-  };
+  return { where, keys,
+    content: [h("h1", `${num(last)} s from the first conversation to the last`), h("p.muted", `A lane for each conversation, the slowest first${found.count > lanes.length ? `: ${num(lanes.length)} of ${num(found.count)}` : ""}. A click opens it.`), h("ul.legend", legend), picture] };
 }

@@ -83,10 +83,8 @@ export async function step(run, file) {
   const number = step_of(file), has = index.recorded.includes(number);
   return {
     where: [[title, `/curves/${run}`], [file_name(file)]],
-    keys: {
-      k: key("before", () => beside(-1) && go(`/r/${run}/${beside(-1)}`)), j: key("next", () => beside(1) && go(`/r/${run}/${beside(1)}`)),
-      g: key("first group", () => all.length && go(`${place}/g/${all[0].number}`)), "/": key("search", () => document.querySelector("input[type=search]").focus()),
-    },
+    keys: { k: key("before", () => beside(-1) && go(`/r/${run}/${beside(-1)}`)), j: key("next", () => beside(1) && go(`/r/${run}/${beside(1)}`)),
+      g: key("first group", () => all.length && go(`${place}/g/${all[0].number}`)), "/": key("search", () => document.querySelector("input[type=search]").focus()) },
     content: [
       h("div.row", h("h1", file_name(file)), h("p.muted", `${plural(all.length, "group")}, ${plural(found.rows.length, "conversation")}, mean reward ${num(sum(rewards) / Math.max(1, rewards.length))}`),
         h("p.muted", { title: "correlation of the reward with each, over all conversations here" }, `rewards go with tokens ${goes_with(found.rows, "tokens")}, turns ${goes_with(found.rows, "turns")}, tool errors ${goes_with(found.rows, "errors")}`),
