@@ -98,7 +98,7 @@ bench-chaos: setup ## runs that are killed a hundred times and resumed, in step 
 bench-refusals: setup ## what help, wrong inputs and a dry run take of processor time; 5 minutes
 	$(BIN)/python benchmarks/refusals.py
 
-bench-overhead: setup ## what the journal and the self-checks cost of a step, in processor time; 10 minutes
+bench-overhead: setup ## what journal, self-checks and record cost of a step, in processor time; 10 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 
 bench-integrity: setup ## faults planted into runs: how many are found; 10 minutes

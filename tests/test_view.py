@@ -399,6 +399,26 @@ async def test_the_page_of_files_shows_every_screen(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
+async def test_of_a_long_conversation_only_what_is_near_is_coloured_token_by_token(tmp_path: Path) -> None:
+    run = make_recorded(tmp_path / "run", steps=1, answers=["1 +\n" * 10_000, "#### 391"])
+    ids = [token for turn in Runs([run]).read("0/step_000001/0")["tokens"]["turns"] for token in turn["ids"]]
+    async with browsed(run, tmp_path / "profile") as page:
+        far = len(ids) // 2
+        await page.screen(f"/r/0/step_000001/c/0/t/{far}")
+        assert await page.value("document.querySelector('.wanted').dataset.i") == str(far)
+        await page.until("document.querySelector('.wanted').getBoundingClientRect().top < innerHeight")
+        assert await page.value("document.querySelectorAll('.tok').length") < len(ids) / 4
+        parts = "[...document.querySelectorAll('.tokens')].map((turn) => turn.textContent).join('')"
+        assert (await page.value(parts)).replace("⏎", "") == TOKENIZER.decode(ids)
+        await page.press("6")
+        shades = "[...new Set([...document.querySelectorAll('.tok')].map((token) => token.className.trim()))]"
+        assert set(await page.value(shades)) == {"tok s8", "tok s8 wanted"}
+        await page.value("scrollTo(0, document.body.scrollHeight)")
+        await page.until(f"document.querySelector('[data-i=\"{len(ids) - 1}\"]') !== null")
+        assert set(await page.value(shades)) == {"tok s8", "tok s8 wanted"} and page.complaints == []
+
+
+@pytest.mark.real
 async def test_keys_and_clicks_lead_through_the_page(tmp_path: Path) -> None:
     run = make_recorded(tmp_path / "run")
     async with browsed(run, tmp_path / "profile") as page:

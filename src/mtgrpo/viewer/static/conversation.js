@@ -52,7 +52,8 @@ export function tokens_of(turn, scale, first, parting = -1) {
 }
 
 function part_of(turn, pieces, start, scale, first, parting) {
-  const part = h("div.part");
+  const part = h("div.part"), lines = pieces.join("").trimEnd().split("\n").reduce((sum, line) => sum + Math.ceil(line.length / 110 || 1), 0);
+  part.style.containIntrinsicHeight = `auto ${lines}lh`; // about as high as it will be
   part.has = (number) => number >= first + start && number < first + start + pieces.length;
   part.show = (isNear) => {
     part.near = isNear;
