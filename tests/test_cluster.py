@@ -93,6 +93,12 @@ async def test_all_ranks_do_what_is_asked_and_end_when_it_is_over(tmp_path: Path
 
         tensors = source.tensors(torch.bfloat16)
         assert next(tensors)[0] == "weight 0"
+        assert (
+            await asyncio.wait_for(asyncio.to_thread(lambda: ranks.changes), 10) == 2
+        )  # while a server takes its time
+        tensors.close()
+        tensors = source.tensors(None)
+        assert next(tensors)[0] == "weight 0"
         tensors.close()  # the rest comes, and is dropped
         received = dict(source.tensors(torch.bfloat16))
         assert received["weight 1"].dtype is torch.bfloat16 and received["weight 1"].tolist() == [3, 5, 7]

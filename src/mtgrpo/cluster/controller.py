@@ -15,11 +15,14 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from mtgrpo.cluster.launch import Processes, inherited_sockets
 from mtgrpo.cluster.wire import Call, Said, packed
@@ -303,6 +306,11 @@ class RanksWeights(Asked):
     def changes(self) -> int:
         """See `WeightSource`; as far as it is known while an update is under way."""
         return self._changes()
+
+    def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """See `WeightSource`. What is pushed is received whole first: to wait for a server holds up no rank."""
+        parts = self._channel.parts("weights", "tensors", dtype)
+        yield from parts if dtype is None else list(parts)
 
     def here(self) -> ModelWeights:
         """A copy that is loaded now."""

@@ -6,7 +6,8 @@ what lies in the memory of the trainer's GPU. That goes by the interface of vLLM
     /init_weight_transfer_engine    once after each start of a server
     /start_weight_update            then /update_weights for each bucket, then /finish_weight_update
 
-A bucket is weights as bytes, one behind the other. One bucket is in memory at a time, whatever the number of servers.
+A bucket is weights as bytes, one behind the other. One bucket is in the memory of the GPU at a time, whatever the
+number of servers; weights that several ranks train are all in the host's while they are sent.
 """
 
 from __future__ import annotations
