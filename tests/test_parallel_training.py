@@ -16,6 +16,8 @@ from mtgrpo import preset
 from mtgrpo.advantages.rewards import rewards_of
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.model.prefix import Prefix
+from mtgrpo.model.sharding import is_sharded
+from mtgrpo.policy import step as step_of_policy
 from mtgrpo.policy.layouts import ParallelLayout
 from mtgrpo.policy.layouts.ddp import DataParallel
 from mtgrpo.policy.layouts.fsdp2 import FullySharded
@@ -200,6 +202,61 @@ def test_a_reference_apart_says_what_one_of_the_policys_own_does(one_process: di
 def test_a_gradient_that_is_lost_on_one_rank_is_seen(layout: str, one_process: dict[str, Any], tmp_path: Path) -> None:
     first, *_ = on_ranks(2, drop_gathered, tmp_path, layout, tmp_path)
     assert furthest(one_process["walks_of_one_task"], first)[0] > 1e-6
+
+
+def fault_on_one(rank: int, ranks: int, folder: Path) -> Any:
+    """As `train`, but on the last rank alone the gradient of a walk seems wrong."""
+    if rank == ranks - 1:
+        step_of_policy.check_walk = lambda *_: "a fault"
+    return train(rank, ranks, "parallel_ddp", CASES["grpo"], folder)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(300)
+def test_what_one_rank_finds_wrong_all_leave(one_process: dict[str, Any], tmp_path: Path) -> None:
+    first, second = on_ranks(2, fault_on_one, tmp_path, tmp_path)
+    assert furthest(first, second)[0] == 0 and furthest(one_process["grpo"], first)[0] < 1e-12
+    for notes in (first[2], second[2]):
+        assert "a fault: training on padded rows" in notes
+
+
+def what_stays_gathered(rank: int, ranks: int, folder: Path) -> dict[str, list[str]]:
+    """The weights that are whole on a rank, after what is done in a step."""
+    experiment = preset("calculator_from_scratch", *WORDS, "batch.token_budget=400")
+    config = trainer_config(experiment, [1], None, folder)
+    config = replace(config, learning=replace(config.learning, exact=False))
+    trainer, batches = (
+        TrainerRank(config, FullySharded(rank, ranks, reshard=True)),
+        [play(seed, Case()) for seed in (1, 2)],
+    )
+    trainer.begin(Stage.reinforcement)
+    found: dict[str, list[str]] = {}
+
+    def note(after: str) -> None:
+        found[after] = [name for name, weight in trainer.model.named_parameters() if not is_sharded(weight)]
+
+    for version, groups in enumerate(batches):
+        batch = build_batch([trajectory for group in groups for trajectory in group.trajectories])
+        rewards = rewards_of(groups, experiment.algorithm, batch.trajectory, batch.turn)
+        at_once(trainer.updating(batch, rewards, version, version, None))
+        note(f"update {version}")
+        trainer.weights().logprobs(list(range(20, 40)))
+        note(f"the proof of a push {version}")
+        assert trainer.policy is not None
+        trainer.policy.judge(1e-4, "what is judged differs")
+        note(f"judge {version}")
+    trainer.scorer.reference(list(range(20, 40)))
+    note("a pass alone")
+    return found
+
+
+@pytest.mark.real
+@pytest.mark.timeout(300)
+def test_nothing_stays_gathered_over_a_step(tmp_path: Path) -> None:
+    for found in on_ranks(2, what_stays_gathered, tmp_path, tmp_path):
+        alone = found.pop("a pass alone")
+        assert alone and not any(".layers." in name for name in alone), "what is outside the layers stays after a pass"
+        assert len(found) == 6 and not any(found.values()), found
 
 
 RUN = ["recipe=calculator_from_scratch", "log=[jsonl]", "model.name=tiny", "model.dtype=float64", "sft.steps=3"]

@@ -8,7 +8,7 @@ that no weight, gradient or random number of the run is touched.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice, pairwise
 
@@ -83,11 +83,14 @@ class _Probe:
         return self.weights | moved
 
 
-def check_gradient(model: PreTrainedModel) -> list[str]:
-    """Both checks, over ordinary tokens; notes. The model is trained on padded rows where a forest is wrong."""
+def check_gradient(model: PreTrainedModel, agreed: Callable[[str], str]) -> list[str]:
+    """Both checks, over ordinary tokens; notes. The model is trained on padded rows where a forest is wrong.
+
+    agreed: makes of this rank's fault that of all.
+    """
     context = ordinary_tokens(model.config, TRUNK + 3 * BRANCH).to(model.device)
     check_derivative(model, context)
-    if not (fault := check_walk(model, context)):
+    if not (fault := agreed(check_walk(model, context))):
         return []
     model.set_attn_implementation(Attention.sdpa.value)
     return [f"{fault}: training on padded rows"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -106,7 +107,7 @@ class Policy:
             return packings
         if not self._differentiated:
             check_derivative(self.model, worst.context)
-            fault, self._differentiated = check_walk(self.model, worst.context), True
+            fault, self._differentiated = self.parallel.agreed(check_walk(self.model, worst.context)), True
             if fault:
                 rows = self._on_rows(fault, batch, entries)
                 self.notes.append(fault + ON_ROWS)
@@ -127,9 +128,11 @@ class Policy:
         return packings
 
     def _compare(self, packings: list[Packing]) -> Comparison:
-        """The deepest micro-batch of all ranks with plain forward passes; every rank computes it."""
+        """The deepest micro-batch of all ranks with plain forward passes; every rank computes it, the worst counts."""
         deepest_of = max(packings, key=lambda packing: depth(packing.micro_batches))
-        return compare(self.scorer, deepest(deepest_of.micro_batches))
+        found = compare(self.scorer, deepest(deepest_of.micro_batches))
+        apart, bound = (self.parallel.largest(nats) for nats in (found.apart, found.bound))
+        return replace(found, apart=apart, bound=bound)
 
     def _on_rows(self, fault: str, batch: Batch, entries: Tensor) -> list[Packing]:
         """Padded rows from here on. Raises RunError where the token budget does not hold one."""

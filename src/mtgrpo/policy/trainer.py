@@ -18,6 +18,7 @@ from mtgrpo.model.attention import describe_attention
 from mtgrpo.model.liger import use_liger
 from mtgrpo.model.load import load_model
 from mtgrpo.model.out_of_memory import explained
+from mtgrpo.model.rounding import Reference
 from mtgrpo.model.scorer import Scores
 from mtgrpo.model.settings import ModelSettings
 from mtgrpo.model.sharding import part_like
@@ -73,7 +74,7 @@ class TrainerRank:
         self.model.generation_config.eos_token_id = list(config.stop_ids)
         self.notes = [describe_attention(self.model), *kernels]  # for the user, not shown yet
         if self.parallel.aligned:  # a part of the model is not enough for this
-            self.notes += check_gradient(self.model)
+            self.notes += check_gradient(self.model, self.parallel.agreed)
         self.scorer = self.parallel.wrap(self.model)
         self.policy: Policy | None = None
         self._config = config
@@ -177,8 +178,13 @@ class TrainerRank:
         """The present weights."""
         self.parallel.reshard()
         return ModelWeights(
-            self.model, self._version, lambda: self._weight_changes, self.scorer.reference, self.parallel.rank == 0
+            self.model, self._version, lambda: self._weight_changes, self._plain_pass, self.parallel.rank == 0
         )
+
+    def _plain_pass(self, context: Sequence[int]) -> Reference:
+        found = self.scorer.reference(context)
+        self.parallel.reshard()  # nothing stays gathered while others sample
+        return found
 
     def snapshot(self) -> ModelSnapshot:
         """A copy of all that the stage goes on from; the memory of the one before, written by now, is used again."""

@@ -74,6 +74,10 @@ class ParallelLayout:
         """The largest of all ranks; NaN if one is."""
         return amount
 
+    def agreed(self, fault: str) -> str:
+        """A fault that any rank has found, the first rank's first; "" where none has."""
+        return fault
+
     def check_share(self, trained: float, expected: float) -> None:
         """Raise RunError where the weights of the tokens that all ranks have trained do not add up to `expected`."""
 
@@ -100,6 +104,11 @@ class SeveralRanks(ParallelLayout):
         by_rank[self.rank] = amount
         dist.all_reduce(by_rank)
         return by_rank.max().item()
+
+    def agreed(self, fault: str) -> str:
+        by_rank = [fault] * self.ranks
+        dist.all_gather_object(by_rank, fault)
+        return next(filter(None, by_rank), "")
 
     def check_share(self, trained: float, expected: float) -> None:
         if not math.isclose(trained, expected, rel_tol=1e-3, abs_tol=1e-3):
