@@ -989,11 +989,11 @@ def test_several_runs_are_processes_whose_failures_count(
     process = place / "process"
     process.write_text(
         f"#!{sys.executable}\nimport sys\nopen('calls', 'a').write(repr(sys.argv[1:]) + '\\n')\n"
-        "sys.exit(3 if 'seed=2' in sys.argv else 0)\n"
+        "if 'seed=2' in sys.argv:\n    print('first\\nmtgrpo: no \\x1b[31mluck', file=sys.stderr)\n    sys.exit(3)\n"
     )
     process.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(process))
-    code, out, _ = run("train", "seed=1,2,3", "kl.coef=0.5", "-m", 'hydra.sweep.dir="the user\'s sweep"')
+    code, out, err = run("train", "seed=1,2,3", "kl.coef=0.5", "-m", 'hydra.sweep.dir="the user\'s sweep"')
     assert code == 1
     calls = [ast.literal_eval(line) for line in (place / "calls").read_text().splitlines()]
     common = ["kl.coef=0.5", "hydra.mode=RUN"]  # a configuration of the user's own may say MULTIRUN
@@ -1001,11 +1001,40 @@ def test_several_runs_are_processes_whose_failures_count(
         [*("-m", "mtgrpo", "train"), f"seed={n + 1}", *common, rf"hydra.run.dir='the user\'s sweep/{n}'"]
         for n in range(3)
     ]
-    failure = "run 1 (seed=2) failed with exit code 3"
+    log = place / "the user's sweep" / "1" / "failed.log"
+    failure = f"run 1 (seed=2) failed with exit code 3: mtgrpo: no \\x1b[31mluck ({log.relative_to(place)})"
+    assert log.read_text() == "first\nmtgrpo: no \x1b[31mluck\n" and "first\n" in err
     assert out.splitlines()[-2:] == ["2 of 3 runs done, in the user's sweep", failure]
     code, out, _ = run("train", "seed=1,3", "-m")
     assert code == 0
     assert re.search(r"2 of 2 runs done, in multirun/[-\d]+/[-\d]+$", out.strip())
+
+
+@pytest.mark.real
+def test_a_sweep_that_goes_on_runs_what_is_missing(run: Run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = place / "process"
+    process.write_text(
+        f"#!{sys.executable}\nimport os, sys\nfrom mtgrpo import cli\nfrom mtgrpo.commands import experiments\n"
+        "from mtgrpo.record.writing import write_summary\n"
+        "async def learn(made, folder):\n"
+        "    open('calls', 'a').write(f'{made.seed} {made.trainer.steps}\\n')\n"
+        "    if made.seed == 2 and not os.path.exists('mended'):\n        raise SystemExit(1)\n"
+        "    write_summary(folder, {'eval/reward/after': 0.5})\n"
+        "experiments._stage = lambda command: learn\ncli.main(sys.argv[3:])\n"
+    )
+    process.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(process))
+
+    def runs(*more: str) -> list[str]:
+        (place / "calls").write_text("")
+        run("train", "seed=1,2", "-m", "hydra.sweep.dir=all", *more)
+        return (place / "calls").read_text().splitlines()
+
+    assert runs() == ["1 25", "2 25"]
+    (place / "mended").touch()
+    assert runs("resume=true") == ["2 25"]
+    assert runs("resume=true") == []
+    assert runs("resume=true", "trainer.steps=30") == ["1 30", "2 30"], "they have other settings now"
 
 
 @pytest.mark.real

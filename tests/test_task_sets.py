@@ -431,8 +431,8 @@ def test_years_are_asked_for_that_paragraphs_begin_with(tmp_path: Path) -> None:
     found = divided[0] | divided[1]
     assert found.keys() == {f"wiki_years/{row['id']}" for row in YEARS} - {f"wiki_years/{letter}" for letter in "cdef"}
     ann, door = found["wiki_years/a"], found["wiki_years/b"]
-    assert (ann.messages[-1].content, ann.answer) == ("In which year was Ann Lee born?", "1961")
-    assert (door.messages[-1].content, door.answer) == ("From which year is Blue Door (song)?", "1987")
+    assert (ann.messages[-1].content, ann.answer) == ('In which year was "Ann Lee" born?', "1961")
+    assert (door.messages[-1].content, door.answer) == ('From which year is "Blue Door (song)"?', "1987")
     said = [asked.demonstration(task, 0) or () for task in found.values()]
     assert {len(messages) for messages in said} == {0, 1, 3}, "half of them guess; some years are not found"
     asked.right = 1.0

@@ -26,6 +26,7 @@ from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import read_runs
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.stages import trainer
+from mtgrpo.stages.budget import no_better
 from mtgrpo.stages.checks import check
 from mtgrpo.stages.evaluate import AllFailedError, run_evaluation
 from mtgrpo.stages.run import Run, open_run
@@ -417,6 +418,34 @@ def test_a_run_with_nothing_to_learn_from_foresees_it_and_ends(tmp_path: Path) -
     assert summary(tmp_path / "a")["train/steps"] == 3 and "eval/success/after" in summary(tmp_path / "a")
     ran(tmp_path / "b", *words, "trainer.idle_steps=0")
     assert summary(tmp_path / "b")["train/steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("success", "stop", "ends"),
+    [
+        ([0.1, 0.2, 0.2, 0.2], 2, True),
+        ([0.1, 0.2, 0.2, 0.2], 3, False),
+        ([0.1, 0.2, 0.1, 0.3], 2, False),
+        ([0.5, 0.2, 0.3, 0.5], 3, True),
+        ([0.5, 0.2, 0.3, 0.51], 3, False),
+        ([0.5, 0.0, 0.0, 0.0], 0, False),
+        ([], 1, False),
+    ],
+)
+def test_evaluations_that_are_no_better_end_a_run(success: list[float], stop: int, ends: bool) -> None:
+    assert bool(no_better({5 * n: value for n, value in enumerate(success)}, stop)) is ends
+
+
+def test_a_run_that_gets_no_better_ends_and_keeps_its_best_policy(tmp_path: Path) -> None:
+    words = ("sft.steps=0", "trainer.steps=9", "trainer.idle_steps=0", "eval.every_steps=2", "eval.stop=2")
+    ran(tmp_path, *words, "checkpoint.keep_last=1", "checkpoint.every_steps=0")  # an untrained model solves nothing
+    said = "stopped after step 4: eval.stop=2: held-out success has not been above 0.000 since step 0"
+    assert said in (tmp_path / "notes.txt").read_text()
+    assert summary(tmp_path)["train/steps"] == 4 and "eval/success/after" in summary(tmp_path)
+    with pytest.raises(ConfigError, match=r"eval\.stop=1 ends a run after its best policy"):
+        experiment("eval.every_steps=1", "eval.stop=1", "checkpoint.keep_best=0")
+    with pytest.raises(ConfigError, match=r"eval\.stop=1.*set eval\.every_steps"):
+        experiment("eval.every_steps=0", "eval.stop=1")
 
 
 # --- when the world fails

@@ -17,6 +17,7 @@ FINE = {
     "reward/success": 0.4,
     "reward/groups_with_variance": 0.5,
     "rollout/truncated": 0.1,
+    "rollout/tool_rate": 0.6,
     "policy/entropy": 1.0,
 }
 
@@ -26,6 +27,7 @@ FINE = {
     [
         ({"policy/entropy": 0.05}, "algorithm.entropy_coef"),
         ({"reward/groups_with_variance": 0.0}, "rollout.group_size"),
+        ({"rollout/tool_rate": 0.05}, "in 5.0% of the conversations, once in 60%, while tasks are not solved"),
         ({"rollout/truncated": 0.8, "rollout/truncated/max_turns": 0.8}, "by a limit (max_turns): set it higher"),
     ],
 )
@@ -34,6 +36,14 @@ def test_what_stays_bad_is_said_once(bad: dict[str, float], setting: str) -> Non
     said = [watched.warnings({**FINE, **change}) for change in [{}, *[bad] * (2 * PATIENCE), {}, *[bad] * PATIENCE]]
     assert [len(texts) for texts in said] == [0] * PATIENCE + [1] + [0] * (PATIENCE + 1) + [0] * (PATIENCE - 1) + [1]
     assert setting in said[PATIENCE][0]
+
+
+def test_a_policy_that_needs_no_tools_or_never_had_any_is_left_alone() -> None:
+    for change in ({"reward/success": 0.9, "rollout/tool_rate": 0.0}, {"rollout/tool_rate": 0.07}):
+        watched = Trends()
+        assert not any(watched.warnings({**FINE, **one}) for one in [{}, *[change] * PATIENCE])
+    watched = Trends()
+    assert not any(watched.warnings({**FINE, "rollout/tool_rate": 0.0}) for _ in range(2 * PATIENCE))
 
 
 def test_a_sudden_collapse_is_said_at_once() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,9 +19,13 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from mtgrpo.record.reading import held_out_reward
+from mtgrpo.record.reading import flat, held_out_reward, read_settings
+from mtgrpo.runtime.text import printable
 
 OF_SWEEPS = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra/sweeper", "hydra.launcher", "hydra/launcher")
+FAILED = "failed.log"  # in the folder of a run that failed: the end of what it wrote to standard error
+MOST_LINES = 200  # of it
+CLOSES_S = 5.0  # for what a run has started and left behind to let go of its errors
 TARGET = {"_target_": "hydra_plugins.mtgrpo_launcher.ProcessLauncher"}
 ConfigStore.instance().store("process", TARGET, "hydra/launcher", provider="mtgrpo")
 
@@ -44,34 +50,66 @@ class ProcessLauncher(Launcher):
             varied = [word.replace("\\", "") for word in words if word.casefold() not in fixed]
             title = f"run {number} ({' '.join(varied)})"
             print(title, flush=True)
-            folder = Path(root, self._subfolder(number, words))
+            config = self._configuration(number, words)
+            folder = Path(root, str(config.hydra.sweep.subdir))
+            if before := _is_done(config, folder):
+                print(f"it has come to its end before, in {folder}", flush=True)
             place = QuotedString(str(folder), Quote.single).with_quotes()
-            code = _finished([*command, *words, *common, "hydra.mode=RUN", f"hydra.run.dir={place}"])
+            line = [*command, *words, *common, "hydra.mode=RUN", f"hydra.run.dir={place}"]
+            code, said = (0, []) if before else _finished(line)
             done = JobReturn(overrides=words, working_dir=str(folder))
             done.status = JobStatus.FAILED if code else JobStatus.COMPLETED
             done.return_value = SystemExit(1) if code else held_out_reward(folder)
             results.append(done)
-            failures += [f"{title} failed with exit code {code}"] if code else []
+            failures += [f"{title} failed with exit code {code}{_kept(said, folder)}"] if code else []
         if len(results) > 1 or failures:
             done = len(results) - len(failures)
             print(f"{done} of {len(results)} runs done, in {root}", *failures, sep="\n", flush=True)
         return results
 
-    def _subfolder(self, number: int, words: Sequence[str]) -> str:
+    def _configuration(self, number: int, words: Sequence[str]) -> DictConfig:
         config = self._loader.load_sweep_config(self._master, list(words))
         with open_dict(config):
             config.hydra.job.id, config.hydra.job.num = str(number), number
         HydraConfig.instance().set_config(config)
-        return str(config.hydra.sweep.subdir)
+        return config
 
 
-def _finished(command: Sequence[str]) -> int:
-    """The exit code of a run. What asks the sweep to end is passed on; it ends when the run has saved and closed.
+def _is_done(config: DictConfig, folder: Path) -> bool:
+    """Whether a sweep that goes on has this run already: at its end, with the same settings."""
+    if str(config.resume).lower() != "true" or held_out_reward(folder) is None:
+        return False
+    given: Any = OmegaConf.to_container(config, enum_to_str=True)
+    wanted = flat({key: value for key, value in given.items() if key not in ("hydra", "resume", "resume_mode")})
+    kept = read_settings(folder)
+    return all(kept.get(key) == value for key, value in wanted.items())
 
-    Ctrl-C is not: the terminal sends it to both.
+
+def _kept(said: Sequence[bytes], folder: Path) -> str:
+    """The end of what a run that failed has said, which is kept in its folder, for the report of the sweep."""
+    if not said:
+        return ""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FAILED).write_bytes(b"".join(said))
+    return f": {printable(said[-1].decode(errors='replace').strip())} ({folder / FAILED})"
+
+
+def _show(errors: Iterable[bytes], said: deque[bytes]) -> None:
+    """Pass on each line, and keep the last ones."""
+    for line in errors:
+        said.append(line)
+        print(line.decode(errors="replace"), end="", file=sys.stderr, flush=True)
+
+
+def _finished(command: Sequence[str]) -> tuple[int, Sequence[bytes]]:
+    """The exit code of a run, and the last lines of its errors, which are shown too.
+
+    What asks the sweep to end is passed on; it ends when the run has saved and closed. Ctrl-C is not: the terminal
+    sends it to both.
     """
     asked: list[int] = []
-    with subprocess.Popen(command) as process:
+    said: deque[bytes] = deque(maxlen=MOST_LINES)
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
 
         def end(number: int, _: object) -> None:
             asked.append(number)
@@ -80,11 +118,14 @@ def _finished(command: Sequence[str]) -> int:
 
         heard = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
         before = {number: signal.signal(number, end) for number in heard}
+        reader = threading.Thread(target=_show, args=(process.stderr, said), daemon=True)
+        reader.start()
         try:
             code = process.wait()
+            reader.join(CLOSES_S)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
     if asked:
         raise KeyboardInterrupt
-    return code
+    return code, said

@@ -19,7 +19,7 @@ from mtgrpo.chat import ChatSettings
 from mtgrpo.condensers import Condenser
 from mtgrpo.engines import Engine
 from mtgrpo.environments import Environment
-from mtgrpo.errors import ConfigError, require
+from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.model.settings import ModelSettings
 from mtgrpo.parallel import Parallel
 from mtgrpo.parallel.devices import Devices
@@ -78,6 +78,7 @@ class Evaluation:
     """When and how the policy is measured, on held-out tasks."""
 
     every_steps: int = 0  # also during training, with one sample per task; 0 = only before and after
+    stop: int = 0  # the run ends after so many evaluations without a better success than before; 0 = it goes on
     tasks: int = 200
     samples: int = 8  # per task at temperature 1; pass@8 needs 8
     # the 95 % interval of a share; wilson holds the true one as often as it says, on average; clopper_pearson is exact:
@@ -90,7 +91,9 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         require(self, every_steps=">= 0 (0 = only before and after)", fail_under=">= 0 and <= 1")
-        require(self, tasks=">= 1", samples=">= 1")
+        require(self, tasks=">= 1", samples=">= 1", stop=">= 0 (0 = never)")
+        if not self.every_steps:
+            refuse_without_effect(self, ("stop",), "set `every_steps`, so that success is measured during training")
 
 
 @dataclass
@@ -188,6 +191,11 @@ class Experiment:
         require(self, watchdog_s=">= 0 (0 = off)")
         self.advantage.check(self)
         self.algorithm.check(self)
+        if self.eval.stop and not self.checkpoint.keep_best:
+            raise ConfigError(
+                f"eval.stop={self.eval.stop} ends a run after its best policy, which "
+                "checkpoint.keep_best=0 throws away: set checkpoint.keep_best=1"
+            )
         self._check_rewards()
         self._check_policies()
         self._check_agent()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +54,18 @@ class Budget:
                 return f"trainer.{name}={limit}"
         most = self.settings.idle_steps
         return f"trainer.idle_steps={most}: there was nothing to learn from" if most and self.idle >= most else ""
+
+
+def no_better(success: Mapping[int, float], stop: int) -> str:
+    """Says that the last `stop` evaluations (0 = never) were no better than one before; "" where they were.
+
+    success: what was measured of held-out tasks, by the step after which it was.
+    """
+    best = max(success, key=lambda step: (success[step], -step), default=0)
+    later = sum(step > best for step in success)
+    if not stop or later < stop:
+        return ""
+    return f"eval.stop={stop}: held-out success has not been above {success[best]:.3f} since step {best}"
 
 
 def described(command: str, composed: Composed) -> str:

@@ -24,7 +24,7 @@ from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import BEFORE, read_settings
 from mtgrpo.record.tokens import TokenRecorder
 from mtgrpo.record.writing import page_of, write_summary, write_trajectories
-from mtgrpo.stages.budget import Budget
+from mtgrpo.stages.budget import Budget, no_better
 from mtgrpo.stages.evaluate import AllFailedError, evaluate_during, evaluate_fully
 from mtgrpo.stages.metrics import describe_conversations, describe_failures, describe_step
 from mtgrpo.stages.resume import differences, final_results
@@ -141,7 +141,8 @@ class _Training:
     @property
     def reached(self) -> str:
         """The limit at which it ends, "" while there is none."""
-        return self.budget.reached(self.stream.epoch)
+        stop = no_better(self._curve.success, self._run.experiment.eval.stop)
+        return self.budget.reached(self.stream.epoch) or stop
 
     async def begin(self) -> None:
         """Save the policy that it begins with, or go on from where the run was saved."""

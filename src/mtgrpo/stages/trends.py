@@ -53,6 +53,7 @@ class Trends:
 
     entropy: float = math.nan  # of the first step
     mismatch: float = math.nan  # nats, the largest yet between trainer and servers
+    tool_rate: float = 0.0  # the largest yet
     _in_a_row: Counter[str] = field(default_factory=Counter[str])
     _before: deque[tuple[float, float]] = field(default_factory=lambda: deque[tuple[float, float]](maxlen=SUDDEN))
 
@@ -70,12 +71,15 @@ class Trends:
         usual = self.mismatch
         if mismatch > usual or math.isnan(usual):
             self.mismatch = mismatch
+        tool_rate = metrics.get("rollout/tool_rate", 0.0)
+        self.tool_rate = max(self.tool_rate, tool_rate)
         left, total = memory_left()
         limits = [name.rpartition("/")[2] for name in metrics if name.startswith("rollout/truncated/")]
         bad = {
             "entropy": entropy < COLLAPSED * self.entropy and unsolved,
             "collapse": success < best / 2 and entropy < COLLAPSED * widest,
             "mismatch": mismatch > max(FAR_APART * usual, HARMLESS),
+            "tools": tool_rate < COLLAPSED * self.tool_rate and unsolved,
             "variance": metrics["reward/groups_with_variance"] == 0,
             "truncated": truncated > TRUNCATED,
             "memory": left < SCARCE * total,
@@ -88,6 +92,9 @@ class Trends:
             "from the last good checkpoint",
             "mismatch": f"in a conversation the servers' log-probabilities differ from the trainer's by {mismatch:.2g} "
             f"nats, in the steps before by at most {usual:.2g}: does somebody else write weights to a server?",
+            "tools": f"tools are hardly used any more: in {tool_rate:.1%} of the conversations, once in "
+            f"{self.tool_rate:.0%}, while tasks are not solved; go on from the best checkpoint with kl.coef above 0 or "
+            "optimizer.lr lower, and see eval.stop",
             "variance": f"in no group do rewards differ, so nothing is learned; {_MORE_VARIANCE}",
             "truncated": f"{truncated:.0%} of the conversations are cut by a limit ({', '.join(limits)}): set it "
             "higher, or reward=[...,length]",

@@ -74,6 +74,6 @@ def _asked(row: Row) -> list[tuple[str, str]]:
     if not re.search(r"\w", text(row, "title")):
         return []
     if born := _BORN.search(said):
-        return [("In which year was {title} born?", born[1])]
+        return [('In which year was "{title}" born?', born[1])]
     made = _MADE.search(said)
-    return [("From which year is {title}?", made[1])] if made else []
+    return [('From which year is "{title}"?', made[1])] if made else []
