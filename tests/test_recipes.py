@@ -108,6 +108,8 @@ def test_a_dry_run_plans_the_memory_and_shows_the_first_prompt(run: Run, furnish
     prompt = next(number for number, line in enumerate(lines) if line.startswith("the first of its tasks, gsm8k/"))
     assert lines[prompt + 1].startswith("system: Solve the problem step by step")
     assert lines[prompt + 2].startswith("user: ")
+    out = run("train", "recipe=smollm2_calculator", "model.name=tiny", "--dry-run")[1]
+    assert "\nassistant:  calculator({'expression': '1340 + 5206'})\ntool: 6546\nassistant: #### 6546\n" in out
 
 
 def test_a_model_that_is_too_large_is_no_fault_of_this_machine(

@@ -35,6 +35,12 @@ def tool_to_dict(tool: ToolSpec) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def spoken(message: Message) -> str:
+    """Who says what, and calls which tools, for people."""
+    calls = (f" {call.name}({dict(call.arguments)})" for call in message.tool_calls)
+    return f"{message.role}: {message.content}{''.join(calls)}"
+
+
 def message_from_fields(fields: Mapping[str, Any]) -> Message:
     """The message whose fields, by `dataclasses.asdict`, these are."""
     calls = tuple(ToolCall(**call) for call in fields["tool_calls"])

@@ -12,6 +12,7 @@ from typing import Any
 from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.config.options import options
 from mtgrpo.errors import Arguments, ConfigError
+from mtgrpo.messages import spoken
 from mtgrpo.model import smollm2
 from mtgrpo.model.tokenizer import load_tokenizer
 from mtgrpo.runtime.hub import refuse_unloadable
@@ -24,7 +25,7 @@ from mtgrpo.tasks.published import Published, data_folder
 from mtgrpo.tasks.rows import Columns, Rows, cell
 from mtgrpo.tools.bm25s import BM25S
 from mtgrpo.tools.search import Passage, passage_from
-from mtgrpo.types import Message, Task
+from mtgrpo.types import Task
 
 WIKIPEDIA = "PeterJinGo/wiki-18-bm25-index"  # 21 million paragraphs of 2018, those of Search-R1 (arXiv:2503.09516)
 _COLUMNS = ("prompt", "messages", "answer", "id")
@@ -160,14 +161,9 @@ def _shown_by(model: str) -> Callable[[Task | Passage], str]:
     def shown(row: Task | Passage) -> str:
         if isinstance(row, Passage):
             return shorten(printable(f"[{row.id}] {row.title}\n{row.text}"))
-        prompt = chat.decode(chat.open(row.messages, ())) if chat else "\n".join(map(_spoken, row.messages))
-        said = (_spoken(message) for message in Conversations().demonstration(row, 0)) if "said" in row.metadata else ()
+        prompt = chat.decode(chat.open(row.messages, ())) if chat else "\n".join(map(spoken, row.messages))
+        said = (spoken(message) for message in Conversations().demonstration(row, 0)) if "said" in row.metadata else ()
         answers = row.metadata.get("answers", [row.answer]) if row.answer else []
         return shorten(printable("\n".join([prompt, *said, *(f"answer: {one}" for one in answers)])))
 
     return shown
-
-
-def _spoken(message: Message) -> str:
-    calls = (f" {call.name}({dict(call.arguments)})" for call in message.tool_calls)
-    return f"{message.role}: {message.content}{''.join(calls)}"

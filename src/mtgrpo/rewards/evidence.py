@@ -6,10 +6,9 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from mtgrpo.errors import ConfigError
 from mtgrpo.rewards import Reward, Score, required
-from mtgrpo.rewards.em import Convention, normalise
-from mtgrpo.types import Task, Trajectory
+from mtgrpo.rewards.em import EM, Convention, normalise
+from mtgrpo.types import Trajectory
 
 _SHOWN = re.compile(r"^\[([^\]\n]+)\]", re.MULTILINE)  # an id, as the search tool begins its lines
 
@@ -32,9 +31,8 @@ class Evidence(Reward):
 
     def reward(self, trajectory: Trajectory) -> Score:
         """The share, or that of each turn. Raises ConfigError where the task does not say what it needs."""
-        task = trajectory.task
-        needed = {""} if self.answers else set[str](required(task, "gold", "evidence", "search_qa"))
-        accepted = _accepted(task) if self.answers else ()
+        needed = {""} if self.answers else set[str](required(trajectory.task, "gold", "evidence", "search_qa"))
+        accepted = EM(convention=Convention.triviaqa).normalise(trajectory)[1] if self.answers else ()
         missing, turns = needed, list[float]()
         for turn in trajectory.turns:
             texts = [reply.content for reply in turn.observations if reply.name == "search"]
@@ -46,14 +44,6 @@ class Evidence(Reward):
             missing = left
         found = 1 - len(missing) / len(needed)
         return Score(0.0, {"found": found}, turns) if self.per_turn else Score(found)
-
-
-def _accepted(task: Task) -> list[str]:
-    """The words of every accepted answer. Raises ConfigError where there is none."""
-    accepted = [answer for answer in (task.answer, *task.metadata.get("answers", ())) if answer.strip()]
-    if not accepted:
-        raise ConfigError(f"task {task.id} has no answer that a search could show; leave evidence.answers out")
-    return [normalise(answer, Convention.triviaqa) for answer in accepted]
 
 
 def _says(text: str, accepted: Collection[str]) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mtgrpo.config.experiment import Experiment, TrainerSettings
 from mtgrpo.errors import ConfigError, UnreachableError
+from mtgrpo.messages import spoken
 from mtgrpo.model import smollm2
 from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
 from mtgrpo.parallel import Parallel
@@ -87,8 +88,8 @@ def _first_prompt(experiment: Experiment) -> list[str]:
         task = next(open_tasks(experiment)[0], None)
     except UnreachableError:
         return []
-    said = [f"{message.role}: {message.content}" for message in task.messages] if task else []
-    return [f"the first of its tasks, {task.id}:", *(shorten(printable(text)) for text in said)] if task else []
+    said = [shorten(printable(spoken(message))) for message in task.messages] if task else []
+    return [f"the first of its tasks, {task.id}:", *said] if task else []
 
 
 def _placed(experiment: Experiment) -> list[str]:

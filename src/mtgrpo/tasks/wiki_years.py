@@ -34,7 +34,7 @@ class WikiYears(Published, right=">= 0 and <= 1"):
     """
 
     system_prompt: Prompt = ""
-    path: Folder = ""  # passages.jsonl, or the folder that has it
+    path: Folder = ""  # a folder with passages.jsonl
     right: float = 1.0  # share of demonstrations that search; the others guess a year
     results: int = 1  # of the searches in demonstrations; as the tool's
     snippet_chars: int = BEGINNING  # of a passage in these; as the tool's
@@ -57,15 +57,14 @@ class WikiYears(Published, right=">= 0 and <= 1"):
         rng = random.Random(f"demonstration/{seed}/{task.id}")
         if rng.random() >= self.right:
             return (Message("assistant", str(rng.randrange(*_GUESSED))),)
-        query = {"query": task.metadata["title"]}
-        found = self._search.search(**query)
-        return (*called("search", query, found), Message("assistant", task.answer)) if task.answer in found else None
+        found = self._search.search(title := task.metadata["title"])
+        calls = called("search", {"query": title}, found)
+        return (*calls, Message("assistant", task.answer)) if task.answer in found else None
 
     @functools.cached_property
     def _search(self) -> Search:
-        corpus = cast(Path, self.copy)
-        corpus = corpus / "passages.jsonl" if corpus.is_dir() else corpus
-        return Search(corpus=str(corpus), results=self.results, snippet_chars=self.snippet_chars).with_index()
+        corpus = str(cast(Path, self.copy) / "passages.jsonl")
+        return Search(corpus=corpus, results=self.results, snippet_chars=self.snippet_chars).with_index()
 
 
 def _asked(row: Row) -> list[tuple[str, str]]:
