@@ -339,3 +339,12 @@ def test_every_command_of_the_page_is_accepted(run: Run, place: Path) -> None:
         words = [word.replace("Qwen/Qwen3-1.7B", "tiny") for word in words]
         code, _, err = run(*words, *(["--dry-run"] if "sagemaker" in words and "--dry-run" not in words else []))
         assert code == 0, (words, err)
+
+
+def test_the_tuner_of_the_page_takes_the_parts_of_a_job(aws: str, place: Path) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/sagemaker.md").read_text(), flags=re.M | re.S)
+    exec(compile(block, "sagemaker.md", "exec"), {})
+    sagemaker_client: Any = boto3.client("sagemaker")
+    made = sagemaker_client.describe_hyper_parameter_tuning_job(HyperParameterTuningJobName="tune-1")
+    assert made["TrainingJobDefinition"]["StaticHyperParameters"]["words"] == '["recipe=calculator"]'
+    assert "mtgrpo/tune-1/code/sagemaker_entry.py" in keys()

@@ -226,15 +226,21 @@ def _cost(kind: Machine, fleet: Fleet, own: dict[str, str], spot: bool) -> list[
 
 
 def submit(job: Job) -> None:
-    """Upload what the job needs, and create it. Raises ConfigError where AWS refuses; the bucket is looked at first."""
-    s3, sagemaker = client("s3", job.region), client("sagemaker", job.region)
-    with aws(f"bucket={job.bucket}: there is none that you may use; make it, or name another"):
-        s3.head_bucket(Bucket=job.bucket)
+    """Upload what the job needs, and create it. Raises ConfigError where AWS refuses, or there is a job of its name."""
+    sagemaker = client("sagemaker", job.region)
     if describe(sagemaker, job.name) is not None:
         raise ConfigError(f"name={job.name}: there is a job of this name; give another, and run={job.name} to go on")
+    upload(job)
+    with aws("the job was refused"):
+        sagemaker.create_training_job(**job.request)
+
+
+def upload(job: Job) -> None:
+    """Upload what the job needs. Raises ConfigError where AWS refuses; the bucket is looked at first."""
+    s3 = client("s3", job.region)
+    with aws(f"bucket={job.bucket}: there is none that you may use; make it, or name another"):
+        s3.head_bucket(Bucket=job.bucket)
     with aws(f"bucket={job.bucket}: what the job needs could not be uploaded"):
         for name, content in job.files.items():
             body = content.read_bytes() if isinstance(content, Path) else content
             s3.put_object(Bucket=job.bucket, Key=f"{job.prefix}/{CODE}/{name}", Body=body)
-    with aws("the job was refused"):
-        sagemaker.create_training_job(**job.request)

@@ -1,0 +1,139 @@
+"""Scripts for Slurm, the Dockerfile and the notebook: what they start, with stand-ins for programs that are absent."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import boto3
+import pytest
+
+import notebooks
+from conftest import Run
+from test_resume import rows
+from test_sagemaker import ROOT, aws
+from test_setup import PYTHON, executable, installs
+from test_setup import place as setup_place
+
+__all__ = ["aws", "setup_place"]
+SCONTROL = '#!/bin/sh\nprintf "node-1\\nnode-2\\n"\n'
+
+
+def slurm(folder: Path, script: str, srun: str, nodes: int) -> subprocess.CompletedProcess[str]:
+    """Run the script as Slurm's first machine would."""
+    for name, text in {"scontrol": SCONTROL, "srun": srun, "sleep": "#!/bin/sh\n"}.items():
+        executable(folder / "bin" / name, text)
+    (folder / "job.sbatch").write_text(script.replace("$head:29500", "localhost:0"))
+    variables = {"PATH": f"{folder}/bin:/usr/bin:/bin", "SLURM_NNODES": str(nodes), "SLURM_JOB_ID": "7"}
+    variables |= {
+        "SLURM_JOB_NODELIST": "node-[1-2]",
+        "PYTHONPATH": f"{ROOT}/src",
+        "OMP_NUM_THREADS": "1",
+        "HOME": str(folder),
+    }
+    return subprocess.run(
+        ["bash", "job.sbatch"], cwd=folder, env=variables, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_a_script_for_slurm_asks_for_machines_and_quotes_what_it_passes_on(run: Run, place: Path) -> None:
+    words = ["recipe=calculator", "task.system_prompt='a; rm -rf $b'", "nodes=3", "gpus=8", "time=10:00:00", "mem=100G"]
+    code, out, err = run("launch", "slurm", *words, "--python", "/opt/my env/python", "--out", "job.sbatch")
+    assert code == 0 and "sbatch job.sbatch" in out, err
+    script = Path("job.sbatch").read_text()
+    asked = re.findall(r"^#SBATCH (.*)", script, flags=re.M)
+    wanted = [
+        "--job-name=mtgrpo",
+        "--nodes=3",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=8",
+        "--time=10:00:00",
+        "--mem=100G",
+    ]
+    assert asked == [*wanted, "--requeue"]
+    done = slurm(place, script, '#!/bin/sh\nprintf "%s\\n" "$@"\n', 3)
+    started = done.stdout.splitlines()
+    assert (
+        started[:3] == ["/opt/my env/python", "-m", "torch.distributed.run"]
+        and started[started.index("--nnodes") + 1] == "3"
+    )
+    assert started[-5:] == ["train", "recipe=calculator", words[1], "hydra.run.dir=runs/mtgrpo", "resume=true"]
+
+
+def test_a_script_for_slurm_starts_ray_and_then_the_run(run: Run, place: Path) -> None:
+    code, script, err = run(
+        "launch", "slurm", "recipe=calculator", "cluster=ray", "nodes=2", "gpus=0", "--python", "python"
+    )
+    assert code == 0 and "gpus-per-node" not in script, err
+    done = slurm(place, script, '#!/bin/sh\necho "$@" >> started\n', 2)
+    assert done.returncode == 0, done.stderr
+    assert sorted((place / "started").read_text().splitlines()) == sorted(
+        [
+            "--nodes=1 --ntasks=1 -w node-1 ray start --head --node-ip-address=node-1 --port=6379 --block",
+            "--nodes=1 --ntasks=1 --exclude=node-1 ray start --address=node-1:6379 --block",
+            "--overlap --nodes=1 --ntasks=1 -w node-1 python -m mtgrpo train recipe=calculator cluster=ray "
+            "hydra.run.dir=runs/mtgrpo resume=true cluster.address=node-1:6379",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("nodes=0", "nodes=0: a whole number"),
+        ("gpus=all", "gpus=all: a whole number, of each machine"),
+        ("name=a;b", "name='a;b' is nothing for sbatch"),
+        ("optimizer.lr=-1", "optimizer.lr must be > 0"),
+    ],
+)
+def test_a_wrong_script_is_refused(words: str, said: str, run: Run, place: Path) -> None:
+    code, out, err = run("launch", "slurm", *words.split())
+    assert (code, out) == (2, "") and said in err
+
+
+@pytest.mark.real
+@pytest.mark.timeout(400)
+def test_a_script_for_slurm_trains(run: Run, place: Path) -> None:
+    words = ["recipe=calculator", "trainer.steps=1", "eval.tasks=2", "eval.samples=1", "rollout.prompts_per_step=2"]
+    code, script, err = run("launch", "slurm", *words, "rollout.group_size=2", "gpus=2", "--python", sys.executable)
+    assert code == 0, err
+    done = slurm(place, script, '#!/bin/sh\nexec "$@"\n', 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in (place / "runs/mtgrpo/ranks").glob("*.log")) == ["rank_0.log", "rank_1.log"]
+    assert any("reward/mean" in row for row in rows(place / "runs/mtgrpo"))
+
+
+@pytest.mark.parametrize("torch", ["cpu", "gpu"])
+def test_the_steps_of_the_dockerfile_install(torch: str, setup_place: Path) -> None:
+    text = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text())
+    copied = [name for line in re.findall(r"^COPY (.*) \S+$", text, flags=re.M) for name in line.split()]
+    assert all((ROOT / name).exists() for name in copied)
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{name}" for name in copied} <= set(allowed)
+    steps = [step for step in re.findall(r"^RUN (.*)$", text, flags=re.M) if "apt-get" not in step]
+    assert steps[-1] == "scripts/setup.sh run"
+    executable(setup_place / "scripts/setup.sh", (setup_place / "scripts/setup.sh").read_text())
+    variables = {"PATH": f"{setup_place.parent / 'bin'}:/usr/bin:/bin", "TORCH": torch}
+    for step in steps:
+        done = subprocess.run(["sh", "-c", step], cwd=setup_place, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert installs(setup_place) == 1 and PYTHON
+    assert ("torch>=2.11,<2.14 -c" in (setup_place / "pip.log").read_text()) is (torch == "gpu")
+
+
+@pytest.mark.real
+@pytest.mark.timeout(400)
+def test_the_notebook_prints_what_it_says(aws: str, place: Path) -> None:
+    s3 = boto3.client("s3")
+    s3.delete_bucket(Bucket="my-bucket")  # the notebook makes its own
+    path = notebooks.EXAMPLES / "launch_sagemaker.ipynb"
+    assert notebooks.run(path) == notebooks.stored(path)
+
+
+def test_the_policies_of_the_page_are_policies() -> None:
+    page = (ROOT / "docs/sagemaker.md").read_text()
+    found = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```$", page, flags=re.M | re.S)]
+    assert [len(policy["Statement"]) for policy in found] == [1, 5]
