@@ -25,7 +25,7 @@ from conftest import Run
 from mtgrpo.config.compose import preset
 from mtgrpo.errors import ConfigError
 from mtgrpo.launch import bundle, sagemaker, sagemaker_jobs
-from mtgrpo.launch.sizing import fit, machine
+from mtgrpo.launch.sizing import Machine, fit, machine
 
 ROOT = Path(__file__).parents[1]
 ROLE = "role=arn:aws:iam::123456789012:role/Training"
@@ -163,6 +163,20 @@ def test_ranks_are_placed_on_the_machines(
 ) -> None:
     fleet = fit(preset("calculator", *words.split()), machine(kind), count)
     assert (fleet.hosts, fleet.processes, fleet.words) == (hosts, processes, added)
+
+
+@pytest.mark.real
+def test_auto_takes_the_fewest_machines_that_hold_the_run(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 6, "num_attention_heads": 16}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 65536, "max_position_embeddings": 4096}
+    about = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(about | sizes))
+    few = ["batch.token_budget=1024", "engine.memory_fraction=0.05", "model.checkpointing=true", "model.dtype=float32"]
+    experiment = preset("gsm8k", f"model.name={tmp_path}", *few)
+    with pytest.raises(ConfigError, match=r"instance=small count=2: .* of 11.0 GB 10.1 can be used"):
+        fit(experiment, Machine("small", 1, "x", 11.0, 64, 1.0, ""), "2")
+    fleet = fit(experiment, Machine("small", 1, "x", 11.0, 64, 1.0, ""), "auto")
+    assert fleet.hosts == 4 and "parallel=fsdp2 parallel.reshard=true; 4 on all machines" in fleet.told[0]
 
 
 RECIPE = "defaults: [calculator, mine/other.yaml, override /reward: own.py:Half]\n"

@@ -21,6 +21,7 @@ from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.launch import bundle, sagemaker_entry
 from mtgrpo.launch.sagemaker_jobs import aws, client, describe
 from mtgrpo.launch.sizing import Fleet, Machine, fit, machine
+from mtgrpo.parts import Reach
 from mtgrpo.runtime.text import show
 
 OPTIONS = {  # of the job; all other words are those of `mtgrpo train`
@@ -172,7 +173,7 @@ def _name(composed: Composed) -> str:
 def _vllm(composed: Composed) -> str:
     """The version of vLLM that the machine needs; "": none."""
     engine = composed.experiment.engine
-    return VLLM if hasattr(engine, "python") and engine.most_devices != 0 else ""
+    return VLLM if engine.reaches is Reach.program and engine.most_devices != 0 else ""
 
 
 def _request(

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,8 +163,7 @@ def train(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, bo
         os.killpg(process.pid, signal.SIGTERM)  # the run saves before it ends
 
     signal.signal(signal.SIGTERM, end)
-    if told or process.stdout is None:
-        return process.wait(), bool(told), []
+    assert process.stdout is not None
     lines = deque[str](maxlen=KEPT_LINES)
     for line in process.stdout:
         print(line, end="", flush=True)
@@ -201,7 +199,6 @@ def work() -> int:
     teller = threading.Thread(target=tell, args=(over,), daemon=True)
     if not hosts.rank:
         teller.start()
-    began = time.monotonic()
     code, told, lines = train(command(hyperparameters, hosts), variables(hosts, hyperparameters))
     over.set()
     if not hosts.rank:
@@ -210,7 +207,7 @@ def work() -> int:
             publish()
     if code and not told:
         said = [line for line in lines if line.startswith("mtgrpo: ")] or lines[-5:]
-        raise JobError("\n".join(said) or f"the run ended with exit code {code} after {time.monotonic() - began:.0f} s")
+        raise JobError("\n".join(said) or f"the run ended with exit code {code} and said nothing")
     return code
 
 
