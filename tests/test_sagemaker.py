@@ -24,7 +24,7 @@ from moto.server import ThreadedMotoServer
 from conftest import Run
 from mtgrpo.config.compose import preset
 from mtgrpo.errors import ConfigError
-from mtgrpo.launch import bundle, sagemaker, sagemaker_jobs
+from mtgrpo.launch import bundle, sagemaker, sagemaker_entry, sagemaker_jobs
 from mtgrpo.launch.sizing import Machine, fit, machine
 
 ROOT = Path(__file__).parents[1]
@@ -362,3 +362,28 @@ def test_the_tuner_of_the_page_takes_the_parts_of_a_job(aws: str, place: Path) -
     made = sagemaker_client.describe_hyper_parameter_tuning_job(HyperParameterTuningJobName="tune-1")
     assert made["TrainingJobDefinition"]["StaticHyperParameters"]["words"] == '["recipe=calculator"]'
     assert "mtgrpo/tune-1/code/sagemaker_entry.py" in keys()
+
+
+def test_the_run_is_started_as_the_job_says() -> None:
+    parameters = {"words": '["seed=1"]', "processes": "8", "vllm": "0.32.0", "optimizer.lr": "0.1", "_objective": "x"}
+    alone = sagemaker_entry.Hosts(["algo-1"], "algo-1", "eth0")
+    words = ["seed=1", "optimizer.lr=0.1", "engine.python=/opt/mtgrpo-vllm/bin/python"]
+    words += ["hydra.run.dir=/opt/ml/checkpoints/run", "resume=true"]
+    assert sagemaker_entry.command(parameters, alone) == [sys.executable, "-m", "mtgrpo", "train", *words]
+    second = sagemaker_entry.Hosts(["algo-1", "algo-2"], "algo-2", "eth0")
+    started = " ".join(sagemaker_entry.command(parameters, second)[1:])
+    torchrun = "-m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 8"
+    assert started == f"{torchrun} --master-addr algo-1 --master-port 29500 -m mtgrpo train {' '.join(words)}"
+    found = sagemaker_entry.variables(second, parameters)
+    assert (
+        found["SM_CURRENT_HOST_RANK"] == "1" and found["NCCL_SOCKET_IFNAME"] == "eth0" and found["SM_HOST_COUNT"] == "2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "version"),
+    [("", ""), ("engine=server", "0.32.0"), ("engine=auto", "0.32.0"), ("engine=server engine.url=[http://a:1]", "")],
+)
+def test_vllm_is_installed_where_servers_are_started(words: str, version: str) -> None:
+    made = sagemaker.prepare([*WHERE[2:], *words.split()], spot=False)
+    assert made.request["HyperParameters"].get("vllm", "") == version
