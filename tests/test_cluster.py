@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp.test_utils import unused_port
 
 from mtgrpo import preset
 from mtgrpo.advantages.rewards import rewards_of
@@ -294,6 +295,40 @@ def test_ranks_learn_what_one_process_does_however_they_start(launched: str, alo
     assert apart < 1e-12, where
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert sorted(path.name for path in (together / "ranks").glob("*.log")) == ["rank_0.log", "rank_1.log"]
+
+
+SRUN = """#!{python}
+import os, subprocess, sys
+command = sys.argv[1 : sys.argv.index("train") + 1]  # of the page; its words are for GPUs
+for option, value in (("--nproc-per-node", "1"), ("--rdzv-endpoint", "127.0.0.1:{port}")):
+    command[command.index(option) + 1] = value
+nodes = [subprocess.Popen([*command, *os.environ["WORDS"].split()]) for _ in range(2)]
+sys.exit(max(node.wait() for node in nodes))
+"""
+
+
+@real
+@whole
+def test_the_script_for_slurm_starts_what_two_nodes_train_together(alone: Path, tmp_path: Path) -> None:
+    """With programs in the place of Slurm's, and both nodes on this machine."""
+    (script,) = re.findall(r"^```bash\n(.*?)^```$", (TESTS.parent / "docs/many_devices.md").read_text(), re.M | re.S)
+    programs, folder = tmp_path / "bin", tmp_path / "run"
+    programs.mkdir()
+    (programs / "scontrol").write_text("#!/bin/sh\necho node-of-this-job\n")
+    (programs / "srun").write_text(SRUN.format(python=sys.executable, port=unused_port()))
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    path = os.pathsep.join([str(programs), str(BIN), os.environ["PATH"]])
+    words = " ".join([*WORDS, "parallel=fsdp2", "trainer.steps=10", f"hydra.run.dir={folder}", "resume=true"])
+    job = subprocess.run(
+        ["bash", "-e"], input=script, env={**os.environ, **slurm, "PATH": path, "WORDS": words}, text=True,
+        capture_output=True, timeout=400, cwd=tmp_path,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout + job.stderr
+    apart, where = furthest_of_runs(alone, folder)
+    assert apart < 1e-12, where
+    assert sorted(path.name for path in (folder / "ranks").glob("*.log")) == ["rank_0.log", "rank_1.log"]
 
 
 def steps(folder: Path) -> int:

@@ -21,7 +21,7 @@ from mtgrpo.policy import step as step_of_policy
 from mtgrpo.policy.layouts import ParallelLayout
 from mtgrpo.policy.layouts.ddp import DataParallel
 from mtgrpo.policy.layouts.fsdp2 import FullySharded
-from mtgrpo.policy.layouts.zero3 import ZeRO3
+from mtgrpo.policy.layouts.zero3 import DeepSpeedSharded
 from mtgrpo.policy.step import Metrics, at_once
 from mtgrpo.policy.trainer import Stage, TrainerRank
 from mtgrpo.policy.witness import evidence_of
@@ -68,7 +68,7 @@ LAYOUTS: dict[str, Callable[[int, int], ParallelLayout]] = {
     "parallel_ddp": DataParallel,
     "parallel_fsdp2_whole": lambda rank, ranks: FullySharded(rank, ranks, reshard=False),
     "parallel_fsdp2_resharded": lambda rank, ranks: FullySharded(rank, ranks, reshard=True),
-    "parallel_zero3": lambda rank, ranks: ZeRO3(rank, ranks, {}),  # in fp32: see test_zero3.py
+    "parallel_zero3": lambda rank, ranks: DeepSpeedSharded(rank, ranks, {}),  # in fp32: see test_zero3.py
 }
 OF_THREE = ("grpo", "walks", "walks_of_one_task", "empty_rank", "minibatches", "ppo_walks")
 SHARED = [name for name in LAYOUTS if name not in ("parallel_none", "parallel_zero3")]

@@ -19,7 +19,7 @@ from torch import Tensor
 from mtgrpo import preset
 from mtgrpo.batch.forest import build_batch
 from mtgrpo.policy.layouts import ParallelLayout
-from mtgrpo.policy.layouts.zero3 import ZeRO3
+from mtgrpo.policy.layouts.zero3 import DeepSpeedSharded
 from mtgrpo.policy.step import Metrics, at_once
 from mtgrpo.policy.trainer import Stage, TrainerRank
 from mtgrpo.stages.policy_trainer import trainer_config
@@ -90,8 +90,8 @@ def train_by_deepspeed(rank: int, ranks: int, names: Sequence[str], folder: Path
 def train_in_stages_by_deepspeed(rank: int, ranks: int, folder: Path, stopped: Stopped) -> tuple[Any, Any]:
     """Stages that begin here, and the last of one process."""
     use_deepspeed(rank, ranks)
-    begun = train_in_stages(ZeRO3(rank, ranks, {}), folder)
-    return begun, train_in_stages(ZeRO3(rank, ranks, {}), folder, stopped)
+    begun = train_in_stages(DeepSpeedSharded(rank, ranks, {}), folder)
+    return begun, train_in_stages(DeepSpeedSharded(rank, ranks, {}), folder, stopped)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from mtgrpo.parallel.zero3 import Zero3
 from mtgrpo.policy.layouts import ParallelLayout
 from mtgrpo.policy.layouts.ddp import DataParallel
 from mtgrpo.policy.layouts.fsdp2 import FullySharded
-from mtgrpo.policy.layouts.zero3 import ZeRO3
+from mtgrpo.policy.layouts.zero3 import DeepSpeedSharded
 
 
 def make_layout(parallel: Parallel, rank: int, ranks: int) -> ParallelLayout:
@@ -17,7 +17,7 @@ def make_layout(parallel: Parallel, rank: int, ranks: int) -> ParallelLayout:
     if isinstance(parallel, FSDP2):
         return FullySharded(rank, ranks, bool(parallel.reshard))
     if isinstance(parallel, Zero3):
-        return ZeRO3(rank, ranks, parallel.settings())
+        return DeepSpeedSharded(rank, ranks, parallel.settings())
     if isinstance(parallel, DDP) or ranks > 1:
         return DataParallel(rank, ranks)
     return ParallelLayout()

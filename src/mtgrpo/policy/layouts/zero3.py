@@ -30,7 +30,7 @@ from mtgrpo.policy.update_check import UpdateCheck
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ZeRO3(SeveralRanks):
+class DeepSpeedSharded(SeveralRanks):
     """See above. settings: DeepSpeed's own, of the user."""
 
     aligned = True
