@@ -28,6 +28,7 @@ from mtgrpo.cluster import controller
 from mtgrpo.cluster.controller import Ranks
 from mtgrpo.cluster.wire import Call, packed
 from mtgrpo.errors import ConfigError, RunError
+from mtgrpo.launch import slurm
 from mtgrpo.policy.step import at_once
 from mtgrpo.policy.trainer import Stage
 from mtgrpo.stages.policy_trainer import trainer_config
@@ -298,11 +299,10 @@ def test_ranks_learn_what_one_process_does_however_they_start(launched: str, alo
 
 
 SRUN = """#!{python}
-import os, subprocess, sys
-command = sys.argv[1 : sys.argv.index("train") + 1]  # of the page; its words are for GPUs
-for option, value in (("--nproc-per-node", "1"), ("--rdzv-endpoint", "127.0.0.1:{port}")):
-    command[command.index(option) + 1] = value
-nodes = [subprocess.Popen([*command, *os.environ["WORDS"].split()]) for _ in range(2)]
+import subprocess, sys
+command = sys.argv[1:]
+command[command.index("--rdzv-endpoint") + 1] = "127.0.0.1:{port}"
+nodes = [subprocess.Popen(command) for _ in range(2)]
 sys.exit(max(node.wait() for node in nodes))
 """
 
@@ -311,18 +311,18 @@ sys.exit(max(node.wait() for node in nodes))
 @whole
 def test_the_script_for_slurm_starts_what_two_nodes_train_together(alone: Path, tmp_path: Path) -> None:
     """With programs in the place of Slurm's, and both nodes on this machine."""
-    (script,) = re.findall(r"^```bash\n(.*?)^```$", (TESTS.parent / "docs/many_devices.md").read_text(), re.M | re.S)
     programs, folder = tmp_path / "bin", tmp_path / "run"
+    words = [*WORDS, "parallel=fsdp2", "trainer.steps=10", f"hydra.run.dir={folder}"]
+    script = slurm.script(["nodes=2", "gpus=1", *words], sys.executable)
     programs.mkdir()
     (programs / "scontrol").write_text("#!/bin/sh\necho node-of-this-job\n")
     (programs / "srun").write_text(SRUN.format(python=sys.executable, port=unused_port()))
     for program in programs.iterdir():
         program.chmod(0o755)
-    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
-    path = os.pathsep.join([str(programs), str(BIN), os.environ["PATH"]])
-    words = " ".join([*WORDS, "parallel=fsdp2", "trainer.steps=10", f"hydra.run.dir={folder}", "resume=true"])
+    of_slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    path = os.pathsep.join([str(programs), os.environ["PATH"]])
     job = subprocess.run(
-        ["bash", "-e"], input=script, env={**os.environ, **slurm, "PATH": path, "WORDS": words}, text=True,
+        ["bash"], input=script, env={**os.environ, **of_slurm, "PATH": path}, text=True,
         capture_output=True, timeout=400, cwd=tmp_path,
     )  # fmt: skip
     assert job.returncode == 0, job.stdout + job.stderr
