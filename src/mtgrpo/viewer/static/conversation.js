@@ -57,7 +57,7 @@ function part_of(turn, pieces, start, scale, first, parting) {
   part.has = (number) => number >= first + start && number < first + start + pieces.length;
   part.show = (isNear) => {
     part.near = isNear;
-    if (!isNear) return part.replaceChildren(pieces.join(""));
+    if (!isNear) return part.firstElementChild || !part.firstChild ? part.replaceChildren(pieces.join("")) : null;
     const now = scale(), tokens = document.createDocumentFragment();
     pieces.forEach((piece, i) => {
       const token = tokens.appendChild(document.createElement("span"));
