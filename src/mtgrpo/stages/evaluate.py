@@ -102,8 +102,8 @@ async def _measure(
 
     for name, runner, tasks in sets:
         sampled = await _groups(runner, "eval", name, tasks, samples, counted)
-        write_trajectories(run.folder, of_set(file, name), sampled)
-        run.sinks.tell(_notes(name, sampled, runner.reward))
+        kept = write_trajectories(run.folder, of_set(file, name), sampled)
+        run.sinks.tell(_notes(name, sampled, runner.reward, kept))
         greedy = await _groups(runner, "greedy", name, tasks, 1, counted)
         described = describe(sampled, success_at, samples) | {"greedy": describe(greedy, success_at, 1)["success"]}
         if samples > 1:
@@ -140,10 +140,10 @@ async def _groups(
     return groups
 
 
-def _notes(name: str, groups: Sequence[Group], reward: Reward) -> list[str]:
-    """What people should know of an evaluation of the set `name` beside its numbers."""
+def _notes(name: str, groups: Sequence[Group], reward: Reward, file: Path | None = None) -> list[str]:
+    """What people should know of an evaluation of the set `name` beside its numbers; its trajectories are in `file`."""
     measured, valid = sum(bool(group.valid) for group in groups), [t for group in groups for t in group.valid]
-    notes = describe_failures(groups)
+    notes = describe_failures(groups, file)
     if measured < len(groups):
         notes.append(f"of {len(groups)} tasks {measured} could be measured: its numbers are of those")
     looks_for = reward.looks_for or next((part.looks_for for part in reward.parts), "")

@@ -192,18 +192,22 @@ def describe_conversations(groups: Sequence[Group], settings: Profile) -> Metric
     return metrics
 
 
-def describe_failures(groups: Sequence[Group], file: Path) -> list[str]:
+def describe_failures(groups: Sequence[Group], file: Path | None) -> list[str]:
     """What people should know of conversations that failed and of calls that no tool answered; [] for nothing.
 
-    file: that of the trajectories.
+    file: that of the trajectories, where they are kept.
     """
+
+    def see(line: int) -> str:
+        return f"; see {page_of(file, line)}" if file else ""
+
     trajectories = [t for group in groups for t in group.trajectories]
     notes: list[str] = []
     if failed := [(line, t.reason) for line, t in enumerate(trajectories) if t.failed]:
         line, why = failed[0]
-        first = f"the first because of {why}; see {page_of(file, line)}"
-        notes.append(f"{len(failed)} of {len(trajectories)} conversations failed, {first}")
+        first = f"the first because of {why}"
+        notes.append(f"{len(failed)} of {len(trajectories)} conversations failed, {first}{see(line)}")
     if outages := [(line, why) for line, t in enumerate(trajectories) for why in t.outages]:
         line, why = outages[0]
-        notes.append(f"calls that no tool answered: {len(outages)}, the first because {why}; see {page_of(file, line)}")
+        notes.append(f"calls that no tool answered: {len(outages)}, the first because {why}{see(line)}")
     return notes
