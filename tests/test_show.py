@@ -50,7 +50,7 @@ def test_a_conversation_is_shown_as_it_went(run_folder: Path, capsys: pytest.Cap
         '-> calculator({"expression": "17 * 23"})  turn 1: 12 tokens, reward 0.25',
         "[tool calculator] 391",
         "[assistant] \\x1b[2J#### 391",  # what would clear the screen is spelled out
-        "unreadable: not JSON  turn 2: 3 tokens, reward 0.75, a new context",
+        "unreadable: not JSON  turn 2: 3 tokens, reward 0.75, a new context (its text: --tokens)",
         f"mtgrpo view {run_folder} --at step_000002/c/0",
     ]
 

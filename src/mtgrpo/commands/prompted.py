@@ -14,9 +14,12 @@ from jinja2.exceptions import TemplateError
 
 from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.config.recipe import absolute
+from mtgrpo.errors import ConfigError
 from mtgrpo.messages import message_to_dict, messages_from
 from mtgrpo.parts import named
+from mtgrpo.parts.extension import find_class
 from mtgrpo.runtime.files import read_lines
+from mtgrpo.tasks import TaskSource
 from mtgrpo.tools import load
 from mtgrpo.types import Sampling, is_success
 
@@ -29,10 +32,14 @@ _USE = """
 
 It was trained and measured with what is in `tools.json` ({tools}) and `opening.json` (system prompt and worked
 examples, if any): without them it does something else. `example.txt` is a whole conversation as the model sees it. It
-samples as in its training (`generation_config.json`).
+samples as in its training (`generation_config.json`). {task}
 
     python chat.py QUESTION        # with plain transformers{with_tools_here}
-    vllm serve .{with_tools}
+    python -m vllm.entrypoints.openai.api_server --model .{with_tools}
+
+A program of your own keeps special tokens when it decodes (`skip_special_tokens=False`): a call may begin with one.
+vLLM on a CPU also wants `--dtype float32 --gpu-memory-utilization 0.2`. It is trained further by
+`mtgrpo train model.name=FOLDER recipe={recipe}`, and measured by `mtgrpo eval` with the same words.
 """
 
 
@@ -125,9 +132,21 @@ def write_prompted(
     use = _USE.format(
         tools=", ".join(names) or "no tools",
         with_tools=with_tools,
-        with_tools_here="; tools.py answers its calls" if names else "",
+        with_tools_here="; tools.py answers its calls, by the tools of mtgrpo where it names them" if names else "",
+        task=_of_task(settings.get("task", "")),
+        recipe=settings.get("recipe", "NAME"),
     )
     return use + (system and f"\nConversations begin with\n{system}\n")
+
+
+def _of_task(name: str) -> str:
+    """What its training tasks were, in the words of the option's help."""
+    try:
+        task = find_class("mtgrpo.tasks", name, TaskSource)
+    except ConfigError:  # a file of somebody's own, which may be elsewhere now
+        return f"Its tasks were task={name}."
+    about = " ".join((task.__doc__ or "").partition("\n\n")[0].split())
+    return f"Its tasks were task={name}: {about} Of other questions it has seen none."
 
 
 def _callable_alone(text: str, names: Sequence[str]) -> list[str]:

@@ -49,9 +49,11 @@ def main(arguments: Sequence[str]) -> int:
         out.print(shown_tokens.legend(out))
     shown = 0
     tools: Any = None  # None: not recorded
-    for line, row in enumerate(rows):
-        if shown_tokens and line not in shown_tokens:
-            continue
+    numbered = enumerate(rows)
+    if shown_tokens:  # those that were paid for anything first
+        kept = [(line, row) for line, row in numbered if line in shown_tokens]
+        numbered = iter(sorted(kept, key=lambda one: not shown_tokens.paid(one[0])))
+    for line, row in numbered:
         wanted = str(row.get("task")).endswith(args.task) and args.sample in (None, row.get("sample"))
         if wanted and not (args.failures and run.succeeded(row)) and shown < args.count:
             shown += 1

@@ -43,6 +43,11 @@ class ShownTokens:
         """Whether the tokens of the conversation on this line, from 0, are kept."""
         return self._record.turns(line) is not None
 
+    def paid(self, line: int) -> bool:
+        """Whether any token of the conversation on this line has an advantage."""
+        turns = self._record.turns(line) or range(0)
+        return any(self._advantage[self._record.tokens(turns, place)[2]].any() for place in range(len(turns)))
+
     def legend(self, out: Console) -> Text:
         """What the colours mean; without colours, the numbers."""
         if not _colours(out):

@@ -275,7 +275,7 @@ class ExperimentLoader(ConfigLoader):
             return usual["recipe"] if begun else f"{usual['recipe']}_from_scratch", []
         rank = typed.get("model.lora.rank", (model.get("lora") or {}).get("rank"))
         recipe = "pretrained_lora" if rank else "pretrained"
-        why = "no recipe= is given, and the usual one is for the small model that ships"
+        why = "no recipe= is given, and the usual one (of other steps and lr) is for the model that ships"
         return recipe, [f"recipe={recipe} is taken for model.name={name}: {why}"] if "model.name" in typed else []
 
     @property

@@ -78,10 +78,15 @@ def checkpoint_folder(given: str) -> Path:
         raise ConfigError(f"checkpoint={given}: there is no folder {path}")
     if saved := sorted((path / "checkpoints").glob("step_*")):
         raise ConfigError(f"checkpoint={given} is a run; its last checkpoint is checkpoint={saved[-1]}")
+    if (path / ".hydra" / "config.yaml").is_file():
+        raise ConfigError(
+            f"checkpoint={given} is a run that has no checkpoint left; with resume=true it makes them anew"
+        )
     if not (path.parent.parent / ".hydra" / "config.yaml").is_file():
         raise ConfigError(
             f"checkpoint={given}: {path.parent.parent} holds no .hydra/config.yaml; "
-            "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000025"
+            "a checkpoint is measured where its run left it, as RUN/checkpoints/step_000025, and a model of elsewhere, "
+            f"as an exported one, by model.name={given} and the recipe of its training"
         )
     return path
 

@@ -64,5 +64,6 @@ def refuse_without_package(module: str, setting: str) -> None:
     """Raise ConfigError where a package that `setting` needs is not installed; `module` is one of PACKAGES."""
     if importlib.util.find_spec(module) is None:
         package = PACKAGES[module]
-        name = f"'mtgrpo[{package.extra}]'" if package.extra else package.distribution
-        raise ConfigError(f"{setting} needs the package {module}: pip install {name}, or leave it out")
+        extra, name = package.extra, package.distribution
+        name = f"'mtgrpo[{extra}]' (from its folder -e '.[{extra}]')" if extra else name
+        raise ConfigError(f"{setting} needs the package {module}: pip install {name}")

@@ -62,7 +62,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         files = {name: (expected["bytes"], expected["sha256"]) for name, expected in content["files"].items()}
         step, state, _ = int(content["step"]), dict(content["state"]), content["training"]
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{path} is not a checkpoint: it has no {STATE}") from error
+        what = f"it has no {STATE}; one is RUN/checkpoints/step_000025" if path.is_dir() else "there is no such folder"
+        raise ConfigError(f"{path} is not a checkpoint: {what}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damage(path / STATE, "it cannot be read") from error
     if digest != digest_of(content):

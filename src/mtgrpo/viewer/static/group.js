@@ -16,7 +16,7 @@ export async function group(run, file, number) {
   let base = 0; // the sibling that the others are compared with
   const draw = () => {
     const scale = scale_of(loaded, coloured_by()), prompt = loaded[0]?.tokens?.turns[0]?.context;
-    top.replaceChildren(loaded.some((found) => found.tokens) ? h("div.row", chooser(draw, loaded), legend(coloured_by(), scale)) : h("p.muted", "the tokens of this group are not kept (record.tokens)"),
+    top.replaceChildren(loaded.some((found) => found.tokens) ? h("div.row", chooser(draw, loaded), legend(coloured_by(), scale)) : h("p.muted", "the tokens of this group are not kept: record.tokens.groups says of how many groups of a step they are"),
       prompt ? context_of(prompt, "the prompt that they share, not trained") : "");
     columns.replaceChildren(...loaded.map((found, i) => column(found, i, prompt)));
   };
