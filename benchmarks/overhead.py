@@ -9,7 +9,7 @@ happens again only where contexts outgrow the next power of two.
     selfcheck.overhead   what was sampled against what is trained, the sum of the weights, the engine's copy of the
                          weights and its log-probabilities against the trainer's, a trajectory's gradient against its
                          rewards, the update, copies for rewards, trends (not: that scores are finite)
-    record.overhead      what became of each token, gathered and written, and the conversations' lines
+    record.overhead      what became of each token, gathered and written (beside it, as `conversations`: their lines)
 
 Each is the median over the rounds of `exact`, as a share of the processor time of whole steps.
 """
@@ -64,7 +64,6 @@ RECORD: tuple[tuple[Any, str], ...] = (
     (objective.Objective, "end_passes"),
     (objective.Objective, "record"),
     (TokenRecorder, "write"),
-    (trainer, "write_trajectories"),
 )
 spent: Counter[str] = Counter()  # processor seconds
 marks: list[Counter[str]] = []  # what was spent when each step began
@@ -128,7 +127,8 @@ def watch() -> None:
 
     Journal.begin, Journal.recording = marked, recorded
     count(Journal, "_write", "journal")
-    for what, functions in (("selfcheck", CHECKS), ("record", RECORD)):
+    conversations = ((trainer, "write_trajectories"),)
+    for what, functions in (("selfcheck", CHECKS), ("record", RECORD), ("conversations", conversations)):
         for owner, name in functions:
             count(owner, name, what)
 
@@ -143,7 +143,7 @@ def shares(folder: Path, mode: str, steps: int) -> dict[str, float]:
     took = {name: last[name] - second[name] for name in last}
     return {
         "journal": (took["journal"] - took["timing"]) / took["steps"],
-        **{name: took[name] / took["steps"] for name in ("selfcheck", "record")},
+        **{name: took[name] / took["steps"] for name in ("selfcheck", "record", "conversations")},
         "first_selfcheck_s": second["selfcheck"] - first["selfcheck"],
     }
 

@@ -96,6 +96,16 @@ def test_groups_and_curves_are_listed(tmp_path: Path) -> None:
     assert runs.read("0/metrics")["columns"]["eval/success"] == [0.5, 0.5, 0.5]
 
 
+def test_a_list_has_the_question_not_that_of_an_example(tmp_path: Path) -> None:
+    make_recorded(tmp_path)
+    path = tmp_path / "trajectories" / "step_000001.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    example = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    path.write_text("".join(json.dumps(row | {"messages": example + row["messages"]}) + "\n" for row in rows))
+    found = Runs([tmp_path]).read("0/step_000001/list")["rows"]
+    assert [(row["asked"], row["said"]) for row in found[:2]] == [("17 * 20?", ANSWERS[0]), ("17 * 20?", ANSWERS[1])]
+
+
 def test_what_went_wrong_is_counted(tmp_path: Path) -> None:
     make_recorded(tmp_path)
     path = tmp_path / "trajectories" / "step_000001.jsonl"

@@ -20,7 +20,7 @@ from mtgrpo.record.shapes import FINE_TUNING, TRAJECTORY, Json
 from mtgrpo.runtime.files import open_pyarrow, open_table, strict_json, write_whole
 from mtgrpo.types import CallRecord, Group, Message, Trajectory, Turn, WeightPush
 
-_LENGTHS = ("queued_s", "sample_s", "tool_s", "condense_s", "seconds")  # seconds that something took
+_WAITS = ("queued_s", "sample_s", "tool_s", "condense_s")  # of a trajectory
 _PACKAGES = ("mtgrpo", "torch", "transformers", "peft", "hydra-core", "safetensors", "renderers", "numpy")
 
 
@@ -63,7 +63,10 @@ def write_trajectories(
         if row["tools"] == above["tools"]:
             del row["tools"]
     if zero_s is not None and (told := [push for push in pushes if push.ended_s > zero_s]):
-        rows[0]["pushes"] = [{"version": push.version, **_times(push, zero_s)} for push in told]
+        rows[0]["pushes"] = [
+            {"version": version, "began_s": _moment(began_s, zero_s), "ended_s": _moment(ended_s, zero_s)}
+            for version, began_s, ended_s in told
+        ]
     write_whole(file, b"".join(strict_json(row) + b"\n" for row in rows))
     return file
 
@@ -94,7 +97,7 @@ def trajectory_row(trajectory: Trajectory, zero_s: float | None = None) -> dict[
     optional: dict[str, Any] = {name: getattr(trajectory, name) for name in names}
     optional["untrained"] = [_message(turn.message) for turn in trajectory.untrained]
     optional["calls"] = [_call(call, zero_s) for call in trajectory.calls]
-    optional["times"] = _times(trajectory, zero_s)
+    optional["times"] = {} if zero_s is None else _times(trajectory, zero_s)
     return {
         "task": trajectory.task.id,
         "sample": trajectory.sample_index,
@@ -105,7 +108,7 @@ def trajectory_row(trajectory: Trajectory, zero_s: float | None = None) -> dict[
         "metadata": dict(trajectory.task.metadata),
         "messages": messages,
         "tools": list(map(tool_to_dict, trajectory.tools)),
-        "turns": [_turn(turn) | _times(turn, zero_s) for turn in trajectory.turns],
+        "turns": [_turn(turn, zero_s) for turn in trajectory.turns],
         **{name: value for name, value in optional.items() if value},
     }
 
@@ -132,39 +135,52 @@ def _first_s(trajectory: Trajectory) -> float:
     return trajectory.began_s - trajectory.queued_s if trajectory.began_s else asked
 
 
-def _times(of: Any, zero_s: float | None) -> dict[str, float]:
-    """What is known of when something began, was asked for and ended, and how long it took or waited."""
-    if zero_s is None:
-        return {}
-    moments = {name: at - zero_s for name in ("began_s", "asked_s", "ended_s") if (at := getattr(of, name, 0.0))}
-    lengths = {name: took for name in _LENGTHS if (took := getattr(of, name, 0.0))}
-    return {name: round(seconds, 4) for name, seconds in (moments | lengths).items()}
+def _moment(at: float, zero_s: float) -> float:
+    return round(at - zero_s, 4)
+
+
+def _times(trajectory: Trajectory, zero_s: float) -> dict[str, float]:
+    """When it began, and for how long it waited."""
+    times = {name: round(took, 4) for name in _WAITS if (took := getattr(trajectory, name))}
+    return {"began_s": _moment(trajectory.began_s, zero_s), **times} if trajectory.began_s else times
 
 
 def _call(call: CallRecord, zero_s: float | None) -> dict[str, Any]:
-    optional = {"retries": call.retries, "why": call.why}
-    told = {name: part for name, part in optional.items() if part} | _times(call, zero_s)
-    return {"name": call.name, "outcome": call.outcome.value, **told}
+    row: dict[str, Any] = {"name": call.name, "outcome": call.outcome.value}
+    if call.retries:
+        row["retries"] = call.retries
+    if call.why:
+        row["why"] = call.why
+    if zero_s is not None and call.began_s:
+        row["began_s"], row["seconds"] = _moment(call.began_s, zero_s), round(call.seconds, 4)
+    return row
 
 
 def _message(message: Message, tokens: list[int] | None = None) -> dict[str, Any]:
     """A message without its empty fields; `tokens`: where it stands."""
-    calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-    optional: dict[str, Any] = {"reasoning": message.reasoning, "tool_calls": calls, "name": message.name}
-    optional |= {"error": message.error, "tokens": tokens}
-    return {"role": message.role, "content": message.content, **{name: part for name, part in optional.items() if part}}
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        row["reasoning"] = message.reasoning
+    if message.tool_calls:
+        row["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    if message.name:
+        row["name"] = message.name
+    if message.error:
+        row["error"] = message.error
+    if tokens is not None:
+        row["tokens"] = tokens
+    return row
 
 
-def _turn(turn: Turn) -> dict[str, Any]:
-    return {
-        "new_context_tokens": len(turn.new_context),
-        "output_tokens": len(turn.output),
-        "finish": turn.finish.value,
-        "parent": turn.parent,
-        **({"auxiliary": True} if turn.auxiliary else {}),
-        "version_min": min(turn.versions, default=None),
-        "version_max": max(turn.versions, default=None),
-    }
+def _turn(turn: Turn, zero_s: float | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"new_context_tokens": len(turn.new_context), "output_tokens": len(turn.output)}
+    row["finish"], row["parent"] = turn.finish.value, turn.parent
+    if turn.auxiliary:
+        row["auxiliary"] = True
+    row["version_min"], row["version_max"] = min(turn.versions, default=None), max(turn.versions, default=None)
+    if zero_s is not None and turn.ended_s:
+        row["asked_s"], row["ended_s"] = _moment(turn.asked_s, zero_s), _moment(turn.ended_s, zero_s)
+    return row
 
 
 @contextmanager

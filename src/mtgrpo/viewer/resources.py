@@ -228,14 +228,13 @@ def _timeline(path: Path) -> Json:
     return {"lanes": [lane for lane in lanes[:_LANES] if lane["ended_s"]], "pushes": pushes, "count": len(lanes)}
 
 
-def _is_error(message: Json) -> bool:
-    return str(message.get("content", "")).startswith("error:")  # as tools answer mistakes
-
-
 def _facts(row: Json, line: int) -> Json:
     messages, turns = row.get("messages", []), row.get("turns", [])
-    asked = next((message for message in messages if message.get("role") == "user"), {})
-    said = next((message for message in reversed(messages) if message.get("role") == "assistant"), {})
+    answers = [str(message.get("content", "")) for message in messages if message.get("role") == "tool"]
+    by_policy = [place for place, message in enumerate(messages) if message.get("role") == "assistant"][-len(turns) :]
+    opening = messages[: by_policy[0]] if by_policy else messages  # examples are in it too, before the question
+    asked = next((message for message in reversed(opening) if message.get("role") == "user"), {})
+    said = messages[by_policy[-1]] if by_policy else {}
     return {
         **{name: row.get(name) for name in ("task", "sample", "status", "reason", "reward", "answer", "components")},
         **{"line": line, "group": row.get("group", -1), "turns": len(turns), "retried": len(row.get("retried", []))},
@@ -243,7 +242,7 @@ def _facts(row: Json, line: int) -> Json:
         "contexts": sum(turn.get("parent") == -1 and not turn.get("auxiliary") for turn in turns),
         "unreadable": sum(bool(message.get("error")) for message in messages),
         "outages": len(row.get("outages", [])),
-        "errors": sum(message.get("role") == "tool" and _is_error(message) for message in messages),
+        "errors": sum(answer.startswith("error:") for answer in answers),  # as tools answer mistakes
         "untrained_because": row.get("untrained_because", ""),
         "asked": str(asked.get("content", ""))[:_SHORT],
         "said": str(row.get("output") or said.get("content", ""))[:_SHORT],

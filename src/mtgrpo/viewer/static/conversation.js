@@ -1,6 +1,6 @@
 // A conversation as the policy saw it, with its sampled tokens coloured by what is known of them.
 import { go, key, link, name_of, read, showTip, hideTip } from "./app.js";
-import { add, file_name, h, isNumber, num, plural, shade, signed, step_of } from "./dom.js";
+import { add, file_name, h, isNumber, num, plural, shade, signed, step_of, took } from "./dom.js";
 import { squares } from "./step.js";
 
 export const FLAGS = ["clipped", "clamped", "rejected", "no advantage", "auxiliary", "not trained"];
@@ -211,9 +211,9 @@ function chains(tokens, row) {
 // What became of its calls, and for what it waited.
 const WAITS = { queued_s: "in the queue", sample_s: "for the policy", tool_s: "for tools", condense_s: "to condense" };
 function calls(row) {
-  const waits = Object.entries(WAITS).filter(([name]) => row.times?.[name]).map(([name, what]) => `${num(row.times[name], 2)} s ${what}`);
+  const waits = Object.entries(WAITS).filter(([name]) => row.times?.[name]).map(([name, what]) => `${took(row.times[name])} ${what}`);
   const made = (row.calls ?? []).map((call) => h(`li${call.outcome === "answered" || call.outcome === "unseen" ? "" : ".bad"}`,
-    [`${call.name || "a call"} ${call.outcome}`, isNumber(call.seconds) ? `${num(call.seconds, 2)} s` : "", call.retries ? `made again ${call.retries} times` : "", call.why].filter(Boolean).join(", ")));
+    [`${call.name || "a call"} ${call.outcome}`, isNumber(call.seconds) ? took(call.seconds) : "", call.retries ? `made again ${call.retries} times` : "", call.why].filter(Boolean).join(", ")));
   return made.length || waits.length ? h("section", h("h2", "calls and waiting"), h("ul.chains", made), waits.length ? h("p.muted", `it waited ${waits.join(", ")}`) : null) : null;
 }
 

@@ -41,6 +41,7 @@ export function num(value, digits = 3) {
 }
 export const signed = (value, digits = 3) => (value > 0 ? "+" : "") + num(value, digits).replace("-", "−");
 export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
+export const took = (seconds) => (seconds < 0.1 ? `${num(1000 * seconds, 2)} ms` : `${num(seconds, 2)} s`);
 export const plural = (count, what) => `${num(count)} ${what}${count === 1 ? "" : "s"}`;
 export const sum = (values) => values.reduce((total, value) => total + value, 0);
 export const isNumber = (value) => typeof value === "number";

@@ -1,6 +1,6 @@
 // The token forest of a step as an icicle, and the times of its turns.
 import { go, hideTip, key, name_of, read, showTip } from "./app.js";
-import { canvas, colour, file_name, h, isNumber, num, plural, signed } from "./dom.js";
+import { canvas, colour, file_name, h, isNumber, num, plural, signed, took } from "./dom.js";
 
 export async function forest(run, file) {
   const [found, title] = await Promise.all([read(`${run}/${file}/forest`), name_of(run)]);
@@ -48,16 +48,16 @@ export async function forest(run, file) {
 
 // What a lane shows: its name, the colour, and the times of it that a lane has, [from, to, what to say].
 const KINDS = [
-  ["in the queue", "context", (lane) => (lane.times.queued_s ? [[lane.times.began_s - lane.times.queued_s, lane.times.began_s, `${num(lane.times.queued_s)} s in the queue`]] : [])],
+  ["in the queue", "context", (lane) => (lane.times.queued_s ? [[lane.times.began_s - lane.times.queued_s, lane.times.began_s, `${took(lane.times.queued_s)} in the queue`]] : [])],
   ["the policy's turn", "line0", (lane) => turns_of(lane, false)],
   ["beside the conversation", "line3", (lane) => turns_of(lane, true)],
   ["a tool", "line2", (lane) => calls_of(lane, true)],
   ["a tool, in vain", "line4", (lane) => calls_of(lane, false)],
 ];
 const turns_of = (lane, aside) => lane.turns.map((turn, i) => [turn, i]).filter(([turn]) => Boolean(turn.auxiliary) === aside).map(([turn, i]) =>
-  [turn.asked_s, turn.ended_s, `turn ${i + 1}: ${plural(turn.output_tokens, "token")} in ${num(turn.ended_s - turn.asked_s)} s, version ${turn.version_min === turn.version_max ? turn.version_min : `${turn.version_min}–${turn.version_max}`}`]);
+  [turn.asked_s, turn.ended_s, `turn ${i + 1}: ${plural(turn.output_tokens, "token")} in ${took(turn.ended_s - turn.asked_s)}, version ${turn.version_min === turn.version_max ? turn.version_min : `${turn.version_min}–${turn.version_max}`}`]);
 const calls_of = (lane, good) => lane.calls.filter((call) => isNumber(call.began_s) && (call.outcome === "answered") === good).map((call) =>
-  [call.began_s, call.began_s + (call.seconds ?? 0), `${call.name || "a call"} ${call.outcome} in ${num(call.seconds ?? 0)} s${call.retries ? `, again ${call.retries} times` : ""}`]);
+  [call.began_s, call.began_s + (call.seconds ?? 0), `${call.name || "a call"} ${call.outcome} in ${took(call.seconds ?? 0)}${call.retries ? `, again ${call.retries} times` : ""}`]);
 
 export async function timeline(run, file) {
   const [found, title, list] = await Promise.all([read(`${run}/${file}/timeline`), name_of(run), read(`${run}/${file}/list`)]);
@@ -87,7 +87,7 @@ export async function timeline(run, file) {
   picture.addEventListener("pointermove", (event) => {
     const lane = lanes[at(event)], scale = last / (picture.clientWidth - left - 8), seconds = (event.offsetX - left) * scale;
     if (!lane) return hideTip();
-    const pushed = found.pushes.map((push) => [push.began_s, push.ended_s, `version ${push.version} of the weights came in ${num(push.ended_s - push.began_s)} s`]);
+    const pushed = found.pushes.map((push) => [push.began_s, push.ended_s, `version ${push.version} of the weights came in ${took(push.ended_s - push.began_s)}`]);
     const said = [...bars[at(event)].flat(), ...pushed].filter(([from, to]) => seconds >= from - scale && seconds <= to + scale).map((bar) => bar[2]);
     showTip([`${name(lane)}: ${plural(lane.turns.length, "turn")}, ended after ${num(lane.ended_s)} s`, ...(said.length ? said : ["between: the environment, or condensing"])], event.clientX, event.clientY);
   });

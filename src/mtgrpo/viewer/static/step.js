@@ -103,9 +103,9 @@ function line(group, place, most) {
   if (group.clipped) marks.push(h("span.tag", `${group.clipped} clipped`));
   return h("tr",
     h("td.task", link(`${place}/g/${group.number}`, h("b", group.task)), h("div.muted.clip", { title: group.asked }, group.asked)),
-    h("td", squares(group.siblings, place, most)), h("td.num", num(group.mean)),
-    h("td.num", group.advantage?.some(Boolean) ? `${signed(group.advantage[0], 2)} … ${signed(group.advantage[1], 2)}` : h("span.muted", group.recorded ? "0" : "–")),
-    h("td.num", num(group.turns)), h("td.num", num(group.tokens)), h("td.num", group.apart ? num(group.apart, 2) : "–"), h("td", marks));
+    h("td", squares(group.siblings, place, most)), h("td.num", { "data-name": "mean" }, num(group.mean)),
+    h("td.num", { "data-name": "advantage" }, group.advantage?.some(Boolean) ? `${signed(group.advantage[0], 2)} … ${signed(group.advantage[1], 2)}` : h("span.muted", group.recorded ? "0" : "–")),
+    h("td.num", { "data-name": "turns" }, num(group.turns)), h("td.num", { "data-name": "tokens" }, num(group.tokens)), h("td.num", { "data-name": "|ratio − 1|" }, group.apart ? num(group.apart, 2) : "–"), h("td", marks));
 }
 
 // One task in all files that have it: the rewards, and the answers of two of its conversations beside one another.
