@@ -42,7 +42,7 @@ test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
 test-all: test test-real lucene-env ## test, test-real, then the slow tests: does it learn
 	$(PYTEST) -m "slow and not gpu" --timeout 7200
 
-bench: bench-forest bench-agents bench-foreign bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-search bench-memory bench-decode-step bench-parallel bench-mcp bench-server bench-chaos bench-overhead bench-refusals bench-integrity ## every benchmark (hours); each writes benchmarks/results/*.json
+bench: bench-forest bench-agents bench-foreign bench-condensation bench-rollout bench-trl bench-async bench-outages bench-algorithms bench-ledger bench-unseen bench-learning bench-smollm2 bench-search bench-memory bench-decode-step bench-parallel bench-scaling bench-mcp bench-server bench-chaos bench-overhead bench-refusals bench-integrity ## every benchmark (hours); each writes benchmarks/results/*.json
 
 bench-agents: setup ## what the turns of a foreign agent cost, against a row for each; 10 minutes
 	$(BIN)/python benchmarks/agents.py
@@ -115,6 +115,9 @@ bench-decode-step: setup ## kernels and processor time of a decoding step of the
 
 bench-parallel: setup ## how evenly ranks share a batch, how far their runs are from one process's, and what they cost; 7 minutes
 	$(BIN)/python benchmarks/parallel.py
+
+bench-scaling: setup ## where the bottleneck moves from 8 to 1,024 devices, by a model that a small run of Ray feeds; 5 minutes
+	$(BIN)/python benchmarks/scaling.py
 
 bench-quick: trl-env ## the main ratios beside the committed ones, in less than 5 minutes
 	$(BIN)/python benchmarks/quick.py

@@ -392,6 +392,16 @@ def sharing() -> str:
     return table(head, rows)
 
 
+def scaling() -> str:
+    """Seconds of a step as modelled, and which share of the time the controller's core is busy."""
+    _, detail = read("scaling")
+    rows: list[list[str]] = []
+    for count, found in detail["devices"].items():
+        cells = [f"{of['step_s']:.2f} s, {of['controller']:.0%}" for of in found.values()]
+        rows.append([f"{int(count):,}", *cells])
+    return table(["devices", *(f"staleness {s}" for s in detail["devices"]["8"])], rows)
+
+
 def gpu() -> str:
     """The figures of one GPU, or why there are none."""
     rows: list[list[str]] = []
@@ -429,6 +439,7 @@ TABLES: dict[str, Callable[[], str]] = {
         decode_step,
         shares,
         sharing,
+        scaling,
         gpu,
     )
 }

@@ -180,6 +180,7 @@ def test_without_a_word_it_is_the_recipe_calculator() -> None:
         "engine": "local",
         "agent": "none",
         "parallel": "auto",
+        "cluster": "local",
         "recipe": "calculator",
     }
     made = result.experiment

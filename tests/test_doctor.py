@@ -127,7 +127,7 @@ def test_everything_missing_says_what_for_and_what_to_type(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = doctor._version
-    optional = ("flash-attn", "datasets", "wandb", "bm25s")
+    optional = ("flash-attn", "datasets", "wandb", "bm25s", "ray")
     monkeypatch.setattr(doctor, "_version", lambda name: "" if name in optional else real(name))
     monkeypatch.setenv("MTGRPO_MODELS", str(tmp_path))
     monkeypatch.delenv("MTGRPO_DATA", raising=False)
@@ -136,8 +136,17 @@ def test_everything_missing_says_what_for_and_what_to_type(
     wanting = [check for check in said["checks"] if check["state"] != "ok"]
     names = {check["name"] for check in wanting}
     assert code == 0  # nothing of it is required
-    assert names >= {"GPU", "extra flash-attn", "extra data", "extra trackers", "extra search", "data", "vllm", "hub"}
-    assert names.isdisjoint({"ray", "deepspeed"})  # nothing of this version uses them
+    assert names >= {
+        "GPU",
+        "extra flash-attn",
+        "extra data",
+        "extra trackers",
+        "extra search",
+        "extra ray",
+        "data",
+        "vllm",
+        "hub",
+    }
     assert all(check["purpose"] and check["cure"] for check in wanting)
     doctor.main([])
     text = capsys.readouterr().out

@@ -77,7 +77,9 @@ def test_every_command_is_accepted(
     assert len(commands(README)) == 8 + 2
     for command in commands(PAGES[page]):
         words = shlex.split(command)[1:]
-        if words[0] in ("train", "sft", "eval", "play", "export") and not {"--help", "--dry-run"} & set(words):
+        if words[0] in ("train", "sft", "eval", "play", "export", "launch") and not {"--help", "--dry-run"} & set(
+            words
+        ):
             words.append("--dry-run")
         words += ["--once"] if words[0] == "watch" else []
         if words[0] == "view" and "--out" not in words:  # which otherwise serves until Ctrl-C
@@ -232,6 +234,7 @@ def test_what_to_train_with_an_engine_of_one_s_own(own_agent: Path, capsys: pyte
 def test_the_names_beside_those_of_verl_exist() -> None:
     chosen = {"task": "parquet", "environment": "tool_use", "condenser": "keep_last", "reward": "context_efficiency"}
     chosen |= {"algorithm": "grpo", "advantage": "trajectory", "engine": "local", "agent": "none", "parallel": "auto"}
+    chosen |= {"cluster": "local"}
     known = schema(chosen)
     rows = [line.split("|") for line in VERL.splitlines() if line.startswith("| `")]
     ours = [

@@ -94,7 +94,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def digits(values: dict[str, Any]) -> dict[str, Any]:
     """What is not a measurement of the machine."""
-    return {name: value for name, value in values.items() if not name.startswith(("perf/", "time/"))}
+    return {name: value for name, value in values.items() if not name.startswith(("perf/", "time/", "engine/"))}
 
 
 def everything(folder: Path) -> dict[str, Any]:

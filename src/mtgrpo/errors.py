@@ -49,6 +49,10 @@ class RunError(RuntimeError):
     """The run cannot go on; the message says why, what was measured and what to change."""
 
 
+class RanksError(RunError):
+    """One of several ranks has failed, or its machine; others may do what it did, from the last checkpoint on."""
+
+
 class EngineError(RunError):
     """The engine itself is broken (its cause says how): ends the run, unlike a tool that fails."""
 

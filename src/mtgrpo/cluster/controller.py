@@ -1,6 +1,6 @@
 """What stands in the controller for a trainer of its own: asks all ranks, and sees that none of them fails.
 
-Where one does, all are ended, and the run ends by one RunError: which rank, how, and how to go on.
+Where one does, all are ended, and the run ends by one RanksError: which rank, how, and how to go on.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from mtgrpo.cluster.launch import Processes, inherited_sockets
 from mtgrpo.cluster.wire import Call, Said, packed
-from mtgrpo.errors import RunError
+from mtgrpo.errors import RanksError
 from mtgrpo.model.load import load_model
 from mtgrpo.policy.trainer import TrainerConfig
 from mtgrpo.runtime.processes import read_end
@@ -65,11 +66,13 @@ class Ranks(Asked):
         config: TrainerConfig,
         devices: Sequence[int],
         role: str = "rank",
+        start: Callable[[Sequence[int], Path], Processes] = Processes,
     ) -> None:
         """Start them, unless a launcher has, and `make(config, rank, ranks)` on each; raises what all of them raise.
 
         devices: one for each rank, a GPU where there are any.
         role: what people call each of them, and the folder of what they print, as several.
+        start: starts the processes, given the folder for what they say.
         """
         self.notes: list[str] = []
         self._config, self._role = config, role
@@ -83,7 +86,7 @@ class Ranks(Asked):
         self._changes = 0, 0
         self._sockets, self._processes = inherited_sockets(), None
         if not self._sockets:
-            self._processes = Processes(devices, self._folder)
+            self._processes = start(devices, self._folder)
             self._sockets = self._processes.sockets
         training, self._saving = (
             _Channel(one, heard, self._failed)
@@ -120,10 +123,10 @@ class Ranks(Asked):
         return [sign.place for sign in self._signs]
 
     def close(self) -> None:
-        """End them. Raises RunError where one had failed, whether or not somebody was told."""
+        """End them. Raises RanksError where one had failed, whether or not somebody was told."""
         self._end()
         if self._failure:
-            raise RunError(self._failure)
+            raise RanksError(self._failure)
 
     def _end(self) -> None:
         self._over.set()
@@ -147,10 +150,10 @@ class Ranks(Asked):
     def _heard_notes(self, said: Said) -> None:
         self.notes += said.notes
 
-    def _failed(self) -> RunError:
+    def _failed(self) -> RanksError:
         """Why nothing more is heard."""
         self._thread.join(TOLD_S)
-        return RunError(self._failure or f"the ranks have ended, and none says why{self._cure('rank_0.log')}")
+        return RanksError(self._failure or f"the ranks have ended, and none says why{self._cure('rank_0.log')}")
 
     def _look_on(self) -> None:
         while not self._over.wait(LOOK_S):
@@ -252,7 +255,7 @@ class _Sign:
 class _Channel:
     """Calls through one pair of sockets, one at a time."""
 
-    def __init__(self, one: socket.socket, heard: Callable[[Said], None], failed: Callable[[], RunError]) -> None:
+    def __init__(self, one: socket.socket, heard: Callable[[Said], None], failed: Callable[[], RanksError]) -> None:
         self.turn = threading.Lock()
         self.asked = ""  # what is being done for the controller; what a rank is made by may take any time
         self.done = set[str]()  # methods that compute, and have given a result
@@ -260,7 +263,7 @@ class _Channel:
         self._heard, self._failed = heard, failed
 
     def ask(self, owner: str, name: str, *arguments: Any) -> Any:
-        """What the call gives. Raises what all ranks raise alike, and RunError where one fails."""
+        """What the call gives. Raises what all ranks raise alike, and RanksError where one fails."""
         try:
             return next(self.parts(owner, name, *arguments))
         except StopIteration as done:

@@ -1,6 +1,7 @@
 """`mtgrpo launch WHAT`: a server here, or a run on machines of others.
 
 `vllm --model MODEL` is a vLLM server as `engine=server engine.url=[http://HOST:PORT]` needs it.
+`local` is one of the local engine, for `engine.kind=local`: it reads the model that the run sends.
 """
 
 from __future__ import annotations
@@ -9,12 +10,20 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 
-from mtgrpo.engines.server import PYTHON, Server, interpreter
+from mtgrpo.engines.server import OWN, PYTHON, VLLM, Server
 from mtgrpo.errors import Arguments
 from mtgrpo.launch import sagemaker, sagemaker_jobs, slurm
 from mtgrpo.runtime.processes import supervise
 
+
+def _submit(words: Sequence[str]) -> int:
+    from mtgrpo.commands.ray_job import main as submit  # noqa: PLC0415  it imports what reads a configuration
+
+    return submit(words)
+
+
 LAUNCHERS: dict[str, Callable[[Sequence[str]], int]] = {  # what else is launched, by its first word
+    "ray": _submit,
     "sagemaker": sagemaker.main,
     "slurm": slurm.main,
     **{name: functools.partial(sagemaker_jobs.main, name) for name in ("status", "logs", "stop", "fetch")},
@@ -33,7 +42,7 @@ def serve(arguments: Sequence[str]) -> int:
     Raises ConfigError where there is no interpreter for it.
     """
     parser = Arguments("mtgrpo launch", description=__doc__)
-    parser.add_argument("what", choices=["vllm", *LAUNCHERS])
+    parser.add_argument("what", choices=[VLLM, OWN, *LAUNCHERS])
     parser.add_argument("--model", required=True, help="the folder or name of the model that is trained")
     parser.add_argument("--python", default=PYTHON, help="of the environment that has vLLM (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="where it listens; whoever reaches it controls it")
@@ -46,19 +55,23 @@ def serve(arguments: Sequence[str]) -> int:
     parser.add_argument("--argument", action="append", default=[], help="another word for the server; may be repeated")
     parser.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
     args = parser.parse_args(arguments)
-    if not args.dry_run:
-        interpreter(args.python)
-    from mtgrpo.engines.server.replica import GRACE_S  # noqa: PLC0415
-    from mtgrpo.engines.server.vllm import command, environment  # noqa: PLC0415  it imports torch
-
     settings = Server(
-        tensor_parallel=args.tensor_parallel, memory_fraction=args.memory_fraction, arguments=args.argument
-    )
+        kind=args.what,
+        python=args.python if args.what == VLLM else PYTHON,
+        tensor_parallel=args.tensor_parallel,
+        memory_fraction=args.memory_fraction,
+        arguments=args.argument,
+    ).placed((), shared=False)
+    program = args.python if args.dry_run else settings.program
+    from mtgrpo.engines.server.engine import STARTED  # noqa: PLC0415  it imports torch
+    from mtgrpo.engines.server.replica import GRACE_S  # noqa: PLC0415
+
+    command, environment = STARTED[args.what]
     place = ["--host", args.host, "--port", str(args.port)]
     words = command(settings, args.model, args.dtype, args.max_length, place, args.lora_rank)
     if args.dry_run:
-        print(" ".join([args.python, *words]))
+        print(" ".join([program, *words]))
         return 0
     variables = environment(settings, 0)
-    supervised = supervise([interpreter(args.python), *words], variables, parent=os.getppid(), grace_s=GRACE_S)
+    supervised = supervise([program, *words], variables, parent=os.getppid(), grace_s=GRACE_S)
     os.execve(supervised[0], supervised, variables)

@@ -22,6 +22,7 @@ from mtgrpo.environments import Environment
 from mtgrpo.errors import ConfigError, refuse_without_effect, require
 from mtgrpo.model.settings import ModelSettings
 from mtgrpo.parallel import Parallel
+from mtgrpo.parallel.cluster import Cluster
 from mtgrpo.parallel.devices import Devices
 from mtgrpo.parts import File, Parts, Reach, Text
 from mtgrpo.policy.settings import Control, OptimizerSettings, ReferenceSettings, Schedule, Updates
@@ -148,6 +149,7 @@ class Experiment:
     engine: Engine
     agent: Agent
     parallel: Parallel
+    cluster: Cluster
     seed: int = 0  # of everything random: the same seed on the same machine gives the same run
     resume: File = ""  # true: go on in hydra.run.dir=FOLDER; or PATH of a checkpoint to go on from in a new folder
     # exact: steps after the checkpoint are run again from their start; continue: what the journal holds of them is
@@ -200,7 +202,8 @@ class Experiment:
         self._check_policies()
         self._check_agent()
         self._check_deterministic()
-        for part in (self.task, self.environment, self.condenser, self.reward, self.engine, self.agent, self.parallel):
+        parts = (self.task, self.environment, self.condenser, self.reward, self.engine, self.agent)
+        for part in (*parts, self.parallel, self.cluster):
             part.check(self)
         if self.condenser.attends and not self.engine.attends:
             raise ConfigError(

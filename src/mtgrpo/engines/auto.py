@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mtgrpo.engines import Engine, RunningEngine
 from mtgrpo.engines.local import Local
-from mtgrpo.engines.server import PYTHON, Server
+from mtgrpo.engines.server import OWN, PYTHON, Server, Sync
+from mtgrpo.errors import ConfigError
 from mtgrpo.parts import Program, Reach
 from mtgrpo.runtime.files import find_near
 
@@ -47,3 +48,18 @@ class Auto(Engine):
         self, source: WeightSource, deterministic: bool, longest_context: int, folder: Path | None = None
     ) -> RunningEngine:
         return self._by_size(source.size)[0].start(source, deterministic, longest_context, folder)
+
+
+def served(engine: Engine, settings: ModelSettings) -> Server:
+    """The same engine in processes of its own. Raises ConfigError where it cannot be, with `cluster` in mind."""
+    if isinstance(engine, Server):
+        if engine.sync in (Sync.ipc, Sync.nccl):
+            raise ConfigError(f"engine.sync={engine.sync.value} with cluster=ray: weights go as files; leave it out")
+        return engine
+    if not isinstance(engine, Local):
+        raise ConfigError(f"engine {type(engine).__name__} samples where the run is: set engine=local or server")
+    if engine.keep_stale_cache or settings.quantization.value != "none":
+        named = "engine.keep_stale_cache=true" if engine.keep_stale_cache else "model.quantization"
+        raise ConfigError(f"{named} with cluster=ray: the engine is elsewhere, and does not know of it; leave it out")
+    words = [f"--head={settings.head.name}", *(["--no-compiled"] if not engine.compiled else [])]
+    return Server(kind=OWN, memory_fraction=engine.memory_fraction, arguments=words)

@@ -67,7 +67,7 @@ def script(words: Sequence[str], python: str) -> str:
     if wrong := [name for name in ("name", *SBATCH) if not re.fullmatch(r"[\w.:,+@%/-]*", job[name])]:
         raise ConfigError(f"{wrong[0]}={job[wrong[0]]!r} is nothing for sbatch")
     on_ray = "cluster=ray" in ours
-    compose(parse([word for word in ours if not word.startswith("cluster")])).experiment.check_training()
+    compose(parse(ours)).experiment.check_training()
     folder = [] if any(word.startswith("hydra.run.dir=") for word in ours) else [f"hydra.run.dir=runs/{job['name']}"]
     resumed = [] if any(word.startswith("resume=") for word in ours) else ["resume=true"]
     run = shlex.join(["train", *ours, *folder, *resumed])

@@ -28,6 +28,7 @@ class Placement:
     train: tuple[int, ...] = ()  # the GPU of each rank on this machine, by its LOCAL_RANK
     rollout: tuple[int, ...] = ()  # the GPUs that sample; () where others do, who were started elsewhere
     reference: tuple[int, ...] = ()  # the GPU of each process that has the reference; on a CPU a number for each
+    placed: bool = False  # by a cluster, on devices of its machines
 
     @property
     def shared(self) -> bool:
@@ -44,6 +45,8 @@ class Placement:
         how = f"parallel={parallel.name}"
         if isinstance(parallel, FSDP2) and parallel.reshard is not None:
             how += f" parallel.reshard={str(parallel.reshard).lower()}"
+        if self.placed:
+            return f"devices: {self.ranks} to train ({how}), and those that sample, where the cluster places them"
         if not self.train:
             many = f"{self.ranks} processes train" if self.ranks > 1 else "one process trains"
             others = f", {len(self.reference)} with the reference" if self.reference else ""
@@ -68,11 +71,14 @@ class Placement:
 
 
 def settle(experiment: Any, launch: Launch, gpus: int) -> tuple[Parallel, Placement]:
-    """How the ranks of a run share the work, and which devices do what. gpus: those of this machine.
+    """How the ranks of a run share the work, and which devices do what. gpus: those of this machine, or of the
+    cluster that places what trains.
 
     What memory has a say in is left open on GPUs: auto for several ranks, and `reshard`. Raises ConfigError where
     settings, launcher and machine contradict one another.
     """
+    if experiment.cluster.places:
+        return _on_cluster(experiment, launch, gpus)
     placement = place(
         experiment.devices,
         launch,
@@ -100,6 +106,32 @@ def settle(experiment: Any, launch: Launch, gpus: int) -> tuple[Parallel, Placem
             "or start them with torchrun --nproc-per-node 2 -m mtgrpo"
         )
     return parallel, placement
+
+
+def _on_cluster(experiment: Any, launch: Launch, gpus: int) -> tuple[Parallel, Placement]:
+    """As `settle`, where a cluster places each rank; what memory would have a say in is what takes the least of it.
+
+    gpus: those of the cluster, as far as they are known.
+    """
+    devices, parallel = experiment.devices, experiment.parallel
+    if launch.ranks > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={launch.ranks} with cluster={experiment.cluster.name}: the cluster starts the ranks; start "
+            "the run by itself, with devices.train.num"
+        )
+    for role in ("train", "rollout"):
+        if ids := getattr(devices, role).ids:
+            raise ConfigError(f"devices.{role}.ids={ids}: the cluster chooses which; set devices.{role}.num={len(ids)}")
+    ranks = devices.train.num or 1
+    if isinstance(parallel, NoParallel) and ranks > 1:
+        raise ConfigError(f"parallel=none trains in one process, and devices.train asks for {ranks}: leave it out")
+    if isinstance(parallel, AutoParallel):
+        parallel = NoParallel() if ranks == 1 else FSDP2() if gpus else DDP()
+    if isinstance(parallel, FSDP2) and parallel.reshard is None:
+        parallel = FSDP2(reshard=bool(gpus))
+    if ranks > 1:
+        parallel.check_ranks(experiment, ranks)
+    return parallel, Placement(ranks, placed=True)
 
 
 def place(devices: Devices, launch: Launch, gpus: int, *, alone: bool, ahead: bool, most: int | None) -> Placement:

@@ -31,6 +31,7 @@ PACKAGES = {  # by the module that is imported
         options=" --no-build-isolation",
     ),
     "deepspeed": Package("deepspeed", "parallel=zero3"),
+    "ray": Package("ray", "cluster=ray", "ray"),
     "datasets": Package("datasets", "data sets of the Hugging Face hub", "data"),
     "pyarrow": Package("pyarrow", "Parquet files", "data"),
     "reasoning_gym": Package("reasoning-gym", "task=reasoning_gym", "reasoning-gym"),

@@ -99,6 +99,8 @@ def _placed(experiment: Experiment) -> list[str]:
     """
     launch, gpus, name = read_launch(os.environ), count_gpus(), experiment.model.name
     parallel, placement = settle(experiment, launch, gpus)
+    if placement.placed:
+        return [placement.describe(parallel)]
     if gpus:
         import torch  # noqa: PLC0415  a small model on a machine without a GPU does without
 

@@ -49,15 +49,15 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True) -> 
         read_checkpoint(Path(experiment.resume))
     notes: list[str] = []
     parts = (experiment.task, experiment.environment, experiment.agent, experiment.condenser, experiment.reward)
-    for part in (*parts, experiment.engine, experiment.model, experiment.chat):
+    for part in (*parts, experiment.engine, experiment.cluster, experiment.model, experiment.chat):
         with _hubs(spared, notes):
             part.check_machine()
     devices = experiment.devices
     asked = devices.train.count or devices.reference.count or experiment.parallel.name not in ("auto", "none")
-    if not trains and asked:
+    if not trains and (asked or experiment.cluster.places):
         raise ConfigError(
-            "devices.train, devices.reference and parallel are for training, and nothing is trained here: leave them "
-            "out"
+            "devices.train, devices.reference, parallel and cluster are for training, and nothing is trained here: "
+            "leave them out"
         )
     settle(experiment, read_launch(os.environ), count_gpus())
     with _hubs(spared, notes):

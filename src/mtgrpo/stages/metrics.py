@@ -113,6 +113,7 @@ def describe_step(
         **describe_tools(_valid(groups), experiment.reward.success_at),
         **describe_staleness(batch, version),
         **_speed(trajectories, rollout_s + train_s if experiment.rollout.max_staleness else rollout_s),
+        "perf/trainer_idle_share": rollout_s / max(1e-9, rollout_s + train_s),
         "time/rollout_s": rollout_s,
         "time/train_s": train_s,
     }

@@ -15,6 +15,7 @@ from torch import Tensor
 from mtgrpo.advantages.rewards import Rewards
 from mtgrpo.batch.forest import Batch
 from mtgrpo.cluster.controller import Ranks
+from mtgrpo.cluster.launch import Processes
 from mtgrpo.cluster.rank import make_trainer
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.parallel.fsdp2 import FSDP2
@@ -33,12 +34,21 @@ class PolicyTrainer:
     One thing at a time is asked of it. `TrainerRank` says what those methods do that are not here.
     """
 
-    def __init__(self, config: TrainerConfig, devices: Sequence[int] = (0,), reference: Sequence[int] = ()) -> None:
-        """devices: where there are several, a process of its own trains on each; see `mtgrpo.cluster`.
+    def __init__(
+        self,
+        config: TrainerConfig,
+        devices: Sequence[int] = (0,),
+        reference: Sequence[int] = (),
+        start: Callable[[Sequence[int], Path], Any] | None = None,
+    ) -> None:
+        """devices: where there are several, or `start` starts them, a process of its own trains on each.
 
-        reference: those on which the reference of a KL penalty is in a process of its own each.
+        See `mtgrpo.cluster`. reference: those on which the reference of a KL penalty is in a process of its own each.
         """
-        self.rank = rank = TrainerRank(config) if len(devices) == 1 else Ranks(make_trainer, config, devices)
+        alone = len(devices) == 1 and start is None
+        self.rank = rank = (
+            TrainerRank(config) if alone else Ranks(make_trainer, config, devices, start=start or Processes)
+        )
         self.notes = rank.notes  # for the user, not shown yet
         self.train_s = 0.0  # seconds of training alone, in all
         self.weights, self.take_phases, self.take_record = rank.weights, rank.take_phases, rank.take_record

@@ -9,10 +9,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -20,10 +21,12 @@ from transformers import PreTrainedTokenizerFast
 from mtgrpo.chat import Chat
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.engines import Key, RunningEngine
+from mtgrpo.engines.auto import served
 from mtgrpo.errors import ConfigError
 from mtgrpo.log import Sinks, open_sinks
 from mtgrpo.memory import check_cache, planned
 from mtgrpo.model.load import device_of_process
+from mtgrpo.parallel.cluster.ray import Ray
 from mtgrpo.parallel.launch import read_launch
 from mtgrpo.parallel.placement import settle
 from mtgrpo.parts import RunContext
@@ -106,9 +109,15 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         await try_tasks(experiment, held_out, running=True)
         sets = {name: held_out_tasks(experiment, source) for name, source in sources.items()}
         tokenizer, chat = open_tokenizer(experiment)
-        experiment = _with_engine(experiment, trains, sinks.note)
+        start = None
+        if isinstance(settings := experiment.cluster, Ray):
+            on_cluster = _on_cluster(experiment, settings, folder, stack, sinks.note, resumed is not None)
+            experiment, start = await on_cluster
+        else:
+            experiment = _with_engine(experiment, trains, sinks.note)
         train, reference = experiment.devices.train.numbers or [0], experiment.devices.reference.numbers
-        trainer = PolicyTrainer(trainer_config(experiment, list(chat.stop_ids), resumed, folder), train, reference)
+        config = trainer_config(experiment, list(chat.stop_ids), resumed, folder)
+        trainer = PolicyTrainer(config, train, reference, start)
         stack.callback(trainer.close)
         longest = longest_context(experiment, trainer.weights())
         _refuse_too_short(experiment, chat, held_out, longest)
@@ -155,6 +164,34 @@ def _with_engine(experiment: Experiment, trains: bool, note: Callable[[str], Non
     for table in tables:
         note(table)
     return experiment
+
+
+async def _on_cluster(
+    experiment: Experiment,
+    settings: Ray,
+    folder: Path,
+    stack: AsyncExitStack,
+    note: Callable[[str], None],
+    again: bool,
+) -> tuple[Experiment, Callable[[Sequence[int], Path], Any]]:
+    """`experiment` with an engine that the cluster places, and what starts its ranks. again: it had begun before.
+
+    Raises ConfigError where there is no room for it.
+    """
+    from mtgrpo.cluster.ray import open_cluster  # noqa: PLC0415  a package that may be absent
+
+    chosen, why = experiment.engine.chosen(experiment.model)
+    wanted = experiment.devices.rollout.num or 0
+    engine = served(chosen, experiment.model).placed(range(wanted), shared=False)
+    ranks, servers = experiment.devices.train.num or 1, 0 if engine.url else engine.replicas
+    cluster = await stack.enter_async_context(open_cluster(settings, folder, ranks + servers))
+    cluster.check_room(ranks, servers, engine.tensor_parallel, again)
+    parallel, placement = settle(experiment, read_launch(os.environ), cluster.gpus)
+    for text in filter(None, (why, placement.describe(parallel), cluster.describe())):
+        note(text)
+    engine.elsewhere = cluster.server
+    devices = placement.settled(experiment.devices, launched=True)
+    return replace(experiment, engine=engine, parallel=parallel, devices=devices), cluster.ranks
 
 
 @contextmanager

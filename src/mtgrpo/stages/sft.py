@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import islice
@@ -20,6 +21,7 @@ from mtgrpo.rewards import scores
 from mtgrpo.rollout.demonstrations import demonstrate
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
+from mtgrpo.stages.restarts import restarting
 from mtgrpo.stages.run import Run, most_unasked, open_run
 from mtgrpo.stages.saving import Saver, saving
 from mtgrpo.stages.trial import all_ours
@@ -34,6 +36,10 @@ async def run_sft(experiment: Experiment, folder: Path) -> None:
     """The warm start alone; saves a checkpoint that `model.name=FOLDER` takes."""
     if not experiment.sft.steps:
         raise ConfigError("sft.steps=0: there is nothing to do; set sft.steps above 0")
+    await restarting(experiment, folder, functools.partial(_imitate, folder=folder))
+
+
+async def _imitate(experiment: Experiment, folder: Path) -> None:
     async with open_run(experiment, folder) as run:
         with saving(run, Curve()) as saver:
             await warm_start(run, saver, alone=True)

@@ -27,6 +27,7 @@ from mtgrpo.record.writing import page_of, write_summary, write_trajectories
 from mtgrpo.stages.budget import Budget, no_better
 from mtgrpo.stages.evaluate import AllFailedError, evaluate_during, evaluate_fully
 from mtgrpo.stages.metrics import describe_conversations, describe_failures, describe_step
+from mtgrpo.stages.restarts import restarting
 from mtgrpo.stages.resume import differences, final_results
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.stages.saving import Saver, saving
@@ -40,7 +41,7 @@ from mtgrpo.types import LEARNING
 async def run_training(experiment: Experiment, folder: Path) -> None:
     """Warm start, evaluate, train, evaluate; everything a run leaves lies in `folder`."""
     curve = Curve()
-    summary = await train(experiment, folder, curve)
+    summary = await restarting(experiment, folder, functools.partial(train, folder=folder, curve=curve))
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
     drawn = curve.draw(folder, width)
     if "console" in experiment.log:

@@ -187,6 +187,23 @@ class LocalEngine(RunningEngine):
                 self._scheduler.drop(request)
                 self._changed.set()
 
+    async def answer(self, key: Key, tokens: Sequence[int], sampling: Sampling, stream: int) -> Completion:
+        """One turn, of a conversation of its own; stream: the key of its random numbers."""
+        with self._open(key) as answer:
+            return await answer(tokens, sampling, stream)
+
+    def interrupt(self) -> None:
+        """Answer all requests with what they have."""
+        for request in self._scheduler.requests:
+            self._scheduler.drop(request)
+            if not request.reply.done():
+                request.reply.set_result(request.output)
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: Sequence[int]) -> Tensor:
+        """Of the next token after each of `tokens`, as it decodes: [n, vocabulary]."""
+        return self._forward.logprobs(torch.tensor(tokens, device=self._model.device))
+
     async def attend(self, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
         """See `Forward.attention_scores`, by the weights as they are."""
         self._notice_weights()

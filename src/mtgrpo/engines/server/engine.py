@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from mtgrpo.engines import Answer, Key, RunningEngine, stream_key
-from mtgrpo.engines.server import Server, Sync, interpreter
+from mtgrpo.engines.server import OWN, VLLM, Server, Sync, local, vllm
 from mtgrpo.engines.server.push import IPC, NCCL, PROOF_TOKENS, TOP, Adapter, Files, Nothing, Proof, ProofError, Push
-from mtgrpo.engines.server.replica import ANSWER_TIMEOUT_S, HEALTH, LostError, Part, Process, Replica
-from mtgrpo.engines.server.vllm import VLLM, command, environment
+from mtgrpo.engines.server.replica import ANSWER_TIMEOUT_S, HEALTH, LostError, Part, Process, Replica, ServerProcess
 from mtgrpo.errors import EngineError
 from mtgrpo.model.load import device_of_process
 from mtgrpo.model.traits import ordinary_tokens
+from mtgrpo.runtime.files import find_near
 from mtgrpo.runtime.workers import together
 from mtgrpo.types import Completion, Finish, Sampling
 from mtgrpo.weights.source import WeightSource
@@ -44,6 +44,17 @@ COPIES = 3  # of the weights that may lie there at once: the old ones, the new o
 PUSHES: dict[Sync, type[Push]] = {
     Sync.none: Nothing, Sync.adapter: Adapter, Sync.files: Files, Sync.ipc: IPC, Sync.nccl: NCCL
 }  # fmt: skip
+
+STARTED = {VLLM: (vllm.command, vllm.environment), OWN: (local.command, local.environment)}  # here, by kind
+
+
+def launched(settings: Server, model: str, dtype: str, longest: int, more: Sequence[str], lora_rank: int) -> list[str]:
+    """The words after `mtgrpo launch` that start such a server on any machine; `more`: for its command line."""
+    words = [settings.kind, "--model", model, "--dtype", dtype, "--max-length", str(longest)]
+    words += ["--tensor-parallel", str(settings.tensor_parallel), "--lora-rank", str(lora_rank)]
+    words += ["--memory-fraction", str(settings.memory_fraction)] if settings.memory_fraction else []
+    words += ["--python", str(find_near(settings.python).absolute())] if settings.kind == VLLM else []
+    return [*words, *(f"--argument={word}" for word in (*settings.arguments, *more))]
 
 
 def _make_folder(source: WeightSource, shared: Path | None) -> Path:
@@ -81,33 +92,43 @@ class ServerEngine(RunningEngine):
         """See `Server.start`: an engine over servers that are not started yet."""
         super().__init__(longest_context)
         way, _ = settings.way(source.lora is not None)
-        self._exchange = _make_folder(source, (folder or Path.cwd()) if settings.url else None)  # removed at the end
-        self._push = PUSHES[way](self._exchange, source)
+        self._exchange = _make_folder(
+            source, (folder or Path.cwd()) if settings.url or settings.elsewhere else None
+        )  # removed at the end
+        self._push = PUSHES[way](self._exchange, source, settings.exact)
+        interface = settings.interface()
         if settings.url:
-            interface = settings.interface()
             self._replicas = [interface(f"the server at {url}", url) for url in settings.url]
         else:
-            self._replicas = [self._prepare(settings, number, folder) for number in range(settings.replicas)]
+            self._replicas = [
+                interface(f"server {number}", "http://server", self._prepare(settings, number, folder))
+                for number in range(settings.replicas)
+            ]
         self._start_timeout_s = settings.start_timeout_s
         self._sleeps = settings.shares_gpu and device_of_process().type == "cuda"  # gives the trainer's GPU back then
         self._asleep = False
         self._config: dict[str, Any] = {}  # of the model
         self._proof: Proof | None = None  # of the present version
         self._requests: list[_Request] = []
+        self._losses, self._most_requests, self._measured = 0, 0, time.perf_counter()
         self._going = True
         self._changed = asyncio.Condition()  # of what requests wait for
         self._syncing = asyncio.Lock()  # of what servers hold
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: Exception | None = None  # why no more is sampled
 
-    def _prepare(self, settings: Server, number: int, logs: Path | None) -> Replica:
-        """Server `number`, whose process is not started yet; it listens on a socket in the folder of the exchange."""
-        socket, push = self._exchange / f"server_{number}", self._push
-        place, dtype = ["--uds", str(socket), *push.words], str(push.dtype).removeprefix("torch.")
-        words = [interpreter(settings.python), *command(settings, push.served, dtype, self._longest, place, push.rank)]
-        variables = {**environment(settings, number), **push.variables}
+    def _prepare(self, settings: Server, number: int, logs: Path | None) -> ServerProcess:
+        """Server `number`, not started yet; on this machine it listens on a socket in the folder of the exchange."""
+        push, dtype = self._push, str(self._push.dtype).removeprefix("torch.")
         log = (logs or self._exchange) / f"server_{number}.log"
-        return VLLM(f"server {number}", "http://server", Process(words, variables, log, self._exchange, socket))
+        if settings.elsewhere:
+            words = launched(settings, push.served, dtype, self._longest, push.words, push.rank)
+            return settings.elsewhere(words, push.variables, settings.tensor_parallel, log)
+        socket = self._exchange / f"server_{number}"
+        command, environment = STARTED[settings.kind]
+        words = command(settings, push.served, dtype, self._longest, ["--uds", str(socket), *push.words], push.rank)
+        variables = {**environment(settings, number), **push.variables}
+        return Process([settings.program, *words], variables, log, self._exchange, socket)
 
     @property
     def requests(self) -> list[str]:
@@ -129,6 +150,7 @@ class ServerEngine(RunningEngine):
         request, losses = _Request(conversation.key, len(tokens), sampling), 0
         output = request.output
         self._requests.append(request)
+        self._most_requests = max(self._most_requests, len(self._requests))
         try:
             while True:
                 await self._until(lambda: bool(self._failed or (self._going and any(r.alive for r in self._replicas))))
@@ -157,7 +179,7 @@ class ServerEngine(RunningEngine):
     async def _sample(self, replica: Replica, tokens: Sequence[int], sampling: Sampling, seed: int) -> Part:
         """What `replica` gives after `tokens`. Raises LostError, also where others find out that it is lost."""
         load = len(tokens) + sampling.max_new_tokens
-        replica.load += load
+        replica.add_load(load)
         answer = asyncio.ensure_future(replica.sample(tokens, sampling, seed))
         try:
             await asyncio.wait([answer, replica.lost], return_when=asyncio.FIRST_COMPLETED)
@@ -166,7 +188,7 @@ class ServerEngine(RunningEngine):
             return answer.result()
         finally:
             answer.cancel()
-            replica.load -= load
+            replica.add_load(-load)
 
     def _raise_failure(self) -> None:
         if self._failed is not None:
@@ -183,6 +205,7 @@ class ServerEngine(RunningEngine):
     def _route(self, conversation: _Conversation) -> Replica:
         """The server of the turn before; at first the one that its task's siblings go to, unless it is too busy."""
         alive = [replica for replica in self._replicas if replica.alive]
+        alive = [replica for replica in alive if not replica.leaving] or alive
         if conversation.replica in alive:
             return conversation.replica
         mean = sum(replica.load for replica in alive) / len(alive)
@@ -192,8 +215,9 @@ class ServerEngine(RunningEngine):
     def _lose(self, replica: Replica, error: LostError) -> None:
         """Ask `replica` for nothing until it has come back and holds the present weights."""
         if not replica.lost.done():
-            replica.alive = False
+            replica.alive = replica.leaving = False
             replica.lost.set_result(None)
+            self._losses += 1
             self.notes.append(f"engine: lost a server; what it was asked for is asked elsewhere: {error}")
             self._spawn(self._revive(replica))
 
@@ -211,7 +235,7 @@ class ServerEngine(RunningEngine):
                 if replica.restarts > MAX_RESTARTS:
                     raise EngineError(f"{replica.name} was lost {MAX_RESTARTS} times and answered nothing in between")
                 try:
-                    await self._bring(replica, self._start_timeout_s)
+                    await self._bring(replica)
                     while not replica.alive:
                         await self._until(lambda: self._push.current)
                         async with self._syncing:
@@ -226,11 +250,11 @@ class ServerEngine(RunningEngine):
                 self._failed = error
         await self._notify()
 
-    async def _bring(self, replica: Replica, timeout_s: float) -> None:
+    async def _bring(self, replica: Replica) -> None:
         """Until it answers and is known to serve this model."""
-        if replica.process:
-            await replica.process.start()
-        await replica.wait_ready(timeout_s)
+        await replica.start()
+        first = self._config and not replica.restarts
+        await replica.wait_ready(CONNECT_S if first and not replica.process else self._start_timeout_s)
         await replica.check(self._config, self._longest)
         await self._push.meet(replica)
         replica.lost = asyncio.get_running_loop().create_future()
@@ -255,6 +279,16 @@ class ServerEngine(RunningEngine):
         while True:
             await asyncio.sleep(HEALTH_S)
             await self._each(lambda replica: replica.ask("GET", HEALTH, timeout_s=ANSWER_TIMEOUT_S))
+            await self._each(self._leave)
+
+    async def _leave(self, replica: Replica) -> None:
+        """Empty a server whose machine is about to go, where others are there; once it is, it begins anew elsewhere."""
+        going = replica.process is not None and await asyncio.to_thread(replica.process.is_leaving)
+        replica.leaving = going and any(
+            other.alive and not other.leaving for other in self._replicas if other != replica
+        )
+        if replica.leaving and not replica.load:
+            raise LostError(f"{replica.name} leaves a machine that is about to go")
 
     async def _each(self, work: Callable[[Replica], Awaitable[None]], among: Sequence[Replica] | None = None) -> None:
         """Do `work` with all servers at once, those that are alive if not told otherwise."""
@@ -284,20 +318,29 @@ class ServerEngine(RunningEngine):
             self._proof = await asyncio.to_thread(Proof, source, context)
             if first:  # all at once, so that what is wrong is told before anything is sampled
                 self._config = source.config.to_dict()
-                await together(
-                    self._bring(replica, self._start_timeout_s if replica.process else CONNECT_S)
-                    for replica in self._replicas
-                )
+                for replica in self._replicas:
+                    replica.lost = asyncio.get_running_loop().create_future()
+                await self._each(self._bring, self._replicas)
                 self._spawn(self._watch())
             await self._awake()
-            await self._each(self._update, self._replicas if first else None)
+            there = [replica for replica in self._replicas if not replica.lost.done()]
+            await self._each(self._update, there if first else None)
         seconds = time.perf_counter() - began
         self.sync_s += seconds
         self.metrics |= {"push_s": seconds, "push_bytes": float(written)}
-        self.metrics["servers"] = float(sum(replica.alive for replica in self._replicas))
+        self._measure()
         self._raise_failure()
         if going:
             await self._resume()
+
+    def _measure(self) -> None:
+        """What servers have done since the last time."""
+        now, busy_s = time.perf_counter(), sum(replica.take_busy_s() for replica in self._replicas)
+        there = sum(replica.alive for replica in self._replicas)
+        self.metrics |= {"servers": float(there), "servers_lost": float(self._losses)}
+        self.metrics["idle_share"] = max(0.0, 1 - busy_s / (now - self._measured) / max(1, there))
+        self.metrics["requests_max"], self._most_requests = float(self._most_requests), len(self._requests)
+        self._measured = now
 
     async def _pause(self) -> None:
         """Sample nothing until `_resume`; what requests in flight have is kept."""

@@ -87,11 +87,13 @@ class Push(ABC):
     variables: Mapping[str, str] = {}  # more for its environment
     rank = 0  # of the adapters that it takes
 
-    def __init__(self, folder: Path, source: WeightSource) -> None:
-        """`folder` is where both sides read and write."""
+    def __init__(self, folder: Path, source: WeightSource, exact: bool = False) -> None:
+        """`folder` is where both sides read and write. exact: servers compute as the trainer does."""
         self._folder = folder / "served"
         self.served = str(self._folder)  # the model that a server is started with
-        self.dtype = torch.float32 if source.dtype is torch.float64 else source.dtype  # what servers compute in
+        rounded = source.dtype is torch.float64 and not exact
+        self.dtype = torch.float32 if rounded else source.dtype  # what servers compute in
+        self._saved_in = None if exact else self.dtype  # None: as the weights are
 
     @property
     def current(self) -> bool:
@@ -128,7 +130,7 @@ class Files(Push):
         """The weights in the dtype that servers compute in, the head among them where it is tied too."""
         partial = self._folder.with_name("partial")
         shutil.rmtree(partial, ignore_errors=True)
-        written = source.save(partial, self.dtype)
+        written = source.save(partial, self._saved_in)
         self._folder.mkdir(exist_ok=True)
         for path in sorted(partial.iterdir()):
             os.replace(path, self._folder / path.name)
@@ -141,9 +143,9 @@ class Files(Push):
 class Adapter(Push):
     """The LoRA adapter alone: `folder`/policy-VERSION, as peft writes it; servers have the base."""
 
-    def __init__(self, folder: Path, source: WeightSource) -> None:
+    def __init__(self, folder: Path, source: WeightSource, exact: bool = False) -> None:
         """Raises ConfigError where nothing is adapted, or no base is there to be served."""
-        super().__init__(folder, source)
+        super().__init__(folder, source, exact)
         if source.lora is None or not source.lora.base_model_name_or_path:
             raise ConfigError("engine.sync=adapter: the model has no adapter of a saved base; set model.lora.rank=16")
         self.served, self.rank = str(source.lora.base_model_name_or_path), source.lora.r
@@ -178,8 +180,8 @@ class Transfer(Push):
 
     backend: ClassVar[str]  # vLLM's name for it
 
-    def __init__(self, folder: Path, source: WeightSource) -> None:
-        super().__init__(folder, source)
+    def __init__(self, folder: Path, source: WeightSource, exact: bool = False) -> None:
+        super().__init__(folder, source, exact)
         self.words = ["--load-format", "dummy", "--weight-transfer-config", json.dumps({"backend": self.backend})]
         self._source, self._changes = source, 0  # what the weights had seen when they were written
         weights = {name: (list(weight.shape), weight.nbytes) for name, weight in source.tensors(self.dtype)}
@@ -267,8 +269,8 @@ class NCCL(Transfer):
 
     backend = "nccl"
 
-    def __init__(self, folder: Path, source: WeightSource) -> None:
-        super().__init__(folder, source)
+    def __init__(self, folder: Path, source: WeightSource, exact: bool = False) -> None:
+        super().__init__(folder, source, exact)
         self._groups: dict[Replica, Any] = {}
 
     async def meet(self, server: Replica) -> None:

@@ -10,7 +10,7 @@ from asyncio.subprocess import STDOUT
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from mtgrpo.errors import ConfigError, EngineError
 from mtgrpo.runtime import processes
@@ -40,9 +40,38 @@ class Part:
     finish: Finish | None
 
 
+class ServerProcess(ABC):
+    """A server that we start, wherever it is, and that never outlives us."""
+
+    @abstractmethod
+    async def start(self) -> str:
+        """Start it, after the end of what ran before; its address. Raises LostError where that is lost meanwhile."""
+
+    @property
+    @abstractmethod
+    def ended(self) -> str:
+        """How it ended and what it said last; "" while it runs. Raises LostError where its machine is lost."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End it, and return when all of it is gone."""
+
+    def is_leaving(self) -> bool:
+        """Whether its machine has said that it is about to go."""
+        return False
+
+
+class Elsewhere(Protocol):
+    """Places a server somewhere: `mtgrpo launch WORDS` with these variables, whose log is appended to `log`."""
+
+    def __call__(self, words: Sequence[str], variables: Mapping[str, str], devices: int, log: Path) -> ServerProcess:
+        """devices: GPUs that it takes, where there are any."""
+        ...
+
+
 @dataclass
-class Process:
-    """A server that we start, and that never outlives us."""
+class Process(ServerProcess):
+    """A server on this machine."""
 
     command: list[str]
     environment: Mapping[str, str]
@@ -51,25 +80,23 @@ class Process:
     socket: Path  # in that folder, where it listens: whoever may enter the folder controls it
     program: processes.ProcessTree | None = None  # once it was started
 
-    async def start(self) -> None:
-        """Start it, after the end of what ran before."""
+    async def start(self) -> str:
         await self.stop()
         self.socket.unlink(missing_ok=True)  # it would not listen where another did
         with self.log.open("ab") as log:
             self.program = await processes.start(
                 self.command, self.environment, stdout=log, stderr=STDOUT, grace_s=GRACE_S, remove=self.folder
             )
+        return "http://server"
 
     @property
     def ended(self) -> str:
-        """How it ended and what it said last; "" while it runs."""
         if self.program is None or self.program.returncode is None:
             return ""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
         return "\n".join([f"it ended with exit code {self.program.returncode}; the end of {self.log}:", *lines])
 
     async def stop(self) -> None:
-        """End it, and return when all of it is gone."""
         if self.program is not None:
             await self.program.end()
 
@@ -80,15 +107,17 @@ class Replica(ABC):
     generates: ClassVar[str]  # the path of its requests for tokens
     _label = ""  # of its weights
 
-    def __init__(self, name: str, url: str, process: Process | None = None) -> None:
-        """The server at `url`, or that `process` starts on its socket."""
+    def __init__(self, name: str, url: str, process: ServerProcess | None = None) -> None:
+        """The server at `url`, or that `process` starts."""
         self.name, self.process = name, process
         self.alive = False  # whether it holds the present weights and answers
         self.gone = False  # whether nobody tries to get it back
         self.restarts = 0  # since it answered last
         self.lost: asyncio.Future[None]  # done when it is found not to answer; new whenever it comes back
+        self.leaving = False  # whether it is to be emptied, for its machine is about to go
         self.load = 0  # tokens of the requests that it works on
-        self._client = HttpClient(url, socket=process.socket if process else None)
+        self._busy_s, self._since = 0.0, 0.0  # how long it had any; since when it has some
+        self._client = HttpClient(url, socket=process.socket if isinstance(process, Process) else None)
 
     async def ask(
         self, method: str, path: str, body: Any = None, timeout_s: float | None = 600.0, **params: str | int
@@ -104,6 +133,11 @@ class Replica(ABC):
             lost = not status or path == HEALTH or (status >= 500 and path == self.generates)
             answer = f" answered {path} with {status}: {error.body[:SHOWN]}" if status else f": {error.body}"
             raise (LostError if lost else EngineError)(f"{self.name}{answer}") from error
+
+    async def start(self) -> None:
+        """Start it where it is ours."""
+        if self.process:
+            self._client.url = await self.process.start()
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when it answers. Raises ConfigError when it ends, or does not answer in time."""
@@ -121,6 +155,21 @@ class Replica(ABC):
                         "engine.python=PATH to have one started"
                     ) from error
             await asyncio.sleep(POLL_S)
+
+    def add_load(self, tokens: int) -> None:
+        """So many tokens more are asked of it, or less."""
+        if not self.load:
+            self._since = time.perf_counter()
+        self.load += tokens
+        if not self.load:
+            self._busy_s += time.perf_counter() - self._since
+
+    def take_busy_s(self) -> float:
+        """For how long it had something to do since this was asked last."""
+        now = time.perf_counter()
+        busy_s, self._busy_s = self._busy_s + (now - self._since if self.load else 0.0), 0.0
+        self._since = now
+        return busy_s
 
     async def label(self, version: int) -> None:
         """Call its weights `version`; answers sampled with others raise LostError from here on."""

@@ -39,6 +39,7 @@ class VLLM(Replica):
     """A vLLM server."""
 
     generates = "/inference/v1/generate"
+    seeds = 2**63  # how many it tells apart
     _model = NAME  # or the adapter that is sampled with
     _adapter = ""  # that it has of us
 
@@ -67,7 +68,7 @@ class VLLM(Replica):
         settings: dict[str, Any] = {
             **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
             "max_tokens": sampling.max_new_tokens,
-            "seed": seed % 2**63,
+            "seed": seed % self.seeds,
             "stop_token_ids": list(sampling.stop_ids),
             "ignore_eos": True,  # the stop tokens are those above
             "logprobs": sampling.top_k + EXTRA_TOKENS if sampling.cuts else 0,

@@ -1,0 +1,31 @@
+"""The local engine behind the paths of vLLM that are asked for, in a process of its own: no other program is needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from mtgrpo.engines.server import Server
+from mtgrpo.engines.server.vllm import VLLM
+from mtgrpo.runtime.resources import openmp_settings, threads_each
+
+
+class Own(VLLM):
+    """A server of the local engine: its tokens are those of the local engine, for the same keys."""
+
+    seeds = 2**64
+
+
+def command(
+    settings: Server, model: str, dtype: str, longest: int | None, place: Sequence[str], lora_rank: int = 0
+) -> list[str]:
+    """See `vllm.command`; it reads what it serves when it is told to."""
+    words = ["-m", "mtgrpo.engines.local.serve", "--dtype", dtype, *place]
+    words += ["--max-model-len", str(longest)] if longest else []
+    words += ["--memory-fraction", str(settings.memory_fraction)] if settings.memory_fraction else []
+    return [*words, *settings.arguments]
+
+
+def environment(settings: Server, number: int) -> dict[str, str]:
+    """The variables of server `number`."""
+    return {**os.environ, **openmp_settings(threads_each(settings.replicas))}

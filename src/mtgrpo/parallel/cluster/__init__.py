@@ -1,0 +1,25 @@
+"""Where the processes of a run are: on this machine, or where a cluster places them. Settings alone, a file each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from mtgrpo.parts import Part
+
+
+@dataclass
+class Cluster(Part, ABC):
+    """Base of all places for the processes of a run."""
+
+    restarts = 0  # of ranks that were lost, without a new checkpoint in between
+
+    @property
+    def name(self) -> str:
+        """As it is chosen."""
+        return type(self).__module__.rpartition(".")[2]
+
+    @property
+    @abstractmethod
+    def places(self) -> bool:
+        """Whether it places what trains and what samples, each by itself; else both are where the run was started."""
