@@ -106,7 +106,7 @@ export function hover(place, where) {
 export function legend(chosen, { most, least }) {
   const [name, meaning, , centred] = COLOURS[chosen];
   if (name === "mask") return h("p.key", FLAGS.map((flag, bit) => h(`span.tok.m${bit}`, flag)), h("small.muted", meaning));
-  if (!most) return h("p.key", h("small.muted", `${meaning}: 0 everywhere`));
+  if (!most) return h("p.key", h("small.muted", `${meaning}: 0 everywhere, or not recorded`));
   const levels = centred ? [-1, -0.5, -0.2, -0.05, 0, 0.05, 0.2, 0.5, 1] : [0, 0.05, 0.2, 0.5, 1];
   const swatches = levels.map((share) => h(`span.swatch.${shade(share, 1, centred ? "p" : "s") || "none"}`));
   const bounds = name === "version" ? [num(least === Infinity ? null : least), num(most)] : [centred ? signed(-most) : "0", centred ? signed(most) : num(most)];

@@ -44,8 +44,8 @@ export function groups_of(rows) {
 }
 
 // How much rewards go with another number of conversations, from -1 to 1.
-function goes_with(rows, name) {
-  const pairs = rows.filter((row) => row.status !== "failed" && isNumber(row.reward)).map((row) => [row.reward, row[name]]);
+function goes_with(rows, name, of = (row) => row.reward) {
+  const pairs = rows.filter((row) => row.status !== "failed" && isNumber(of(row))).map((row) => [of(row), row[name]]);
   const [x, y] = [0, 1].map((side) => { const mean = sum(pairs.map((pair) => pair[side])) / pairs.length; return pairs.map((pair) => pair[side] - mean); });
   const size = Math.sqrt(sum(x.map((value) => value * value)) * sum(y.map((value) => value * value)));
   return size ? signed(sum(x.map((value, i) => value * y[i])) / size, 2) : "–";
@@ -79,7 +79,7 @@ export async function step(run, file) {
   const pick = (options, value, label, set) => h("select", { "aria-label": label, onchange: (event) => { set(event.target.value); draw(); } },
     options.map(([text, one]) => h("option", { value: one, selected: one === value }, text)));
   draw();
-  const rewards = found.rows.map((row) => row.reward).filter(isNumber);
+  const rewards = found.rows.map((row) => row.reward).filter(isNumber), parts = Object.keys(found.rows[0]?.components ?? {});
   const number = step_of(file), has = index.recorded.includes(number);
   return {
     where: [[title, `/curves/${run}`], [file_name(file)]],
@@ -87,7 +87,7 @@ export async function step(run, file) {
       g: key("first group", () => all.length && go(`${place}/g/${all[0].number}`)), "/": key("search", () => document.querySelector("input[type=search]").focus()) },
     content: [
       h("div.row", h("h1", file_name(file)), h("p.muted", `${plural(all.length, "group")}, ${plural(found.rows.length, "conversation")}, mean reward ${num(sum(rewards) / Math.max(1, rewards.length))}`),
-        h("p.muted", { title: "correlation of the reward with each, over all conversations here" }, `rewards go with tokens ${goes_with(found.rows, "tokens")}, turns ${goes_with(found.rows, "turns")}, tool errors ${goes_with(found.rows, "errors")}`),
+        h("p.muted", { title: "correlation of the reward with each, over all conversations here" }, `rewards go with tokens ${goes_with(found.rows, "tokens")}, turns ${goes_with(found.rows, "turns")}, tool errors ${goes_with(found.rows, "errors")}${parts.map((part) => `; ${part} with tokens ${goes_with(found.rows, "tokens", (row) => row.components?.[part])}`).join("")}`),
         link(`${place}/timeline`, "timeline"), has ? link(`${place}/forest`, "forest") : h("span.muted", step_of(file) === null ? "" : "its tokens are not kept")),
       h("div.row", h("input", { type: "search", placeholder: "search tasks and answers", value: search, "aria-label": "search", oninput: (event) => { search = event.target.value; draw(); } }),
         h("label", "sort by ", pick(Object.keys(SORTS).map((name) => [name, name]), sorting, "sort by", (value) => { sorting = value; })),
@@ -98,14 +98,14 @@ export async function step(run, file) {
 }
 
 function line(group, place, most) {
-  const marks = group.troubles.map(([often, what]) => h("span.tag.bad", `${often} ${what}`));
+  const marks = group.troubles.map(([often, what]) => h("span.tag.bad", `${often} ${often === 1 ? what.replace(/s$/, "") : what}`));
   if (group.why) marks.unshift(h("span.tag.warn", `left out: ${group.why}`));
   if (group.clipped) marks.push(h("span.tag", `${group.clipped} clipped`));
   return h("tr",
     h("td.task", link(`${place}/g/${group.number}`, h("b", group.task)), h("div.muted.clip", { title: group.asked }, group.asked)),
     h("td", squares(group.siblings, place, most)), h("td.num", { "data-name": "mean" }, num(group.mean)),
     h("td.num", { "data-name": "advantage" }, group.advantage?.some(Boolean) ? `${signed(group.advantage[0], 2)} … ${signed(group.advantage[1], 2)}` : h("span.muted", group.recorded ? "0" : "–")),
-    h("td.num", { "data-name": "turns" }, num(group.turns)), h("td.num", { "data-name": "tokens" }, num(group.tokens)), h("td.num", { "data-name": "|ratio − 1|" }, group.apart ? num(group.apart, 2) : "–"), h("td", marks));
+    h("td.num", { "data-name": "turns" }, num(group.turns)), h("td.num", { "data-name": "tokens" }, num(group.tokens)), h("td.num", { "data-name": "|ratio − 1|" }, group.apart > 1 ? h("span.tag.bad", num(group.apart, 2)) : group.apart ? num(group.apart, 2) : "–"), h("td", marks));
 }
 
 // One task in all files that have it: the rewards, and the answers of two of its conversations beside one another.
@@ -116,7 +116,7 @@ export async function task(run, name) {
     const lines = file.tasks.flatMap((one, line) => (one === number ? [line] : []));
     return lines.length ? [{ file: file.name, lines, rewards: lines.map((line) => file.rewards[line]) }] : [];
   });
-  const most = Math.max(1e-9, ...found.flatMap((one) => one.rewards.map((reward) => Math.abs(reward ?? 0))));
+  const most = Math.max(1e-9, ...index.files.flatMap((file) => file.rewards.map((reward) => Math.abs(reward ?? 0))));
   const choices = found.flatMap((one) => one.lines.map((line, i) => [`${file_name(one.file)}, sample ${i}: reward ${num(one.rewards[i])}`, `${one.file}/${line}`]));
   const sides = [choices[0], choices.at(-1)].map((choice) => choice?.[1]);
   const both = h("div.sides");
@@ -138,8 +138,8 @@ export async function task(run, name) {
 }
 
 // What the policy said, message by message.
-const said = (row) => (row.messages ?? []).filter((message) => message.role === "assistant")
-  .map((message) => [message.reasoning, message.content, ...(message.tool_calls ?? []).map((call) => `→ ${call.name}(${JSON.stringify(call.arguments)})`)].filter(Boolean).join("\n")).join("\n\n");
+const said = (row) => (row.messages ?? []).filter((message) => message.role === "assistant" || message.role === "tool")
+  .map((message) => [message.role === "tool" && "the tool:", message.reasoning, message.content, ...(message.tool_calls ?? []).map((call) => `→ ${call.name}(${JSON.stringify(call.arguments)})`)].filter(Boolean).join("\n")).join("\n\n");
 
 // Two texts as pieces, [text, whether the other has it not], by their longest common sequence of words.
 export function difference(one, other) {
