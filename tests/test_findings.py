@@ -85,12 +85,14 @@ def test_a_run_ends_with_what_was_learned(after: tuple[float, ...], said: str) -
     names = ("greedy", "success", "pass@4")
     summary = {f"eval/{name}/after": value for name, value in zip(names, after, strict=True)}
     summary |= {"eval/greedy/before": 0.0, "eval/success/before": 0.3, "eval/pass@4/before": 0.8}
-    line, verdict = what_was_learned(summary, 4).splitlines()
+    line, verdict, *worse = what_was_learned(summary, 4).splitlines()
     assert line == (
         f"held-out success: greedy 0.000 -> {after[0]:.3f}, sampled 0.300 -> {after[1]:.3f}, "
         f"pass@4 0.800 -> {after[2]:.3f}"
     )
     assert verdict.startswith(said)
+    fell = "worse than before training: sampled -0.200, pass@4 -0.600; `mtgrpo show --failures` says how it fails"
+    assert worse == ([fell] if after[2] < 0.8 else [])
 
 
 def test_one_sample_of_a_task_cannot_tell_sharpening_from_learning() -> None:

@@ -16,6 +16,7 @@ from mtgrpo.endpoint.server import open_endpoint
 from mtgrpo.endpoint.session import AgentSession
 from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.environments.single_turn import SingleTurn
+from mtgrpo.parts.extension import explained
 from mtgrpo.rollout.conversation import run_rollout
 from mtgrpo.runtime.isolation import run_in_thread
 from mtgrpo.runtime.text import printable
@@ -86,7 +87,13 @@ async def run_playing(experiment: Experiment, folder: Path) -> None:
             async with runner.open_conversation("play", task.id, 0) as sample:
                 limits = Limits(runner.limits.context_tokens)
                 shared = (sample, runner.sampling, limits, runner.condenser, runner.attend)
-                ended = await run_rollout(task, person, run.chat, *shared)
+                try:
+                    ended = await run_rollout(task, person, run.chat, *shared)
+                except Exception as error:  # of somebody's tool or environment, which may want more than words
+                    run.sinks.note(
+                        f"this conversation failed: {explained(error)}; an empty line takes a task with all it has"
+                    )
+                    continue
             if ended.status is Status.TRUNCATED:
                 _show("model", ended.turns[-1].message.content if ended.turns else "")
                 run.sinks.note(f"cut by {ended.reason}")

@@ -124,6 +124,8 @@ def what_was_learned(summary: Mapping[str, float], samples: int) -> str:
         verdict = f"\nmostly sharpening: what {samples} samples found before, fewer find now ({rose})"
     else:
         verdict = f"\nlearned what {samples} samples had not found before ({rose})"
+    if fell := [f"{label} {gain:+.3f}" for label, gain in gains.items() if gain < -_HARDLY]:
+        verdict += f"\nworse than before training: {', '.join(fell)}; `mtgrpo show --failures` says how it fails"
     return f"held-out success: {line}{verdict}"
 
 

@@ -154,7 +154,7 @@ class Policy:
             raise RunError(text)
         if apart > self._bound:
             self._noted = apart
-            self.notes.append(text)
+            self.notes.append(f"{text}; training goes on, for so little decides nothing")
 
     def score(self, by: Score, micro: MicroBatch, prefix: Prefix) -> Scores:
         """The scores of a micro-batch. Raises RunError if they are not finite."""

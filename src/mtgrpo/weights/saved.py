@@ -62,7 +62,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         files = {name: (expected["bytes"], expected["sha256"]) for name, expected in content["files"].items()}
         step, state, _ = int(content["step"]), dict(content["state"]), content["training"]
     except (FileNotFoundError, NotADirectoryError) as error:
-        what = f"it has no {STATE}; one is RUN/checkpoints/step_000025" if path.is_dir() else "there is no such folder"
+        there = ", ".join(sorted(one.name for one in path.parent.glob("step_*"))) or "no checkpoints"
+        what = f"it has no {STATE}" if path.is_dir() else f"there is no such folder; beside it are {there}"
         raise ConfigError(f"{path} is not a checkpoint: {what}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damage(path / STATE, "it cannot be read") from error
