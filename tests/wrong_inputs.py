@@ -132,6 +132,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("cluster=ray cluster.address=127.0.0.1:1", "no Ray cluster answers"),
         ("cluster=ray cluster.cpus=0", "cluster.cpus"),
         ("cluster=ray trainer.deterministic=true", "trainer.deterministic=true with cluster=ray"),
+        ("cluster=ray kl.coef=0.1 devices.reference.num=1", "devices.reference is for one machine"),
         ("cluster=ray devices.train.ids=[0,1]", "set devices.train.num=2"),
         ("cluster=ray parallel=none devices.train.num=2", "parallel=none trains in one process"),
         ("parallel=fsdp2", "set devices.train.num=2"),

@@ -44,6 +44,10 @@ class Ray(Cluster, cpus="> 0", wait_s=">= 0", restarts=">= 0"):
                 "trainer.deterministic=true with cluster=ray: what an engine samples at once depends on how quick "
                 "others are; leave it out"
             )
+        if experiment.devices.reference.count:
+            raise ConfigError(
+                "devices.reference is for one machine; with cluster=ray the reference is kept on the ranks: leave it out"
+            )
         if experiment.condenser.attends:
             raise ConfigError(
                 f"condenser {experiment.condenser.name} goes by the model's attention, and with cluster=ray engines "
