@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import boto3
@@ -13,7 +12,6 @@ import pytest
 
 import notebooks
 from conftest import Run
-from test_resume import rows
 from test_sagemaker import ROOT, aws
 from test_setup import PYTHON, executable, installs
 from test_setup import place as setup_place
@@ -92,18 +90,6 @@ def test_a_script_for_slurm_starts_ray_and_then_the_run(run: Run, place: Path) -
 def test_a_wrong_script_is_refused(words: str, said: str, run: Run, place: Path) -> None:
     code, out, err = run("launch", "slurm", *words.split())
     assert (code, out) == (2, "") and said in err
-
-
-@pytest.mark.real
-@pytest.mark.timeout(400)
-def test_a_script_for_slurm_trains(run: Run, place: Path) -> None:
-    words = ["recipe=calculator", "trainer.steps=1", "eval.tasks=2", "eval.samples=1", "rollout.prompts_per_step=2"]
-    code, script, err = run("launch", "slurm", *words, "rollout.group_size=2", "gpus=2", "--python", sys.executable)
-    assert code == 0, err
-    done = slurm(place, script, '#!/bin/sh\nexec "$@"\n', 1)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(path.name for path in (place / "runs/mtgrpo/ranks").glob("*.log")) == ["rank_0.log", "rank_1.log"]
-    assert any("reward/mean" in row for row in rows(place / "runs/mtgrpo"))
 
 
 @pytest.mark.parametrize("torch", ["cpu", "gpu"])

@@ -310,6 +310,7 @@ def tasks_of(folder: Path) -> tuple[set[int], set[int]]:
 
 @real
 @whole
+@pytest.mark.slow
 def test_machines_come_and_go_and_no_group_is_lost_or_repeated(tmp_path: Path) -> None:
     with raylets(3) as cluster:
         words = ["cluster=ray", f"cluster.address={cluster.address}", "rollout.max_staleness=2", "trainer.steps=40"]

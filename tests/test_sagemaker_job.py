@@ -203,6 +203,7 @@ def network(tmp_path: Path) -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+@pytest.mark.slow
 def test_two_hosts_that_share_no_disk_train_as_one_process_does(
     run: Run, aws: str, place: Path, tmp_path: Path, network: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ class Ray(Cluster, cpus="> 0", wait_s=">= 0", restarts=">= 0"):
             )
         if experiment.devices.reference.count:
             raise ConfigError(
-                "devices.reference is for one machine; with cluster=ray the reference is kept on the ranks: leave it out"
+                "devices.reference is for one machine; with cluster=ray the reference is on the ranks: leave it out"
             )
         if experiment.condenser.attends:
             raise ConfigError(
