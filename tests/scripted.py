@@ -27,6 +27,7 @@ class ScriptedEngine:
         self.notes = ["engine: scripted"]
         self.sync_s = 0.0
         self.metrics: dict[str, float] = {}
+        self.pushes: list[object] = []  # none
         self.asked: list[tuple[Key, list[int]]] = []  # every context it got, in order
         self.calls: list[str] = []  # "sleep", "load_weights 3", ...: the calls it got, in order
         self._script = script

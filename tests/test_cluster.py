@@ -199,7 +199,7 @@ async def test_a_pass_may_take_many_times_what_passes_took(tmp_path: Path, monke
             assert at_once(ranks.updating("slow", 1)) == {"total": 2.0}
         monkeypatch.setattr(controller, "PASS_RATIO", 0.0)
         with pytest.raises(RunError, match=r"rank 1 stands still, for 0.5 s: "):
-            at_once(ranks.updating("slow", 1))
+            at_once(ranks.updating("loop", 1))
         with suppress(RunError):
             ranks.close()
 

@@ -23,6 +23,7 @@ from mtgrpo.stages.evaluate import run_collection, run_evaluation
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.conversations import Conversations
 from mtgrpo.types import CallRecord, Finish, Group, Message, Status, Task, ToolCall, ToolSpec, Trajectory, Turn
+from test_resume import without_times
 
 ENDING = f"sampling.stop_ids={list(range(1024))}".replace(" ", "")  # half of all tokens end a turn
 SMALL = ("eval.tasks=3", "eval.samples=2", "sampling.max_new_tokens=12", "log=[jsonl]", "sft.steps=0")
@@ -215,15 +216,6 @@ class Counting(ToolUse):
         calls = (ToolCall("calculator", {"expression": "1 + 1"}),) if self.turn < 2 else ()
         return await super().step(Message("assistant", tool_calls=calls))
 """
-
-
-TIMES = {"times", "seconds", "began_s", "asked_s", "ended_s"}
-
-
-def without_times(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: without_times(one) for key, one in value.items() if key not in TIMES}
-    return [without_times(one) for one in value] if isinstance(value, list) else value
 
 
 def test_an_evaluation_that_was_ended_goes_on_with_what_it_has(base: Path, tmp_path: Path) -> None:

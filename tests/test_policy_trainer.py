@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ class Elsewhere(ModelWeights):
 class Apart(PolicyTrainer):
     """A trainer whose model is not the engine's."""
 
-    def __init__(self, config: TrainerConfig, devices: Sequence[int], reference: Sequence[int]) -> None:
-        super().__init__(config, devices, reference)
+    def __init__(self, config: TrainerConfig, *others: Any) -> None:
+        super().__init__(config, *others)
         self.weights = lambda: Elsewhere(self.rank.model, self.rank.weights().version)
 
 

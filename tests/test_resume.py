@@ -92,14 +92,29 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+TIMES = {"times", "seconds", "began_s", "asked_s", "ended_s", "pushes"}  # of conversations
+
+
 def digits(values: dict[str, Any]) -> dict[str, Any]:
     """What is not a measurement of the machine."""
     return {name: value for name, value in values.items() if not name.startswith(("perf/", "time/", "engine/"))}
 
 
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_times(one) for key, one in value.items() if key not in TIMES}
+    return [without_times(one) for one in value] if isinstance(value, list) else value
+
+
+def conversations(folder: Path) -> dict[str, Any]:
+    """All that a run wrote down of them, by file, but when it was."""
+    files = sorted((folder / "trajectories").iterdir())
+    return {file.name: [without_times(json.loads(line)) for line in file.read_text().splitlines()] for file in files}
+
+
 def everything(folder: Path) -> dict[str, Any]:
     """All that a run computed: metrics, summary, conversations, weights."""
-    found: dict[str, Any] = {path.name: path.read_text() for path in sorted((folder / "trajectories").iterdir())}
+    found = conversations(folder)
     last = find_newest(folder, print)
     assert last is not None
     weights = {name: file["sha256"] for name, file in last.files.items() if name.endswith(".safetensors")}

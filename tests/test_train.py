@@ -36,6 +36,7 @@ from mtgrpo.stages.update import learn
 from mtgrpo.tasks import Split
 from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
 from mtgrpo.weights.saved import read_checkpoint
+from test_resume import conversations
 
 CONSTANT = "optimizer.schedule=constant"  # a schedule that falls needs a number of steps
 # Half of all tokens end a turn: a fresh model would otherwise hardly ever come to an end.
@@ -126,8 +127,7 @@ def digits(values: dict[str, Any]) -> dict[str, Any]:
 
 def everything(folder: Path) -> list[Any]:
     """All that a run computed, and said."""
-    conversations = [path.read_text() for path in sorted((folder / "trajectories").iterdir())]
-    return [digits(row) for row in rows(folder)] + [digits(summary(folder))] + conversations
+    return [*(digits(row) for row in rows(folder)), digits(summary(folder)), conversations(folder)]
 
 
 def busy(own: Path, *words: str) -> list[str]:

@@ -57,6 +57,7 @@ PACKAGES = {  # by the module that is imported
     "liger_kernel": Package("liger-kernel", "fused layers on a GPU", "gpu"),
     "optuna": Package("optuna", "hydra/sweeper=optuna", "optuna"),
     "boto3": Package("boto3", "mtgrpo launch sagemaker", "sagemaker"),
+    "botocore": Package("botocore", "errors of AWS", "sagemaker"),
     "gguf": Package("gguf", "mtgrpo data smollm2", "smollm2"),
 }
 
