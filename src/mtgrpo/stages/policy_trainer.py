@@ -77,7 +77,11 @@ class PolicyTrainer:
             ref_logp = await asyncio.to_thread(at_once, self._watch(self._reference.referring(batch, rewards)))
             self._tell_of_reference()
         metrics = await self._finish(self.rank.updating(batch, rewards, version, seed, evidence, ref_logp))
-        await asyncio.to_thread(self._move_reference, self._config.learning.reference.share(version + 1))
+        share = self._config.learning.reference.share(version + 1)
+        if self._gives_way:  # an engine that shares the weights has no turn before it knows their version
+            self._move_reference(share)
+        else:
+            await asyncio.to_thread(self._move_reference, share)
         return metrics
 
     def begin(self, stage: Stage) -> None:
