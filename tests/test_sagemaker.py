@@ -176,7 +176,7 @@ def test_auto_takes_the_fewest_machines_that_hold_the_run(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"instance=small count=2: .* of 11.0 GB 10.1 can be used"):
         fit(experiment, Machine("small", 1, "x", 11.0, 64, 1.0, ""), "2")
     fleet = fit(experiment, Machine("small", 1, "x", 11.0, 64, 1.0, ""), "auto")
-    assert fleet.hosts == 4 and "parallel=fsdp2 parallel.reshard=true; 4 on all machines" in fleet.told[0]
+    assert fleet.hosts == 8 and "parallel=fsdp2 parallel.reshard=true; 8 on all machines" in fleet.told[0]
 
 
 RECIPE = "defaults: [calculator, mine/other.yaml, override /reward: own.py:Half]\n"
