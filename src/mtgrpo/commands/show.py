@@ -110,9 +110,6 @@ def _lines(row: Json) -> Iterator[Text]:
         if (turn := numbers.get(place)) is not None:
             about = f"  turn {turn + 1}: {turns[turn].get('output_tokens')} tokens"
             about += f", reward {number(paid[turn])}" if turn < len(paid) else ""
-            text.append(
-                about
-                + ("" if turns[turn].get("parent", -1) != -1 or not turn else ", a new context (its text: --tokens)"),
-                "dim",
-            )
+            about += ", a new context (its text: --tokens)" if turn and turns[turn].get("parent", -1) == -1 else ""
+            text.append(about, "dim")
         yield text

@@ -71,11 +71,11 @@ class Placement:
 
 
 def settle(experiment: Any, launch: Launch, gpus: int) -> tuple[Parallel, Placement]:
-    """How the ranks of a run share the work, and which devices do what. gpus: those of this machine, or of the
-    cluster that places what trains.
+    """How the ranks of a run share the work, and which devices do what.
 
-    What memory has a say in is left open on GPUs: auto for several ranks, and `reshard`. Raises ConfigError where
-    settings, launcher and machine contradict one another.
+    gpus: those of this machine, or of the cluster that places what trains. What memory has a say in is left open on
+    GPUs: auto for several ranks, and `reshard`. Raises ConfigError where settings, launcher and machine contradict one
+    another.
     """
     if experiment.cluster.places:
         return _on_cluster(experiment, launch, gpus)

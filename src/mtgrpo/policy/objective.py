@@ -46,8 +46,9 @@ class Objective:
         steps: Sequence[Tensor],
         version: int,
     ) -> None:
-        """reference: of a KL penalty, or what it says of `UpdateConfig.compared`. steps: the trajectories of each
-        update. version: training steps that the policy has seen.
+        """reference: of a KL penalty, or what it says of `UpdateConfig.compared`.
+
+        steps: the trajectories of each update. version: training steps that the policy has seen.
         """
         self._learning, self._policy, self._reference, self._kl_coef = learning, policy, reference, kl_coef
         self._batch, self._steps, self._version = batch, steps, version

@@ -79,8 +79,7 @@ class PolicyUpdater:
         `seed` decides the order of mini-batches. ref_logp [tokens]: what a reference says that is apart. The old
         log-probabilities are frozen before the first step. With a single step they are the step's own, detached: the
         ratio is then exactly 1. See `OldPolicy` for the others. Trajectories whose advantage is 0 everywhere are not
-        computed where that leaves them no gradient, but stay in
-        the normaliser.
+        computed where that leaves them no gradient, but stay in the normaliser.
         """
         learning = self._learning
         steps = list(_minibatches(len(rewards.outcome), learning.updates, seed))

@@ -35,10 +35,7 @@ TRAJECTORY: Json = {
     **{"metadata": object, "times": _TIMES, "calls": [_TOOL_USE]},
     "pushes": [{"version": int, "began_s": float, "ended_s": float}],
 }
-WHERE_THEY_CHANGE = (
-    "tools",
-    "metadata",
-)  # in a file of trajectories they are left out of a line where they are as above
+WHERE_THEY_CHANGE = ("tools", "metadata")  # in a file of trajectories left out of a line where they are as above
 FINE_TUNING: Json = {
     "messages": [
         {"role": str, "content": str, "reasoning_content": str, "name": str}

@@ -40,13 +40,19 @@ class AllFailedError(RunError):
 
 
 async def evaluate(
-    runner: RolloutRunner, tasks: Sequence[Task], samples: int, name: str = "", play: Play = RolloutRunner.run_group
+    runner: RolloutRunner,
+    tasks: Sequence[Task],
+    samples: int,
+    name: str = "",
+    play: Play = RolloutRunner.run_group,
+    tell: Callable[[list[str]], None] = list.clear,
 ) -> Metrics:
     """Sampled at temperature 1, `samples` per task: success (mean over samples), pass@k, tool use, turns, length.
 
-    name: of the set that `tasks` are; "" = the run's own. Raises AllFailedError.
+    name: of the set that `tasks` are; "" = the run's own. tell: of what people should know. Raises AllFailedError.
     """
     groups = await _groups(runner, "eval", name, tasks, samples, play)
+    tell(_notes(name, groups, runner.reward))
     return _named(name, describe(groups, runner.reward.success_at, samples))
 
 
@@ -68,9 +74,7 @@ async def evaluate_during(run: Run) -> Metrics:
 
     metrics: Metrics = {}
     for name, runner, tasks in _task_sets(run):
-        groups = await _groups(runner, "eval", name, tasks, 1, play)
-        metrics |= _named(name, describe(groups, runner.reward.success_at, 1))
-        run.sinks.tell(_notes(name, groups, runner.reward))
+        metrics |= await evaluate(runner, tasks, 1, name, play, run.sinks.tell)
     return metrics | ({"eval/version": sum(versions) / max(1, len(versions))} if rollout.max_staleness else {})
 
 

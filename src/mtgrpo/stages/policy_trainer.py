@@ -78,7 +78,7 @@ class PolicyTrainer:
             self._tell_of_reference()
         metrics = await self._finish(self.rank.updating(batch, rewards, version, seed, evidence, ref_logp))
         share = self._config.learning.reference.share(version + 1)
-        if self._gives_way:  # an engine that shares the weights has no turn before it knows their version
+        if self._reference is None or self._gives_way:  # an engine that shares the weights has no turn meanwhile
             self._move_reference(share)
         else:
             await asyncio.to_thread(self._move_reference, share)

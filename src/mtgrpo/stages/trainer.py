@@ -48,16 +48,8 @@ async def run_training(experiment: Experiment, folder: Path) -> None:
         place = folder.relative_to(Path.cwd()) if Path.cwd() in folder.parents else folder
         learned = what_was_learned(summary, experiment.eval.samples).splitlines()
         picture = f"the curve is in {place / 'curve.png'}"
-        print(
-            "",
-            drawn,
-            picture,
-            "",
-            *(fill(line, width) for line in learned),
-            "",
-            next_commands(place, experiment),
-            sep="\n",
-        )
+        learned = [fill(line, width) for line in learned]
+        print("", drawn, picture, "", *learned, "", next_commands(place, experiment), sep="\n")
 
 
 def next_commands(folder: Path, experiment: Experiment) -> str:

@@ -92,9 +92,8 @@ class ServerEngine(RunningEngine):
         """See `Server.start`: an engine over servers that are not started yet."""
         super().__init__(longest_context)
         way, _ = settings.way(source.lora is not None)
-        self._exchange = _make_folder(
-            source, (folder or Path.cwd()) if settings.url or settings.elsewhere else None
-        )  # removed at the end
+        shared = (folder or Path.cwd()) if settings.url or settings.elsewhere else None
+        self._exchange = _make_folder(source, shared)  # removed at the end
         self._push = PUSHES[way](self._exchange, source, settings.exact)
         interface = settings.interface()
         if settings.url:
@@ -253,8 +252,8 @@ class ServerEngine(RunningEngine):
     async def _bring(self, replica: Replica) -> None:
         """Until it answers and is known to serve this model."""
         await replica.start()
-        first = self._config and not replica.restarts
-        await replica.wait_ready(CONNECT_S if first and not replica.process else self._start_timeout_s)
+        running = not (replica.process or replica.restarts)  # it is said to be
+        await replica.wait_ready(CONNECT_S if running else self._start_timeout_s)
         await replica.check(self._config, self._longest)
         await self._push.meet(replica)
         replica.lost = asyncio.get_running_loop().create_future()
