@@ -125,6 +125,7 @@ def test_nothing_but_what_the_policy_wrote_is_trained(example: ModuleType, playe
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_it_learns(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     example.main(seed=5)
     before, after = (
