@@ -37,7 +37,7 @@ from mtgrpo.types import Sampling
 from mtgrpo.weights.saved import find_newest
 from mtgrpo.weights.source import ModelWeights
 from ranks import furthest_of_runs
-from test_cluster import TESTS, WORDS, alive, ran, start, steps
+from test_cluster import TESTS, WORDS, alive, ran, rows, start, steps
 
 real, whole = pytest.mark.real, pytest.mark.timeout(600)
 BIN, PROJECT = Path(sys.executable).parent, TESTS.parent
@@ -129,12 +129,12 @@ async def test_restarts_are_counted_anew_after_each_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experiment = preset("calculator", "cluster=ray", "cluster.restarts=2")
-    seen: list[str] = []
+    seen: list[tuple[str, int]] = []
     saved = iter([0, 5, 5, 5])
     monkeypatch.setattr("mtgrpo.stages.restarts.find_newest", lambda *_: type("Found", (), {"step": next(saved)}))
 
-    async def work(run: Any) -> None:
-        seen.append(run.resume)
+    async def work(run: Any, restarts: int) -> None:
+        seen.append((run.resume, restarts))
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
@@ -145,11 +145,14 @@ async def test_restarts_are_counted_anew_after_each_checkpoint(
 
     with pytest.raises(RanksError, match="rank 1 was killed"):
         await restarting(experiment, tmp_path, work)
-    assert seen == ["", "true", "true", "true"] and capsys.readouterr().err.count("it goes on from step 5") == 2
+    assert (
+        seen == [("", 0), ("true", 1), ("true", 2), ("true", 3)]
+        and capsys.readouterr().err.count("it goes on from step 5") == 2
+    )
     seen.clear()
     with pytest.raises(RanksError):
         await asyncio.create_task(restarting(replace(experiment, cluster=preset("calculator").cluster), tmp_path, work))
-    assert seen == [""]
+    assert seen == [("", 0)]
 
 
 # --- real clusters ---
@@ -279,6 +282,7 @@ def test_a_run_of_ray_has_the_digits_of_one_process_whatever_is_killed(tmp_path:
     alone = ran(tmp_path / "alone", "", *run.words[-2:], "trainer.steps=30")
     apart, where = furthest_of_runs(alone, run.folder)
     assert apart < 1e-12, where
+    assert restarts_of(run.folder) == 1
 
 
 @contextmanager
@@ -294,6 +298,11 @@ def raylets(count: int, **head: Any) -> Generator[Any]:
         yield cluster
     finally:
         cluster.shutdown()
+
+
+def restarts_of(folder: Path) -> float:
+    """How often the run has begun again, as its last step says."""
+    return [row["perf/restarts"] for row in rows(folder) if "policy/loss" in row][-1]
 
 
 def tasks_of(folder: Path) -> tuple[set[int], set[int]]:
@@ -339,6 +348,10 @@ def test_machines_come_and_go_and_no_group_is_lost_or_repeated(tmp_path: Path) -
             cluster.remove_node(nodes[raylet], allow_graceful=False)
             cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
             run.crawl(" is back", 2)
+
+            run.let_through(4)  # conversations that are ahead of the trainer, too
+            os.kill(process_of(run.log("ranks/rank_0")), signal.SIGKILL)
+            run.until(lambda: process_of(run.log("ranks/rank_0")) and steps(run.folder) and restarts_of(run.folder))
 
             run.let_through(4)
             servers = [process_of(run.log(f"server_{number}")) for number in (0, 1)]
