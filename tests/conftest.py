@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -109,3 +110,27 @@ def _required(report: Report) -> Report:
         report.outcome = "failed"
         report.longrepr = f"MTGRPO_REQUIRE=all forbids skipping. {reason}"
     return report
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[list[list[str]]]:
+    """Two networks, each with an eth0 that leads to the other; the commands that enter them."""
+    names = [f"mtgrpo-{os.getpid()}-{number}" for number in (1, 2)]
+    steps = [f"ip netns add {name}" for name in names]
+    steps.append(f"ip link add eth0 netns {names[0]} type veth peer name eth0 netns {names[1]}")
+    for number, name in enumerate(names, 1):
+        inside = f"ip -n {name}"
+        steps += [
+            f"{inside} addr add 10.77.0.{number}/24 dev eth0",
+            f"{inside} link set eth0 up",
+            f"{inside} link set lo up",
+        ]
+    try:
+        for step in steps:
+            done = subprocess.run(step.split(), capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"network namespaces cannot be made here: {step}: {done.stderr.strip()}")
+        yield [["ip", "netns", "exec", name] for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)

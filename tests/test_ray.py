@@ -369,6 +369,38 @@ def test_machines_come_and_go_and_no_group_is_lost_or_repeated(tmp_path: Path) -
     assert run.notes().count("engine: lost a server") == 2 and "goes on from" in run.notes()
 
 
+@real
+@whole
+@pytest.mark.slow
+def test_machines_that_only_a_network_joins_have_the_digits_of_one_process(
+    network: list[list[str]], tmp_path: Path
+) -> None:
+    ray, head = str(BIN / "ray"), "10.77.0.1"
+    joins = [["--head", "--port=6379", "--include-dashboard=false", "--num-cpus=3"], [f"--address={head}:6379"]]
+    joins[1].append("--num-cpus=1")
+    size = f"--object-store-memory={STORE_BYTES}"
+    words = ["cluster=ray", f"cluster.address={head}:6379", "devices.train.num=2", "devices.rollout.num=2"]
+    words += ["cluster.wait_s=100"]
+    few = ["trainer.steps=3", "eval.every_steps=0"]
+    machines: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, (inside, how) in enumerate(zip(network, joins, strict=True), 1):
+            address = f"--node-ip-address=10.77.0.{number}"
+            machines.append(subprocess.Popen([*inside, ray, "start", "--block", address, size, *how]))
+            answers = [*network[0], "bash", "-c", f"until exec 3<>/dev/tcp/{head}/6379; do sleep 0.2; done"]
+            subprocess.run(answers, check=True, capture_output=True, timeout=100)
+        command = [*network[0], str(BIN / "mtgrpo"), "train", *WORDS, *words, *few]
+        done = subprocess.run([*command, f"hydra.run.dir={tmp_path}/run"], capture_output=True, text=True, timeout=300)
+    finally:
+        for machine in reversed(machines):
+            machine.terminate()
+            machine.wait()
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone = ran(tmp_path / "alone", "", *few)
+    apart, where = furthest_of_runs(alone, tmp_path / "run")
+    assert apart < 1e-12, where
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
