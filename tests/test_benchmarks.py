@@ -198,6 +198,7 @@ def test_an_older_commit_is_compared_by_its_least_and_its_median_seconds(monkeyp
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_a_commit_against_itself_trains_the_same_tokens(tmp_path: Path) -> None:
     command = [sys.executable, str(RECORD.parent / "against.py"), "HEAD", "versus_trl.2m_280", "--repeats=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -529,6 +530,7 @@ def test_the_ratios_against_trl_are_of_whole_steps_and_whole_processes(monkeypat
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_the_benchmark_of_a_real_model_keeps_finished_arms(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     tiny.build_model(tiny.SHAPES["tiny"], 0).save_pretrained(weights)
@@ -553,6 +555,7 @@ def test_the_benchmark_of_a_real_model_keeps_finished_arms(tmp_path: Path) -> No
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_a_stream_that_is_killed_three_times_skips_and_repeats_nothing(tmp_path: Path) -> None:
     command = [sys.executable, str(RECORD.parent / "stream.py"), "--tasks=3000", f"--folder={tmp_path / 'run'}"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)

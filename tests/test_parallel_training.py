@@ -167,9 +167,15 @@ def drop_gathered(rank: int, ranks: int, layout: str, folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process comes to, by case."""
+    """What one process comes to, by case; trained when it is first asked for."""
     folder = tmp_path_factory.mktemp("one")
-    return {name: train(0, 1, "parallel_none", CASES[name], folder) for name in CASES}
+
+    class Trained(dict[str, Any]):
+        def __missing__(self, name: str) -> Any:
+            self[name] = train(0, 1, "parallel_none", CASES[name], folder)
+            return self[name]
+
+    return Trained()
 
 
 @pytest.fixture(scope="module", params=[2, 3])

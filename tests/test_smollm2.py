@@ -231,8 +231,9 @@ def test_its_chat_template_has_turns_that_extend_one_another(fetched: Path) -> N
 
 
 @real
-def test_every_trained_token_was_sampled_over_200_conversations_with_a_tool(
-    fetched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tasks", [5, pytest.param(25, marks=pytest.mark.slow)])
+def test_every_trained_token_was_sampled_in_conversations_with_a_tool(
+    tasks: int, fetched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experiment = compose(parse(["recipe=smollm2_calculator", "model.name=smollm2", "log=[jsonl]"])).experiment
     sampled: Counter[int] = Counter()  # every token that the engine gave, with all that stood before it
@@ -250,12 +251,12 @@ def test_every_trained_token_was_sampled_over_200_conversations_with_a_tool(
 
     async def play() -> list[Trajectory]:
         async with open_run(experiment, tmp_path) as run:
-            groups = await asyncio.gather(*(run.runner.run_group(task, 8) for task in islice(run.tasks, 25)))
+            groups = await asyncio.gather(*(run.runner.run_group(task, 8) for task in islice(run.tasks, tasks)))
         return [trajectory for group in groups for trajectory in group.trajectories]
 
     played = asyncio.run(play())
-    assert len(played) == 200
-    assert sum(trajectory.tool_calls for trajectory in played) > 20
+    assert len(played) == 8 * tasks
+    assert sum(trajectory.tool_calls for trajectory in played) > 0.8 * tasks
     batch = build_batch(played)
     paths: list[int] = []
     for parent, token in zip(batch.forest.parent.tolist(), batch.forest.token.tolist(), strict=True):
