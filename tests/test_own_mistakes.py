@@ -18,6 +18,7 @@ from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.log import Sink
 from mtgrpo.rewards import Reward
 from mtgrpo.tasks import IndexedStream, TaskSource
+from mtgrpo.tools import Tool
 from mtgrpo.types import Message, Task
 
 
@@ -53,6 +54,7 @@ ENVIRONMENT, REWARD, ALGORITHM = "environment=own.py:Own", "reward=own.py:Own", 
 CONDENSER = "condenser=own.py:Own condenser.when=every_turn environment=world.py:Own"
 ADVANTAGE, TASK = "advantage=own.py:Own", "task=own.py:Own"
 TOOL = "environment.tools=[own.py:tool]"
+SAID = '{"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]}\n'
 STEP = "    def stream(self, split, seed, repeat=True):\n        "
 
 # What is wrong: the options, the file (the line that is meant ends with `# here`), and what the message says.
@@ -203,6 +205,15 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         ),
         "fails for the demonstration of task calculator/",
     ),
+    "a tool that cannot begin what is demonstrated": (
+        "sft.demonstrations=said.jsonl sft.steps=1 environment.tools=[own.py:Own]",
+        of_class(
+            "Tool",
+            "    async def start(self, task):\n        self.stock = task.metadata['stock']  # here\n\n"
+            '    def __call__(self) -> str:\n        """What there is."""\n        return self.stock\n',
+        ),
+        "the demonstration of task said/",
+    ),
     "demonstrations that fail": (
         f"{TASK} sft.steps=1",
         of_class(
@@ -234,6 +245,7 @@ def test_it_names_the_file_and_the_line(name: str, run: Run, place: Path) -> Non
     words, source, said = BROKEN[name]
     Path("own.py").write_text(source)
     Path("world.py").write_text(environment())
+    Path("said.jsonl").write_text(SAID * 40)
     (line,) = [number for number, text in enumerate(source.splitlines(), 1) if text.endswith("# here")]
     code, out, err = run("train", *SMALL, *words.split(), "hydra.run.dir=run")
     told = err if code else out  # a sink that fails is left out

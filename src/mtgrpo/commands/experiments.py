@@ -236,7 +236,7 @@ def _checked(command: str, config: DictConfig, loader: ExperimentLoader, offline
         try:
             notes = check(experiment, offline, command not in MEASURES)
         except Exception as error:
-            if isinstance(error, OSError) or not of_own_code(error):
+            if isinstance(error, OSError | ConfigError) or not of_own_code(error):
                 raise
             raise ConfigError(explained(error)) from error
     for note in (*loader.notes, *notes):

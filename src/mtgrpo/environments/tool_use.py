@@ -86,6 +86,10 @@ class ToolUse(CallLimits, Environment):
     def tool_specs(self) -> tuple[ToolSpec, ...]:
         return tuple(offer.spec for offer in self._offers.values())
 
+    @property
+    def opens(self) -> bool:
+        return type(self).open is not ToolUse.open or any(tool.opens for tool in self._loaded.values())
+
     def without_tools(self) -> Self | None:
         return replace(self, tools=[], limits=None) if self.tools else None
 

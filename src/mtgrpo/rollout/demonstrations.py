@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser, Conversation
@@ -13,6 +14,15 @@ from mtgrpo.environments import Environment, Opening, Reply
 from mtgrpo.errors import ConfigError
 from mtgrpo.rollout.conversation import run_rollout
 from mtgrpo.types import SUMMARY, UNLIMITED, Attend, Completion, Finish, Limits, Message, Sampling, Task, Trajectory
+
+
+async def laid_out(
+    task: Task, messages: Sequence[Message], environment: Environment, chat: Chat, *contexts: Any
+) -> Trajectory:
+    """As `demonstrate`, which gets `contexts`, after what `environment` opens with."""
+    async with environment.conversation(task) as (_, opening):
+        pass  # what it opens with is all that is needed
+    return await demonstrate(task, opening, messages, chat, *contexts)
 
 
 async def demonstrate(

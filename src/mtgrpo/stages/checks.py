@@ -25,7 +25,7 @@ from mtgrpo.parts import built, named
 from mtgrpo.parts.extension import find_class, misgiven
 from mtgrpo.rollout.conversation import visible_tools
 from mtgrpo.runtime.resources import count_gpus
-from mtgrpo.stages.trial import is_ours, try_tasks
+from mtgrpo.stages.trial import is_ours, try_demonstrations, try_tasks
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task
 from mtgrpo.weights.saved import STATE, read_checkpoint
@@ -71,7 +71,9 @@ def check(experiment: Experiment, spared: bool = False, trains: bool = True) -> 
                 _unlooped(try_tasks(experiment, some, running=False))
         if trains:
             experiment.check_warm_start()
-        open_tokenizer(experiment)
+        _, chat = open_tokenizer(experiment)
+        if trains:
+            _unlooped(try_demonstrations(experiment, chat))
     return notes
 
 

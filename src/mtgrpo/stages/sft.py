@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -17,18 +16,15 @@ from mtgrpo.policy.trainer import Stage
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.writing import write_summary
 from mtgrpo.rewards import scores
-from mtgrpo.rollout.demonstrations import demonstrate
+from mtgrpo.rollout.demonstrations import laid_out
 from mtgrpo.rollout.group import RolloutRunner
 from mtgrpo.stages.evaluate import evaluate_fully
 from mtgrpo.stages.restarts import restarting
 from mtgrpo.stages.run import Run, most_unasked, open_run
 from mtgrpo.stages.saving import Saver, saving
-from mtgrpo.stages.trial import all_ours
+from mtgrpo.stages.trial import DEMONSTRATION_SEED, MAX_WITHOUT, all_ours, first_demonstrations
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task, Trajectory
-
-DEMONSTRATION_SEED = 1_000_000  # demonstrations are of other generated tasks than the rollouts
-MAX_WITHOUT = 1000  # tasks in a row without a demonstration before the source counts as having none
 
 
 async def run_sft(experiment: Experiment, folder: Path) -> None:
@@ -114,24 +110,20 @@ async def demonstrations(
 
 async def _laid_out(task: Task, messages: Sequence[Message], runner: RolloutRunner) -> Trajectory:
     """The demonstration of a task, in the contexts that `runner` would have."""
-    async with runner.environment.conversation(task) as (_, opening):
-        pass  # what it opens with is all that is needed
-    limits = runner.limits.context_tokens, runner.sampling.max_new_tokens
-    return await demonstrate(task, opening, messages, runner.chat, runner.condenser, *limits, runner.attend)
+    contexts = runner.condenser, runner.limits.context_tokens, runner.sampling.max_new_tokens, runner.attend
+    return await laid_out(task, messages, runner.environment, runner.chat, *contexts)
 
 
 async def _try_reward(run: Run) -> None:
     """Raise ConfigError where the user's own reward fails for a demonstration, if the first tasks have one."""
-    source, reward, seed = run.experiment.task, run.runner.reward, run.experiment.seed
+    reward = run.runner.reward
     if run.experiment.agent.active or all_ours(reward):
         return
-    for task in islice(source.stream(Split.train, seed + DEMONSTRATION_SEED), MAX_WITHOUT):
-        if messages := source.demonstration(task, seed):
-            (score,) = await scores(reward, [await _laid_out(task, messages, run.runner)])
-            if isinstance(score, Exception):
-                name, why = type(reward).__name__, explained(score)
-                raise ConfigError(f"reward {name} fails for the demonstration of task {task.id}: {why}; correct it")
-            return
+    for task, messages in first_demonstrations(run.experiment.task, run.experiment.seed):
+        (score,) = await scores(reward, [await _laid_out(task, messages, run.runner)])
+        if isinstance(score, Exception):
+            name, why = type(reward).__name__, explained(score)
+            raise ConfigError(f"reward {name} fails for the demonstration of task {task.id}: {why}; correct it")
 
 
 async def within(
