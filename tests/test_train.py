@@ -208,6 +208,11 @@ def test_the_warm_start_alone_leaves_a_policy_to_go_on_from(tmp_path: Path) -> N
     assert digits(going_on) == digits(at_once)
 
 
+def test_the_end_of_the_warm_start_is_kept_beside_the_newest_checkpoint(tmp_path: Path) -> None:
+    ran(tmp_path, "sft.steps=1", "trainer.steps=3", "checkpoint.every_steps=1", "checkpoint.keep_last=1")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000000", "step_000003"]
+
+
 def test_a_checkpoint_measures_as_the_run_did(tmp_path: Path, own: Path) -> None:
     words = busy(own, "reward.success_at=10", "eval.tasks=6", "eval.samples=3")
     after = digits(summary(ran(tmp_path / "run", *words)))

@@ -121,7 +121,7 @@ class CheckpointSettings:
     """When the run is saved and how many checkpoints stay."""
 
     every_steps: int = 10  # of either stage: what a crash costs at most; 0 = only where a stage or the run ends
-    keep_last: int = 3  # 0 = all
+    keep_last: int = 3  # and step 0, which a warm start ends with; 0 = all
     keep_best: int = 1  # beside them, the best by held-out success; steps after which that was measured are saved
 
     def __post_init__(self) -> None:
