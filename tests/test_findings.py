@@ -103,6 +103,13 @@ def test_one_sample_of_a_task_cannot_tell_sharpening_from_learning() -> None:
     )
 
 
+@pytest.mark.parametrize(("trained", "says"), [(0.75, True), (0.65, False)])
+def test_training_success_far_above_held_out_success_is_said(trained: float, says: bool) -> None:
+    summary = {f"eval/{name}/{when}": 0.5 for name in ("greedy", "success", "pass@4") for when in ("before", "after")}
+    said = what_was_learned(summary | {"train/success": trained}, 4)
+    assert ("memorised, at least in part: training success is 0.750, 0.250 above held-out success" in said) is says
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that can be named: the built-in one, untrained."""

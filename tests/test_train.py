@@ -226,6 +226,11 @@ def test_a_checkpoint_measures_as_the_run_did(tmp_path: Path, own: Path) -> None
     again = digits(summary(tmp_path / "again"))
     assert again["eval/greedy"] == measured["eval/greedy"]  # nothing is drawn
     assert again["eval/reward"] != measured["eval/reward"]  # other samples for the same tasks
+    first, second = (
+        row["reward/success"] for row in rows(tmp_path / "run") if row["stage"] == "reinforcement learning"
+    )
+    assert first > 0
+    assert summary(tmp_path / "run")["train/success"] == pytest.approx(0.8 * first + 0.2 * second)
 
 
 # --- what a run depends on

@@ -24,7 +24,11 @@ from mtgrpo.types import CallOutcome, Group, Trajectory
 
 NO_TOOLS = "no_tools"  # the name of the control beside the sets of tasks
 _DIFFICULTY = ("difficulty", "level")  # what data sets call it, in a task's metadata
+TRAINED = (
+    "train/success"  # in the summary: of the training tasks, the mean over the last steps, the newest weighing most
+)
 _HARDLY = 0.05  # a change of success that is not worth a word
+_FAR = 0.2  # training success above held-out success: what was learned is of the training tasks
 _MAX_PARTS = 8  # rows of a breakdown; the others are one
 
 
@@ -126,6 +130,12 @@ def what_was_learned(summary: Mapping[str, float], samples: int) -> str:
         verdict = f"\nlearned what {samples} samples had not found before ({rose})"
     if fell := [f"{label} {gain:+.3f}" for label, gain in gains.items() if gain < -_HARDLY]:
         verdict += f"\nworse than before training: {', '.join(fell)}; `mtgrpo show --failures` says how it fails"
+    trained = summary.get(TRAINED, 0.0)
+    if (above := trained - found["sampled"][1]) > _FAR:
+        verdict += (
+            f"\nmemorised, at least in part: training success is {trained:.3f}, {above:.3f} above held-out success; "
+            "more training tasks or fewer steps (eval.stop), or these were easier from the start"
+        )
     return f"held-out success: {line}{verdict}"
 
 

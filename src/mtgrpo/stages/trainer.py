@@ -15,7 +15,7 @@ from textwrap import fill
 
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.errors import RunError, program
-from mtgrpo.evaluation.findings import what_was_learned
+from mtgrpo.evaluation.findings import TRAINED, what_was_learned
 from mtgrpo.journal import Journal
 from mtgrpo.policy.step import Metrics
 from mtgrpo.policy.trainer import Stage
@@ -185,7 +185,10 @@ class _Training:
         metrics |= self.profiler.step(conversations, run.trainer.take_phases(), train_s, run.engine.sync_s)
         flat = float(metrics["reward/groups_with_variance"] == 0)
         self.budget.count(batch.groups, seconds, idle=bool(flat) and run.experiment.algorithm.needs_variance)
-        self._saver.summary[WITHOUT_VARIANCE] = self._saver.summary.get(WITHOUT_VARIANCE, 0.0) + flat
+        summary, success = self._saver.summary, metrics["reward/success"]
+        summary[WITHOUT_VARIANCE] = summary.get(WITHOUT_VARIANCE, 0.0) + flat
+        if not math.isnan(success):
+            summary[TRAINED] = 0.8 * summary.get(TRAINED, success) + 0.2 * success
         warnings = [f"{warning}; see {page_of(evidence)}" for warning in self._trends.warnings(metrics)]
         notes = [*describe_failures(batch.groups, evidence), *warnings, *self._neighbours.end_step()]
         self._mark(metrics)
