@@ -111,6 +111,9 @@ async def test_an_exact_continuation_is_that_of_the_recorded_tokens() -> None:
     shared = [Message("user", "hi"), Message("assistant", "391!"), Message("user", "sure?")]
     assert trajectory.context(3) == chat().open(shared, ())
     assert 0 < of.counts["drifted_tokens"] < len(trajectory.context(3))
+    assert [list(turn.opens_with) for turn in trajectory.turns] == [[], [], [], shared]
+    assert [turn.get("opens_with") for turn in trajectory_row(trajectory)["turns"]][:3] == [None] * 3
+    assert trajectory_row(trajectory)["turns"][3]["opens_with"][1] == {"role": "assistant", "content": "391!"}
 
 
 async def test_a_tool_call_is_known_by_its_id_whatever_was_made_of_it() -> None:

@@ -73,6 +73,30 @@ def test_tools_are_shown_where_they_change(run_folder: Path, capsys: pytest.Capt
     ]
 
 
+def test_what_an_agent_began_anew_with_is_shown(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = conversation("t/1", 1.0, "1")
+    row["turns"][1]["opens_with"] = [{"role": "system", "content": "Check."}, {"role": "user", "content": "Is it 391?"}]
+    (run_folder / "trajectories" / "step_000002.jsonl").write_text(json.dumps(row) + "\n")
+    main([str(run_folder)])
+    assert capsys.readouterr().out.splitlines()[-6:-1] == [
+        "[a new context]",
+        "[system] Check.",
+        "[user] Is it 391?",
+        "[assistant] \\x1b[2J#### 391",
+        "unreadable: not JSON  turn 2: 3 tokens, reward 0.75",
+    ]
+
+
+def test_failures_are_of_different_tasks_first(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [conversation(f"t/{number // 3}", 0.0, "1") for number in range(9)]
+    (run_folder / "trajectories" / "step_000002.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown: list[list[str]] = []
+    for words in (["--count", "2"], ["--count", "4"], ["--count", "2", "--task", "t/1"]):
+        main([str(run_folder), "--failures", *words])
+        shown.append([line[:3] for line in capsys.readouterr().out.splitlines() if line.startswith("t/")])
+    assert shown == [["t/0", "t/1"], ["t/0", "t/1", "t/2", "t/0"], ["t/1", "t/1"]]
+
+
 @pytest.mark.parametrize(
     ("words", "tasks"), [([], ["t/1", "t/2"]), (["--failures"], ["t/2"]), (["--task", "1", "--step", "2"], ["t/1"])]
 )

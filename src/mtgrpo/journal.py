@@ -371,7 +371,7 @@ def _plain(value: Any) -> Any:
 @functools.cache
 def _written(kind: type) -> tuple[str, ...]:
     """The fields that are: a task comes from the data again, a turn's event has its tokens, times are of a process."""
-    tokens = {"new_context", "output", "logprobs", "versions", "finish", "kept"}
+    tokens = {"new_context", "output", "logprobs", "versions", "finish", "kept", "opens_with"}
     left_out = {"asked_s", "ended_s", "began_s", *(tokens if kind is Turn else {"task"})}
     return tuple(field.name for field in dataclasses.fields(kind) if field.name not in left_out)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,27 +48,42 @@ def main(arguments: Sequence[str]) -> int:
     out.print(Text(printable(f"{run.folder}, {source}"), "bold"))
     if shown_tokens:
         out.print(shown_tokens.legend(out))
-    shown = 0
     tools: Any = None  # None: not recorded
     numbered = enumerate(rows)
     if shown_tokens:  # those that were paid for anything first
         kept = [(line, row) for line, row in numbered if line in shown_tokens]
         numbered = iter(sorted(kept, key=lambda one: not shown_tokens.paid(one[0])))
-    for line, row in numbered:
-        wanted = str(row.get("task")).endswith(args.task) and args.sample in (None, row.get("sample"))
-        if wanted and not (args.failures and run.succeeded(row)) and shown < args.count:
-            shown += 1
-            out.print()
-            if row["tools"] != tools:
-                tools = row["tools"]
-                out.print(_offered(tools))
-            for text in shown_tokens.lines(line, row, out) if shown_tokens else _lines(row):
-                out.print(text)
-            out.print(Text(page_of(run.folder / "trajectories" / f"{source}.jsonl", line), "dim"))
-    if not shown:
+    wanted = (
+        (line, row)
+        for line, row in numbered
+        if str(row.get("task")).endswith(args.task)
+        and args.sample in (None, row.get("sample"))
+        and not (args.failures and run.succeeded(row))
+    )
+    chosen = _of_tasks(wanted, args.count) if args.failures else list(islice(wanted, args.count))
+    for line, row in chosen:
+        out.print()
+        if row["tools"] != tools:
+            tools = row["tools"]
+            out.print(_offered(tools))
+        for text in shown_tokens.lines(line, row, out) if shown_tokens else _lines(row):
+            out.print(text)
+        out.print(Text(page_of(run.folder / "trajectories" / f"{source}.jsonl", line), "dim"))
+    if not chosen:
         cure = "leave --task, --sample or --failures out"
         raise ConfigError(f"{source} of {run.folder} has no such conversation; {cure}")
     return 0
+
+
+def _of_tasks(rows: Iterator[tuple[int, Json]], count: int) -> list[tuple[int, Json]]:
+    """The first `count`, one of each task before a second one of any."""
+    first, others = dict[str, tuple[int, Json]](), list[tuple[int, Json]]()
+    for line, row in rows:
+        if first.setdefault(str(row.get("task")), (line, row))[0] != line and len(others) < count:
+            others.append((line, row))
+        if len(first) == count:
+            break
+    return [*first.values(), *others][:count]
 
 
 def _conversations(run: RunRecord, name: str) -> tuple[str, Iterator[Json]]:
@@ -101,15 +117,24 @@ def _lines(row: Json) -> Iterator[Text]:
     numbers = {place: turn for turn, place in enumerate(by_policy)} if turns else {}
     paid = row.get("turn_rewards", [])
     for place, message in enumerate(messages):
-        role = str(message.get("role"))
-        name = f" {message['name']}" if message.get("name") else ""
-        said = [message.get("reasoning"), message.get("content"), *(f"-> {call}" for call in reading.calls(message))]
-        said.append(f"unreadable: {message['error']}" if message.get("error") else "")
-        text = Text(f"[{role}{name}] ", _COLORS.get(role, ""))
-        text.append(shorten("\n".join(part for part in said if part)), "default")
-        if (turn := numbers.get(place)) is not None:
+        text, turn = _said(message), numbers.get(place)
+        if turn is not None:
+            if opening := turns[turn].get("opens_with", []):
+                yield Text("[a new context]", "bold")
+                yield from map(_said, opening)
             about = f"  turn {turn + 1}: {turns[turn].get('output_tokens')} tokens"
             about += f", reward {number(paid[turn])}" if turn < len(paid) else ""
-            about += ", a new context (its text: --tokens)" if turn and turns[turn].get("parent", -1) == -1 else ""
+            anew = turn and turns[turn].get("parent", -1) == -1 and not opening
+            about += ", a new context (its text: --tokens)" if anew else ""
             text.append(about, "dim")
         yield text
+
+
+def _said(message: Json) -> Text:
+    """A message after its role: reasoning, text, calls and what could not be read."""
+    role = str(message.get("role"))
+    name = f" {message['name']}" if message.get("name") else ""
+    said = [message.get("reasoning"), message.get("content"), *(f"-> {call}" for call in reading.calls(message))]
+    said.append(f"unreadable: {message['error']}" if message.get("error") else "")
+    text = Text(f"[{role}{name}] ", _COLORS.get(role, ""))
+    return text.append(shorten("\n".join(part for part in said if part)), "default")

@@ -202,6 +202,7 @@ class AgentSession:
             turn.auxiliary = names != main[0][0] and not continues
         if leading := [one for one in recorded if not trajectory.turns[one.turn].auxiliary][:1]:
             trajectory.opening, trajectory.tools = leading[0].history[:-1], leading[0].request.tools
+            trajectory.turns[leading[0].turn].opens_with = ()
         delivered = [exchange.delivered for exchange in recorded]
         self.counts["discarded"] = delivered.count(False)
         self.counts["auxiliary"] = sum(turn.auxiliary for turn in trajectory.turns)
@@ -320,6 +321,7 @@ class AgentSession:
         number = parent.turn if parent is not None and context.extends else -1
         turns.append(Turn.of(completion, message, context.new, number))
         turns[-1].asked_s, turns[-1].ended_s = exchange.asked_s, exchange.ended_s
+        turns[-1].opens_with = context.history if parent is None else ()
 
     def _context(self, exchange: Exchange) -> _Context:
         """Where the turn is sampled. Raises RefusedError where the chat template has no place for the messages."""

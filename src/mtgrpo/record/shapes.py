@@ -25,11 +25,12 @@ _LENGTHS: Json = {
     "asked_s": float,
     "ended_s": float,
 }
+_TURN: Json = {**_LENGTHS, "finish": str, "auxiliary": bool, "opens_with": [_MESSAGE]}
 _TIMES: Json = {"queued_s": float, "began_s": float, "sample_s": float, "tool_s": float, "condense_s": float}
 _TOOL_USE: Json = {"name": str, "outcome": str, "began_s": float, "seconds": float, "retries": int, "why": str}
 TRAJECTORY: Json = {
     **{"task": str, "sample": int, "status": str, "reason": str, "reward": float, "answer": object},
-    **{"messages": [_MESSAGE], "tools": object, "turns": [{**_LENGTHS, "finish": str, "auxiliary": bool}]},
+    **{"messages": [_MESSAGE], "tools": object, "turns": [_TURN]},
     **{"components": {str: float}, "turn_rewards": [float], "outages": [str], "output": str, "counts": {str: float}},
     **{"untrained": [_MESSAGE], "group": int, "untrained_because": str, "retried": [str]},
     **{"metadata": object, "times": _TIMES, "calls": [_TOOL_USE]},

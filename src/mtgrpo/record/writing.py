@@ -177,6 +177,8 @@ def _turn(turn: Turn, zero_s: float | None) -> dict[str, Any]:
     row["finish"], row["parent"] = turn.finish.value, turn.parent
     if turn.auxiliary:
         row["auxiliary"] = True
+    if turn.opens_with:
+        row["opens_with"] = list(map(_message, turn.opens_with))
     row["version_min"], row["version_max"] = min(turn.versions, default=None), max(turn.versions, default=None)
     if zero_s is not None and turn.ended_s:
         row["asked_s"], row["ended_s"] = _moment(turn.asked_s, zero_s), _moment(turn.ended_s, zero_s)
