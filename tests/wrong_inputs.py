@@ -298,6 +298,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("run/checkpoints/step_000002", "checkpoint=run/checkpoints/step_000002"),
         ("--checkpoint run", "there is no --checkpoint"),
         ("--fail-under high", "invalid float"),
+        ("checkpoint=run --fail-undr 0.5", "did you mean --fail-under?"),
         ("--fail-under 3 model.name=model", "fail_under"),
     ],
     "collect": [
@@ -312,6 +313,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("checkpoint=away", "there is no folder"),
         ("model.name=./nowhere", "./nowhere"),
         ("run", "checkpoint=run"),
+        ("checkpoint=run/checkpoints/step_000002 sampling.temprature=0", "did you mean sampling.temperature?"),
     ],
     "serve": [
         ("", "serve needs checkpoint="),
@@ -326,6 +328,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("run/checkpoints/step_000002 --out out --to gguf", "invalid choice"),
         ("run/checkpoints/step_000002 --out out --to peft", "--to hf"),
         ("torn/checkpoints/step_000002 --out out", "damaged"),
+        ("run/checkpoints/step_000002 --out out --dryrun", "did you mean --dry-run?"),
         ("checkpoint=run --out out", "checkpoint"),
     ],
     "show": [
@@ -341,6 +344,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("run --set easy", "easy"),
         ("run --steps 7 --x", "--x"),
         ("run --tokens", "tokens"),
+        ("run --failurs", "did you mean --failures?"),
     ],
     "report": [
         ("away", "away"),
@@ -348,6 +352,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("things", "holds no run"),
         ("run --out away/there/report.html", "cannot write"),
         ("run --format pdf", "--format"),
+        ("run --oout page.html", "did you mean --out?"),
     ],
     "watch": [
         ("away", "away"),
@@ -358,6 +363,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("away", "away"),
         ("things", "holds no run"),
         ("run --port http", "invalid int"),
+        ("run --prot 80", "did you mean --port"),
         ("run --port 70000", "65535"),
         ("run --host 0.0.0.0", "every address"),
         ("run --out things", "is there already"),
@@ -371,6 +377,7 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ("check empty.jsonl", "is empty"),
         ("check text.txt --kind rows", "invalid choice"),
         ("check good.jsonl --rows many", "invalid int"),
+        ("check good.jsonl --modle tiny", "did you mean --model?"),
         ("check good.jsonl --model ./nowhere", "./nowhere"),
         ("build", "file"),
         ("build away.jsonl", "there is no file away.jsonl"),

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mtgrpo import __version__
-from mtgrpo.errors import ConfigError, RunError, program, refuse_unreadable
-from mtgrpo.parts.extension import meant
+from mtgrpo.errors import ConfigError, RunError, meant, program, refuse_unreadable
 from mtgrpo.runtime.resources import read_cpu_times
 from mtgrpo.runtime.text import complain, show
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import operator
 import shutil
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,12 +27,25 @@ def program() -> str:
     return "mtgrpo" if known else str(called)
 
 
+def meant(name: str, known: Iterable[str]) -> str:
+    """Asks whether what is most like `name` was meant, if anything is like it: the beginning of an explanation."""
+    close = difflib.get_close_matches(name, list(known), 2)
+    return f"did you mean {' or '.join(close)}? " if close else ""
+
+
 class Arguments(argparse.ArgumentParser):
     """The flags of a command. Wrong ones raise ConfigError, in a line in place of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse."""
-        raise ConfigError(f"{message}; {program()}{self.prog.removeprefix('mtgrpo')} --help lists what there is")
+        _, unknown, words = message.partition("unrecognized arguments: ")
+        nested = [
+            one for action in self._actions if isinstance(action.choices, dict) for one in action.choices.values()
+        ]
+        flags = [flag for parser in (self, *nested) for flag in parser._option_string_actions]
+        hint = meant(words.partition(" ")[0].partition("=")[0], flags) if unknown else ""
+        usage = f"{program()}{self.prog.removeprefix('mtgrpo')} --help lists what there is"
+        raise ConfigError(f"{message}; {hint.rstrip() or usage}")
 
 
 class PolicyError(Exception):

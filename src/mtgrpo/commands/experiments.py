@@ -32,10 +32,10 @@ from mtgrpo.config.options import counterpart
 from mtgrpo.config.run_record import claimed
 from mtgrpo.config.sweep import combinations, corners, describe_space, read_space
 from mtgrpo.config.trust import sign
-from mtgrpo.errors import Arguments, ConfigError, RunError, program, refuse_unreadable
+from mtgrpo.errors import Arguments, ConfigError, RunError, meant, program, refuse_unreadable
 from mtgrpo.model.settings import FROM_SCRATCH
 from mtgrpo.parallel.launch import DOOR
-from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback, meant, of_own_code
+from mtgrpo.parts.extension import TRACEBACK, explained, keep_traceback, of_own_code
 from mtgrpo.record.reading import held_out_reward
 from mtgrpo.runtime.hub import stay_offline
 from mtgrpo.runtime.resources import CpuTimes, fit_openmp

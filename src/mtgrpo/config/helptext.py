@@ -20,10 +20,9 @@ from mtgrpo.config.compose import compose, parse
 from mtgrpo.config.experiment import Experiment, groups
 from mtgrpo.config.options import Setting, chosen_class, options, schema
 from mtgrpo.config.recipe import recipes
-from mtgrpo.errors import ConfigError, program
+from mtgrpo.errors import ConfigError, meant, program
 from mtgrpo.log import Sink
 from mtgrpo.parts import extension
-from mtgrpo.parts.extension import meant
 
 WIDTH = 100
 BASE = "Base: "  # the first word of such a recipe

@@ -13,8 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mtgrpo.config.experiment import groups
 from mtgrpo.config.options import Setting, entries, schema, unknown
-from mtgrpo.errors import ConfigError
-from mtgrpo.parts.extension import meant
+from mtgrpo.errors import ConfigError, meant
 from mtgrpo.runtime.plain_yaml import parse_yaml, read_bounded
 
 RECIPES = Path(__file__).parent / "recipes"

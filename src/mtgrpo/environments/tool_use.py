@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, Self
 
 from mtgrpo import tools
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.errors import ConfigError, PolicyError
+from mtgrpo.errors import ConfigError, PolicyError, meant
 from mtgrpo.parts import Data, Parts, RunContext, built, extension, named
 from mtgrpo.runtime.text import head_and_tail
 from mtgrpo.tools import CallTimeoutError, Tool
@@ -146,7 +146,7 @@ class ToolUse(CallLimits, Environment):
         """What became of a call, what the model sees of it, and why the tool failed."""
         began, offer = time.perf_counter(), self._offers.get(call.name)
         if offer is None:
-            hint = extension.meant(call.name[:100], self._offers)
+            hint = meant(call.name[:100], self._offers)
             text = f"error: there is no tool {call.name!r}; {hint}the tools are: {', '.join(self._offers)}"
             return CallRecord(call.name, CallOutcome.unknown, began_s=began), text, None
         outcome, text, retries, failure = await self._call(call, offer)

@@ -8,10 +8,9 @@ from pathlib import Path
 import yaml
 
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.errors import ConfigError, UnreachableError
+from mtgrpo.errors import ConfigError, UnreachableError, meant
 from mtgrpo.parallel.launch import Launch
 from mtgrpo.parallel.placement import place, settle
-from mtgrpo.parts.extension import meant
 
 TRIED = (1, 2, 4, 8, 16)  # machines, with count=auto
 

@@ -7,7 +7,6 @@ a kind lie in the kind's own folder, and in `integrations`, where one module or 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.machinery
@@ -23,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, meant
 
 T = TypeVar("T")
 INTEGRATIONS = "mtgrpo.integrations"  # the folder may be absent
@@ -111,12 +110,6 @@ def find(package: str, name: str, base: type, what: str = "") -> Any:
             "your own as path/to/file.py:Name"
         )
     return known[name]
-
-
-def meant(name: str, known: Iterable[str]) -> str:
-    """Asks whether what is most like `name` was meant, if anything is like it: the beginning of an explanation."""
-    close = difflib.get_close_matches(name, list(known), 2)
-    return f"did you mean {' or '.join(close)}? " if close else ""
 
 
 def find_class(package: str, name: str, base: type[T], what: str = "") -> type[T]:
