@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from mtgrpo.advantages import AdvantageEstimator
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.correction import Correction, OldPolicy, Reject, Weight
+from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.kl import KL, Estimator, Place
 from mtgrpo.algorithms.reinforce_pp import ReinforcePP
 from mtgrpo.config.helptext import comments, summary
@@ -25,23 +27,24 @@ from mtgrpo.rollout.settings import Curriculum, Filter
 TARGET = Path(__file__).with_name("algorithms.md")
 INTRODUCTION = """# Algorithms and advantages
 
-This page is written from the source by `make docs`.
-
-A run has one `algorithm`, which sets the baseline and the loss of a token, and one `advantage`, the estimator that
-computes the return of each turn. Both are chosen by name, their settings follow them:
+You have a run and want another algorithm: choose one from the table, and its settings behind it.
 
 ```console
 mtgrpo train algorithm=cispo algorithm.clip_high=3 advantage=return_to_go advantage.gamma=0.95 --dry-run
 ```
 
-Statistics of a group are over its trajectories. How a trajectory is stored (its turns in one segment or in many, its
-tokens in one micro-batch or in many) changes neither advantage nor loss nor gradient, with one exception that exists to
-reproduce others: `algorithm.average=sequence_mean`. The ratio of a trajectory (gspo, gmpo,
-`correction.weight=sequence`) is over all tokens that the policy sampled in it, whatever turn or segment they belong to.
+An `algorithm` sets the baseline and the loss of a token, an `advantage` the return of each turn. Pairs that are not in
+the table are refused at start. `make docs` writes this page from the source.
+"""
+TERMS = """
+## Terms
 
-In the formulas rho_t is the probability of a token under the policy divided by that under the old policy
-(`correction.old_policy`), sg() stops the gradient, and a group is the trajectories of one task. Logarithms of ratios
-are clamped to [-20, 20], where they have no gradient; `policy/log_ratio_clamped` is the share of such tokens.
+- rho_t: probability of a token under the policy, divided by that under the old policy (`correction.old_policy`). Its
+  logarithm is clamped to [-20, 20], where it has no gradient (`policy/log_ratio_clamped`). The ratio of a trajectory
+  (gspo, gmpo, `correction.weight=sequence`) is over all tokens sampled in it.
+- sg(): no gradient flows through it.
+- group: the trajectories of one task. Advantages, loss and gradient do not depend on how a trajectory is stored in
+  segments or micro-batches, except with `algorithm.average=sequence_mean`.
 """
 
 
@@ -61,23 +64,53 @@ def spelled(value: Any) -> str:
     return str(value)
 
 
-def settings(prefix: str, cls: type, base: type | None = None) -> str:
-    """The settings of a class, with defaults; of those that `base` has only the ones with another default."""
-    inherited = {f.name: f.default for f in dataclasses.fields(base)} if base else {}
-    rows: list[list[str]] = []
+def fields(cls: type) -> dict[str, Any]:
+    """The settings of a class, by name, with their defaults."""
+    given: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        if field.name in inherited and inherited[field.name] == default:
-            continue
-        meaning = next((notes[field.name] for c in cls.__mro__ if field.name in (notes := comments(c))), "")
-        rows.append([f"`{prefix}.{field.name}`", spelled(default), meaning])
+        made = field.default_factory
+        given[field.name] = field.default if made is dataclasses.MISSING else made()
+    return given
+
+
+def meaning(cls: type, name: str) -> str:
+    """The comment of a setting, of the nearest class that has one."""
+    return next((notes[name] for c in cls.__mro__ if name in (notes := comments(c))), "")
+
+
+def settings(prefix: str, cls: type, without: Iterable[str] = ()) -> str:
+    """The settings of a class, with defaults."""
+    rows = [
+        [f"`{prefix}.{name}`", spelled(default), meaning(cls, name)]
+        for name, default in fields(cls).items()
+        if name not in without
+    ]
     return table(["setting", "default", "meaning"], rows) if rows else ""
 
 
-def section(group: str, name: str, cls: type, base: type) -> str:
+def split(cls: type) -> tuple[str, str]:
+    """Of a docstring: what it is, and when to take it."""
+    text, _, when = inspect.cleandoc(cls.__doc__ or "").partition("\nWhen: ")
+    return text.rstrip(), " ".join(when.split()).rstrip(".")
+
+
+def section(group: str, name: str, cls: type, without: Iterable[str]) -> str:
     """One option: its docstring, and the settings of its own."""
-    text = inspect.cleandoc(cls.__doc__ or "")
-    return f"### {group}={name}\n\n```text\n{text}\n```\n\n{settings(group, cls, base)}\n"
+    return f"### {group}={name}\n\n```text\n{split(cls)[0]}\n```\n\n{settings(group, cls, without)}\n"
+
+
+def shared() -> tuple[list[str], str]:
+    """The settings that several algorithms have, and two tables: their meaning, and defaults where these differ."""
+    of = {name: fields(cls) for name, cls in options("algorithm").items()}
+    names = ["average", *(name for name in fields(GRPO) if name not in fields(Algorithm))]
+    defaults = {name: {spelled(given[name]) for given in of.values() if name in given} for name in names}
+    meanings = [
+        [f"`algorithm.{name}`", "below" if len(defaults[name]) > 1 else min(defaults[name]), meaning(GRPO, name)]
+        for name in names[1:]
+    ]
+    differ = [name for name in names if len(defaults[name]) > 1]
+    rows = [[name, *(spelled(given[one]) if one in given else "" for one in differ)] for name, given in of.items()]
+    return names, f"{table(['setting', 'default', 'meaning'], meanings)}\n{table(['algorithm', *differ], rows)}"
 
 
 def members(cls: type[Enum]) -> str:
@@ -91,37 +124,37 @@ def members(cls: type[Enum]) -> str:
 
 
 def pairs() -> str:
-    """Which estimator goes with which algorithm."""
+    """When to take each algorithm, and the estimators that go with it."""
     algorithms: dict[str, Algorithm] = {name: cls() for name, cls in options("algorithm").items()}
     algorithms["reinforce_pp, group_baseline=true"] = ReinforcePP(group_baseline=True)
     advantages: dict[str, AdvantageEstimator] = {name: cls() for name, cls in options("advantage").items()}
     rows: list[list[str]] = []
     for name in sorted(algorithms):
-        cells: list[str] = []
-        for estimator in advantages.values():
-            try:
+        fitting: list[str] = []
+        for estimator_name, estimator in advantages.items():
+            with suppress(ConfigError):
                 estimator.check(SimpleNamespace(algorithm=algorithms[name], rewards_turns=True))
-                cells.append("yes")
-            except ConfigError:
-                cells.append("")
-        rows.append([name, *cells])
-    return table(["algorithm", *advantages], rows)
+                fitting.append(estimator_name)
+        rows.append(
+            [name, split(type(algorithms[name]))[1], "all" if len(fitting) == len(advantages) else ", ".join(fitting)]
+        )
+    return table(["algorithm", "when", "advantages"], rows)
 
 
 def page() -> str:
     """The whole page."""
-    parts = [
-        INTRODUCTION,
-        "## Which estimator goes with which algorithm\n",
-        "Other pairs are refused at start.\n",
-        pairs(),
+    advantages, algorithms = options("advantage"), options("algorithm")
+    common, tables = shared()
+    when = [[name, split(cls)[1]] for name, cls in advantages.items()]
+    parts = [INTRODUCTION, pairs(), table(["advantage", "when"], when), TERMS, "## Algorithms\n"]
+    parts += [
+        "Of all algorithms, then of several; others have theirs in their section:\n",
+        settings("algorithm", Algorithm, ["average"]),
+        tables,
     ]
-    parts.append("\n## Algorithms\n\nCommon to all:\n")
-    parts.append(settings("algorithm", Algorithm))
-    parts += [section("algorithm", name, cls, Algorithm) for name, cls in options("algorithm").items()]
-    parts.append("## Advantages\n\nCommon to all:\n")
-    parts.append(settings("advantage", AdvantageEstimator))
-    parts += [section("advantage", name, cls, AdvantageEstimator) for name, cls in options("advantage").items()]
+    parts += [section("algorithm", name, cls, {*fields(Algorithm), *common}) for name, cls in algorithms.items()]
+    parts += ["## Advantages\n", settings("advantage", AdvantageEstimator)]
+    parts += [section("advantage", name, cls, fields(AdvantageEstimator)) for name, cls in advantages.items()]
     parts += [f"## algorithm.average\n\n{inspect.cleandoc(Average.__doc__ or '')}\n", members(Average)]
     for prefix, cls, kinds in (
         ("kl", KL, {"estimator": Estimator, "place": Place}),
