@@ -44,16 +44,19 @@ WINDOW = 72  # of models with sliding windows or chunks
 ORIGINAL = 80  # positions of models whose scheme changes after some
 INTRODUCTION = f"""# Architectures
 
-This page is written by `make architectures`, which takes the causal language models of transformers one by one (this
-was {transformers.__version__}), at a tiny size with random weights, and runs its trainer and its engine.
+You have a model and want to know whether it can be trained: find the `model_type` of its `config.json` in the table.
 
-- training: how a batch is laid out. *forest*: each distinct token once. *padded*: a row for each conversation.
-- decoding: how `engine=local` samples. *fused*: the fast path. *own modules*: any other model. Empty: it cannot.
-- trained, sampled: the longest context, in tokens, that training with `engine=server` and that `engine=local` took;
-  {LONG} were tried. Sliding windows and chunks have {WINDOW} tokens here, and position schemes that change do so after
-  {ORIGINAL}.
-- trainer, engine: the largest error of a log-probability, in nats, in float64, against the model's own forward pass
-  over each context alone. Contexts branch, have several turns, are condensed, and reach the longest length.
+`make architectures` builds each causal language model of transformers {transformers.__version__} at a tiny size with
+random weights, and tries trainer and engine on contexts that branch, have several turns, are condensed, and reach the
+longest length.
+
+- training: *forest*: each distinct token once. *padded*: a row per conversation. Empty: refused.
+- decoding with `engine=local`: *fused*: the fast path. *own modules*: the model's. Empty: refused.
+- trained, sampled: the longest context, in tokens, with `engine=server` and with `engine=local`. {LONG} were tried;
+  windows have {WINDOW}, and position schemes that change do so after {ORIGINAL}.
+- trainer, engine: largest error of a log-probability, in nats (float64), against the model's own pass, context by
+  context.
+- refused: why. *longer*: contexts beyond those columns.
 
 """
 
@@ -378,6 +381,19 @@ def measure(name: str) -> Found:
     return Found(layout, decoding, trained, sampled, error, engine_error(model, engine, sampled), refused)
 
 
+def reason(refused: str) -> str:
+    """Why something is refused, without what every such message says."""
+    text = re.sub(r"; (such models|set environment|choose another).*", "", refused)
+    text = re.sub(r"contexts of \d+ tokens are more than can be computed exactly", "longer", text)
+    text = re.sub(r"engine=local cannot sample .* cannot be replaced \((.*)\)", r"engine=local: \1", text)
+    text = re.sub(r"engine=local cannot sample .* the layers of \w+ have", "engine=local:", text)
+    text = re.sub(r"it has layers of another kind: (\w+)", r"\1 layers", text)
+    text = re.sub(r"layers of \w+ see no more .*engine=server has\)", "windows, with engine=local", text)
+    text = re.sub(r"layers of \w+ see no more .*", "windows", text)
+    text = re.sub(r"^model\.name=\S+ \(\w+\) |^model\.name=\S+: ", "", text)
+    return re.sub(r"(the configuration of )?\b\w+(ForCausalLM|LMHeadModel) ", "", text)
+
+
 def row(name: str, found: Found) -> list[str]:
     """One architecture, as cells of the table."""
 
@@ -385,10 +401,11 @@ def row(name: str, found: Found) -> list[str]:
         return "" if math.isnan(error) else f"1e{math.ceil(math.log10(max(error, 1e-16)))}"
 
     lengths = [str(tokens or "") for tokens in (found.trained, found.sampled)]
-    return [name, found.layout, found.decoding, *lengths, decade(found.trainer), decade(found.engine), found.refused]
+    errors = [decade(found.trainer), decade(found.engine)]
+    return [name, found.layout, found.decoding, *lengths, *errors, reason(found.refused)]
 
 
-HEAD = ["model type", "training", "decoding", "trained", "sampled", "trainer", "engine", "what is refused"]
+HEAD = ["model type", "training", "decoding", "trained", "sampled", "trainer", "engine", "refused"]
 
 
 def page() -> str:
