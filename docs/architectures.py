@@ -54,8 +54,8 @@ longest length.
 - decoding with `engine=local`: *fused*: the fast path. *own modules*: the model's. Empty: refused.
 - trained, sampled: the longest context, in tokens, with `engine=server` and with `engine=local`. {LONG} were tried;
   windows have {WINDOW}, and position schemes that change do so after {ORIGINAL}.
-- trainer, engine: largest error of a log-probability, in nats (float64), against the model's own pass, context by
-  context.
+- trainer, engine: largest error of a log-probability in the line, in nats (float64), against the model's own pass,
+  context by context.
 - refused: why. *longer*: contexts beyond those columns.
 
 """
@@ -394,24 +394,35 @@ def reason(refused: str) -> str:
     return re.sub(r"(the configuration of )?\b\w+(ForCausalLM|LMHeadModel) ", "", text)
 
 
-def row(name: str, found: Found) -> list[str]:
-    """One architecture, as cells of the table."""
+def row(found: Found) -> list[str]:
+    """One architecture, as cells of the table without its name."""
 
     def decade(error: float) -> str:
         return "" if math.isnan(error) else f"1e{math.ceil(math.log10(max(error, 1e-16)))}"
 
     lengths = [str(tokens or "") for tokens in (found.trained, found.sampled)]
     errors = [decade(found.trainer), decade(found.engine)]
-    return [name, found.layout, found.decoding, *lengths, *errors, reason(found.refused)]
+    return [found.layout, found.decoding, *lengths, *errors, reason(found.refused)]
 
 
-HEAD = ["model type", "training", "decoding", "trained", "sampled", "trainer", "engine", "refused"]
+HEAD = ["training", "decoding", "trained", "sampled", "trainer", "engine", "refused", "model types"]
+
+
+def table(rows: dict[str, list[str]]) -> str:
+    """The model types by what was found of them, with the largest errors of each line."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in sorted(rows.items(), key=lambda one: (one[1][0] or "z", one[1][1] or "z", one[1][-1])):
+        alike.setdefault((*cells[:4], cells[-1]), []).append(name)
+    lines = [HEAD, ["---"] * len(HEAD)]
+    for (*found, refused), names in alike.items():
+        errors = [max((rows[name][at] for name in names), key=lambda text: float(text or 0)) for at in (4, 5)]
+        lines.append([*found, *errors, refused, ", ".join(sorted(names))])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def page() -> str:
     """All of them."""
-    rows = [HEAD, ["---"] * len(HEAD), *(row(name, measure(name)) for name in names())]
-    return INTRODUCTION + "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+    return INTRODUCTION + table({name: row(measure(name)) for name in names()})
 
 
 if __name__ == "__main__":
