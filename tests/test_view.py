@@ -32,6 +32,11 @@ HOSTILE = [
     "<script>window.hacked = 1</script><img src=x onerror=window.hacked=2> 391",
     "\u202e\u05e9\u05dc\u05d5\u05dd \x1b[2J",
 ]
+AXE = Path(__file__).resolve().parent.parent / ".venv-mcp/node_modules/axe-core/axe.min.js"
+NOTED = """the engine is local
+step 2: rewards fall; see mtgrpo view /somewhere/a --at step_000002/c/1
+stopped after step 3
+"""
 SCREENS = [
     "/",
     "/curves/0",
@@ -94,6 +99,28 @@ def test_groups_and_curves_are_listed(tmp_path: Path) -> None:
         "failed": [],
     }
     assert runs.read("0/metrics")["columns"]["eval/success"] == [0.5, 0.5, 0.5]
+
+
+def test_a_run_says_what_was_noted_what_success_means_and_what_evaluations_found(tmp_path: Path) -> None:
+    make_recorded(tmp_path, steps=2)
+    (tmp_path / "notes.txt").write_text(NOTED)
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra/config.yaml").write_text("reward: {success_at: 0.5}\nenvironment: {max_turns: 9}\n")
+    choices = "{hydra: {runtime: {choices: {reward: environment, environment: guess_number}}}}"
+    (tmp_path / ".hydra/hydra.yaml").write_text(choices)
+    rows = (tmp_path / "metrics.jsonl").read_text()
+    before, after = (
+        {"stage": "evaluation", "step": 40, "eval/success": share, "eval/greedy": 1} for share in (0.1, 0.9)
+    )
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(before)}\n{rows}{json.dumps(after)}\n")
+    runs = Runs([tmp_path])
+    (run,) = runs.read("runs")
+    assert (run["notes"], run["warnings"], run["newest"]) == (3, 1, [NOTED.splitlines()[1]])
+    assert "with a reward of 0.5 or more" in run["success"] and "The model guesses the number" in run["success"]
+    metrics = runs.read("0/metrics")
+    assert metrics["steps"] == [0, 1, 2] and metrics["success"] == run["success"]
+    assert metrics["columns"]["eval/success"] == [0.1, 0.5, 0.9] and metrics["columns"]["eval/greedy"] == [1, None, 1]
+    assert metrics["columns"]["reward/mean"] == [None, pytest.approx(0.35), pytest.approx(0.45)]
 
 
 def test_a_list_has_the_question_not_that_of_an_example(tmp_path: Path) -> None:
@@ -406,6 +433,27 @@ async def test_the_page_of_files_shows_every_screen(tmp_path: Path) -> None:
     finally:
         process.terminate()
         await process.wait()
+
+
+SERIOUS = """axe.run(document, {resultTypes: ["violations"]}).then((found) => found.violations
+  .filter((one) => ["serious", "critical"].includes(one.impact))
+  .map((one) => `${one.id}: ${one.nodes.slice(0, 3).map((node) => node.html).join(" ")}`))"""
+
+
+@pytest.mark.real
+async def test_people_with_impairments_can_read_every_screen(tmp_path: Path) -> None:
+    """By the rules of axe-core, which is a file of JavaScript."""
+    if not AXE.is_file():
+        pytest.skip("no axe-core: make mcp-servers")
+    run = make_recorded(tmp_path / "run", steps=3)
+    (run / "notes.txt").write_text(NOTED)
+    async with browsed(run, tmp_path / "profile") as page:
+        await page.value(AXE.read_text() + "; 0")
+        for width, dark in ((1400, False), (1400, True), (390, False)):
+            await page.size(width, 900, dark)
+            for screen in SCREENS:
+                await page.screen(screen)
+                assert await page.value(SERIOUS) == [], (screen, width, dark)
 
 
 @pytest.mark.real

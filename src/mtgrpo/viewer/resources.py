@@ -20,13 +20,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtgrpo.config.helptext import summary
+from mtgrpo.config.options import options
 from mtgrpo.evaluation.statistics import mean_over_tasks
 from mtgrpo.record.reading import AFTER, BEFORE, RunRecord, count, parse_row, read_runs, step_of
 from mtgrpo.record.shapes import TRAJECTORY, WHERE_THEY_CHANGE, Json
 from mtgrpo.record.tokens import recorded_steps
 from mtgrpo.runtime.files import read_line, read_lines
 from mtgrpo.runtime.text import is_number, printable
-from mtgrpo.types import LEARNING
+from mtgrpo.types import EVALUATION, LEARNING
 from mtgrpo.viewer.tokens import forest, of_conversation, of_lines
 
 _FILE = re.compile(r"[\w-]{1,80}")
@@ -108,24 +110,29 @@ class Runs:
         rewards = [row["reward/mean"] for row in learning if is_number(row.get("reward/mean"))]
         thin = max(1, -(-len(rewards) // _POINTS))
         success = {when: _success(run, when) for when in (BEFORE, AFTER)}
+        warnings = [note for note in run.notes if note.startswith("step ")]
         return {
             **{"name": self._names[number], "recipe": settings.get("recipe", ""), "task": settings.get("task", "")},
             **{"algorithm": settings.get("algorithm", ""), "model": settings.get("model.name", "")},
             **{"step": learning[-1].get("step", 0) if learning else 0, "ended": bool(run.summary)},
             **{"steps": count(settings.get("trainer.steps", "")), "rewards": rewards[::thin]},
-            **{"before": success[BEFORE], "after": success[AFTER], "notes": run.notes[-3:]},
+            **{"before": success[BEFORE], "after": success[AFTER], "success": _meaning(run)},
+            **{"notes": len(run.notes), "warnings": len(warnings), "newest": [*run.notes, *warnings][-1:]},
             "written": max((time for time, _ in _stamp(run.folder)), default=0) / 1e9,
         }
 
     def _metrics(self, folder: Path) -> Json:
         run = _run(folder)
-        rows = run.metrics.stage(LEARNING)
-        names = sorted({name for row in rows for name in row} - {"stage", "step"})
-        columns = {name: [row.get(name) for row in rows] for name in names}
+        steps, step = defaultdict[int, Json](dict), 0
+        for row in run.metrics.rows:  # an evaluation, before training or after it, is of the step that has just ended
+            step = row.get("step", 0) if row.get("stage") == LEARNING else step
+            steps[step] |= row if row.get("stage") in (LEARNING, EVALUATION) else {}
+        names = sorted({name for row in steps.values() for name in row} - {"stage", "step"})
+        columns = {name: [row.get(name) for row in steps.values()] for name in names}
         return {
-            **{"name": self._names[self._folders.index(folder)], "steps": [row.get("step") for row in rows]},
+            **{"name": self._names[self._folders.index(folder)], "steps": list(steps)},
             **{"columns": columns, "notes": run.notes, "overrides": run.overrides, "versions": run.versions},
-            **{"summary": run.summary, "settings": run.settings, "ended": bool(run.summary)},
+            **{"settings": run.settings, "ended": bool(run.summary), "success": _meaning(run)},
         }
 
 
@@ -159,6 +166,16 @@ def _success(run: RunRecord, name: str) -> list[float] | None:
         return None
     found = mean_over_tasks(list(outcomes.values()))
     return [found.mean, found.low, found.high]
+
+
+def _meaning(run: RunRecord) -> str:
+    """What a success is in this run, and what the rewards that come with the package say of themselves."""
+    chosen = [("reward", name) for name in run.settings.get("reward", "").strip("[]").split(",")]
+    if ("reward", "environment") in chosen:
+        chosen.append(("environment", run.settings.get("environment", "")))
+    said = [f"{group} {name}: {summary(options(group)[name])}" for group, name in chosen if name in options(group)]
+    rule = f"Success: it ended by itself, within all limits, with a reward of {run.success_at:g} or more."
+    return " ".join([rule, *said])
 
 
 def _index(folder: Path) -> Json:

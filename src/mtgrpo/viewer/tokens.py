@@ -32,25 +32,16 @@ def of_conversation(folder: Path, step: int, line: int) -> Json | None:
     found: list[Json] = []
     for place, turn in enumerate(turns):
         ids, known, entries = record.tokens(turns, place)
-        path, parent, sampled = record.path(turn), int(arrays["turn_parent"][turn]), entries.stop - entries.start
-        parent = parent if 0 <= parent < place else -1
-        context, pieces = _parted(tokenizer, ids, known, sampled)
-        columns = {name: numbers(arrays[name][entries]) for name in _COLUMNS if name in arrays}
+        parent, sampled = int(arrays["turn_parent"][turn]), entries.stop - entries.start
+        start = len(ids) - sampled
+        numbered = " ".join(map(str, ids[known:start])), [f"{token} " for token in ids[start:]]
+        context, pieces = parted(tokenizer, ids, known, sampled) if tokenizer else numbered
         found.append(
-            {
-                **{"parent": parent, "context": printable(context), "context_tokens": len(ids) - sampled - known},
-                **{"known_tokens": known, "ids": ids[len(ids) - sampled :], "pieces": list(map(printable, pieces))},
-                **{"columns": columns, "node": int(path[-1]) if len(path) else -1},
-            }
+            {"parent": parent if 0 <= parent < place else -1, "known_tokens": known, "context_tokens": start - known}
+            | {"context": printable(context), "ids": ids[start:], "pieces": list(map(printable, pieces))}
+            | {"columns": {name: numbers(arrays[name][entries]) for name in _COLUMNS if name in arrays}}
         )
     return {"turns": found, "decoded": tokenizer is not None}
-
-
-def _parted(tokenizer: Tokenizer | None, ids: Sequence[int], known: int, sampled: int) -> tuple[str, list[str]]:
-    if tokenizer is not None:
-        return parted(tokenizer, ids, known, sampled)
-    start = len(ids) - sampled
-    return " ".join(map(str, ids[known:start])), [f"{token} " for token in ids[start:]]
 
 
 def of_lines(folder: Path, step: int) -> dict[int, Json]:

@@ -5,7 +5,7 @@ import { step, task } from "./step.js";
 import { conversation } from "./conversation.js";
 import { group } from "./group.js";
 import { forest, timeline } from "./forest.js";
-import { h } from "./dom.js";
+import { h, hideTip } from "./dom.js";
 
 const page = document.getElementById("page");
 let secret = "";
@@ -98,27 +98,12 @@ function frame(where) {
 export const key = (does, act) => Object.assign(act, { does });
 
 addEventListener("keydown", (event) => {
-  const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
+  const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName), search = document.querySelector("input[type=search]");
   if (event.key === "Escape" && typing) event.target.blur();
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "/") {
-    const search = document.querySelector("input[type=search]");
-    if (search) { event.preventDefault(); search.focus(); }
-  }
-  const act = keys[event.key];
+  const act = event.key === "/" && search ? () => search.focus() : keys[event.key];
   if (act) { event.preventDefault(); act(); }
 });
-
-// One tip for the whole page: an element that has `tip` gives its lines.
-const tip = document.getElementById("tip");
-export const hideTip = () => { tip.hidden = true; };
-export function showTip(lines, x, y) {
-  tip.replaceChildren(...lines.map((line) => h("div", line)));
-  tip.hidden = false;
-  const box = tip.getBoundingClientRect();
-  tip.style.left = `${Math.max(4, Math.min(x + 14, innerWidth - box.width - 8))}px`;
-  tip.style.top = `${y + 20 + box.height > innerHeight ? Math.max(4, y - box.height - 12) : y + 20}px`;
-}
 
 addEventListener("hashchange", show);
 show(); // a module runs when the page has been read

@@ -1,6 +1,6 @@
 // A conversation as the policy saw it, with its sampled tokens coloured by what is known of them.
-import { go, key, link, name_of, read, showTip, hideTip } from "./app.js";
-import { add, file_name, h, isNumber, num, plural, shade, signed, step_of, took } from "./dom.js";
+import { go, key, link, name_of, read } from "./app.js";
+import { add, file_name, h, hideTip, isNumber, num, plural, shade, showTip, signed, step_of, took, version_name } from "./dom.js";
 import { squares } from "./step.js";
 
 export const FLAGS = ["clipped", "clamped", "rejected", "no advantage", "auxiliary", "not trained"];
@@ -16,7 +16,7 @@ export const COLOURS = [
   ["ratio after", "log of how much likelier the updates made it", (c, i) => minus((c.after ?? c.last)?.[i], c.before?.[i]), true],
   ["reference", "log of how much likelier it is than to the reference", (c, i) => minus(c.before?.[i], c.reference?.[i]), true],
   ["entropy", "of the distribution it was drawn from, in nats", (c, i) => c.entropy?.[i], false],
-  ["version", "updates of the policy that sampled it, from the oldest here", (c, i) => c.version?.[i], false],
+  ["version", "updates of the policy that sampled it, as the engine says, from the oldest here", (c, i) => c.version?.[i], false],
   ["mask", "what became of it in the loss", (c, i) => c.flags?.[i], false],
 ];
 
@@ -82,7 +82,7 @@ function facts_of(turn, i, number) {
   return [
     `token ${number}  ${JSON.stringify(turn.pieces[i])}  id ${turn.ids[i]}, after ${num(turn.known_tokens + turn.context_tokens + i)} others`,
     isNumber(at("advantage")) ? `advantage ${signed(at("advantage"))}   weight ${num(at("weight"))}` : "",
-    `sampled with log-probability ${num(c.behaviour[i], 4)}, by version ${at("version")}`,
+    `sampled with log-probability ${num(c.behaviour[i], 4)}, by version ${at("version")} as the engine says`,
     isNumber(at("before")) ? `trainer before: ${to("before")}${ratio(at("before"))}` : "the trainer did not score it",
     ...["last", "after"].map((name) => isNumber(at(name)) && `${name === "last" ? "at its last update" : name}: ${to(name)}${ratio(minus(at(name), at("before")))}`),
     isNumber(at("reference")) ? `reference: ${to("reference")}` : "",
@@ -141,7 +141,7 @@ export async function conversation(run, file, line, wanted) {
   const { row, facts, siblings, tokens } = found, place = `/r/${run}/${file}`;
   const main = h("article"), aside = h("aside"), where = [];
   let focus = null;
-  main.replaceChildren(...(tokens ? turns_of(found, where) : messages_of(row)));
+  main.replaceChildren(...(tokens ? turns_of(found, where, step_of(file)) : messages_of(row)));
   const draw = () => {
     const scale = scale_of([found], by);
     [...main.querySelectorAll(".part")].find((part) => part.has(Number(wanted)))?.show(true);
@@ -150,8 +150,7 @@ export async function conversation(run, file, line, wanted) {
     focus?.classList.add("wanted");
     side.replaceChildren(tokens ? h("section", h("h2", "colour by"), chooser(draw, [found]), legend(by, scale)) : h("p.muted", step_of(file) === null ? "tokens are kept of training alone" : "its tokens are not kept: record.tokens.groups says of how many groups of a step they are"));
   };
-  const side = h("div");
-  const most = Math.max(1e-9, ...list.rows.map((one) => Math.abs(one.reward ?? 0)));
+  const side = h("div"), most = Math.max(1e-9, ...list.rows.map((one) => Math.abs(one.reward ?? 0)));
   const rows = list.rows.filter((one) => siblings.includes(one.line));
   const beside = (by_) => list.rows[Number(line) + by_];
   draw();
@@ -177,18 +176,25 @@ export async function conversation(run, file, line, wanted) {
   };
 }
 
-function turns_of(found, where) {
+function turns_of(found, where, step) {
   const { row, tokens } = found, paid = row.turn_rewards ?? [];
   return tokens.turns.map((turn, number) => {
     const c = turn.columns, first = where.length;
     turn.ids.forEach((_, i) => where.push([turn, i]));
-    const versions = [...new Set(c.version ?? [])], about = [`turn ${number + 1}`, plural(turn.ids.length, "token"), `version ${versions.length > 1 ? `${Math.min(...versions)}–${Math.max(...versions)}` : versions[0] ?? "–"}`];
+    const about = [`turn ${number + 1}`, plural(turn.ids.length, "token"), version_of(c, step)];
     about.push(...[isNumber(c.advantage?.[0]) && `advantage ${signed(c.advantage[0])}`, isNumber(paid[number]) && `paid ${num(paid[number])}`, c.flags?.[0] & 16 && "beside the conversation"].filter(Boolean));
     const fresh = turn.parent < 0;
     const note = `${fresh ? (number ? "a new context" : "context") : turn.parent === number - 1 ? "then" : `after turn ${turn.parent + 1}`}, ${plural(turn.context_tokens, "token")}, not trained`;
     return h(`section.turn${fresh && number ? ".fresh" : ""}`, { id: `turn${number + 1}` }, context_of(turn.context, note),
       h("div.sampled", h("div.label", about.join(" · ")), h("div.tokens", tokens_of(turn, () => scale_of([found], by), first))));
   });
+}
+
+// The version that the engine names, and what the trainer's own computation says of it: by the same weights, or newer ones.
+function version_of(c, step) {
+  const versions = (c.version ?? []).filter(isNumber), apart = (c.before ?? []).filter(isNumber).map(Math.abs), later = step - 1 - Math.min(...versions);
+  const found = `${version_name(Math.min(...versions), Math.max(...versions))}${apart.length ? `, at most ${num(Math.max(...apart), 2)} nats from the trainer's` : ""}`;
+  return versions.length ? found + (apart.length && later > 0 ? `, ${plural(later, "update")} later` : "") : "";
 }
 
 const span_of = ({ tokens }) => (tokens?.length === 2 ? `· tokens ${num(tokens[0])} to ${num(tokens[1])}` : "");

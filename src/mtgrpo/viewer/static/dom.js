@@ -23,13 +23,6 @@ export function add(element, ...inside) {
   return element;
 }
 
-export function svg(tag, attributes, ...inside) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  element.append(...inside);
-  return element;
-}
-
 // A number for people.
 export function num(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -46,6 +39,8 @@ export const plural = (count, what) => `${num(count)} ${what}${count === 1 ? "" 
 export const sum = (values) => values.reduce((total, value) => total + value, 0);
 export const isNumber = (value) => typeof value === "number";
 
+export const version_name = (first, last) => `version ${first === last ? first : `${first}–${last}`} as the engine says`;
+
 export function ago(seconds) {
   const [unit, name] = [[86400, "days"], [3600, "h"], [60, "min"], [1, "s"]].find(([unit]) => seconds >= 1.5 * unit) ?? [1, "s"];
   return `${Math.max(0, Math.round(seconds / unit))} ${name} ago`;
@@ -58,35 +53,50 @@ export function shade(value, most, positive = "p", negative = "n") {
   return (value > 0 ? positive : negative) + level;
 }
 
-export function spark(values, width = 120, height = 28) {
-  const known = values.filter(isNumber);
-  if (known.length < 2) return h("span.muted", known.length ? num(known[0]) : "–");
-  const low = Math.min(...known), span = Math.max(...known) - low || 1;
-  const place = (value, i) => `${(2 + (i * (width - 4)) / (known.length - 1)).toFixed(1)},${(height - 3 - ((value - low) / span) * (height - 6)).toFixed(1)}`;
-  const line = svg("polyline", { points: known.map(place).join(" "), class: "spark" });
-  const title = svg("title", {}, `${num(known[0])} to ${num(known.at(-1))}`);
-  return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" }, title, line);
-}
-
 // The colour that a CSS variable has now, for what is drawn on a canvas.
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 export const step_of = (file) => (file.startsWith("step_") ? Number(file.slice(5)) : null);
 export const file_name = (file) => (step_of(file) === null ? file.replaceAll("_", " ") : `step ${step_of(file)}`);
 
-// A canvas of this size in points, drawn by `draw(context, width, height)` now and whenever its width changes.
+// A canvas of this height in points, drawn by `draw(context, width, height)` now and whenever its width changes.
 export function canvas(height, draw, attributes = {}) {
-  const element = h("canvas.wide", { role: "img", ...attributes });
-  const paint = () => {
-    const width = element.clientWidth;
+  const element = h("canvas", { role: "img", ...attributes });
+  new ResizeObserver(() => {
+    const width = element.clientWidth, scale = devicePixelRatio || 1, context = element.getContext("2d");
     if (!width) return;
-    const scale = devicePixelRatio || 1;
-    element.width = width * scale;
-    element.height = height * scale;
-    element.style.height = `${height}px`;
-    const context = element.getContext("2d");
+    Object.assign(element, { width: width * scale, height: height * scale }).style.height = `${height}px`;
     context.scale(scale, scale);
     draw(context, width, height);
-  };
-  new ResizeObserver(paint).observe(element);
+  }).observe(element);
   return element;
+}
+
+// The course of some numbers, as a small line.
+export function spark(values) {
+  const known = values.filter(isNumber), low = Math.min(...known), span = Math.max(...known) - low || 1;
+  if (known.length < 2) return h("span.muted", known.length ? num(known[0]) : "–");
+  return canvas(28, (context, width, height) => {
+    Object.assign(context, { strokeStyle: colour("--accent"), lineWidth: 1.8, lineJoin: "round" });
+    known.forEach((value, i) => context.lineTo(2 + (i * (width - 4)) / (known.length - 1), height - 3 - ((value - low) / span) * (height - 6)));
+    context.stroke();
+  }, { className: "spark", "aria-label": `from ${num(known[0])} to ${num(known.at(-1))}`, title: `${num(known[0])} to ${num(known.at(-1))}` });
+}
+
+// A canvas of things that are told of by the pointer and opened by a click: `at(event)` is the number of one, -1 of none.
+export function picked(element, at, tell, open) {
+  element.addEventListener("pointermove", (event) => { const one = at(event); one < 0 ? hideTip() : showTip(tell(one, event), event.clientX, event.clientY); });
+  element.addEventListener("pointerleave", hideTip);
+  element.addEventListener("click", (event) => { const one = at(event); if (one >= 0) open(one); });
+  return element;
+}
+
+// One tip for the whole page: an element that has `tip` gives its lines.
+const tip = document.getElementById("tip");
+export const hideTip = () => { tip.hidden = true; };
+export function showTip(lines, x, y) {
+  tip.replaceChildren(...lines.map((line) => h("div", line)));
+  tip.hidden = false;
+  const box = tip.getBoundingClientRect();
+  tip.style.left = `${Math.max(4, Math.min(x + 14, innerWidth - box.width - 8))}px`;
+  tip.style.top = `${y + 20 + box.height > innerHeight ? Math.max(4, y - box.height - 12) : y + 20}px`;
 }

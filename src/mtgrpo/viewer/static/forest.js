@@ -1,6 +1,6 @@
 // The token forest of a step as an icicle, and the times of its turns.
-import { go, hideTip, key, name_of, read, showTip } from "./app.js";
-import { canvas, colour, file_name, h, isNumber, num, plural, signed, took } from "./dom.js";
+import { go, key, name_of, read } from "./app.js";
+import { canvas, colour, file_name, h, isNumber, num, picked, plural, signed, took, version_name } from "./dom.js";
 
 export async function forest(run, file) {
   const [found, title] = await Promise.all([read(`${run}/${file}/forest`), name_of(run)]);
@@ -30,19 +30,13 @@ export async function forest(run, file) {
     }
     return -1;
   };
-  picture.addEventListener("pointermove", (event) => {
-    const i = at(event);
-    if (i < 0) return hideTip();
-    showTip([`${plural(found.length[i], "token")}, ${found.sampled[i] ? `sampled ${num(found.sampled[i])} times, push ${signed(found.push[i])}` : "not sampled"}; ${plural(found.leaves[i], "leaf").replace("leafs", "leaves")} below`, found.text[i].slice(0, 200)], event.clientX, event.clientY);
-  });
-  picture.addEventListener("pointerleave", hideTip);
-  picture.addEventListener("click", (event) => { const i = at(event); if (i >= 0 && found.line[i] !== undefined) go(`${place}/c/${found.line[i]}`); });
+  const told = (i) => [`${plural(found.length[i], "token")}, ${found.sampled[i] ? `sampled ${num(found.sampled[i])} times, push ${signed(found.push[i])}` : "not sampled"}; ${plural(found.leaves[i], "leaf").replace("leafs", "leaves")} below`, found.text[i].slice(0, 200)];
   const [rows, nodes] = found.whole;
   return {
     where: [[title, `/curves/${run}`], [file_name(file), place], ["forest"]], keys: { t: key("step", () => go(place)) },
     content: [h("h1", `${num(rows)} tokens in rows, ${num(nodes)} nodes: ${num(rows / Math.max(1, nodes))}×`),
-      h("p.muted", `Each distinct token in its context was computed once. Drawn are ${plural(found.conversations, "conversation")} with ${num(found.nodes)} nodes, from their first token on the left; a bar is as tall as many rows share it. Grey was not sampled; green is made likelier, red less likely. A click opens a conversation.`),
-      picture],
+      h("p.muted", `Each distinct token in its context was computed once. Drawn are ${plural(found.conversations, "conversation")} with ${num(found.nodes)} nodes, from their first token on the left; a bar is as tall as different conversations go through it. Grey was not sampled; green was made likelier, red less likely. A click opens a conversation.`),
+      picked(picture, at, told, (i) => found.line[i] !== undefined && go(`${place}/c/${found.line[i]}`))],
   };
 }
 
@@ -55,45 +49,42 @@ const KINDS = [
   ["a tool, in vain", "line4", (lane) => calls_of(lane, false)],
 ];
 const turns_of = (lane, aside) => lane.turns.map((turn, i) => [turn, i]).filter(([turn]) => Boolean(turn.auxiliary) === aside).map(([turn, i]) =>
-  [turn.asked_s, turn.ended_s, `turn ${i + 1}: ${plural(turn.output_tokens, "token")} in ${took(turn.ended_s - turn.asked_s)}, version ${turn.version_min === turn.version_max ? turn.version_min : `${turn.version_min}–${turn.version_max}`}`]);
+  [turn.asked_s, turn.ended_s, `turn ${i + 1}: ${plural(turn.output_tokens, "token")} in ${took(turn.ended_s - turn.asked_s)}, ${version_name(turn.version_min, turn.version_max)}`]);
 const calls_of = (lane, good) => lane.calls.filter((call) => isNumber(call.began_s) && (call.outcome === "answered") === good).map((call) =>
   [call.began_s, call.began_s + (call.seconds ?? 0), `${call.name || "a call"} ${call.outcome} in ${took(call.seconds ?? 0)}${call.retries ? `, again ${call.retries} times` : ""}`]);
 
 export async function timeline(run, file) {
   const [found, title, list] = await Promise.all([read(`${run}/${file}/timeline`), name_of(run), read(`${run}/${file}/list`)]);
   const name = (lane) => `${list.rows[lane.line]?.task ?? ""}, sample ${list.rows[lane.line]?.sample ?? lane.line}`;
-  const place = `/r/${run}/${file}`, lanes = found.lanes, tall = 12, left = 70;
+  const place = `/r/${run}/${file}`, lanes = found.lanes, tall = 12, left = 70, head = 18;
   const where = [[title, `/curves/${run}`], [file_name(file), place], ["timeline"]], keys = { t: key("step", () => go(place)) };
   if (!lanes.length) return { where, keys, content: [h("p.empty", "when its turns were is not known: they were taken back from the journal, or the run is of an older version")] };
   const last = lanes[0].ended_s, bars = lanes.map((lane) => KINDS.map(([, , of]) => of(lane)));
   const used = KINDS.filter((_, kind) => bars.some((lane) => lane[kind].length));
-  const picture = canvas(lanes.length * tall + 24, (context, width, height) => {
+  const picture = canvas(head + lanes.length * tall, (context, width, height) => {
     const x = (seconds) => left + (seconds / last) * (width - left - 8);
     const text = colour("--muted"), tint = new Map([...KINDS.map((kind) => kind[1]), "line1"].map((name) => [name, colour(`--${name}`)]));
     context.font = "11px system-ui";
     const fill = (kind, [from, to], y, high) => { context.fillStyle = tint.get(kind); context.fillRect(x(from), y, Math.max(1.5, x(to) - x(from) - 0.5), high); };
     lanes.forEach((lane, i) => {
-      const y = i * tall, began = lane.times.began_s ?? lane.turns[0].asked_s;
+      const y = head + i * tall, began = lane.times.began_s ?? lane.turns[0].asked_s;
       context.fillStyle = text;
       context.fillRect(x(began), y + tall / 2, x(lane.ended_s) - x(began), 0.5);
       if (i % 2 === 0) context.fillText(name(lane).replace(", sample ", ":").slice(-11), 0, y + 10);
       bars[i].forEach((times, kind) => times.forEach((bar) => fill(KINDS[kind][1], bar, y + 2, tall - 4)));
     });
-    for (const push of found.pushes) fill("line1", [push.began_s, push.ended_s], 0, lanes.length * tall);
+    for (const push of found.pushes) fill("line1", [push.began_s, push.ended_s], head, lanes.length * tall);
     context.fillStyle = text;
-    for (let i = 0; i <= 4; i++) context.fillText(`${num((last * i) / 4, 2)} s`, Math.min(width - 40, x((last * i) / 4)), height - 6);
+    for (let i = 0; i <= 4; i++) context.fillText(`${num((last * i) / 4, 2)} s`, Math.min(width - 40, x((last * i) / 4)), 10);
   }, { "aria-label": "timeline" });
-  const at = (event) => Math.floor(event.offsetY / tall);
-  picture.addEventListener("pointermove", (event) => {
-    const lane = lanes[at(event)], scale = last / (picture.clientWidth - left - 8), seconds = (event.offsetX - left) * scale;
-    if (!lane) return hideTip();
+  const told = (i, event) => {
+    const lane = lanes[i], scale = last / (picture.clientWidth - left - 8), seconds = (event.offsetX - left) * scale;
     const pushed = found.pushes.map((push) => [push.began_s, push.ended_s, `version ${push.version} of the weights came in ${took(push.ended_s - push.began_s)}`]);
-    const said = [...bars[at(event)].flat(), ...pushed].filter(([from, to]) => seconds >= from - scale && seconds <= to + scale).map((bar) => bar[2]);
-    showTip([`${name(lane)}: ${plural(lane.turns.length, "turn")}, ended after ${num(lane.ended_s)} s`, ...(said.length ? said : ["between: the environment, or condensing"])], event.clientX, event.clientY);
-  });
-  picture.addEventListener("pointerleave", hideTip);
-  picture.addEventListener("click", (event) => { const lane = lanes[at(event)]; if (lane) go(`${place}/c/${lane.line}`); });
+    const said = [...bars[i].flat(), ...pushed].filter(([from, to]) => seconds >= from - scale && seconds <= to + scale).map((bar) => bar[2]);
+    return [`${name(lane)}: ${plural(lane.turns.length, "turn")}, ended after ${num(lane.ended_s)} s`, ...(said.length ? said : ["between: the environment, or condensing"])];
+  };
+  const at = (event) => lanes.findIndex((_, i) => event.offsetY >= head + i * tall && event.offsetY < head + (i + 1) * tall);
   const legend = [...used, ...(found.pushes.length ? [["new weights come", "line1"]] : [])].map(([what, colour]) => h("li", h(`i.${colour}`), what));
   return { where, keys,
-    content: [h("h1", `${num(last)} s from the first conversation to the last`), h("p.muted", `A lane for each conversation, the slowest first${found.count > lanes.length ? `: ${num(lanes.length)} of ${num(found.count)}` : ""}. A click opens it.`), h("ul.legend", legend), picture] };
+    content: [h("h1", `${num(last)} s from the first conversation to the last`), h("p.muted", `A lane for each conversation, the slowest first${found.count > lanes.length ? `: ${num(lanes.length)} of ${num(found.count)}` : ""}. The thin line is what comes between: the environment, or condensing. A click opens it.`), h("ul.legend", legend), picked(picture, at, told, (i) => go(`${place}/c/${lanes[i].line}`))] };
 }

@@ -11,10 +11,7 @@ let wanted = ""; // what the names of curves must contain
 export async function runs() {
   const found = await read("runs");
   const compare = h("button", { onclick: () => go(`/curves/${[...chosen].sort((a, b) => a - b).join(",")}`) });
-  const renew = () => {
-    compare.disabled = chosen.size < 1;
-    compare.textContent = chosen.size > 1 ? `compare ${chosen.size} runs` : "curves of the chosen run";
-  };
+  const renew = () => Object.assign(compare, { disabled: chosen.size < 1, textContent: chosen.size > 1 ? `compare ${chosen.size} runs` : "curves of the chosen run" });
   renew();
   const success = (estimate) => (estimate ? h("span", { title: "held-out success with its 95 % interval" }, percent(estimate[0]),
     h("small", ` ${(100 * estimate[1]).toFixed(0)}–${(100 * estimate[2]).toFixed(0)}`)) : h("span.muted", "–"));
@@ -27,20 +24,27 @@ export async function runs() {
     h("td.num", success(run.before)), h("td.num", success(run.after)),
     h("td", spark(run.rewards)),
     h("td", run.ended ? h("span.tag.good", "ended") : h("span.tag", `wrote ${ago(Date.now() / 1000 - run.written)}`)),
-    h("td.notes", run.notes.map((note) => h("div", { title: note }, note))),
+    h("td.notes", run.notes ? link(`/curves/${number}`, run.warnings ? h("span.tag.warn", plural(run.warnings, "warning")) : "", plural(run.notes, "note")) : "none", run.newest.map((note) => h("div", { title: note }, noted(note, number)))),
   ));
   const head = ["choose", "run", "step", "success before", "after", "reward", "state", "notes"];
   return {
     where: [["runs"]], keys: {}, renews: found.every((run) => run.ended) ? 0 : RENEWS_MS,
-    content: [h("div.row", h("h1", plural(found.length, "run")), compare),
+    content: [h("div.row", h("h1", plural(found.length, "run")), compare), ...meanings(found),
       h("div.scroll", h("table", h("thead", h("tr", head.map((name, i) => h(i === 3 || i === 4 ? "th.num" : "th", name)))), h("tbody", rows)))],
   };
 }
 
+// What a success is, once for all runs where it is the same.
+const meanings = (found) => [...new Set(found.map((run) => run.success))].map((meaning, _, all) => h("p.muted", all.length > 1 ? `${found.filter((run) => run.success === meaning).map((run) => run.name).join(", ")}: ` : "", meaning));
+// A note, linked to the place that it points to, or to its step.
+function noted(note, number) {
+  const [, step] = note.match(/^step (\d+):/) ?? [], [, place] = note.match(/ --at ([\w/]+)$/) ?? [null, step && `step_${step.padStart(6, "0")}`];
+  return place ? link(`/r/${number}/${place}`, note.replace(/; see mtgrpo view .*/, "")) : note;
+}
+
 export async function curves(list) {
   const numbers = list.split(",").map(Number);
-  const found = await Promise.all(numbers.map((number) => read(`${number}/metrics`)));
-  const indexes = await Promise.all(numbers.map((number) => read(`${number}/index`)));
+  const [found, indexes] = await Promise.all(["metrics", "index"].map((what) => Promise.all(numbers.map((number) => read(`${number}/${what}`)))));
   const names = [...new Set(found.flatMap((run) => Object.keys(run.columns)))].sort();
   const charts = h("div.charts"), drawn = [];
   const search = h("input", { type: "search", placeholder: `one of ${names.length} metrics`, value: wanted, "aria-label": "search metrics",
@@ -57,7 +61,7 @@ export async function curves(list) {
     keys: single ? { g: key("newest groups", () => newest(indexes[0]) && go(`/r/${numbers[0]}/${newest(indexes[0])}`)) } : {},
     ready: draw,
     content: [
-      h("div.row", h("h1", single ? found[0].name : "curves"), search, h("p.muted", "a click on a curve opens that step")),
+      h("div.row", h("h1", single ? found[0].name : "curves"), search, h("p.muted", "a click on a curve opens that step")), ...meanings(found),
       single ? null : h("ul.legend", found.map((run, i) => h("li", h(`i.line${i % 6}`), run.name))),
       charts,
       ...found.map((run, i) => about(run, indexes[i], numbers[i], single)),
@@ -71,10 +75,7 @@ const newest = (index) => index.files.filter((file) => step_of(file.name)).at(-1
 // The curves of one metric, which share their cursor with the others.
 function plot(name, found, numbers, place) {
   const steps = [...new Set(found.flatMap((run) => run.steps))].filter(isNumber).sort((a, b) => a - b);
-  const column = (run) => {
-    const at = new Map(run.steps.map((step, i) => [step, run.columns[name]?.[i]]));
-    return steps.map((step) => at.get(step) ?? null);
-  };
+  const column = (run) => steps.map((step) => run.columns[name]?.[run.steps.indexOf(step)] ?? null);
   const series = found.map((run, i) => ({ label: found.length > 1 ? run.name : name, stroke: colour(`--line${i % 6}`), width: 2, spanGaps: true,
     points: { show: steps.length < 30 || name.startsWith("eval/") }, value: (_, value) => num(value, 4) }));
   const axis = { stroke: colour("--muted"), grid: { stroke: colour("--rule"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
@@ -85,7 +86,7 @@ function plot(name, found, numbers, place) {
   }, [steps, ...found.map(column)], place);
   chart.over.addEventListener("click", () => {
     const at = steps[chart.cursor.idx];
-    if (at) go(`/r/${numbers[0]}/step_${String(at).padStart(6, "0")}`);
+    if (isNumber(at)) go(`/r/${numbers[0]}/${at ? `step_${String(at).padStart(6, "0")}` : "evaluation_before"}`);
   });
   new ResizeObserver(() => chart.setSize({ width: Math.max(240, place.clientWidth), height: 190 })).observe(place);
   return chart;
@@ -100,7 +101,7 @@ function about(run, index, number, open) {
   return h("details.about", { open }, h("summary", run.name),
     steps.length ? h("section", h("h2", "rewards, step by step"), histogram(steps, number)) : null,
     h("section", h("h2", "conversations"), h("p.files", others.map(item), steps.slice(-60).map(item))),
-    run.notes.length ? h("section", h("h2", "notes"), h("pre.plain", run.notes.slice(-40).join("\n"))) : null,
+    run.notes.length ? h("section", h("h2", "notes"), h("pre.plain", run.notes.slice(-40).map((note) => [noted(note, number), "\n"]))) : null,
     h("section", h("h2", "made with"), h("pre.plain", [run.overrides.join(" ") || "the defaults", Object.entries(run.versions).map((pair) => pair.join(" ")).join(", ")].join("\n"))),
   );
 }

@@ -60,8 +60,7 @@ export function squares(rows, place, most, here) {
 }
 
 export async function step(run, file) {
-  const [found, index] = await Promise.all([read(`${run}/${file}/list`), read(`${run}/index`)]);
-  const title = await name_of(run);
+  const [found, index, title] = await Promise.all([read(`${run}/${file}/list`), read(`${run}/index`), name_of(run)]);
   const place = `/r/${run}/${file}`, all = groups_of(found.rows);
   const most = Math.max(1e-9, ...found.rows.map((row) => Math.abs(row.reward ?? 0)));
   const files = index.files.map((one) => one.name).filter((one) => (step_of(one) === null) === (step_of(file) === null));
@@ -84,11 +83,11 @@ export async function step(run, file) {
   return {
     where: [[title, `/curves/${run}`], [file_name(file)]],
     keys: { k: key("before", () => beside(-1) && go(`/r/${run}/${beside(-1)}`)), j: key("next", () => beside(1) && go(`/r/${run}/${beside(1)}`)),
-      g: key("first group", () => all.length && go(`${place}/g/${all[0].number}`)), "/": key("search", () => document.querySelector("input[type=search]").focus()) },
+      g: key("first group", () => all.length && go(`${place}/g/${all[0].number}`)), "/": key("search", () => {}) },
     content: [
       h("div.row", h("h1", file_name(file)), h("p.muted", `${plural(all.length, "group")}, ${plural(found.rows.length, "conversation")}, mean reward ${num(sum(rewards) / Math.max(1, rewards.length))}`),
-        h("p.muted", { title: "correlation of the reward with each, over all conversations here" }, `rewards go with tokens ${goes_with(found.rows, "tokens")}, turns ${goes_with(found.rows, "turns")}, tool errors ${goes_with(found.rows, "errors")}${parts.map((part) => `; ${part} with tokens ${goes_with(found.rows, "tokens", (row) => row.components?.[part])}`).join("")}`),
-        link(`${place}/timeline`, "timeline"), has ? link(`${place}/forest`, "forest") : h("span.muted", step_of(file) === null ? "" : "its tokens are not kept")),
+        h("p.muted", { title: "over all conversations here, from −1 to 1" }, `correlation of the reward with tokens ${goes_with(found.rows, "tokens")}, turns ${goes_with(found.rows, "turns")}, tool errors ${goes_with(found.rows, "errors")}${parts.map((part) => `; ${part} with tokens ${goes_with(found.rows, "tokens", (row) => row.components?.[part])}`).join("")}`),
+        link(`${place}/timeline`, "timeline"), has ? link(`${place}/forest`, "forest") : h("span.muted", step_of(file) === null ? "" : "its tokens are not kept: record.tokens says of which steps they are")),
       h("div.row", h("input", { type: "search", placeholder: "search tasks and answers", value: search, "aria-label": "search", oninput: (event) => { search = event.target.value; draw(); } }),
         h("label", "sort by ", pick(Object.keys(SORTS).map((name) => [name, name]), sorting, "sort by", (value) => { sorting = value; })),
         h("label", "show ", pick([["all", ""], ...["mixed", "all equal", "troubled", "left out", "with tokens"].map((name) => [name, name])], only, "show", (value) => { only = value; }))),
