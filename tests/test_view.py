@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -508,3 +509,73 @@ async def test_keys_and_clicks_lead_through_the_page(tmp_path: Path) -> None:
         tip = await page.value("document.getElementById('tip').textContent")
         assert tip.startswith("token 2 ") and "advantage +0.75" in tip and "ratio 1.01" in tip
         assert await page.value(where) == "#/r/0/step_000001/c/0/t/2" and page.complaints == []
+
+
+CHOOSE = (
+    """(() => { const one = document.querySelector("%s"); one.value = "%s"; one.dispatchEvent(new Event("%s")); })()"""
+)
+MOVE = """(() => {
+  const picture = document.querySelector("canvas[role=img]"), at = picture.getBoundingClientRect();
+  const where = {clientX: at.left + %s, clientY: at.top + %s, bubbles: true};
+  picture.dispatchEvent(new PointerEvent("pointermove", where));
+  const told = document.getElementById("tip").hidden ? "" : document.getElementById("tip").textContent;
+  if (told) picture.dispatchEvent(new MouseEvent("click", where));
+  return told;
+})()"""
+
+
+@pytest.mark.real
+async def test_every_screen_of_a_real_run_is_opened_filtered_hovered_and_linked(tmp_path: Path) -> None:
+    words = ["trainer.steps=2", "rollout.prompts_per_step=6", "rollout.group_size=4", "eval.tasks=4", "eval.samples=2"]
+    words += ["log=[jsonl]", "seed=3", f"hydra.run.dir={tmp_path}/run"]
+    training = await asyncio.create_subprocess_exec(sys.executable, "-m", "mtgrpo", "train", *words)
+    assert await training.wait() == 0
+    step, tip = "/r/0/step_000002", "document.getElementById('tip').textContent"
+    async with browsed(tmp_path / "run", tmp_path / "profile") as page:
+        await page.size(1400, 900)
+        text, rows = "document.querySelector('#page').textContent", "document.querySelectorAll('tbody tr').length"
+        assert "1 when the number" in await page.value(text) and await page.value(rows) == 1
+        await page.value("document.querySelector('input[type=checkbox]').click()")
+        await page.value("document.querySelector('button').click()")
+        await page.shown("/curves/0")
+        await page.value(CHOOSE % ("input[type=search]", "eval/success", "input"))
+        assert await page.value("document.querySelectorAll('figure').length") == 1
+        await page.value("document.querySelectorAll('.files a')[2].click()")  # behind the evaluations the first step
+        await page.shown("/r/0/step_000001")
+
+        await page.screen(step)
+        assert await page.value(rows) == 6
+        rewards = [row["reward"] for row in Runs([tmp_path / "run"]).read("0/step_000002/list")["rows"]]
+        mixed = [one for one in range(6) if len(set(rewards[4 * one : 4 * one + 4])) > 1]
+        await page.value(CHOOSE % ("select[aria-label=show]", "mixed", "change"))
+        assert await page.value(rows) == len(mixed) > 0
+        await page.value(CHOOSE % ("select[aria-label='sort by']", "tokens", "change"))
+        await page.value(CHOOSE % ("select[aria-label=show]", "", "change"))
+        sizes = "[...document.querySelectorAll('td[data-name=tokens]')].map((cell) => Number(cell.textContent))"
+        assert (found := await page.value(sizes)) == sorted(found, reverse=True)
+
+        await page.screen(f"{step}/g/{mixed[0]}")
+        base = "[...document.querySelectorAll('.panel')].findIndex((panel) => panel.matches('.base'))"
+        assert await page.value(base) == 0 and await page.value("document.querySelectorAll('.parting').length") > 0
+        await page.value("document.querySelectorAll('.panel button')[1].click()")
+        assert await page.value(base) == 2
+        token = "document.querySelector('.tok').dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
+        await page.value(token)
+        assert (await page.value(tip)).startswith("token 0 ")
+        await page.value("document.querySelector('.panel header a').click()")
+        await page.shown(f"{step}/c/{4 * mixed[0]}")
+        assert "version 1 as the engine says, at most " in await page.value(text)
+
+        for screen, x, y, told in (("forest", 5, 5, "not sampled"), ("timeline", 500, 24, "sample")):
+            await page.screen(f"{step}/{screen}")
+            await page.until("document.querySelector('canvas').style.height !== ''")
+            assert told in await page.value(MOVE % (x, y))
+            await page.until("/\\/c\\/\\d+$/.test(location.hash) && !document.querySelector('.busy')")
+        held_out = Runs([tmp_path / "run"]).read("0/evaluation_after/list")["rows"][0]["task"]
+        await page.screen("/r/0/task/" + quote(held_out, safe=""))
+        assert await page.value(rows) == 2  # before and after
+        said = "document.querySelector('.said').textContent"
+        before = await page.value(said)
+        await page.value(CHOOSE % (".panel select", "evaluation_after/0", "change"))
+        await page.until(f"document.querySelector('.panel select').value === 'evaluation_after/0' && {said} !== ''")
+        assert before and page.complaints == []

@@ -174,7 +174,7 @@ def _meaning(run: RunRecord) -> str:
     if ("reward", "environment") in chosen:
         chosen.append(("environment", run.settings.get("environment", "")))
     said = [f"{group} {name}: {summary(options(group)[name])}" for group, name in chosen if name in options(group)]
-    rule = f"Success: it ended by itself, within all limits, with a reward of {run.success_at:g} or more."
+    rule = f"Success: the conversation ended by itself, within all limits, with a reward of {run.success_at:g} or more."
     return " ".join([rule, *said])
 
 

@@ -219,7 +219,7 @@ const WAITS = { queued_s: "in the queue", sample_s: "for the policy", tool_s: "f
 function calls(row) {
   const waits = Object.entries(WAITS).filter(([name]) => row.times?.[name]).map(([name, what]) => `${took(row.times[name])} ${what}`);
   const made = (row.calls ?? []).map((call) => h(`li${call.outcome === "answered" || call.outcome === "unseen" ? "" : ".bad"}`,
-    [`${call.name || "a call"} ${call.outcome}`, isNumber(call.seconds) ? took(call.seconds) : "", call.retries ? `made again ${call.retries} times` : "", call.why].filter(Boolean).join(", ")));
+    [`${call.name || "a call"} ${call.outcome === "unseen" ? "called; what it answered was not seen" : call.outcome}`, isNumber(call.seconds) ? took(call.seconds) : "", call.retries ? `made again ${call.retries} times` : "", call.why].filter(Boolean).join(", ")));
   return made.length || waits.length ? h("section", h("h2", "calls and waiting"), h("ul.chains", made), waits.length ? h("p.muted", `it waited ${waits.join(", ")}`) : null) : null;
 }
 

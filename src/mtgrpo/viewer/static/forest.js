@@ -70,7 +70,7 @@ export async function timeline(run, file) {
       const y = head + i * tall, began = lane.times.began_s ?? lane.turns[0].asked_s;
       context.fillStyle = text;
       context.fillRect(x(began), y + tall / 2, x(lane.ended_s) - x(began), 0.5);
-      if (i % 2 === 0) context.fillText(name(lane).replace(", sample ", ":").slice(-11), 0, y + 10);
+      if (i % 2 === 0) context.fillText(name(lane).replace(", sample ", ":").split("/").slice(-2).join("/").slice(-11), 0, y + 10);
       bars[i].forEach((times, kind) => times.forEach((bar) => fill(KINDS[kind][1], bar, y + 2, tall - 4)));
     });
     for (const push of found.pushes) fill("line1", [push.began_s, push.ended_s], head, lanes.length * tall);

@@ -21,7 +21,7 @@ export async function runs() {
     h("td.run", link(`/curves/${number}`, h("b", run.name)), h("div.muted", [run.recipe, run.algorithm, run.model].filter(Boolean).join(" · "))),
     h("td", h("span", run.steps ? `${num(run.step)} of ${num(run.steps)}` : num(run.step)),
       h("progress", { max: Math.max(1, run.steps || run.step), value: run.step, "aria-label": "steps" })),
-    h("td.num", success(run.before)), h("td.num", success(run.after)),
+    h("td.num", { "data-name": "success before" }, success(run.before)), h("td.num", { "data-name": "after" }, success(run.after)),
     h("td", spark(run.rewards)),
     h("td", run.ended ? h("span.tag.good", "ended") : h("span.tag", `wrote ${ago(Date.now() / 1000 - run.written)}`)),
     h("td.notes", run.notes ? link(`/curves/${number}`, run.warnings ? h("span.tag.warn", plural(run.warnings, "warning")) : "", plural(run.notes, "note")) : "none", run.newest.map((note) => h("div", { title: note }, noted(note, number)))),
@@ -30,7 +30,7 @@ export async function runs() {
   return {
     where: [["runs"]], keys: {}, renews: found.every((run) => run.ended) ? 0 : RENEWS_MS,
     content: [h("div.row", h("h1", plural(found.length, "run")), compare), ...meanings(found),
-      h("div.scroll", h("table", h("thead", h("tr", head.map((name, i) => h(i === 3 || i === 4 ? "th.num" : "th", name)))), h("tbody", rows)))],
+      h("div.scroll", h("table.hover", h("thead", h("tr", head.map((name, i) => h(i === 3 || i === 4 ? "th.num" : "th", name)))), h("tbody", rows)))],
   };
 }
 
