@@ -480,8 +480,15 @@ async def test_of_a_long_conversation_only_what_is_near_is_coloured_token_by_tok
 @pytest.mark.real
 async def test_keys_and_clicks_lead_through_the_page(tmp_path: Path) -> None:
     run = make_recorded(tmp_path / "run")
+    (run / "notes.txt").write_text(NOTED)
     async with browsed(run, tmp_path / "profile") as page:
         where = "location.hash + ''"
+        noted = "[...document.querySelectorAll('.notes a')].map((one) => [one.textContent, one.hash])"
+        await page.shown("")
+        assert await page.value(noted) == [
+            ["1 warning3 notes", "#/curves/0"],
+            ["step 2: rewards fall", "#/r/0/step_000002/c/1"],
+        ]
         await page.value("location.hash = 'secret=s_-1/r/0/step_000001/c/1'")  # as it is announced to a network
         await page.shown("/r/0/step_000001/c/1")
         assert await page.value("sessionStorage.getItem('secret')") == "s_-1"
