@@ -373,10 +373,10 @@ def test_what_is_written_by_hand_stays_small() -> None:
 
 
 @asynccontextmanager
-async def browsed(folder: Path, profile: Path) -> AsyncGenerator[Page]:
-    """A browser with the page of a run."""
+async def browsed(folder: Path, profile: Path, *others: Path) -> AsyncGenerator[Page]:
+    """A browser with the page of a run, or of several."""
     port = unused_port()
-    server = TestServer(application(Runs([folder]), frozenset([f"127.0.0.1:{port}"]), ""), port=port)
+    server = TestServer(application(Runs([folder, *others]), frozenset([f"127.0.0.1:{port}"]), ""), port=port)
     async with server, chromium(profile) as page:
         await page.open(f"http://127.0.0.1:{port}/")
         yield page
@@ -446,13 +446,16 @@ async def test_people_with_impairments_can_read_every_screen(tmp_path: Path) -> 
     """By the rules of axe-core, which is a file of JavaScript."""
     if not AXE.is_file():
         pytest.skip("no axe-core: make mcp-servers")
-    run = make_recorded(tmp_path / "run", steps=3)
-    (run / "notes.txt").write_text(NOTED)
-    async with browsed(run, tmp_path / "profile") as page:
+    runs = [make_recorded(tmp_path / f"a run with a long name, the {number}th", steps=3) for number in range(3)]
+    for number, run in enumerate(runs):
+        (run / "notes.txt").write_text(NOTED)
+        (run / ".hydra").mkdir()
+        (run / ".hydra/config.yaml").write_text(f"trainer: {{steps: {number}}}\n")
+    async with browsed(runs[0], tmp_path / "profile", *runs[1:]) as page:
         await page.value(AXE.read_text() + "; 0")
         for width, dark in ((1400, False), (1400, True), (390, False)):
             await page.size(width, 900, dark)
-            for screen in SCREENS:
+            for screen in [*SCREENS, "/curves/0,1,2"]:
                 await page.screen(screen)
                 assert await page.value(SERIOUS) == [], (screen, width, dark)
 

@@ -17,7 +17,7 @@ export async function group(run, file, number) {
   const draw = () => {
     const scale = scale_of(loaded, coloured_by()), prompt = loaded[0]?.tokens?.turns[0]?.context;
     top.replaceChildren(loaded.some((found) => found.tokens) ? h("div.row", chooser(draw, loaded), legend(coloured_by(), scale)) : h("p.muted", "the tokens of this group are not kept: record.tokens.groups says of how many groups of a step they are"),
-      prompt ? context_of(prompt, "the prompt that they share, not trained") : "");
+      prompt ? h("details", { open: top.querySelector("details")?.open }, h("summary", loaded[0].facts.asked || "the prompt"), context_of(prompt, "the prompt that they share, not trained")) : "");
     columns.replaceChildren(...loaded.map((found, i) => column(found, i, prompt)));
   };
   const column = (found, i, prompt) => {

@@ -30,7 +30,7 @@ export async function runs() {
   return {
     where: [["runs"]], keys: {}, renews: found.every((run) => run.ended) ? 0 : RENEWS_MS,
     content: [h("div.row", h("h1", plural(found.length, "run")), compare), ...meanings(found),
-      h("div.scroll", h("table.hover", h("thead", h("tr", head.map((name, i) => h(i === 3 || i === 4 ? "th.num" : "th", name)))), h("tbody", rows)))],
+      h("div.scroll", { tabIndex: 0 }, h("table.hover", h("thead", h("tr", head.map((name, i) => h(i === 3 || i === 4 ? "th.num" : "th", name)))), h("tbody", rows)))],
   };
 }
 
@@ -140,7 +140,7 @@ function histogram(files, number) {
 function differing(found) {
   const names = [...new Set(found.flatMap((run) => Object.keys(run.settings)))].filter((name) => new Set(found.map((run) => run.settings[name])).size > 1);
   if (!names.length) return h("p.muted", "their settings are the same");
-  return h("section", h("h2", "where their settings differ"), h("div.scroll", h("table",
+  return h("section", h("h2", "where their settings differ"), h("div.scroll", { tabIndex: 0 }, h("table",
     h("thead", h("tr", h("th", "setting"), found.map((run) => h("th", run.name)))),
     h("tbody", names.slice(0, 60).map((name) => h("tr", h("td", h("code", name)), found.map((run) => h("td", h("code", run.settings[name] ?? "–")))))))));
 }

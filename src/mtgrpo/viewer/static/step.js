@@ -91,7 +91,7 @@ export async function step(run, file) {
       h("div.row", h("input", { type: "search", placeholder: "search tasks and answers", value: search, "aria-label": "search", oninput: (event) => { search = event.target.value; draw(); } }),
         h("label", "sort by ", pick(Object.keys(SORTS).map((name) => [name, name]), sorting, "sort by", (value) => { sorting = value; })),
         h("label", "show ", pick([["all", ""], ...["mixed", "all equal", "troubled", "left out", "with tokens"].map((name) => [name, name])], only, "show", (value) => { only = value; }))),
-      h("div.scroll", h("table.hover", h("thead", h("tr", h("th", "task"), h("th", "rewards"), ["mean", "advantage", "turns", "tokens", "|ratio − 1|"].map((name) => h("th.num", name)), h("th", "remarks"))), body)), more,
+      h("div.scroll", { tabIndex: 0 }, h("table.hover", h("thead", h("tr", h("th", "task"), h("th", "rewards"), ["mean", "advantage", "turns", "tokens", "|ratio − 1|"].map((name) => h("th.num", name)), h("th", "remarks"))), body)), more,
     ],
   };
 }
