@@ -118,6 +118,10 @@ def test_a_run_says_what_was_noted_what_success_means_and_what_evaluations_found
     (run,) = runs.read("runs")
     assert (run["notes"], run["warnings"], run["newest"]) == (3, 1, [NOTED.splitlines()[1]])
     assert "with a reward of 0.5 or more" in run["success"] and "The model guesses the number" in run["success"]
+    for name in ("evaluation_before", "evaluation_after"):
+        (tmp_path / f"trajectories/{name}.jsonl").write_text("")
+    order = ["evaluation_before", "step_000001", "step_000002", "evaluation_after"]
+    assert [file["name"] for file in runs.read("0/index")["files"]] == order
     metrics = runs.read("0/metrics")
     assert metrics["steps"] == [0, 1, 2] and metrics["success"] == run["success"]
     assert metrics["columns"]["eval/success"] == [0.1, 0.5, 0.9] and metrics["columns"]["eval/greedy"] == [1, None, 1]

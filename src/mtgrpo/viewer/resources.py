@@ -137,8 +137,9 @@ class Runs:
 
 
 def _files(folder: Path) -> list[Path]:
-    found = (folder / "trajectories").glob("*.jsonl")
-    return sorted(path for path in found if _FILE.fullmatch(path.stem) and path.is_file())
+    """Those of conversations in the order of training: what was evaluated before it, its steps, what was after it."""
+    found = sorted((folder / "trajectories").glob("*.jsonl"), key=lambda path: (path.stem.startswith(AFTER), path))
+    return [path for path in found if _FILE.fullmatch(path.stem) and path.is_file()]
 
 
 def _stamp(folder: Path) -> Stamp:

@@ -94,8 +94,7 @@ function plot(name, found, numbers, place) {
 
 // The rest of what is known of a run.
 function about(run, index, number, open) {
-  const steps = index.files.filter((file) => step_of(file.name));
-  const others = index.files.filter((file) => !step_of(file.name)).sort((one) => (one.name.includes("before") ? -1 : 0));
+  const [steps, others] = [true, false].map((is) => index.files.filter((file) => Boolean(step_of(file.name)) === is));
   const recorded = new Set(index.recorded);
   const item = (file) => link(`/r/${number}/${file.name}`, file_name(file.name), recorded.has(step_of(file.name)) ? h("i.dot", { title: "its tokens are kept" }) : "");
   return h("details.about", { open }, h("summary", run.name),
