@@ -485,6 +485,19 @@ async def test_of_a_long_conversation_only_what_is_near_is_coloured_token_by_tok
 
 
 @pytest.mark.real
+async def test_the_page_follows_a_run_that_trains(tmp_path: Path) -> None:
+    run = make_recorded(tmp_path / "run", steps=1)
+    async with browsed(run, tmp_path / "profile") as page:
+        step = "document.querySelector('progress').value"
+        assert await page.value(step) == 1
+        row = {"stage": "reinforcement learning", "step": 7, "reward/mean": 0.5}
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        await page.until(f"{step} === 7")
+        assert page.complaints == []
+
+
+@pytest.mark.real
 async def test_keys_and_clicks_lead_through_the_page(tmp_path: Path) -> None:
     run = make_recorded(tmp_path / "run")
     (run / "notes.txt").write_text(NOTED)
