@@ -25,6 +25,7 @@ from mtgrpo.parallel.none import NoParallel
 from mtgrpo.parallel.placement import Placement, settle
 from mtgrpo.parallel.zero3 import OURS, Zero3
 from mtgrpo.runtime import resources
+from mtgrpo.stages.budget import forecast
 
 PROJECT = Path(__file__).resolve().parent.parent
 ASYNC, SERVER, KL = "rollout.max_staleness=1", "engine=server", "kl.coef=0.1"
@@ -422,6 +423,21 @@ def test_a_dry_run_says_who_trains(run: Run, place: Path, monkeypatch: pytest.Mo
     line = "devices: 2 processes train on the CPU, threads of each: 1 (parallel=fsdp2 parallel.reshard=false)"
     assert line in typed(run, "parallel=fsdp2", "devices.train.num=2")
     assert not any("devices:" in line for line in typed(run))
+
+
+def test_a_forecast_is_for_the_engine_that_a_run_would_choose() -> None:
+    """It is the local one for a small model: of two GPUs that are free one samples."""
+    ahead = preset("calculator_from_scratch", ASYNC, "engine=auto", "devices.train.num=2")
+    said = forecast(ahead, Launch(), 4, 80 * 10**9)
+    assert said[0] == "devices: GPUs 0, 1 train (parallel=ddp), GPU 2 sample"
+    assert said[2].startswith("on each GPU that samples:\n") and len(said) == 3
+
+
+def test_a_forecast_for_a_model_that_is_elsewhere_says_who_does_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = forecast(preset("gsm8k", "model.name=nobody/nothing", "engine=auto"), Launch(), 1, 80 * 10**9)
+    assert said[0] == "devices: GPU 0 train (parallel=none), GPU 0 sample"
+    assert said[1].startswith("memory: not planned, for model.name=nobody/nothing")
 
 
 def test_what_is_measured_uses_no_devices_that_train(run: Run, place: Path) -> None:

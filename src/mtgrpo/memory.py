@@ -190,15 +190,15 @@ def estimate(
 
 
 def planned(
-    experiment: Experiment, placement: Placement, device_bytes: int, taken: int = 0
+    experiment: Experiment, placement: Placement, device_bytes: int, taken: int = 0, device_type: str = "cuda"
 ) -> tuple[Experiment, list[str]]:
-    """`experiment` with what memory has a say in settled, and what the user is told of its GPUs, which are alike.
+    """`experiment` with what memory has a say in settled, and what the user is told of its devices, which are alike.
 
-    `taken` bytes of each are in use already. Raises ConfigError where a GPU has too little.
+    `taken` bytes of each are in use already. Raises ConfigError where one has too little.
     """
-    found = plan(experiment, device_bytes, "cuda", taken, placement)
+    found = plan(experiment, device_bytes, device_type, taken, placement)
     tables = [placement.describe(found.experiment.parallel), found.describe()]
-    if placement.reference:
+    if placement.train and placement.reference:
         referring = plan_reference(found.experiment, device_bytes, len(placement.reference))
         tables.append(f"on each GPU for the reference:\n{referring.describe()}")
     if placement.rollout and not placement.shared:

@@ -8,9 +8,10 @@ from pathlib import Path
 import yaml
 
 from mtgrpo.config.experiment import Experiment
-from mtgrpo.errors import ConfigError, UnreachableError, meant
+from mtgrpo.errors import ConfigError, meant
 from mtgrpo.parallel.launch import Launch
-from mtgrpo.parallel.placement import place, settle
+from mtgrpo.parallel.placement import place
+from mtgrpo.stages.budget import forecast
 
 TRIED = (1, 2, 4, 8, 16)  # machines, with count=auto
 
@@ -56,8 +57,6 @@ def fit(experiment: Experiment, kind: Machine, count: str) -> Fleet:
     for hosts in tried:
         try:
             return _fitted(experiment, kind, hosts)
-        except UnreachableError:
-            raise
         except ConfigError as error:
             if hosts == tried[-1]:
                 raise ConfigError(f"instance={kind.name} count={hosts}: {error}") from error
@@ -78,17 +77,5 @@ def _fitted(experiment: Experiment, kind: Machine, hosts: int) -> Fleet:
     if hosts == 1 and each > 1 and devices.train.count is None:
         words = [f"devices.train.num={each}"]
         experiment = replace(experiment, devices=replace(devices, train=replace(devices.train, num=each)))
-    parallel, placement = settle(experiment, launch, kind.gpus)
-    from mtgrpo.memory import plan, planned  # noqa: PLC0415  it imports torch, which wrong words do without
-
-    try:
-        engine = experiment.engine.chosen(experiment.model)[0].placed(placement.rollout, placement.shared)
-        experiment = replace(experiment, parallel=parallel, engine=engine)
-        if kind.gpus:
-            told = planned(experiment, placement, int(kind.gpu_gb * 1e9))[1]
-        else:
-            found = plan(experiment, int(kind.memory_gb * 1e9), "cpu", placement=placement)
-            told = [placement.describe(found.experiment.parallel), found.describe()]
-    except UnreachableError as error:
-        told = [placement.describe(parallel), f"memory: not planned, for {error}"]
+    told = forecast(experiment, launch, kind.gpus, int((kind.gpu_gb if kind.gpus else kind.memory_gb) * 1e9))
     return Fleet(hosts, each if hosts > 1 else 1, words, told)

@@ -78,7 +78,7 @@ def settle(experiment: Any, launch: Launch, gpus: int) -> tuple[Parallel, Placem
     another.
     """
     if experiment.cluster.places:
-        return _on_cluster(experiment, launch, gpus)
+        return _settle_for_cluster(experiment, launch, gpus)
     placement = place(
         experiment.devices,
         launch,
@@ -108,7 +108,19 @@ def settle(experiment: Any, launch: Launch, gpus: int) -> tuple[Parallel, Placem
     return parallel, placement
 
 
-def _on_cluster(experiment: Any, launch: Launch, gpus: int) -> tuple[Parallel, Placement]:
+def arrange(experiment: Any, launch: Launch, gpus: int) -> tuple[Any, Placement, str]:
+    """`experiment` with engine, parallel and devices settled, which devices do what, and why this engine.
+
+    Raises ConfigError as `settle` does, and UnreachableError where the engine follows from a model that is not here.
+    """
+    engine, why = experiment.engine.chosen(experiment.model)
+    parallel, placement = settle(replace(experiment, engine=engine), launch, gpus)
+    engine = engine.placed(placement.rollout, placement.shared)
+    devices = placement.settled(experiment.devices, launch.ranks > 1)
+    return replace(experiment, engine=engine, parallel=parallel, devices=devices), placement, why
+
+
+def _settle_for_cluster(experiment: Any, launch: Launch, gpus: int) -> tuple[Parallel, Placement]:
     """As `settle`, where a cluster places each rank; what memory would have a say in is what takes the least of it.
 
     gpus: those of the cluster, as far as they are known.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +13,8 @@ from mtgrpo.errors import ConfigError, UnreachableError
 from mtgrpo.messages import spoken
 from mtgrpo.model import smollm2
 from mtgrpo.model.settings import FROM_SCRATCH, SHIPPED
-from mtgrpo.parallel import Parallel
-from mtgrpo.parallel.launch import read_launch
-from mtgrpo.parallel.placement import Placement, settle
+from mtgrpo.parallel.launch import Launch, read_launch
+from mtgrpo.parallel.placement import arrange, settle
 from mtgrpo.runtime.resources import count_gpus
 from mtgrpo.runtime.text import printable, shorten
 from mtgrpo.stages.checks import open_tasks
@@ -105,7 +104,7 @@ def _placed(experiment: Experiment) -> list[str]:
         import torch  # noqa: PLC0415  a small model on a machine without a GPU does without
 
         device_bytes = torch.cuda.get_device_properties(placement.train[0]).total_memory
-        return _of_gpus(experiment, parallel, placement, device_bytes)
+        return forecast(experiment, launch, gpus, device_bytes)
     here = [placement.describe(parallel)] if placement.several else []
     if name in (*FROM_SCRATCH, SHIPPED, smollm2.NAME) or Path(name).is_dir():
         return here
@@ -113,20 +112,24 @@ def _placed(experiment: Experiment) -> list[str]:
     sample, refer = devices.rollout.count, devices.reference.count or 0
     apart = refer + ((train if experiment.rollout.max_staleness else 0) if sample is None else sample)
     try:
-        said = _of_gpus(experiment, *settle(experiment, launch, train + apart), GPU_BYTES)
+        said = forecast(experiment, launch, train + apart, GPU_BYTES)
     except ConfigError as error:
         said = [f"memory: {error}"]
     return [*here, f"no GPU is here; on GPUs of {GPU_BYTES / 1e9:.0f} GB it would be", *said]
 
 
-def _of_gpus(experiment: Experiment, parallel: Parallel, placement: Placement, device_bytes: int) -> list[str]:
-    """Who does what, and what GPUs of this size would need."""
-    from mtgrpo.memory import planned  # noqa: PLC0415
+def forecast(experiment: Experiment, launch: Launch, gpus: int, device_bytes: int) -> list[str]:
+    """Who does what on machines with `gpus` GPUs, 0 = none, and what each needs of its memory, or the CPU's machine.
+
+    Raises ConfigError where it is too much.
+    """
+    from mtgrpo.memory import planned  # noqa: PLC0415  it imports torch, which wrong words do without
 
     try:
-        engine = experiment.engine.chosen(experiment.model)[0].placed(placement.rollout, placement.shared)
-        return planned(replace(experiment, parallel=parallel, engine=engine), placement, device_bytes)[1]
+        settled, placement, _ = arrange(experiment, launch, gpus)
+        return planned(settled, placement, device_bytes, 0, "cuda" if gpus else "cpu")[1]
     except UnreachableError as error:
+        parallel, placement = settle(experiment, launch, gpus)
         return [placement.describe(parallel), f"memory: not planned, for {error}"]
 
 

@@ -28,7 +28,7 @@ from mtgrpo.memory import check_cache, planned
 from mtgrpo.model.load import device_of_process
 from mtgrpo.parallel.cluster.ray import Ray
 from mtgrpo.parallel.launch import read_launch
-from mtgrpo.parallel.placement import settle
+from mtgrpo.parallel.placement import arrange, settle
 from mtgrpo.parts import RunContext
 from mtgrpo.record.reading import read_settings
 from mtgrpo.record.writing import write_versions
@@ -111,8 +111,7 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
         tokenizer, chat = open_tokenizer(experiment)
         start = None
         if isinstance(settings := experiment.cluster, Ray):
-            on_cluster = _on_cluster(experiment, settings, folder, stack, sinks.note, resumed is not None)
-            experiment, start = await on_cluster
+            experiment, start = await _open_cluster(experiment, settings, folder, stack, sinks.note, bool(resumed))
         else:
             experiment = _with_engine(experiment, trains, sinks.note)
         train, reference = experiment.devices.train.numbers or [0], experiment.devices.reference.numbers
@@ -143,21 +142,15 @@ async def open_run(experiment: Experiment, folder: Path, trains: bool = True) ->
 
 def _with_engine(experiment: Experiment, trains: bool, note: Callable[[str], None]) -> Experiment:
     """`experiment` with its engine, and what memory has a say in, settled. ConfigError where there is not enough."""
-    engine, why = experiment.engine.chosen(experiment.model)
-    experiment = replace(experiment, engine=engine)
+    experiment, placement, why = arrange(experiment, read_launch(os.environ), torch.cuda.device_count())
     if why:
         note(why)
-    launch = read_launch(os.environ)
-    parallel, placement = settle(experiment, launch, torch.cuda.device_count())
-    engine = engine.placed(placement.rollout, placement.shared)
-    devices = placement.settled(experiment.devices, launch.ranks > 1)
-    experiment = replace(experiment, engine=engine, parallel=parallel, devices=devices)
     if torch.cuda.is_available():  # that of this process trains, or where other processes do, samples
         torch.cuda.set_device((placement.train if placement.ranks == 1 else placement.rollout or placement.train)[0])
     if not (trains and torch.cuda.is_available()):
         check_cache(experiment, device_of_process())
         if placement.several:
-            note(placement.describe(parallel))
+            note(placement.describe(experiment.parallel))
         return experiment
     free, total = torch.cuda.mem_get_info(device_of_process())
     experiment, tables = planned(experiment, placement, total, taken=total - free)
@@ -166,7 +159,7 @@ def _with_engine(experiment: Experiment, trains: bool, note: Callable[[str], Non
     return experiment
 
 
-async def _on_cluster(
+async def _open_cluster(
     experiment: Experiment,
     settings: Ray,
     folder: Path,
