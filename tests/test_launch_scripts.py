@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import boto3
 import pytest
 
+import mtgrpo
 import notebooks
 from conftest import Run
 from mtgrpo.engines.server import VLLM_VERSION
@@ -93,21 +96,71 @@ def test_a_wrong_script_is_refused(words: str, said: str, run: Run, place: Path)
     assert (code, out) == (2, "") and said in err
 
 
-@pytest.mark.parametrize("torch", ["cpu", "gpu"])
-def test_the_steps_of_the_dockerfile_install(torch: str, setup_place: Path) -> None:
+NO_DOCKER = "there is no docker on PATH: install it, or take what --dry-run prints to where it is"
+DOCKER = """#!/bin/sh
+printf '%s\\n' "$@" > "$1.log"
+[ "$1" != build ] || exit "${BUILD_ENDS:-0}"
+"""
+
+
+def in_docker(place: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`mtgrpo launch docker`, where `docker` is a program that records what it is told."""
+    executable(place / "bin/docker", DOCKER)
+    variables = {"PATH": f"{place}/bin:/usr/bin:/bin", "PYTHONPATH": f"{ROOT}/src", "HOME": str(place)} | variables
+    command = [sys.executable, "-m", "mtgrpo", "launch", "docker", *words]
+    return subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, timeout=60)
+
+
+def test_a_container_is_built_and_trains(place: Path) -> None:
+    words = ["recipe=calculator", "task.system_prompt='a; rm -rf $b'", "hydra.run.dir=runs/a"]
+    asked = [*words, "--gpus", "all", "--extras", "data,search", "--env", "HF_TOKEN"]
+    done = in_docker(place, *asked, HF_TOKEN="secret")
+    assert (done.returncode, done.stderr) == (0, "")
+    built, started = ((place / f"{name}.log").read_text().splitlines() for name in ("build", "run"))
+    image = "mtgrpo:gpu-data-search"
+    assert built == ["build", "--build-arg=TORCH=gpu", "--build-arg=EXTRAS=data,search", f"-t={image}", str(ROOT)]
+    run = place / "runs/a"
+    assert run.is_dir(), "else Docker makes it, and it is root's"
+    assert started == [
+        *("run", "--rm", "--init", "--gpus", "all", "--ipc=host", "--env=HF_TOKEN"),
+        *(f"-v={place}:{place}:ro", f"-v={run}:{run}", "-v=mtgrpo-cache:/root/.cache", f"-w={place}"),
+        *(image, "train", *words[:2], f"hydra.run.dir={run}"),
+    ]
+    printed = in_docker(place, *asked, "--dry-run", PATH="/usr/bin:/bin").stdout.splitlines()
+    assert [shlex.split(line)[1:] for line in printed] == [built, started]
+
+
+def test_what_docker_cannot_do_is_told_in_a_line(run: Run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert run("launch", "docker")[0::2] == (2, f"mtgrpo: {NO_DOCKER}\n")
+    executable(place / "bin/docker", DOCKER)
+    monkeypatch.setenv("PATH", f"{place}/bin:/usr/bin:/bin")
+    monkeypatch.setenv("BUILD_ENDS", "3")
+    code, _, err = run("launch", "docker")
+    assert code == 1 and err.startswith("mtgrpo: docker build ended with exit code 3") and not Path("run.log").exists()
+    monkeypatch.setattr(mtgrpo, "__file__", str(place / "lib/site-packages/mtgrpo/__init__.py"))
+    code, out, err = run("launch", "docker", "--dry-run")
+    assert (code, out) == (2, "") and f"there is no Dockerfile in {place}/lib" in err
+
+
+@pytest.mark.parametrize(("torch", "extras"), [("cpu", ""), ("gpu", "data,search")])
+def test_the_steps_of_the_dockerfile_install(torch: str, extras: str, setup_place: Path) -> None:
     text = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text())
     copied = [name for line in re.findall(r"^COPY (.*) \S+$", text, flags=re.M) for name in line.split()]
     assert all((ROOT / name).exists() for name in copied)
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
     assert {f"!{name}" for name in copied} <= set(allowed)
     steps = [step for step in re.findall(r"^RUN (.*)$", text, flags=re.M) if "apt-get" not in step]
-    assert steps[-1] == "scripts/setup.sh run"
+    assert steps[1] == "scripts/setup.sh run"
     executable(setup_place / "scripts/setup.sh", (setup_place / "scripts/setup.sh").read_text())
-    variables = {"PATH": f"{setup_place.parent / 'bin'}:/usr/bin:/bin", "TORCH": torch}
+    variables = {"PATH": f"{setup_place.parent / 'bin'}:/usr/bin:/bin", "TORCH": torch, "EXTRAS": extras}
     for step in steps:
         done = subprocess.run(["sh", "-c", step], cwd=setup_place, env=variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert installs(setup_place) == 1 and PYTHON
+    assert installs(setup_place) == (2 if extras else 1) and PYTHON
+    assert ("install -e .[data,search] -c .venv/constraints.txt" in (setup_place / "pip.log").read_text()) is bool(
+        extras
+    )
     assert ("torch>=2.11,<2.14 -c" in (setup_place / "pip.log").read_text()) is (torch == "gpu")
 
 

@@ -401,6 +401,8 @@ OTHERS: dict[str, list[tuple[str, str]]] = {
         ),
         ("slurm nodes=0", "nodes=0: a whole number"),
         ("slurm seeed=1", "did you mean seed?"),
+        ("docker seeed=1", "did you mean seed?"),
+        ("docker --gpu", "--gpus"),
         ("status", "NAME"),
         ("ray seeed=1", "seeed"),
         ("ray reward=away.py:Mine", "away.py"),

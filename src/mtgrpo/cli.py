@@ -28,7 +28,7 @@ READERS = {  # commands about runs and machines, with flags and a module of thei
     "export": "a model for others: export RUN --to hf|peft|merged --out DIR",
     "watch": "a run, live in the terminal: watch [RUN]",
     "view": "runs on a page, down to the single token: view [RUN ...]",
-    "launch": "a run on Ray, SageMaker or by Slurm, or a server: launch WHAT --help",
+    "launch": "a run by Docker, Ray, SageMaker, Slurm; a server: launch WHAT --help",
     "doctor": "what this machine has of what training can use",
     "data": "files, models: data gsm8k|smollm2, data check FILE, data build FILE",
 }

@@ -338,11 +338,7 @@ def _advice(experiment: Experiment, found: Plan, device_type: str, taken: int, p
             except ConfigError:  # the cache would hold no conversation
                 continue
             if lower.peak < WORTH * found.peak:
-                word = (
-                    value.name
-                    if isinstance(value, Parallel)
-                    else str(value.value if isinstance(value, Enum) else value)
-                )
+                word = value.name if isinstance(value, Parallel | Enum) else str(value)
                 helping[setting] = f"{setting}={word.lower()} ({_gb(lower.peak)} GB)"
                 experiment, found = cheaper, lower
                 break

@@ -1,4 +1,4 @@
-"""`mtgrpo launch WHAT`: a server here, or a run on machines of others.
+"""`mtgrpo launch WHAT`: a server here, or a run in a container or on machines of others.
 
 `vllm --model MODEL` is a vLLM server as `engine=server engine.url=[http://HOST:PORT]` needs it.
 `local` is one of the local engine, for `engine.kind=local`: it reads the model that the run sends.
@@ -6,34 +6,25 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mtgrpo.engines.server import OWN, PYTHON, VLLM, Server
 from mtgrpo.errors import Arguments
-from mtgrpo.launch import sagemaker, sagemaker_jobs, slurm
+from mtgrpo.launch import sagemaker_jobs
 from mtgrpo.runtime.processes import supervise
 
-
-def _submit(words: Sequence[str]) -> int:
-    from mtgrpo.commands.ray_job import main as submit  # noqa: PLC0415  it imports what reads a configuration
-
-    return submit(words)
-
-
-LAUNCHERS: dict[str, Callable[[Sequence[str]], int]] = {  # what else is launched, by its first word
-    "ray": _submit,
-    "sagemaker": sagemaker.main,
-    "slurm": slurm.main,
-    **{name: functools.partial(sagemaker_jobs.main, name) for name in ("status", "logs", "stop", "fetch")},
-}
+RUNS = {"docker": "launch.docker", "ray": "commands.ray_job", "sagemaker": "launch.sagemaker", "slurm": "launch.slurm"}
+JOBS = ("status", "logs", "stop", "fetch")  # of SageMaker
 
 
 def main(arguments: Sequence[str]) -> int:
     """Do what the first word says. Raises ConfigError."""
     what, *words = arguments or [""]
-    return LAUNCHERS[what](words) if what in LAUNCHERS else serve(arguments)
+    if what in RUNS:
+        return importlib.import_module(f"mtgrpo.{RUNS[what]}").main(words)
+    return sagemaker_jobs.main(what, words) if what in JOBS else serve(arguments)
 
 
 def serve(arguments: Sequence[str]) -> int:
@@ -42,7 +33,7 @@ def serve(arguments: Sequence[str]) -> int:
     Raises ConfigError where there is no interpreter for it.
     """
     parser = Arguments("mtgrpo launch", description=__doc__)
-    parser.add_argument("what", choices=[VLLM, OWN, *LAUNCHERS])
+    parser.add_argument("what", choices=[VLLM, OWN, *RUNS, *JOBS])
     parser.add_argument("--model", required=True, help="the folder or name of the model that is trained")
     parser.add_argument("--python", default=PYTHON, help="of the environment that has vLLM (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="where it listens; whoever reaches it controls it")

@@ -106,7 +106,7 @@ def prepare(words: Sequence[str], spot: bool) -> Job:
     if not NAME.fullmatch(name):
         raise ConfigError(f"name={name}: letters, digits and single hyphens between them, 63 at most")
     named = bundle.user_files(composed, ours, _listed(own["files"]))
-    fleet = fit(composed.experiment, kind, own["count"])
+    fleet, engine = fit(composed.experiment, kind, own["count"]), composed.experiment.engine
     files: dict[str, bytes | Path] = {
         Path(sagemaker_entry.__file__).name: Path(sagemaker_entry.__file__),
         bundle.WHEEL: bundle.build_wheel(),
@@ -117,7 +117,7 @@ def prepare(words: Sequence[str], spot: bool) -> Job:
         "words": json.dumps([*ours, *fleet.words]),
         "processes": str(fleet.processes),
         "extras": ",".join(_listed(own["extras"])),
-        "vllm": _vllm(composed),
+        "vllm": VLLM_VERSION if engine.reaches is Reach.program and engine.most_devices != 0 else "",  # that it starts
     }
     for key, value in hyperparameters.items():
         if len(value) > MOST_CHARS:
@@ -168,12 +168,6 @@ def _name(composed: Composed) -> str:
     recipe = composed.choices["recipe"]
     stem = Path(str(recipe[0] if isinstance(recipe, list) else recipe)).stem  # pyright: ignore[reportUnknownArgumentType]
     return f"mtgrpo-{re.sub('[^a-zA-Z0-9]+', '-', stem)[:30]}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-
-
-def _vllm(composed: Composed) -> str:
-    """The version of vLLM that the machine needs; "": none."""
-    engine = composed.experiment.engine
-    return VLLM_VERSION if engine.reaches is Reach.program and engine.most_devices != 0 else ""
 
 
 def _request(

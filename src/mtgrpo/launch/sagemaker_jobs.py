@@ -101,19 +101,12 @@ _TIMES = {"created": "CreationTime", "training since": "TrainingStartTime", "tra
 
 
 def log_lines(logs: Any, name: str) -> Generator[str]:
-    """What the machines of a job have printed; of several each line begins with its machine."""
+    """What the machines of a job have printed, as AWS orders it; each line begins with its machine."""
+    asked = {"logGroupName": LOGS, "logStreamNamePrefix": f"{name}/"}
     with aws(f"job {name} has printed nothing yet, or its log cannot be read"):
-        found = logs.describe_log_streams(logGroupName=LOGS, logStreamNamePrefix=f"{name}/")["logStreams"]
-        for stream in found:
-            which, token = {"logGroupName": LOGS, "logStreamName": stream["logStreamName"]}, None
-            host = f"{stream['logStreamName'].rpartition('/')[2]} " if len(found) > 1 else ""
-            while True:
-                more = {"nextToken": token} if token else {}
-                page = logs.get_log_events(**which, startFromHead=True, **more)
-                yield from (host + event["message"] for event in page["events"])
-                if page["nextForwardToken"] == token or not page["events"]:
-                    break
-                token = page["nextForwardToken"]
+        for page in logs.get_paginator("filter_log_events").paginate(**asked):
+            for event in page["events"]:
+                yield f"{event['logStreamName'].rpartition('/')[2]} {event['message']}"
 
 
 def fetch(s3: Any, job: Mapping[str, Any], out: Path) -> str:

@@ -65,11 +65,9 @@ def fit(experiment: Experiment, kind: Machine, count: str) -> Fleet:
 
 def _fitted(experiment: Experiment, kind: Machine, hosts: int) -> Fleet:
     """Raises ConfigError where the run does not fit, or settings contradict one another."""
-    devices, words = experiment.devices, list[str]()
-    most, ahead = experiment.engine.most_devices, experiment.rollout.max_staleness > 0
-    each = 1
+    devices, words, each = experiment.devices, list[str](), 1
     if kind.gpus:
-        asked = devices.train.count
+        asked, ahead, most = devices.train.count, experiment.rollout.max_staleness > 0, experiment.engine.most_devices
         free = replace(devices, train=replace(devices.train, num=None, ids=None)) if hosts > 1 else devices
         each = len(place(free, Launch(), kind.gpus, alone=False, ahead=ahead, most=most).train)
         each = max(1, asked // hosts) if asked and hosts > 1 else each

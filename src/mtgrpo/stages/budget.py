@@ -24,7 +24,6 @@ from mtgrpo.types import Group
 if TYPE_CHECKING:
     from mtgrpo.config.compose import Composed
 
-
 LIMITS = ("steps", "epochs", "total_turns", "wall_time_s")  # of a run's length, in the trainer's settings
 GPU_BYTES = 80 * 10**9  # of each GPU that a dry run plans for where there is none
 
@@ -119,10 +118,7 @@ def _placed(experiment: Experiment) -> list[str]:
 
 
 def forecast(experiment: Experiment, launch: Launch, gpus: int, device_bytes: int) -> list[str]:
-    """Who does what on machines with `gpus` GPUs, 0 = none, and what each needs of its memory, or the CPU's machine.
-
-    Raises ConfigError where it is too much.
-    """
+    """Who does what on `gpus` devices, 0 = on a CPU, and what of these bytes they need. ConfigError for too few."""
     from mtgrpo.memory import planned  # noqa: PLC0415  it imports torch, which wrong words do without
 
     try:
