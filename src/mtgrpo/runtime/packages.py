@@ -20,7 +20,7 @@ class Package:
     @property
     def cure(self) -> str:
         """What to type where it is missing."""
-        return f'pip install -e ".[{self.extra}]"' if self.extra else f"pip install {self.distribution}{self.options}"
+        return f'pip install "mtgrpo[{self.extra}]"' if self.extra else f"pip install {self.distribution}{self.options}"
 
 
 PACKAGES = {  # by the module that is imported
