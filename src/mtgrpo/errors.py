@@ -29,7 +29,8 @@ def program() -> str:
 
 def meant(name: str, known: Iterable[str]) -> str:
     """Asks whether what is most like `name` was meant, if anything is like it: the beginning of an explanation."""
-    close = difflib.get_close_matches(name, list(known), 2)
+    bare = {one.lstrip("-"): one for one in known}  # what flags share says nothing
+    close = [bare[one] for one in difflib.get_close_matches(name.lstrip("-"), bare, 2)]
     return f"did you mean {' or '.join(close)}? " if close else ""
 
 

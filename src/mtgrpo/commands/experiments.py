@@ -107,7 +107,7 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_intermixed_args(arguments)
     if rest:
         typed = rest[0].partition("=")[0]
-        hint = meant(typed, " ".join(FLAGS).split()).rstrip() if typed.startswith("--") else ""
+        hint = meant(typed, " ".join(FLAGS).split()).rstrip() if typed.startswith("-") else ""
         if ours := counterpart(typed.lstrip("-").replace("-", "_")):
             hint = f"here it is {ours}; options are key=value, without --"
         usage = f"options are key=value, without --; flags: {program()} --help"

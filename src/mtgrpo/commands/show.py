@@ -38,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokens", action="store_true", help="each token as the policy saw and was paid for it")
     parser.add_argument("--count", type=int, default=2, metavar="N", help="how many at most, default 2")
     args = parser.parse_args(arguments)
+    if args.count < 1:
+        raise ConfigError(f"--count {args.count}: nothing would be shown; give 1 or more")
     (run, *_) = reading.read_runs(reading.find_runs(args.run))
     name = "" if args.step is None else f"step_{args.step:06d}"
     if args.before or args.after or args.set:

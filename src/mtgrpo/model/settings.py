@@ -95,6 +95,8 @@ class ModelSettings:
             refuse_without_package("bitsandbytes", f"model.quantization={self.quantization.value}")
 
     def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("`name` is empty: give a folder, a name of the hub, smollm2, tiny or tiny-calculator")
         if self.attention is Attention.flash_attention_2 and self.dtype in (DType.float32, DType.float64):
             raise ConfigError("`attention=flash_attention_2` computes in 16 bits: set `dtype=bfloat16`")
         if self.head is not Head.fp32 and self.dtype is DType.float64:
