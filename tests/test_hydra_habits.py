@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import yaml
 
 from conftest import Run
 from mtgrpo import cli
+from mtgrpo.commands.launch import WHAT
 from mtgrpo.config.compose import (
     ExperimentLoader,
     _first,  # pyright: ignore[reportPrivateUsage]
@@ -471,13 +473,13 @@ def test_a_sweep_s_runs_return_what_a_sweeper_optimises(place: Path) -> None:
 # --- the shell
 
 
-def completed(line: str) -> list[str]:
+def completed(line: str, shell: str = "bash") -> list[str]:
     """What the shell offers at the end of `line`."""
     environment = {**os.environ, "COMP_LINE": line, "COMP_POINT": str(len(line))}
-    command = [sys.executable, "-m", "mtgrpo", "-sc", "query=bash"]
+    command = [sys.executable, "-m", "mtgrpo", "-sc", f"query={shell}"]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, ""), process.stderr
-    return process.stdout.split()
+    return process.stdout.split("\n")[:-1] if shell == "fish" else process.stdout.split()
 
 
 def test_the_shell_completes_commands_options_and_settings(run: Run) -> None:
@@ -489,9 +491,36 @@ def test_the_shell_completes_commands_options_and_settings(run: Run) -> None:
     assert "algorithm=grpo" in completed("mtgrpo train algorithm=g")
     assert "trainer.steps=" in completed("mtgrpo train recipe=gsm8k trainer.st")
     assert completed("mtgrpo train sede=1 tr") == []
-    code, out, _ = run("--shell-completion", "install=bash")
-    assert code == 0
-    assert "hydra_bash_completion" in out
+    assert completed("mtgrpo show ru") == [], "the shell offers files"
+    assert completed("mtgrpo launch s") == list(WHAT)
+    assert "recipe=gsm8k" in completed("mtgrpo launch docker seed=1 recipe=gs")
+
+
+def test_fish_has_a_line_for_each_word_that_it_offers() -> None:
+    assert completed("mtgrpo sh", "fish") == list(cli.COMMANDS)
+    assert "recipe=gsm8k" in completed("mtgrpo train recipe=g", "fish")
+
+
+@pytest.mark.parametrize(("shell", "function"), [("bash", "bash"), ("zsh", "bash"), ("fish", "fish")])
+def test_a_shell_is_told_how_to_ask(shell: str, function: str, run: Run) -> None:
+    code, out, _ = run("--shell-completion", f"install={shell}")
+    assert code == 0 and f"hydra_{function}_completion" in out
+
+
+def test_bash_completes_at_the_prompt(place: Path) -> None:
+    """The function that bash is given, called as it calls it for a word that is half typed."""
+    program = place / "mtgrpo"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mtgrpo "$@"\n')
+    program.chmod(0o755)
+    typed = f"{program} launch docker recipe=gsm8k_"
+    asked = f"""
+source <({program} -sc install=bash)
+COMP_LINE={shlex.quote(typed)} COMP_CWORD=3
+hydra_bash_completion
+echo "${{COMPREPLY[@]}}"
+"""
+    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("recipe=gsm8k_tiny\n", "")
 
 
 # --- what is imported

@@ -111,11 +111,15 @@ def run_command(arguments: Sequence[str]) -> None:
 def _complete(words: list[str]) -> None:
     """What the shell may put next; `install=bash` prints how the shell is told to ask."""
     line = os.environ.get("COMP_LINE", "")
-    command = next(iter(line.split()[1:]), "")
+    command, what = [*line.rpartition(" ")[0].split()[1:], "", ""][:2]  # words that are finished
     if "query=" in "".join(words) and command not in EXPERIMENTS:
-        show(" ".join(COMMANDS))
-        return
+        from mtgrpo.commands.launch import RUNS, WHAT  # noqa: PLC0415
+
+        if command != "launch" or what not in RUNS:
+            show("\n".join(COMMANDS if not command else WHAT if command == "launch" and not what else ()))
+            return
+        command = f"launch {what}"
     os.environ["COMP_LINE"] = line.replace(f" {command}", "", 1)
     from mtgrpo.commands import experiments  # noqa: PLC0415
 
-    experiments.complete(command or "train", words)
+    experiments.complete(command if command in EXPERIMENTS else "train", words)

@@ -17,6 +17,7 @@ from mtgrpo.runtime.processes import supervise
 
 RUNS = {"docker": "launch.docker", "ray": "commands.ray_job", "sagemaker": "launch.sagemaker", "slurm": "launch.slurm"}
 JOBS = ("status", "logs", "stop", "fetch")  # of SageMaker
+WHAT = (VLLM, OWN, *RUNS, *JOBS)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,7 +34,7 @@ def serve(arguments: Sequence[str]) -> int:
     Raises ConfigError where there is no interpreter for it.
     """
     parser = Arguments("mtgrpo launch", description=__doc__)
-    parser.add_argument("what", choices=[VLLM, OWN, *RUNS, *JOBS])
+    parser.add_argument("what", choices=WHAT)
     parser.add_argument("--model", required=True, help="the folder or name of the model that is trained")
     parser.add_argument("--python", default=PYTHON, help="of the environment that has vLLM (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="where it listens; whoever reaches it controls it")

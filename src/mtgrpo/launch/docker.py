@@ -18,8 +18,6 @@ import mtgrpo
 from mtgrpo.config.compose import compose, parse
 from mtgrpo.errors import Arguments, ConfigError, RunError
 
-KEY = "hydra.run.dir="
-
 
 def main(arguments: Sequence[str]) -> int:
     """Build the image and become its container; with --dry-run print both commands. Raises ConfigError, RunError."""
@@ -36,14 +34,14 @@ def main(arguments: Sequence[str]) -> int:
     source, here = Path(mtgrpo.__file__).parents[2], Path.cwd()
     if not (source / "Dockerfile").is_file():
         raise ConfigError(f"there is no Dockerfile in {source}: install mtgrpo from its source, pip install -e .")
-    named = [word for word in args.words if word.startswith(KEY)] or [time.strftime(f"{KEY}outputs/%Y-%m-%d/%H-%M-%S")]
-    run = here / named[-1].removeprefix(KEY)
+    named = [word for word in args.words if word.startswith("hydra.run.dir=")]
+    run = here / (named[-1].partition("=")[2] if named else time.strftime("outputs/%Y-%m-%d/%H-%M-%S"))
     torch, gpus = ("gpu", ["--gpus", args.gpus, "--ipc=host"]) if args.gpus else ("cpu", [])
     image = "-".join([f"mtgrpo:{torch}", *args.extras.split(",")]).rstrip("-")
     build = ["docker", "build", f"--build-arg=TORCH={torch}", f"--build-arg=EXTRAS={args.extras}", f"-t={image}"]
     start = ["docker", "run", "--rm", "--init", *gpus, *(f"--env={name}" for name in args.env)]
     start += [f"-v={here}:{here}:ro", f"-v={run}:{run}", "-v=mtgrpo-cache:/root/.cache", f"-w={here}", image, "train"]
-    start += [*(word for word in args.words if word not in named), f"{KEY}{run}"]
+    start += [*(word for word in args.words if word not in named), f"hydra.run.dir={run}"]
     if args.dry_run:
         print(f"{shlex.join([*build, str(source)])}\n{shlex.join(start)}")
         return 0

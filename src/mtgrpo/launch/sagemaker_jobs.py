@@ -102,9 +102,8 @@ _TIMES = {"created": "CreationTime", "training since": "TrainingStartTime", "tra
 
 def log_lines(logs: Any, name: str) -> Generator[str]:
     """What the machines of a job have printed, as AWS orders it; each line begins with its machine."""
-    asked = {"logGroupName": LOGS, "logStreamNamePrefix": f"{name}/"}
     with aws(f"job {name} has printed nothing yet, or its log cannot be read"):
-        for page in logs.get_paginator("filter_log_events").paginate(**asked):
+        for page in logs.get_paginator("filter_log_events").paginate(logGroupName=LOGS, logStreamNamePrefix=f"{name}/"):
             for event in page["events"]:
                 yield f"{event['logStreamName'].rpartition('/')[2]} {event['message']}"
 
