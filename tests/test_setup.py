@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.specifiers import SpecifierSet
 
 PROJECT = Path(__file__).resolve().parent.parent
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -57,6 +60,13 @@ def theirs(project: Path, python: str = PYTHON) -> Path:
     keepsake = project / ".venv" / "keepsake"
     keepsake.touch()
     return keepsake
+
+
+def test_conda_gets_a_python_that_is_supported_and_the_versions_that_are_tried() -> None:
+    wanted = yaml.safe_load((PROJECT / "environment.yml").read_text())["dependencies"]
+    supported = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert SpecifierSet(supported).contains(wanted[0].removeprefix("python="))
+    assert wanted[1:] == ["pip", {"pip": ["-c constraints.txt", "-e ."]}]
 
 
 def test_a_venv_is_made_once(place: Path) -> None:

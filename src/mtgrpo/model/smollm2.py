@@ -39,7 +39,7 @@ def fetch() -> Path:
     if (target / "config.json").is_file():
         return target
     if find_spec("gguf") is None:
-        raise ConfigError(f'{NAME} needs the package gguf: pip install "mtgrpo[smollm2]"')
+        raise ConfigError(f"{NAME} needs the package gguf: pip install 'mtgrpo[smollm2]'")
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with (

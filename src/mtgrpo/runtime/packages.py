@@ -20,7 +20,7 @@ class Package:
     @property
     def cure(self) -> str:
         """What to type where it is missing."""
-        return f'pip install "mtgrpo[{self.extra}]"' if self.extra else f"pip install {self.distribution}{self.options}"
+        return f"pip install 'mtgrpo[{self.extra}]'" if self.extra else f"pip install {self.distribution}{self.options}"
 
 
 PACKAGES = {  # by the module that is imported
@@ -65,7 +65,4 @@ PACKAGES = {  # by the module that is imported
 def refuse_without_package(module: str, setting: str) -> None:
     """Raise ConfigError where a package that `setting` needs is not installed; `module` is one of PACKAGES."""
     if importlib.util.find_spec(module) is None:
-        package = PACKAGES[module]
-        extra, name = package.extra, package.distribution
-        name = f"'mtgrpo[{extra}]' (from its folder -e '.[{extra}]')" if extra else name
-        raise ConfigError(f"{setting} needs the package {module}: pip install {name}")
+        raise ConfigError(f"{setting} needs the package {module}: {PACKAGES[module].cure}")
