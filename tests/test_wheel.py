@@ -19,6 +19,7 @@ import mtgrpo
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 PROJECT = Path(__file__).resolve().parent.parent
 BUILD = "import setuptools.build_meta as backend; backend.build_{}({!r})"
+NAME = f"mtgrpo-{mtgrpo.__version__}-py3-none-any.whl"
 QUICK = ["sft.steps=0", "trainer.steps=2", "rollout.prompts_per_step=2", "rollout.group_size=2"]
 QUICK += ["eval.tasks=2", "eval.samples=1", "hydra.run.dir=run"]
 
@@ -71,8 +72,9 @@ def test_the_wheel_trains_where_there_is_no_source(built: tuple[Path, Path], tmp
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv/bin/python"
     where = {"base": str(tmp_path / "venv"), "platbase": str(tmp_path / "venv")}
+    installed = Path(sysconfig.get_path("purelib", vars=where))
     # The name of a folder there adds what lies in it, but not what its own .pth files name: mtgrpo's source among it.
-    Path(sysconfig.get_path("purelib", vars=where), "packages.pth").write_text(sysconfig.get_path("purelib"))
+    (installed / "packages.pth").write_text(sysconfig.get_path("purelib"))
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "--quiet"]
     subprocess.run([*install, str(built[0])], check=True, capture_output=True)
     elsewhere, home = tmp_path / "elsewhere", tmp_path / "home"
@@ -98,3 +100,8 @@ def test_the_wheel_trains_where_there_is_no_source(built: tuple[Path, Path], tmp
     run("export", "run/checkpoints/step_000002", "--to", "hf", "--out", "model")
     assert {"model.safetensors", "chat_template.jinja", "chat.py", "README.md"} <= set(os.listdir(elsewhere / "model"))
     assert "no fault found" in run("train", "recipe=calculator", "model.name=model", "--dry-run")
+    (installed / "hydra_plugins/others.py").write_text("")
+    bundle = "import mtgrpo.launch.bundle as b, pathlib; pathlib.Path(b.WHEEL).write_bytes(b.build_wheel())"
+    run("-c", bundle, program="python")
+    sent, ours = ({n: c for n, c in contents(w).items() if "dist-info" not in n} for w in (elsewhere / NAME, built[0]))
+    assert sent == ours, "a job gets what was installed, of mtgrpo alone"

@@ -249,10 +249,7 @@ def plan_reference(experiment: Experiment, device_bytes: int, devices: int) -> P
 
 def _controller(weights: int, device_type: str) -> list[Row]:
     """What the process holds that samples by itself, where others train."""
-    return [
-        Row("libraries and context, to sample", LIBRARIES[device_type]),
-        Row("weights, to sample", weights),
-    ]
+    return [Row("libraries and context, to sample", LIBRARIES[device_type]), Row("weights, to sample", weights)]
 
 
 def _gathered(skeleton: Skeleton, parallel: Parallel, shares: int) -> int:

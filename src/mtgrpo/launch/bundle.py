@@ -30,8 +30,8 @@ def build_wheel() -> bytes:
     root, info = Path(mtgrpo.__file__).parents[1], f"mtgrpo-{mtgrpo.__version__}.dist-info"
     files = {
         path.relative_to(root).as_posix(): path.read_bytes()
-        for package in ("mtgrpo", "hydra_plugins")
-        for path in sorted((root / package).rglob("*"))
+        for pattern in ("mtgrpo/**/*", "hydra_plugins/mtgrpo_*.py")  # where pip has put it there may be others' plugins
+        for path in sorted(root.glob(pattern))
         if path.is_file() and "__pycache__" not in path.parts
     }
     for name in ("METADATA", "entry_points.txt"):

@@ -160,12 +160,7 @@ def _with_engine(experiment: Experiment, trains: bool, note: Callable[[str], Non
 
 
 async def _open_cluster(
-    experiment: Experiment,
-    settings: Ray,
-    folder: Path,
-    stack: AsyncExitStack,
-    note: Callable[[str], None],
-    again: bool,
+    experiment: Experiment, settings: Ray, folder: Path, stack: AsyncExitStack, note: Callable[[str], None], again: bool
 ) -> tuple[Experiment, Callable[[Sequence[int], Path], Any]]:
     """`experiment` with an engine that the cluster places, and what starts its ranks. again: it had begun before.
 
