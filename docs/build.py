@@ -1,130 +1,118 @@
-"""Writes from the source what repeats it, for readers and for coding agents: `make docs`. A test compares.
-
-docs/algorithms.md from the classes and their docstrings, docs/extras.md from pyproject.toml; AGENTS.md (for who changes
-mtgrpo), skills/mtgrpo/SKILL.md (for who trains with it), llms.txt and CITATION.cff from the pages and the package.
-"""
+"""Writes the pages that come from the source, and tables within others: `make docs`. A test compares."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
-import itertools
+import json
 import re
-import textwrap
-import tomllib
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mtgrpo import __version__, cli
 from mtgrpo.advantages import AdvantageEstimator
 from mtgrpo.algorithms import Algorithm
 from mtgrpo.algorithms.average import Average
 from mtgrpo.algorithms.correction import Correction, OldPolicy, Reject, Weight
-from mtgrpo.algorithms.grpo import GRPO
 from mtgrpo.algorithms.kl import KL, Estimator, Place
 from mtgrpo.algorithms.reinforce_pp import ReinforcePP
-from mtgrpo.config.helptext import comments, summary
-from mtgrpo.config.options import options
-from mtgrpo.config.recipe import recipes
+from mtgrpo.config.experiment import Experiment, groups
+from mtgrpo.config.helptext import BASE, comments, summary
+from mtgrpo.config.options import Setting, counterpart, options, schema
+from mtgrpo.config.recipe import base, read_recipe, recipes, settle
 from mtgrpo.errors import ConfigError
 from mtgrpo.policy.reference import ReferenceSettings
 from mtgrpo.rollout.settings import Curriculum, Filter
-from mtgrpo.runtime.packages import PACKAGES
 
-ROOT = Path(__file__).resolve().parent.parent
-AGENTS = """# For coding agents that change mtgrpo
-
-This page is written from CONTRIBUTING.md, ARCHITECTURE.md and the Makefile by `make docs`. To train with mtgrpo read
-`skills/mtgrpo/SKILL.md` instead.
-
-## Build and test
-
-`make setup` makes `.venv`. Run the tests of what you touch, such as `.venv/bin/pytest -n 0 -q tests/test_tools.py`;
-those marked `real`, `slow` or `gpu` run with `-m real` and so on. Before a commit: `make lint`, and the fast tests.
-
-"""
-SKILL = """---
-name: mtgrpo
-description: Train a language model with GRPO over multi-turn conversations with tools, evaluate it, look into its
-  conversations and export it, with the command mtgrpo. For reinforcement learning of agents on one machine or many.
----
-
-# Train with mtgrpo
-
-This page is written from the source by `make docs`. One command does all of it, and settings are words `key=value`.
-
-## The way
-
-1. `mtgrpo doctor` says what this machine has, and what to type for the rest.
-2. Choose a recipe (below) and a model, and check everything without running anything: `--dry-run`.
-3. Train into a folder that you name; the same command goes on where it was cut off.
-4. Read `runs/a/summary.json` and `mtgrpo report runs/a`, then conversations: `mtgrpo show runs/a --failures`.
-
-```console
-mtgrpo train recipe=jsonl model.name=tiny task.path=problems.jsonl task.val_files=[held_out.jsonl] --dry-run
-mtgrpo train trainer.steps=2 hydra.run.dir=runs/b resume=true
-mtgrpo show runs/a --failures
-mtgrpo eval checkpoint=runs/a/checkpoints/step_000025
-mtgrpo export runs/a/checkpoints/step_000025 --to hf --out my-model
-```
-
-Look an option up before you use it: `mtgrpo train --help WORD`. All of them are in `docs/options.txt`.
-
-## Your own parts
-
-A tool is a function with annotations and a docstring, a reward a dataclass with `reward(self, trajectory)`, each in a
-file: `environment.tools=[calculator,shop.py:price] reward=shop.py:Brisk`. Whole examples: README.md and
-docs/your_own_agent.md. A file of tasks has a line of JSON for each, with `prompt` (or `messages`) and `answer`.
-
-## Traps
-
-- A run is cut short by the first of `trainer.steps`, `epochs`, `total_turns`, `wall_time_s`. Set one for a first try.
-- Groups whose rewards are all alike teach nothing: look at `reward/groups_with_variance` before you change an option.
-  A model that never succeeds needs a warm start (`sft.steps`) or easier tasks, one that always does harder ones.
-- `sampling.max_new_tokens` bounds a turn, `environment.max_context_length` a conversation: `rollout/truncated` says how
-  many were cut, and those rarely earn anything.
-- A tool raises `ToolError` for what the model did wrong, which the model reads. Any other exception is an outage: the
-  conversation is retried, then left out (`rollout/failed`), and nothing is learned from it.
-- Success on held-out tasks counts (`eval/success`), not the training reward; compare it before and after.
-- A warning in `notes.txt` names the setting to change. Do not switch checks off to go on.
-- `checkpoint=FOLDER` of somebody else names code: `trust_code=true` only after you have read it.
-- Runs beside each other share cores: give each `OMP_NUM_THREADS`, or run them one after the other.
-- Without a network: `HF_HUB_OFFLINE=1`, a model by its folder, data below `MTGRPO_DATA`.
-- Exit codes: 0 done, 1 the run failed, 2 a word is wrong; the error, one line, says what to type instead.
-
-"""
-EXTRAS = """# Extras
-
-This page is written from `pyproject.toml` by `make docs`. Each extra brings what a task, a reward or a service needs:
-`pip install 'mtgrpo[math,search]'`, from the source `pip install -e '.[math,search]' -c constraints.txt`.
-`mtgrpo doctor` says which are there, and a run that lacks one says so before it begins.
-
-"""
+DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
 INTRODUCTION = """# Algorithms and advantages
 
-You have a run and want another algorithm: choose one from the table, and its settings behind it.
+This page is written from the source by `make docs`.
+
+A run has one `algorithm`, which sets the baseline and the loss of a token, and one `advantage`, the estimator that
+computes the return of each turn. Both are chosen by name, their settings follow them:
 
 ```console
 mtgrpo train algorithm=cispo algorithm.clip_high=3 advantage=return_to_go advantage.gamma=0.95 --dry-run
 ```
 
-An `algorithm` sets the baseline and the loss of a token, an `advantage` the return of each turn. Pairs that are not in
-the table are refused at start. `make docs` writes this page from the source.
-"""
-TERMS = """
-## Terms
+Statistics of a group are over its trajectories. How a trajectory is stored (its turns in one segment or in many, its
+tokens in one micro-batch or in many) changes neither advantage nor loss nor gradient, with one exception that exists to
+reproduce others: `algorithm.average=sequence_mean`. The ratio of a trajectory (gspo, gmpo,
+`correction.weight=sequence`) is over all tokens that the policy sampled in it, whatever turn or segment they belong to.
 
-- rho_t: probability of a token under the policy, divided by that under the old policy (`correction.old_policy`). Its
-  logarithm is clamped to [-20, 20], where it has no gradient (`policy/log_ratio_clamped`). The ratio of a trajectory
-  (gspo, gmpo, `correction.weight=sequence`) is over all tokens sampled in it.
-- sg(): no gradient flows through it.
-- group: the trajectories of one task. Advantages, loss and gradient do not depend on how a trajectory is stored in
-  segments or micro-batches, except with `algorithm.average=sequence_mean`.
+In the formulas rho_t is the probability of a token under the policy divided by that under the old policy
+(`correction.old_policy`), sg() stops the gradient, and a group is the trajectories of one task. Logarithms of ratios
+are clamped to [-20, 20], where they have no gradient; `policy/log_ratio_clamped` is the share of such tokens.
 """
+
+
+OPTIONS = """# Options
+
+Every option, its default and what it means, as `mtgrpo train --help` prints them; this page is written from the source
+by `make docs`. Type them as `key=value`; a recipe sets some of them, what stands to the right wins.
+
+```console
+mtgrpo train --help algorithm        # the options of a part, or that speak of a word
+mtgrpo train recipe=gsm8k --cfg job  # what a recipe comes to
+```
+"""
+RECIPES = """# Recipes
+
+Every recipe, what it sets and what was measured with it; this page is written from the source by `make docs`. The
+same by purpose is in [the command](command.md#recipes). `tasks x siblings` are conversations of a step; held-out
+success is at temperature 1, before and after. Where nothing was measured here, the text says what others published.
+
+```console
+mtgrpo train recipe=gsm8k_tiny --dry-run
+mtgrpo train recipe=[gsm8k,qwen2.5_0.5b,lora] trainer.steps=50 --dry-run   # from left to right, then what you set
+```
+"""
+API = """# From Python
+
+The names that are meant to be imported; this page is written from their docstrings by `make docs`. Whatever is not here
+may change without notice. A file of each kind is in [your own agent](your_own_agent.md).
+"""
+MEASURED = {  # recipe -> result, where one was measured with the recipe as it is, and not replaced by another
+    "guess_number_tiny": "learning_guess_number_tiny",
+    "gsm8k_tiny": "learning_gsm8k_tiny",
+    "mcp_tiny": "mcp_tiny",
+    "word_problems_tiny": "learning_word_problems_tiny",
+}
+OFFERED = {  # module -> its public names
+    "mtgrpo": ("preset", "train", "rollout_with_advantages"),
+    "mtgrpo.types": (
+        [
+            "Task",
+            "Message",
+            "ToolCall",
+            "ToolSpec",
+            "Turn",
+            "Trajectory",
+            "Group",
+            "Completion",
+            "Sampling",
+            "Status",
+            "Finish",
+            "Limits",
+        ]
+    ),
+    "mtgrpo.tasks": ("TaskSource", "IndexedStream", "Split"),
+    "mtgrpo.tools": ("Tool", "ToolError"),
+    "mtgrpo.environments": ("Environment", "Opening", "Reply"),
+    "mtgrpo.rewards": ("Reward", "Score"),
+    "mtgrpo.condensers": ("Condenser", "messages_of"),
+    "mtgrpo.agents": ("Agent", "Outcome"),
+    "mtgrpo.algorithms": ("Algorithm", "Baseline", "PerToken", "Tokens"),
+    "mtgrpo.advantages": ("AdvantageEstimator",),
+    "mtgrpo.log": ("Sink",),
+    "mtgrpo.evaluation.statistics": ("compare", "mean_over_tasks", "mean_pass_at_k", "wilson"),
+}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -143,53 +131,23 @@ def spelled(value: Any) -> str:
     return str(value)
 
 
-def fields(cls: type) -> dict[str, Any]:
-    """The settings of a class, by name, with their defaults."""
-    given: dict[str, Any] = {}
+def settings(prefix: str, cls: type, base: type | None = None) -> str:
+    """The settings of a class, with defaults; of those that `base` has only the ones with another default."""
+    inherited = {f.name: f.default for f in dataclasses.fields(base)} if base else {}
+    rows: list[list[str]] = []
     for field in dataclasses.fields(cls):
-        made = field.default_factory
-        given[field.name] = field.default if made is dataclasses.MISSING else made()
-    return given
-
-
-def meaning(cls: type, name: str) -> str:
-    """The comment of a setting, of the nearest class that has one."""
-    return next((notes[name] for c in cls.__mro__ if name in (notes := comments(c))), "")
-
-
-def settings(prefix: str, cls: type, without: Iterable[str] = ()) -> str:
-    """The settings of a class, with defaults."""
-    rows = [
-        [f"`{prefix}.{name}`", spelled(default), meaning(cls, name)]
-        for name, default in fields(cls).items()
-        if name not in without
-    ]
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        if field.name in inherited and inherited[field.name] == default:
+            continue
+        meaning = next((notes[field.name] for c in cls.__mro__ if field.name in (notes := comments(c))), "")
+        rows.append([f"`{prefix}.{field.name}`", spelled(default), meaning])
     return table(["setting", "default", "meaning"], rows) if rows else ""
 
 
-def split(cls: type) -> tuple[str, str]:
-    """Of a docstring: what it is, and when to take it."""
-    text, _, when = inspect.cleandoc(cls.__doc__ or "").partition("\nWhen: ")
-    return text.rstrip(), " ".join(when.split()).rstrip(".")
-
-
-def section(group: str, name: str, cls: type, without: Iterable[str]) -> str:
+def section(group: str, name: str, cls: type, base: type) -> str:
     """One option: its docstring, and the settings of its own."""
-    return f"### {group}={name}\n\n```text\n{split(cls)[0]}\n```\n\n{settings(group, cls, without)}\n"
-
-
-def shared() -> tuple[list[str], str]:
-    """The settings that several algorithms have, and two tables: their meaning, and defaults where these differ."""
-    of = {name: fields(cls) for name, cls in options("algorithm").items()}
-    names = ["average", *(name for name in fields(GRPO) if name not in fields(Algorithm))]
-    defaults = {name: {spelled(given[name]) for given in of.values() if name in given} for name in names}
-    meanings = [
-        [f"`algorithm.{name}`", "below" if len(defaults[name]) > 1 else min(defaults[name]), meaning(GRPO, name)]
-        for name in names[1:]
-    ]
-    differ = [name for name in names if len(defaults[name]) > 1]
-    rows = [[name, *(spelled(given[one]) if one in given else "" for one in differ)] for name, given in of.items()]
-    return names, f"{table(['setting', 'default', 'meaning'], meanings)}\n{table(['algorithm', *differ], rows)}"
+    text = inspect.cleandoc(cls.__doc__ or "")
+    return f"### {group}={name}\n\n```text\n{text}\n```\n\n{settings(group, cls, base)}\n"
 
 
 def members(cls: type[Enum]) -> str:
@@ -203,37 +161,37 @@ def members(cls: type[Enum]) -> str:
 
 
 def pairs() -> str:
-    """When to take each algorithm, and the estimators that go with it."""
+    """Which estimator goes with which algorithm."""
     algorithms: dict[str, Algorithm] = {name: cls() for name, cls in options("algorithm").items()}
     algorithms["reinforce_pp, group_baseline=true"] = ReinforcePP(group_baseline=True)
     advantages: dict[str, AdvantageEstimator] = {name: cls() for name, cls in options("advantage").items()}
     rows: list[list[str]] = []
     for name in sorted(algorithms):
-        fitting: list[str] = []
-        for estimator_name, estimator in advantages.items():
-            with suppress(ConfigError):
+        cells: list[str] = []
+        for estimator in advantages.values():
+            try:
                 estimator.check(SimpleNamespace(algorithm=algorithms[name], rewards_turns=True))
-                fitting.append(estimator_name)
-        rows.append(
-            [name, split(type(algorithms[name]))[1], "all" if len(fitting) == len(advantages) else ", ".join(fitting)]
-        )
-    return table(["algorithm", "when", "advantages"], rows)
+                cells.append("yes")
+            except ConfigError:
+                cells.append("")
+        rows.append([name, *cells])
+    return table(["algorithm", *advantages], rows)
 
 
 def page() -> str:
     """The whole page."""
-    advantages, algorithms = options("advantage"), options("algorithm")
-    common, tables = shared()
-    when = [[name, split(cls)[1]] for name, cls in advantages.items()]
-    parts = [INTRODUCTION, pairs(), table(["advantage", "when"], when), TERMS, "## Algorithms\n"]
-    parts += [
-        "Of all algorithms, then of several; others have theirs in their section:\n",
-        settings("algorithm", Algorithm, ["average"]),
-        tables,
+    parts = [
+        INTRODUCTION,
+        "## Which estimator goes with which algorithm\n",
+        "Other pairs are refused at start.\n",
+        pairs(),
     ]
-    parts += [section("algorithm", name, cls, {*fields(Algorithm), *common}) for name, cls in algorithms.items()]
-    parts += ["## Advantages\n", settings("advantage", AdvantageEstimator)]
-    parts += [section("advantage", name, cls, fields(AdvantageEstimator)) for name, cls in advantages.items()]
+    parts.append("\n## Algorithms\n\nCommon to all:\n")
+    parts.append(settings("algorithm", Algorithm))
+    parts += [section("algorithm", name, cls, Algorithm) for name, cls in options("algorithm").items()]
+    parts.append("## Advantages\n\nCommon to all:\n")
+    parts.append(settings("advantage", AdvantageEstimator))
+    parts += [section("advantage", name, cls, AdvantageEstimator) for name, cls in options("advantage").items()]
     parts += [f"## algorithm.average\n\n{inspect.cleandoc(Average.__doc__ or '')}\n", members(Average)]
     for prefix, cls, kinds in (
         ("kl", KL, {"estimator": Estimator, "place": Place}),
@@ -250,85 +208,141 @@ def page() -> str:
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
-def extras() -> str:
-    """What each extra of pyproject.toml brings, and for what."""
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    rows: list[list[str]] = []
-    for name, wanted in found.items():
-        purposes = dict.fromkeys(package.purpose for package in PACKAGES.values() if package.extra == name)
-        named = [re.split(r"[\[<>=]", package)[0] for package in wanted]
-        row = "tests, linters, and most of the above" if name == "dev" else ", ".join(purposes)
-        rows.append([f"`{name}`", row, "see `pyproject.toml`" if name == "dev" else ", ".join(named)])
-    return EXTRAS + table(["extra", "for", "packages"], rows)
+def default(key: str, setting: Setting) -> Any:
+    """What a setting is where nobody sets it."""
+    (field,) = [field for field in dataclasses.fields(setting.owner) if field.name == key.rpartition(".")[2]]
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def part(page: str, title: str) -> str:
-    """A section of a page at the root, its heading included."""
-    text = (ROOT / page).read_text()
-    return text[text.index(f"## {title}\n") :].partition("\n## ")[0].rstrip() + "\n\n"
+def choice(key: str, setting: Setting) -> list[str]:
+    """A row of the table of settings: name, default, meaning."""
+    name = key.rpartition(".")[2]
+    meaning = next((notes[name] for cls in setting.owner.__mro__ if name in (notes := comments(cls))), "")
+    if inspect.isclass(setting.type) and issubclass(setting.type, Enum):
+        meaning = f"{', '.join(member.name for member in setting.type)}. {meaning}".rstrip()
+    return [f"`{key}`", spelled(default(key, setting)), meaning]
 
 
-def agents() -> str:
-    """AGENTS.md, for agents that change mtgrpo."""
-    targets = re.findall(
-        r"^(setup|lint|test|test-real|test-chaos|docs|demo):.*## (.*)$", (ROOT / "Makefile").read_text(), re.M
-    )
-    made = table(["make", "does"], [[f"`make {name}`", does] for name, does in targets])
-    rooms = part("ARCHITECTURE.md", "The rooms of src/mtgrpo, from the bottom up")
-    return f"{AGENTS}{made}\n{part('CONTRIBUTING.md', 'House rules')}{rooms}".rstrip() + "\n"
+def options_page() -> str:
+    """Every option: what can be chosen, then what can be set, group by group."""
+    first = {group: next(iter(options(group))) for group in groups()}
+    parts = [OPTIONS, "## general\n"]
+    common = schema(first)
+    parts.append(table(["setting", "default", "meaning"], [choice(k, s) for k, s in common.items() if "." not in k]))
+    for group in groups():
+        of = {name: schema({**first, group: name}) for name in options(group)}
+        keys = {key: s for settings in of.values() for key, s in settings.items() if key.startswith(f"{group}.")}
+        rows: list[list[str]] = []
+        for key, setting in keys.items():
+            with_it = [name for name, settings in of.items() if key in settings]
+            rows.append([*choice(key, setting), "" if len(with_it) == len(of) else ", ".join(with_it)])
+        chosen = [[f"`{group}={name}`", summary(cls)] for name, cls in options(group).items()]
+        parts += [f"\n## {group}\n", table(["option", "what it is"], chosen)]
+        parts.append(table(["setting", "default", "meaning", "of"], rows) if rows else "")
+    hints = inspect.get_annotations(Experiment, eval_str=True)
+    for section in dict.fromkeys(key.partition(".")[0] for key in common if "." in key):
+        if section not in groups():
+            rows = [choice(key, setting) for key, setting in common.items() if key.startswith(f"{section}.")]
+            about = summary(hints[section])
+            parts.append(f"\n## {section}\n\n{about}\n\n{table(['setting', 'default', 'meaning'], rows)}")
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts if part)
 
 
-def skill() -> str:
-    """SKILL.md, for agents that train with mtgrpo."""
-    named = "".join(f"- `mtgrpo {name}`: {does}\n" for name, does in cli.COMMANDS.items())
-    behind: list[str] = []
-    listed: list[str] = []
+def measured(recipe: str) -> Iterator[tuple[str, float, float, str]]:
+    """Of each run of the recipe in benchmarks/results: seed, held-out success before and after, what it took."""
+
+    def read(name: str) -> dict[str, Any]:
+        return json.loads((RESULTS / f"{name}.json").read_text())["detail"]
+
+    for name, seeds in read("unseen")["runs"].items():
+        if name.partition(",")[0] == recipe:
+            for seed, run in seeds.items():
+                yield seed + name.removeprefix(recipe), run["before"], run["after"], "not measured"
+    for seed, run in read("smollm2")["recipes"].get(recipe, {}).items():
+        took = f"{run['grpo']['steps']} steps, {run['grpo']['seconds']:.0f} s"
+        yield seed, run["before"]["success"], run["grpo"]["success"], took
+    for seed, run in read(MEASURED[recipe])["seeds"].items() if recipe in MEASURED else ():
+        grpo = run["arms"]["grpo"]
+        took = f"{grpo['train/steps']:.0f} steps, {grpo['time/rl_s']:.0f} s"
+        yield seed, grpo["eval/success/before"], grpo["eval/success/after"], took
+
+
+def recipes_page() -> str:
+    """Every recipe that is no base of others."""
+    parts = [RECIPES]
     for name, path in recipes().items():
-        lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines()[1:])
-        text = " ".join(line.removeprefix("# ") for line in lines)
-        if "to be put behind another recipe" in text:
-            behind.append(f"`{name}`")
-        elif not text.startswith("Base: "):
-            listed.append(f"- `{name}`: {re.split(r'[.:](?: |$)| [(]', text)[0]}\n")
-    more = f"Behind another, as `recipe=[gsm8k,lora]`: {', '.join(behind)}.\n"
-    return f"{SKILL}## Commands\n\n{named}\n## Recipes\n\n{''.join(listed)}\n{more}"
+        comment = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+        said = " ".join(line.lstrip("# ") for line in comment if "@package" not in line)
+        if said.startswith(BASE):
+            continue
+        link = f"../{path.relative_to(DOCS.parent).as_posix()}"
+        parts.append(f"## {name}\n\n{said} [{path.name}]({link})\n")
+        if "behind another recipe" in said:
+            continue
+        settled = settle([base(), *read_recipe(name)], ())
+        keys = ("rollout.prompts_per_step", "rollout.group_size", "trainer.steps", "optimizer.lr", "model.lora.rank")
+        tasks, siblings, steps, rate, rank = (settled.values.get(k, default(k, settled.known[k])) for k in keys)
+        model = f"`{settled.values['model.name']}`" + f", LoRA {rank}" * bool(rank)
+        row = [str(settled.choices["task"]), model, settled.choices["algorithm"], f"{tasks} x {siblings}"]
+        head = ["task", "model", "algorithm", "tasks x siblings", "steps", "learning rate"]
+        parts.append(table(head, [[*row, str(steps), f"{float(rate):g}"]]))
+        runs = [[seed, f"{before:.3f} -> {after:.3f}", took] for seed, before, after, took in measured(name)]
+        parts.append(table(["seed", "held-out success", "GRPO took"], runs) if runs else "")
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts if part)
 
 
-def llms() -> str:
-    """llms.txt: the pages and what each is about, by its first sentences."""
-    lines = [f"# mtgrpo {__version__}\n\n> {about()}\n\n## Pages\n"]
-    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "skills/mtgrpo/SKILL.md"]:
-        text = re.sub(r"^(---|```).*?^(---|```).*?$", "", path.read_text(), flags=re.M | re.S)
-        title, *rest = [block for block in text.split("\n\n") if block.strip()]
-        said = " ".join(block for block in rest if block[0] not in " #|!<-")
-        plain = re.sub(r"\[([^]]*)\]\([^)]*\)|\*\*", r"\1", " ".join(said.split()))
-        plain = re.sub(r"^This page is written.*?`make docs`\. ", "", plain)
-        first = textwrap.shorten(re.split(r"(?<=[.]) ", plain)[0], 200, placeholder=" ...")
-        lines.append(f"- [{title.strip().removeprefix('# ')}]({path.relative_to(ROOT)}): {first}")
-    return "\n".join(lines) + "\n"
+def api_page() -> str:
+    """The public names with signature and docstring."""
+    parts = [API]
+    for module, names in OFFERED.items():
+        parts.append(f"## {module}\n")
+        for name in names:
+            what = getattr(importlib.import_module(module), name)
+            text = inspect.cleandoc(what.__doc__ or "")
+            kind = "class" if inspect.isclass(what) else "def"
+            plain = inspect.isclass(what) and (
+                issubclass(what, Enum | BaseException) or not dataclasses.is_dataclass(what)
+            )
+            signature = "" if plain else re.sub(r"<factory>|<[^<>]* at \w+>", "...", str(inspect.signature(what)))
+            signature = re.sub(r"'([^']*)'", r"\1", signature)
+            own = vars(what) if inspect.isclass(what) else {}
+            methods = {n: m for n, m in own.items() if inspect.isfunction(m) and not n.startswith("_") and m.__doc__}
+            lines = [f"    {n}: {inspect.cleandoc(m.__doc__).splitlines()[0]}" for n, m in methods.items()]
+            body = "\n".join([f"{kind} {name}{signature}", "", text, *([""] if lines else []), *lines])
+            parts.append(f"### {name}\n\n```text\n{body}\n```\n")
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
-def about() -> str:
-    """The package in a sentence."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
+def filled(text: str) -> str:
+    """The page with its tables: between `<!-- names: A B -->` and `<!-- end -->` what A and B are called here."""
+
+    def rows(found: re.Match[str]) -> str:
+        answers = [[f"`{name}`", ours_of(name)] for name in found[1].split()]
+        return f"<!-- names: {found[1]} -->\n{table(['theirs', 'here'], answers)}<!-- end -->"
+
+    return re.sub(r"<!-- names: (.*?) -->\n.*?<!-- end -->", rows, text, flags=re.S)
 
 
-def citation() -> str:
-    """CITATION.cff."""
-    lines = ["cff-version: 1.2.0", "message: If you use mtgrpo, please cite it as below.", "type: software"]
-    lines += ["title: mtgrpo", f"abstract: {about()}", f"version: {__version__}", "license: Apache-2.0"]
-    return "\n".join([*lines, "authors:", "  - name: The mtgrpo developers", ""])
+def ours_of(name: str) -> str:
+    """What another library's option is called here, its own name where that is the same; else raises LookupError."""
+    if ours := counterpart(name):
+        words, comma, more = ours.partition(",") if not ours.startswith("no option") else ("", "", ours)
+        option = bool(re.fullmatch(r"[\w.]+(=\S+)?( [\w.]+(=\S+)?)*", words))
+        return f"`{words}`{comma}{more}" if option else ours
+    if name in schema({group: next(iter(options(group))) for group in groups()}):
+        return f"`{name}`"
+    raise LookupError(f"no name is known for {name}: see config/elsewhere.yaml")
 
 
-def pages() -> dict[Path, str]:
-    """Every file that is written from the source, but docs/options.txt and llms.txt, by its place."""
-    made = {"docs/algorithms.md": page(), "docs/extras.md": extras(), "AGENTS.md": agents()}
-    made |= {"skills/mtgrpo/SKILL.md": skill(), "CITATION.cff": citation()}
-    return {ROOT / name: text for name, text in made.items()}
+GENERATED = {"algorithms.md": page, "options.md": options_page, "recipes.md": recipes_page, "api.md": api_page}
+
+
+def pages() -> dict[str, str]:
+    """Every page that is written, or filled in, from the source: file name -> text."""
+    with_names = {path.name: filled(path.read_text()) for path in DOCS.glob("coming_from_*.md")}
+    return {name: write() for name, write in GENERATED.items()} | with_names
 
 
 if __name__ == "__main__":
-    for path, text in pages().items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    (ROOT / "llms.txt").write_text(llms())
+    for file_name, content in pages().items():
+        (DOCS / file_name).write_text(content)

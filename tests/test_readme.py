@@ -26,6 +26,7 @@ from mtgrpo.rewards import Score, scores
 from mtgrpo.tasks import Split
 from mtgrpo.tasks.jsonl import Jsonl
 from mtgrpo.types import Finish, Message, Task, ToolCall, Trajectory, Turn
+from recorded import make_recorded
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = ROOT / "docs" / "options.txt"
@@ -34,7 +35,9 @@ PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", SKILL, *so
 (BILL,) = re.findall(r"^```python\n(# bill.py.*?)^```$", PAGES["tasks_and_rewards"], flags=re.M | re.S)
 README, OWN, VERL = PAGES["README"], PAGES["your_own_agent"], PAGES["coming_from_verl"]
 # Their commands are run below or in tests of their own; servers are needed for those of the last.
-TRIED_ELSEWHERE = {"agents", "algorithms", "coming_from_verl", "many_devices", "sagemaker", "your_own_agent", "vllm"}
+TRIED_ELSEWHERE = {"agents", "algorithms", "coming_from_skyrl", "coming_from_verl", "many_devices", "sagemaker"}
+TRIED_ELSEWHERE |= {"your_own_agent", "vllm"}
+WRITTEN = {"algorithms", "api", "architectures", "options", "recipes"}  # from the source
 
 
 def blocks(language: str, page: str = README) -> list[str]:
@@ -56,6 +59,7 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(block)
     (folder / "bills.jsonl").write_text("".join(blocks("json", PAGES["tools"])))
     named = [*blocks("yaml", PAGES["command"]), *blocks("python", PAGES["tools"]), BILL]
+    named += blocks("python", PAGES["first_task"])
     for block in named:
         (folder / block.splitlines()[0].removeprefix("# ")).write_text(block)
     words = ["sft.steps=1", "trainer.steps=1", "rollout.prompts_per_step=1", "eval.tasks=1", "eval.samples=1"]
@@ -117,6 +121,29 @@ async def test_the_tools_and_the_reward_of_the_pages(newcomer: Path, monkeypatch
     assert [score.total for score in await scores(reward, graded) if isinstance(score, Score)] == [1, 0, 0]
 
 
+async def test_the_first_task(
+    newcomer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(newcomer)
+    store = load_file(newcomer / "store.py")
+    task = next(store.Store().stream(Split.train, 0))
+    call, told, answer = next(demo for seed in range(40) if len(demo := store.Store().demonstration(task, seed)) == 3)
+    async with ToolUse(tools=["store.py:Count"]).conversation(task) as (playing, _):
+        assert (await playing.step(call)).messages[0].content == told.content == task.answer
+        wrong = Message("assistant", tool_calls=(ToolCall("Count", {"thing": "cars"}),))
+        assert (await playing.step(wrong)).messages[0].content.startswith("error: there are pears, ")
+    turns = [Turn([], [], [], [], Finish.STOP, answer)]
+    (score,) = await scores(store.Right(per_turn=0.1), [Trajectory(task, turns=turns)])
+    assert isinstance(score, Score) and score.total == pytest.approx(0.9)
+
+
+def test_the_numbers_of_a_token(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_recorded(place / "runs/a")
+    (place / "record.py").write_text(*blocks("python", PAGES["debug_one_token"]))
+    load_file(place / "record.py")
+    assert re.search(r"nats at entry \d+, token \d+, paid ", capsys.readouterr().out)
+
+
 def test_every_recipe_has_a_row() -> None:
     section = PAGES["command"].partition("\n## Recipes\n")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
@@ -143,7 +170,7 @@ def test_the_readme_is_short() -> None:
 def test_no_sentence_stands_twice() -> None:
     seen: set[str] = set()
     for page, text in PAGES.items():
-        if page in ("algorithms", "architectures"):  # written from the source
+        if page in WRITTEN:
             continue
         prose = re.sub(r"^```.*?^```$|^[|#< ].*?$", "\n", text, flags=re.M | re.S)
         for paragraph in re.split(r"\n\s*\n", prose):
@@ -254,8 +281,11 @@ def test_the_options_that_are_named_exist() -> None:
     known = {key for group in groups() for option in options(group) for key in schema({**chosen, group: option})}
     known |= set(schema({**chosen, "reward": [*options("reward")]}))
     known |= {f"task.{field.name}" for field in dataclasses.fields(Task)}  # as functions of one's own see it
-    for page in PAGES.keys() - {"coming_from_verl"}:  # whose own test is above
-        text = PAGES[page]
+    for page, text in PAGES.items():
+        if page.startswith(
+            "coming_from_"
+        ):  # with names of others; what they are here is read from a table, or tested above
+            continue
         spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
         words = [re.split("[=/]", word)[0] for span in spans for word in span.split()]
         sections = {key.partition(".")[0] for key in known}
@@ -263,7 +293,8 @@ def test_the_options_that_are_named_exist() -> None:
         assert names <= known, (page, names - known)
 
 
-def test_what_a_user_of_verl_types_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", ["coming_from_verl", "coming_from_skyrl"])
+def test_what_a_user_of_theirs_types_is_accepted(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet, table = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow").table
     monkeypatch.chdir(tmp_path)
     row = {
@@ -274,7 +305,7 @@ def test_what_a_user_of_verl_types_is_accepted(tmp_path: Path, monkeypatch: pyte
     }
     for name in ("train", "test"):
         parquet.write_table(table({key: [value] for key, value in row.items()}), f"{name}.parquet")
-    (command,) = [line for line in VERL.splitlines() if line.startswith("mtgrpo train")]
+    (command,) = [line for line in PAGES[page].splitlines() if line.startswith("mtgrpo train")]
     with pytest.raises(SystemExit) as done:
         cli.main([*shlex.split(command)[1:], "model.name=tiny", "--dry-run"])
     assert done.value.code == 0
