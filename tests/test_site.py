@@ -1,0 +1,190 @@
+"""The site of docs/: its navigation, its links, and in a browser what it looks like and what a newcomer finds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import AsyncGenerator, Generator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from chromium import Page, chromium
+from mtgrpo.cli import COMMANDS
+from mtgrpo.parts.extension import load_file
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+VENV = ROOT / ".venv-docs"
+STAGE, BUILD = load_file(DOCS / "stage.py"), load_file(DOCS / "build.py")
+QUESTIONS = {  # what a newcomer looks for -> pages of which one comes among the first three
+    "out of memory": {"out_of_memory"},
+    "my own reward": {"first_task", "your_own_agent", "tasks_and_rewards"},
+    "resume": {"durability"},
+    "vllm": {"vllm"},
+    "LoRA": {"models", "recipes", "options", "out_of_memory"},
+    "wandb": {"metrics"},
+    "tool calls": {"tools", "metrics"},
+    "multi gpu": {"many_devices"},
+    "it does not learn": {"it_does_not_learn"},
+    "export": {"durability", "view"},
+}
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    listed = [*STAGE.pages(STAGE.configuration())]
+    there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    there |= {path.name for path in ROOT.glob("*.md") if path.name != "README.md"}
+    assert sorted(listed) == sorted(there)
+
+
+def test_tutorials_are_in_the_navigation_where_there_are_any(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    titles = [title for section in STAGE.configuration(tmp_path)["nav"] for title in section]
+    assert "Tutorials" not in titles and "How to" in titles
+    (tmp_path / "docs/tutorials").mkdir(parents=True)
+    for name in ("103_your_tool.md", "101_see_it_learn.md"):
+        (tmp_path / "docs/tutorials" / name).touch()
+    (section,) = [section for section in STAGE.configuration(tmp_path)["nav"] if "Tutorials" in section]
+    assert section["Tutorials"] == ["tutorials/101_see_it_learn.md", "tutorials/103_your_tool.md"]
+
+
+def heads(page: Path) -> set[str]:
+    """The anchors of a page, as Markdown for Python makes them."""
+    plain = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    words = (re.sub(r"[^\w\s-]", "", head).strip().lower() for head in re.findall(r"^#+ (.*)$", plain, flags=re.M))
+    return {re.sub(r"[-\s]+", "-", word) for word in words}
+
+
+def test_every_link_of_the_site_leads_somewhere(tmp_path: Path) -> None:
+    STAGE.stage(ROOT, tmp_path)
+    place = tmp_path / "docs"
+    seen: set[str] = set()
+    for page in sorted(place.rglob("*.md")):
+        for link in re.findall(r"\]\(([^):\s]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            aim = (page.parent / path).resolve() if path else page
+            assert aim.is_relative_to(place) and aim.is_file(), (page.name, link)
+            assert not anchor or anchor in heads(aim), (page.name, link)
+            seen.add(aim.name)
+    assert {"grpo.py.txt", "BENCHMARKS.md", "curve.png"} <= seen
+
+
+def test_the_pages_from_the_source_are_current() -> None:
+    for name, text in BUILD.pages().items():
+        assert (DOCS / name).read_text() == text, f"{name}: run `make docs`"
+
+
+def test_an_unknown_name_of_another_library_is_an_error() -> None:
+    text = "<!-- names: learning_rate temperature -->\n<!-- end -->"
+    assert "| `learning_rate` | `optimizer.lr` |" in BUILD.filled(text)
+    with pytest.raises(LookupError, match="no_such_thing"):
+        BUILD.filled("<!-- names: no_such_thing -->\n<!-- end -->")
+
+
+def test_what_is_typed_in_a_shell_is_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    typed: list[str] = []
+    for page in DOCS.glob("*.md"):
+        for block in re.findall(r"^```bash\n(.*?)^```$", page.read_text(), flags=re.M | re.S):
+            typed += block.splitlines()
+    made = [line.split()[1] for line in typed if line.startswith("make ")]
+    ours = [line.split()[1] for line in typed if line.startswith(".venv/bin/mtgrpo ")]
+    assert {"demo", "vllm-cpu"} <= set(made) <= targets
+    assert {"view", "train"} <= set(ours) <= set(COMMANDS)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built anew."""
+    if not (VENV / "bin" / "zensical").exists():
+        pytest.skip("there is no .venv-docs: scripts/docs_env.sh makes it")
+    folder = tmp_path_factory.mktemp("site")
+    STAGE.stage(ROOT, folder)
+    command = [VENV / "bin" / "zensical", "build", "--strict", "-f", "mkdocs.yml"]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert built.returncode == 0 and "No issues found" in built.stdout + built.stderr, built.stdout + built.stderr
+    return folder / "site"
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address(site: Path) -> Generator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@contextlib.asynccontextmanager
+async def opened(address: str, profile: Path) -> AsyncGenerator[Page]:
+    """A browser that complains of nothing and asks this address alone."""
+    async with chromium(profile) as page:
+        await page.call("Network.enable")
+        yield page
+        assert page.asked and not [url for url in page.asked if not url.startswith((address, "data:"))]
+        assert page.complaints == []
+
+
+async def shown(page: Page, url: str) -> None:
+    await page.call("Page.navigate", url=url)
+    await page.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 390])
+async def test_everybody_can_read_it(dark: bool, width: int, address: str, tmp_path: Path) -> None:
+    (axe,) = VENV.glob("lib/python*/site-packages/axe_playwright_python/axe.min.js")
+    async with opened(address, tmp_path / "profile") as page:
+        await page.size(width, 900, dark)
+        for name in ("index", "first_task", "options", "coming_from_trl"):
+            await shown(page, f"{address}/{name}.html")
+            scheme = await page.value("document.body.dataset.mdColorScheme")
+            assert scheme == ("slate" if dark else "default")
+            await page.value(f"{axe.read_text()}; null")
+            found = await page.value("axe.run({resultTypes: ['violations']}).then(found => found.violations)")
+            serious = [rule for rule in found if rule["impact"] in ("serious", "critical")]
+            told = [(rule["id"], [node["html"] for node in rule["nodes"]][:3]) for rule in serious]
+            assert told == [], (name, told)
+            wide = await page.value("document.documentElement.scrollWidth")
+            assert wide <= width, name
+
+
+ROOTS = "[...document.querySelectorAll('*')].map(element => element.shadowRoot).filter(root => root)"
+FOUND = f"{ROOTS}.flatMap(root => [...root.querySelectorAll('a')].map(link => link.href))"
+
+
+async def results(page: Page, question: str) -> list[str]:
+    """The pages that the search of the site finds, the best first."""
+    typing = f"{ROOTS}.some(root => root.activeElement?.tagName === 'INPUT')"
+    await page.until(f"{typing} || (document.querySelector('.md-search__button')?.click(), false)")
+    await page.call("Input.insertText", text=question)
+    words = question.replace(" ", "+")
+    await page.until(f"{FOUND}.some(link => link.includes({json.dumps(f'h={words}')}))")
+    return list(dict.fromkeys(Path(link.partition("?")[0]).stem for link in await page.value(FOUND)))
+
+
+@pytest.mark.real
+async def test_a_newcomer_finds_what_they_look_for(address: str, tmp_path: Path) -> None:
+    missed: dict[str, list[str]] = {}
+    async with opened(address, tmp_path / "profile") as page:
+        await page.size(1280, 900)
+        for question, pages in QUESTIONS.items():
+            await shown(page, "about:blank")
+            await shown(page, f"{address}/index.html")
+            found = await results(page, question)
+            if not pages & set(found[:3]):
+                missed[question] = found[:6]
+    assert missed == {}
