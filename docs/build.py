@@ -78,6 +78,7 @@ API = """# From Python
 The names that are meant to be imported; this page is written from their docstrings by `make docs`. Whatever is not here
 may change without notice. A file of each kind is in [your own agent](your_own_agent.md).
 """
+NEWLINE = "\n"
 MEASURED = {  # recipe -> result, where one was measured with the recipe as it is, and not replaced by another
     "guess_number_tiny": "learning_guess_number_tiny",
     "gsm8k_tiny": "learning_gsm8k_tiny",
@@ -257,7 +258,7 @@ def measured(recipe: str) -> Iterator[tuple[str, float, float, str]]:
     for name, seeds in read("unseen")["runs"].items():
         if name.partition(",")[0] == recipe:
             for seed, run in seeds.items():
-                yield seed + name.removeprefix(recipe), run["before"], run["after"], "not measured"
+                yield seed + name.removeprefix(recipe), run["before"], run["after"], ""
     for seed, run in read("smollm2")["recipes"].get(recipe, {}).items():
         took = f"{run['grpo']['steps']} steps, {run['grpo']['seconds']:.0f} s"
         yield seed, run["before"]["success"], run["grpo"]["success"], took
@@ -287,8 +288,37 @@ def recipes_page() -> str:
         head = ["task", "model", "algorithm", "tasks x siblings", "steps", "learning rate"]
         parts.append(table(head, [[*row, str(steps), f"{float(rate):g}"]]))
         runs = [[seed, f"{before:.3f} -> {after:.3f}", took] for seed, before, after, took in measured(name)]
-        parts.append(table(["seed", "held-out success", "GRPO took"], runs) if runs else "")
+        shown = 3 if any(took for *_, took in runs) else 2
+        parts.append(
+            table(["seed", "held-out success", "GRPO took"][:shown], [run[:shown] for run in runs]) if runs else ""
+        )
     return "\n".join(part.rstrip("\n") + "\n" for part in parts if part)
+
+
+def signature(what: Any) -> str:
+    """How it is made or called; "" of exceptions, enumerations and what is opened by others."""
+    if inspect.isclass(what) and (issubclass(what, Enum | BaseException) or not dataclasses.is_dataclass(what)):
+        return ""
+    spoken = inspect.signature(what)
+    starred = [p for p in spoken.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    words = [("*, " if p in starred[:1] else "") + str(p) for p in spoken.parameters.values()]
+    result = "" if inspect.isclass(what) else f" -> {spoken.return_annotation}"
+    inside = (
+        f"({', '.join(words)}){result}"
+        if sum(map(len, words)) < 60
+        else f"(\n    {f',{NEWLINE}    '.join(words)},\n){result}"
+    )
+    named = re.sub(r"<(\w+\.\w+): .*?>", r"\1", inside)
+    return re.sub(r"(: )'([^']*)'", r"\1\2", re.sub(r"<factory>|<[^<>]* at \w+>", "...", named))
+
+
+def prose(docstring: str) -> str:
+    """A docstring in Markdown: what is indented or drawn stays as it stands."""
+    parts = [
+        f"```text\n{part}\n```" if re.search(r"^\s|  ", part, flags=re.M) else " ".join(part.split())
+        for part in inspect.cleandoc(docstring).split("\n\n")
+    ]
+    return "\n\n".join(parts)
 
 
 def api_page() -> str:
@@ -298,19 +328,14 @@ def api_page() -> str:
         parts.append(f"## {module}\n")
         for name in names:
             what = getattr(importlib.import_module(module), name)
-            text = inspect.cleandoc(what.__doc__ or "")
-            kind = "class" if inspect.isclass(what) else "def"
-            plain = inspect.isclass(what) and (
-                issubclass(what, Enum | BaseException) or not dataclasses.is_dataclass(what)
-            )
-            signature = "" if plain else re.sub(r"<factory>|<[^<>]* at \w+>", "...", str(inspect.signature(what)))
-            signature = re.sub(r"'([^']*)'", r"\1", signature)
+            kind = "class" if inspect.isclass(what) else "async def" if inspect.iscoroutinefunction(what) else "def"
             own = vars(what) if inspect.isclass(what) else {}
             methods = {n: m for n, m in own.items() if inspect.isfunction(m) and not n.startswith("_") and m.__doc__}
-            lines = [f"    {n}: {inspect.cleandoc(m.__doc__).splitlines()[0]}" for n, m in methods.items()]
-            body = "\n".join([f"{kind} {name}{signature}", "", text, *([""] if lines else []), *lines])
-            parts.append(f"### {name}\n\n```text\n{body}\n```\n")
-    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+            rows = [[f"`{n}`", text] for n, text in (comments(what) if kind == "class" else {}).items() if text]
+            rows += [[f"`{n}()`", inspect.cleandoc(m.__doc__).splitlines()[0]] for n, m in methods.items()]
+            parts.append(f"### {name}\n\n```text\n{kind} {name}{signature(what)}\n```\n\n{prose(what.__doc__ or '')}\n")
+            parts.append(table(["of it", "what it is"], rows) if rows else "")
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts if part)
 
 
 def filled(text: str) -> str:
