@@ -95,7 +95,7 @@ const tip = document.getElementById("tip");
 export const hideTip = () => { tip.hidden = true; };
 export function showTip(lines, x, y) {
   tip.replaceChildren(...lines.map((line) => h("div", line)));
-  tip.hidden = false;
+  Object.assign(tip, { hidden: false }).style.left = 0; // where it is as wide as it wants to be
   const box = tip.getBoundingClientRect();
   tip.style.left = `${Math.max(4, Math.min(x + 14, innerWidth - box.width - 8))}px`;
   tip.style.top = `${y + 20 + box.height > innerHeight ? Math.max(4, y - box.height - 12) : y + 20}px`;
