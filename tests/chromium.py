@@ -18,6 +18,10 @@ import pytest
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
 FLAGS += "--disable-component-update --disable-sync --remote-debugging-port=0 --hide-scrollbars about:blank"
 LATE_S = 30.0
+AXE = Path(__file__).resolve().parent.parent / ".venv-mcp/node_modules/axe-core/axe.min.js"
+SERIOUS = """axe.run(document, {resultTypes: ["violations"]}).then((found) => found.violations
+  .filter((one) => ["serious", "critical"].includes(one.impact))
+  .map((one) => `${one.id}: ${one.nodes.slice(0, 3).map((node) => node.html).join(" ")}`))"""
 
 
 class Page:

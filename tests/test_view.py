@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer, unused_port
 
-from chromium import Page, chromium
+from chromium import AXE, SERIOUS, Page, chromium
 from mtgrpo.commands import view
 from mtgrpo.commands.view import main
 from mtgrpo.errors import ConfigError
@@ -33,7 +33,6 @@ HOSTILE = [
     "<script>window.hacked = 1</script><img src=x onerror=window.hacked=2> 391",
     "\u202e\u05e9\u05dc\u05d5\u05dd \x1b[2J",
 ]
-AXE = Path(__file__).resolve().parent.parent / ".venv-mcp/node_modules/axe-core/axe.min.js"
 NOTED = """the engine is local
 step 2: rewards fall; see mtgrpo view /somewhere/a --at step_000002/c/1
 stopped after step 3
@@ -438,11 +437,6 @@ async def test_the_page_of_files_shows_every_screen(tmp_path: Path) -> None:
     finally:
         process.terminate()
         await process.wait()
-
-
-SERIOUS = """axe.run(document, {resultTypes: ["violations"]}).then((found) => found.violations
-  .filter((one) => ["serious", "critical"].includes(one.impact))
-  .map((one) => `${one.id}: ${one.nodes.slice(0, 3).map((node) => node.html).join(" ")}`))"""
 
 
 @pytest.mark.real
