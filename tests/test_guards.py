@@ -21,7 +21,7 @@ def test_the_table_of_faults_is_what_is_tested() -> None:
     found_by: dict[str, list[str]] = {}
     for name in FAULTS:
         found_by.setdefault(SAID.get(name, USUAL), []).append(name)
-    rows = [f"| {said} | {'; '.join(names)} |" for said, names in found_by.items()]
+    rows = [f"| {said} | {len(names)}: {names[0]} |" for said, names in found_by.items()]
     page = (Path(__file__).parent.parent / "docs" / "self_checks.md").read_text()
     assert page.partition("| what the run says | faults |\n| --- | --- |\n")[2].splitlines() == rows
 
