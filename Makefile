@@ -163,6 +163,9 @@ site: docs-env ## build the site of docs/ into site/, whose index.html opens; se
 docs-env: ## install what builds the site, and what its tests need, into .venv-docs; 90 MB, seconds
 	@scripts/docs_env.sh
 
+tutorials: setup ## run the tutorials and write their pages and notebooks in docs/tutorials; 10 minutes on two cores
+	$(BIN)/python scripts/notebooks.py tutorials/1*.py
+
 architectures: setup ## rewrite docs/architectures.md: what becomes of each model type of transformers; minutes
 	$(BIN)/python docs/architectures.py
 

@@ -13,14 +13,15 @@ import boto3
 import pytest
 
 import mtgrpo
-import notebooks
 from conftest import Run
 from mtgrpo.engines.server import VLLM_VERSION
+from mtgrpo.parts.extension import load_file
 from test_sagemaker import ROOT, aws
 from test_setup import PYTHON, executable, installs
 from test_setup import place as setup_place
 
 __all__ = ["aws", "setup_place"]
+notebooks = load_file(ROOT / "scripts/notebooks.py")
 SCONTROL = '#!/bin/sh\nprintf "node-1\\nnode-2\\n"\n'
 
 
@@ -180,8 +181,8 @@ def test_one_version_of_vllm_is_installed_and_written_of() -> None:
 def test_the_notebook_prints_what_it_says(aws: str, place: Path) -> None:
     s3 = boto3.client("s3")
     s3.delete_bucket(Bucket="my-bucket")  # the notebook makes its own
-    path = notebooks.EXAMPLES / "launch_sagemaker.ipynb"
-    assert notebooks.run(path) == notebooks.stored(path)
+    path = ROOT / "examples/launch_training_job.ipynb"
+    assert [cell.printed for cell in notebooks.run(path)] == notebooks.stored(path)
 
 
 def test_the_policies_of_the_page_are_policies() -> None:

@@ -1,0 +1,112 @@
+# %% [markdown]
+# # 111: Search Wikipedia
+#
+# You want a model that looks things up instead of guessing.
+#
+# The tool `search` finds passages in a file of yours by their words (BM25, as in most search engines), and `read`
+# gives a whole passage. A passage is a line with `id`, `text` and perhaps `title`. Four of them, to see how it works
+# (`pip install -e ".[search]"` first):
+
+# %%
+import json
+
+from cells import file, sh
+
+# %%
+PASSAGES = [
+    (
+        "ada",
+        "Ada Lovelace",
+        "Ada Lovelace (1815 to 1852) wrote the first program, for the Analytical Engine of Charles Babbage.",
+    ),
+    ("alan", "Alan Turing", "Alan Turing (1912 to 1954) described the universal machine and helped to break Enigma."),
+    (
+        "grace",
+        "Grace Hopper",
+        "Grace Hopper (1906 to 1992) wrote one of the first compilers and found a moth in a relay.",
+    ),
+    (
+        "engine",
+        "Analytical Engine",
+        "A mechanical computer that Charles Babbage designed from 1837 on; it was never built.",
+    ),
+]
+with open("passages.jsonl", "w") as lines:
+    for name, title, text in PASSAGES:
+        print(json.dumps({"id": name, "title": title, "text": text}), file=lines)
+
+# %%
+sh("mtgrpo data check passages.jsonl")
+
+# %% [markdown]
+# The index is built when it is first used, or ahead of a run:
+
+# %%
+sh("mtgrpo data build passages.jsonl")
+
+# %% [markdown]
+# ## What the model would see
+#
+# A tool is ordinary Python, so it can be called by hand. Do that before you train: what you cannot find, nobody can.
+
+# %%
+file(
+    "by_hand.py",
+    """
+import asyncio
+import sys
+
+from mtgrpo.environments.tool_use import ToolUse
+from mtgrpo.types import Message, Task, ToolCall
+
+
+async def ask(*queries):
+    environment = ToolUse(tools={"search": {"corpus": "passages.jsonl", "results": 2}})
+    async with environment.open(None) as opened, opened.conversation(Task("by hand", ())) as (playing, _):
+        for query in queries:
+            call = ToolCall("search", {"query": query})
+            reply = await playing.step(Message("assistant", tool_calls=(call,)))
+            print(f"search({query!r})\\n{reply.messages[0].content}\\n")
+
+
+asyncio.run(ask(*sys.argv[1:]))
+""",
+)
+
+# %%
+sh("python by_hand.py 'first program' 'Babbage machine'")
+
+# %% [markdown]
+# ## Train
+#
+# Questions and answers are a file as in [103](103_your_tool.md); `reward=em` pays where the answer is the accepted
+# one, whatever its capitals and articles. `--dry-run` checks all of it and runs nothing:
+
+# %%
+with open("questions.jsonl", "w") as lines:
+    print(json.dumps({"prompt": "When was Ada Lovelace born?", "answer": "1815"}), file=lines)
+    print(json.dumps({"prompt": "When was Alan Turing born?", "answer": "1912"}), file=lines)
+with open("held_out.jsonl", "w") as lines:
+    print(json.dumps({"prompt": "When was Grace Hopper born?", "answer": "1906"}), file=lines)
+
+# %%
+sh(
+    "mtgrpo train recipe=[jsonl,smollm2_135m] model.name=tiny task.path=questions.jsonl "
+    "task.val_files=[held_out.jsonl] 'environment.tools={search: {corpus: passages.jsonl}}' reward=em --dry-run"
+)
+
+# %% [markdown]
+# ## Does it learn to search?
+#
+# Four passages teach nothing. With 12,583 paragraphs of Wikipedia (the folder `search_qa` of the project's data, in
+# `$MTGRPO_DATA`) `mtgrpo train recipe=wiki_years_tiny` asks in which year somebody was born. Half of the
+# demonstrations of its warm start search, the others guess a year. Measured on one seed, 60 steps, minutes on two
+# cores: success from .150 to .330 sampled, .010 to .800 greedy; it ends with a search in most conversations. With
+# shuffled advantages, a control, it fell to .010 ([tasks and
+# rewards](../tasks_and_rewards.md#small-recipes-measured)).
+#
+# ## What next
+#
+# - Pay a turn for showing the answer: `reward=[em,evidence]`; see [108](108_turn_rewards.md).
+# - A real model: `recipe=smollm2_search` on a processor; `recipe=search_r1_3b` on GPUs.
+# - An index of all of Wikipedia, with Lucene: [the search tool](../tasks_and_rewards.md#the-search-tool).
