@@ -40,11 +40,13 @@ sh("head -c 600 my-model/example.txt")
 file(
     "use.py",
     """
+from pathlib import Path
+
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, tokenizer = AutoModelForCausalLM.from_pretrained("my-model"), AutoTokenizer.from_pretrained("my-model")
-opening = open("my-model/example.txt").read().partition("<|im_start|>assistant\\n")[0] + "<|im_start|>assistant\\n"
-tokens = tokenizer(opening, return_tensors="pt", add_special_tokens=False)
+before, turn, _ = Path("my-model/example.txt").read_text().partition("<|im_start|>assistant\\n")
+tokens = tokenizer(before + turn, return_tensors="pt", add_special_tokens=False)
 output = model.generate(**tokens, max_new_tokens=40, do_sample=False, eos_token_id=tokenizer.eos_token_id)
 print(tokenizer.decode(output[0, tokens["input_ids"].shape[1] :]))
 """,
@@ -79,7 +81,7 @@ answer = OpenAI().chat.completions.create(
 )
 print(answer.choices[0].message.tool_calls[0].function)
 server.terminate()
-server.wait()
+server.communicate()
 
 # %% [markdown]
 # It is meant for trying an agent by hand. For many users take vLLM: the model card in `my-model` has the command.
