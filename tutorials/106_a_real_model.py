@@ -31,13 +31,13 @@ sh("mtgrpo show runs/before --count 2")
 #
 # ## One step
 #
-# A step of two problems with four tries each, to see that everything fits. `--dry-run` would say what the memory is
+# A step of three problems with six tries each, to see that everything fits. `--dry-run` would say what the memory is
 # for, without running.
 
 # %%
 sh(
-    "mtgrpo train recipe=smollm2 trainer.steps=1 rollout.prompts_per_step=2 rollout.group_size=4 "
-    "eval.tasks=1 eval.samples=1 hydra.run.dir=runs/one_step"
+    "mtgrpo train recipe=smollm2 trainer.steps=1 rollout.prompts_per_step=3 rollout.group_size=6 "
+    "eval.tasks=2 eval.samples=1 hydra.run.dir=runs/one_step"
 )
 
 # %% [markdown]
