@@ -109,4 +109,4 @@ sh("mtgrpo show runs/corridor --step 10 --count 1")
 # - A larger corridor: `environment.length=6`, and other numbers to start from.
 # - Pay single moves: `Reply(..., reward=...)` at any step; [108](108_turn_rewards.md) uses such rewards.
 # - Games that exist: `environment=gymnasium`, `textarena`, and `recipe=guess_number_tiny` ([tasks and
-#   rewards](../tasks_and_rewards.md#games)).
+#   rewards](../tasks_and_rewards.md#environments)).

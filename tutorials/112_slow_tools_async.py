@@ -65,7 +65,7 @@ for folder in ("runs/in_step", "runs/ahead"):
 #
 # ## What next
 #
-# - A tool that hangs: `environment.call_timeout_s`; one that fails: [tools](../tools.md#what-becomes-of-a-call). Try
+# - A tool that hangs: `environment.call_timeout_s`; one that fails: [tools](../tools.md#whose-fault-it-is). Try
 #   yours with `faults.error_rate=0.05 faults.hang_rate=0.05`.
 # - Corrections for more staleness: [algorithms](../algorithms.md#correction), `recipe=[gsm8k,async]`.
 # - [113](113_kill_and_resume.md): what if the machine goes away.
