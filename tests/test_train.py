@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mtgrpo.advantages.trajectory import WholeTrajectory
-from mtgrpo.config.compose import compose, parse
+from mtgrpo.config.compose import compose, parse, preset
 from mtgrpo.config.experiment import Experiment
 from mtgrpo.config.options import options
 from mtgrpo.errors import ConfigError
@@ -136,6 +136,12 @@ def busy(own: Path, *words: str) -> list[str]:
 
 
 # --- what a run leaves behind
+
+
+@pytest.mark.parametrize(("steps", "told"), [(30, 1), (31, 0)])
+def test_a_warm_start_that_ends_within_its_warm_up_is_noted(steps: int, told: int) -> None:
+    notes = preset("calculator_from_scratch", f"sft.steps={steps}", "sft.optimizer.warmup_steps=30").notes
+    assert sum("learning rate rises" in note for note in notes) == told
 
 
 def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:

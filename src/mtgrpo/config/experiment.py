@@ -232,8 +232,10 @@ class Experiment:
     @property
     def notes(self) -> list[str]:
         """What the user should know before training begins."""
-        reward = self.reward.note(self.algorithm.scales_by_std)
-        return [text for text in (self.advantage.note(self.algorithm), reward) if text]
+        notes = [self.advantage.note(self.algorithm), self.reward.note(self.algorithm.scales_by_std)]
+        if 0 < self.sft.steps <= (steps := self.sft.optimizer.warmup_steps):
+            notes.append(f"the warm start ends while its learning rate rises: sft.optimizer.warmup_steps is {steps}")
+        return [note for note in notes if note]
 
     @property
     def rewards_turns(self) -> bool:

@@ -24,9 +24,7 @@ from mtgrpo.types import CallOutcome, Group, Trajectory
 
 NO_TOOLS = "no_tools"  # the name of the control beside the sets of tasks
 _DIFFICULTY = ("difficulty", "level")  # what data sets call it, in a task's metadata
-TRAINED = (
-    "train/success"  # in the summary: of the training tasks, the mean over the last steps, the newest weighing most
-)
+TRAINED = "train/success"  # in the summary: of training tasks, the mean over the last steps, the newest weighing most
 _HARDLY = 0.05  # a change of success that is not worth a word
 _FAR = 0.2  # training success above held-out success: what was learned is of the training tasks
 _MAX_PARTS = 8  # rows of a breakdown; the others are one
@@ -121,7 +119,7 @@ def what_was_learned(summary: Mapping[str, float], samples: int) -> str:
     gains = {label: after - before for label, (before, after) in found.items()}
     rose = f"sampled {gains['sampled']:+.3f}, {best} {gains.get(best, 0.0):+.3f}"
     if gains["sampled"] < _HARDLY:
-        verdict = "\nno gain worth a word"
+        verdict = "\nonly greedy answers gained" if gains["greedy"] >= _HARDLY else "\nno gain worth a word"
     elif samples == 1:
         verdict = ""
     elif gains[best] < gains["sampled"] / 2:
