@@ -24,17 +24,18 @@ from mtgrpo.policy.trainer import Stage
 from mtgrpo.profile import Profiler
 from mtgrpo.record.curve import Curve
 from mtgrpo.record.reading import read_runs
+from mtgrpo.rollout.demonstrations import laid_out
 from mtgrpo.rollout.stream import RolloutBatch, Stream
 from mtgrpo.stages import trainer
 from mtgrpo.stages.budget import no_better
-from mtgrpo.stages.checks import check
+from mtgrpo.stages.checks import check, open_tokenizer
 from mtgrpo.stages.evaluate import AllFailedError, run_evaluation
 from mtgrpo.stages.run import Run, open_run
 from mtgrpo.stages.sft import demonstrations, run_sft, within
 from mtgrpo.stages.trainer import run_training, train
 from mtgrpo.stages.update import learn
 from mtgrpo.tasks import Split
-from mtgrpo.types import Finish, Group, Message, Status, Task, Trajectory, Turn
+from mtgrpo.types import Finish, Group, Message, Status, Task, ToolCall, Trajectory, Turn
 from mtgrpo.weights.saved import read_checkpoint
 from test_resume import conversations
 
@@ -138,10 +139,43 @@ def busy(own: Path, *words: str) -> list[str]:
 # --- what a run leaves behind
 
 
-@pytest.mark.parametrize(("steps", "told"), [(30, 1), (31, 0)])
-def test_a_warm_start_that_ends_within_its_warm_up_is_noted(steps: int, told: int) -> None:
-    notes = preset("calculator_from_scratch", f"sft.steps={steps}", "sft.optimizer.warmup_steps=30").notes
-    assert sum("learning rate rises" in note for note in notes) == told
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["sft.steps=30", "sft.optimizer.warmup_steps=30"], ["the warm start ends while its learning rate rises: sft"]),
+        (["sft.steps=31", "sft.optimizer.warmup_steps=30"], []),
+        (
+            ["sft.steps=0", "sft.demonstrations=said.jsonl"],
+            ["sft.demonstrations is set and sft.steps is 0: there is no"],
+        ),
+        (["sft.steps=0"], []),
+    ],
+)
+def test_a_warm_start_that_is_none_or_too_short_is_noted(words: list[str], told: list[str]) -> None:
+    notes = preset("calculator_from_scratch", *words).notes
+    assert len(notes) == len(told) and all(map(str.startswith, notes, told))
+
+
+@pytest.mark.parametrize(("rate", "told"), [("1e-6", True), ("0.003", False)])
+def test_a_warm_start_that_hardly_learns_is_noted(rate: str, told: bool, tmp_path: Path) -> None:
+    words = [f"sft.optimizer.lr={rate}", "sft.optimizer.kind=adamw", "sft.optimizer.warmup_steps=0", "trainer.steps=1"]
+    ran(tmp_path, *words, "sft.steps=20", "eval.tasks=1")
+    notes = (tmp_path / "notes.txt").read_text()
+    assert ("the warm start has hardly learned: its loss went from " in notes) == told
+
+
+@pytest.mark.parametrize("name", ["Calculator", "calculator"])
+async def test_demonstrations_that_call_no_tool_there_is_are_refused(name: str) -> None:
+    _, chat = open_tokenizer(preset("calculator"))
+    said = (Message("assistant", tool_calls=(ToolCall(name, {"expression": "1"}),)), Message("tool", "1", name=name))
+    asked = laid_out(Task("t/1", (Message("user", "1"),)), said, preset("calculator").environment, chat)
+    if name == "calculator":
+        assert [tool.name for tool in (await asked).tools] == ["calculator"]
+        return
+    with pytest.raises(
+        ConfigError, match=r"^the demonstration of task t/1 calls Calculator, .* calculator; did you mean"
+    ):
+        await asked
 
 
 def test_a_run_leaves_a_record_a_policy_and_a_summary(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from mtgrpo.chat import Chat
 from mtgrpo.condensers import Condenser, Conversation
 from mtgrpo.condensers.none import Whole
 from mtgrpo.environments import Environment, Opening, Reply
-from mtgrpo.errors import ConfigError
+from mtgrpo.errors import ConfigError, meant
 from mtgrpo.rollout.conversation import run_rollout
 from mtgrpo.types import SUMMARY, UNLIMITED, Attend, Completion, Finish, Limits, Message, Sampling, Task, Trajectory
 
@@ -19,9 +19,19 @@ from mtgrpo.types import SUMMARY, UNLIMITED, Attend, Completion, Finish, Limits,
 async def laid_out(
     task: Task, messages: Sequence[Message], environment: Environment, chat: Chat, *contexts: Any
 ) -> Trajectory:
-    """As `demonstrate`, which gets `contexts`, after what `environment` opens with."""
+    """As `demonstrate`, which gets `contexts`, after what `environment` opens with.
+
+    Raises ConfigError where tools are called, and none of them is one that the environment offers.
+    """
     async with environment.conversation(task) as (_, opening):
         pass  # what it opens with is all that is needed
+    offered = [tool.name for tool in opening.tools]
+    called = {call.name for message in messages for call in message.tool_calls}
+    if called and offered and called.isdisjoint(offered):
+        raise ConfigError(
+            f"the demonstration of task {task.id} calls {min(called)}, and the tools are {', '.join(offered)}; "
+            f"{meant(min(called), offered)}correct it"
+        )
     return await demonstrate(task, opening, messages, chat, *contexts)
 
 

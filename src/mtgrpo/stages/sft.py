@@ -26,6 +26,9 @@ from mtgrpo.stages.trial import DEMONSTRATION_SEED, MAX_WITHOUT, all_ours, first
 from mtgrpo.tasks import Split, TaskSource, TaskStream
 from mtgrpo.types import Message, Task, Trajectory
 
+UNLEARNED = 2.0  # nats for a token: what a language model is far below
+FEW = 20  # steps that need not show anything
+
 
 async def run_sft(experiment: Experiment, folder: Path) -> None:
     """The warm start alone; saves a checkpoint that `model.name=FOLDER` takes."""
@@ -71,16 +74,23 @@ async def warm_start(run: Run, saver: Saver, alone: bool = False) -> None:
     if longest := run.trainer.weights().traits.limit.tokens:
         limit, name = min((limit, name), (longest, f"the {longest} tokens that the model computes exactly"))
     fitting = within(examples, limit, name, run.sinks.note)
+    losses: list[float] = []
     for step in range(begun["step"] + 1, settings.steps + 1):
         batch = build_batch([await anext(fitting) for _ in range(settings.batch_size)])
         weights = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
         metrics = await run.trainer.imitate(batch, weights)
         run.sinks.tell(run.trainer.notes)
+        losses.append(metrics["loss"])
         elapsed_s = saver.summary["time/sft_s"] = time.perf_counter() - began
         run.sinks.log({"sft/loss": metrics["loss"], "sft/lr": metrics["lr"], "time/sft_s": elapsed_s}, step)
         saver.mark(step if alone else 0, sft={"step": step, "tasks": stream.state_dict()})
         if saver.due(step) or step == settings.steps:
             await saver.save()
+    if settings.steps - begun["step"] >= FEW and losses[-1] > max(UNLEARNED, 0.9 * losses[0]):
+        run.sinks.note(
+            f"the warm start has hardly learned: its loss went from {losses[0]:.3f} to {losses[-1]:.3f}; "
+            f"sft.optimizer.lr is {settings.optimizer.lr:g}, and weights from scratch want some 0.003"
+        )
     await run.engine.load_weights(run.trainer.weights())
 
 

@@ -148,7 +148,7 @@ export async function conversation(run, file, line, wanted) {
     repaint(main);
     focus = wanted === undefined ? null : main.querySelector(`[data-i="${Number(wanted)}"]`);
     focus?.classList.add("wanted");
-    side.replaceChildren(tokens ? h("section", h("h2", "colour by"), chooser(draw, [found]), legend(by, scale)) : h("p.muted", step_of(file) === null ? "tokens are kept of training alone" : "its tokens are not kept: record.tokens.groups says of how many groups of a step they are"));
+    side.replaceChildren(tokens ? h("section", h("h2", "colour by"), chooser(draw, [found]), legend(by, scale)) : h("p.muted", step_of(file) === null ? "tokens are kept of training alone" : "its tokens are not kept: record.tokens.last, every and groups say whose are"));
   };
   const side = h("div"), most = Math.max(1e-9, ...list.rows.map((one) => Math.abs(one.reward ?? 0)));
   const rows = list.rows.filter((one) => siblings.includes(one.line));

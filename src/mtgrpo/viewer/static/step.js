@@ -87,7 +87,7 @@ export async function step(run, file) {
     content: [
       h("div.row", h("h1", file_name(file)), h("p.muted", `${plural(all.length, "group")}, ${plural(found.rows.length, "conversation")}, mean reward ${num(sum(rewards) / Math.max(1, rewards.length))}`),
         h("p.muted", { title: "over all conversations here, from −1 to 1" }, `correlation of the reward with tokens ${goes_with(found.rows, "tokens")}, turns ${goes_with(found.rows, "turns")}, tool errors ${goes_with(found.rows, "errors")}${parts.map((part) => `; ${part} with tokens ${goes_with(found.rows, "tokens", (row) => row.components?.[part])}`).join("")}`),
-        link(`${place}/timeline`, "timeline"), has ? link(`${place}/forest`, "forest") : h("span.muted", step_of(file) === null ? "" : "its tokens are not kept: record.tokens says of which steps they are")),
+        link(`${place}/timeline`, "timeline"), has ? link(`${place}/forest`, "forest") : h("span.muted", step_of(file) === null ? "" : "its tokens are not kept: record.tokens.last and every say whose are")),
       h("div.row", h("input", { type: "search", placeholder: "search tasks and answers", value: search, "aria-label": "search", oninput: (event) => { search = event.target.value; draw(); } }),
         h("label", "sort by ", pick(Object.keys(SORTS).map((name) => [name, name]), sorting, "sort by", (value) => { sorting = value; })),
         h("label", "show ", pick([["all", ""], ...["mixed", "all equal", "troubled", "left out", "with tokens"].map((name) => [name, name])], only, "show", (value) => { only = value; }))),
