@@ -33,7 +33,11 @@ FILE = counted.__file__
 PARTS = {"Environment", "Tool", "Reward", "Condenser", "Task", "Sink"}
 WORDS = [
     *(f"{group}={FILE}:Counted{group.title()}" for group in ("environment", "reward", "condenser", "task")),
-    *(f"environment.tools=[{FILE}:CountedTool]", f"log=['{FILE}:CountedSink',jsonl]", "environment.call_retries=0"),
+    *(
+        f"environment.tools=[{FILE}:CountedTool,calculator]",
+        f"log=['{FILE}:CountedSink',jsonl]",
+        "environment.call_retries=0",
+    ),
     *("trainer.steps=2", "sft.steps=1", "sft.batch_size=2", "rollout.prompts_per_step=2", "rollout.group_size=2"),
     *("sampling.max_new_tokens=8", "eval.tasks=2", "eval.samples=2", "environment.call_timeout_s=5"),
     f"sampling.stop_ids={list(range(1024))}".replace(" ", ""),  # a fresh model would hardly ever end a turn
