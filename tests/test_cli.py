@@ -700,6 +700,15 @@ def test_no_number_may_be_nan_infinite_or_absurd(key: str) -> None:
 # --- what is printed
 
 
+def test_a_pipe_that_breaks_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(words: list[str]) -> None:
+        raise BrokenPipeError("of a server")
+
+    monkeypatch.setattr(cli, "run_command", breaks)
+    with pytest.raises(BrokenPipeError, match="of a server"):
+        cli.main(["train"])
+
+
 def test_the_general_help_needs_no_torch() -> None:
     code = (
         "import sys, mtgrpo.cli\n"

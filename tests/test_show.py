@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +116,23 @@ def test_those_that_were_asked_for_are_shown(
         (["--step", "0"], "has kept no step_000000; it has step_000002"),
         (["--step", "9"], "has kept no step_000009; it has step_000002"),
         (["--set", "easy"], "has kept no evaluation_after_easy"),
+        (["--before"], "it has step_000002; mtgrpo show /[^ ]* shows the newest"),
         (["--sample", "7"], "has no such conversation"),
     ],
 )
 def test_what_is_not_there_is_said(words: list[str], said: str, run_folder: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         main([str(run_folder), *words])
+
+
+@pytest.mark.parametrize("command", ["show", "report"])
+def test_where_nobody_reads_on_it_ends_in_silence(command: str, run_folder: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "mtgrpo", command, str(run_folder)]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_without_a_run_it_is_the_newest_below_the_working_folder(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -69,14 +71,30 @@ Exit codes: 0 done, 1 the run failed, 2 the command or a setting is wrong."""
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and leave the process with its exit code."""
     try:
-        run_command(sys.argv[1:] if argv is None else argv)
+        try:
+            run_command(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
     except (ConfigError, RunError) as error:
         complain(str(error))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         complain("interrupted")
         sys.exit(130)
+    except (BrokenPipeError, SystemExit) as error:
+        of_rich = isinstance(error.__context__, BrokenPipeError)  # which leaves with 1
+        if not (of_rich if isinstance(error, SystemExit) else _unread()):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its exit
+        sys.exit(128 + signal.SIGPIPE)
     sys.exit(0)
+
+
+def _unread() -> bool:
+    """Whether nobody reads on what is printed, as behind `| head`."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    return bool(output.poll(0))
 
 
 def run_command(arguments: Sequence[str]) -> None:

@@ -102,6 +102,8 @@ def refuse_unreadable() -> Generator[None]:
     """What cannot be read within is the user's mistake: a ConfigError in place of an OSError."""
     try:
         yield
+    except BrokenPipeError:  # of what is written
+        raise
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename or 'the input'}: {error.strerror or error}") from error
 

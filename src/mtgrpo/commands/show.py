@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from typing import Any, cast
 
 from rich.console import Console
@@ -98,7 +99,8 @@ def _conversations(run: RunRecord, name: str) -> tuple[str, Iterator[Json]]:
     path = run.folder / "trajectories" / f"{name}.jsonl"
     if not path.is_file():
         names = sorted(file.stem for file in path.parent.glob("*.jsonl"))
-        raise ConfigError(f"{run.folder} has kept no {name}; it has {', '.join(names[:1] + names[-1:]) or 'none'}")
+        kept = f"{', '.join(names[:1] + names[1:][-1:])}; mtgrpo show {quote(str(run.folder))} shows the newest"
+        raise ConfigError(f"{run.folder} has kept no {name}; it has {kept if names else 'none'}")
     return name, reading.conversations(path)
 
 

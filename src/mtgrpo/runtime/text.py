@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -61,11 +60,8 @@ def printable(text: str) -> str:
 
 
 def show(text: str) -> None:
-    """Print for the person at the terminal, who may have seen enough, as `| head` does."""
-    try:
-        print(_fitted(printable(text), sys.stdout), flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Print for the person at the terminal."""
+    print(_fitted(printable(text), sys.stdout), flush=True)
 
 
 def complain(text: str) -> None:
