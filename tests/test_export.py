@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mtgrpo import cli
 from mtgrpo.commands import export
+from mtgrpo.environments.tool_use import OutageError
 from mtgrpo.errors import ConfigError
 from mtgrpo.model.load import load_model
 from mtgrpo.model.settings import LoRA, ModelSettings
@@ -140,12 +142,96 @@ def test_it_holds_what_the_model_was_trained_to_see(tmp_path: Path) -> None:
     assert json.loads((out / "generation_config.json").read_text())["max_new_tokens"] == 40
     program, answering = ((out / name).read_text() for name in ("chat.py", "tools.py"))
     compile(program, "chat.py", "exec")
-    assert "range(3)" in program and "load(['calculator'])" in answering
-    used: dict[str, Any] = {}
-    exec(compile(answering, "tools.py", "exec"), used)
+    assert "range(3)" in program and "ToolUse(tools={'calculator': {}}" in answering
+    used = ran(out)
+    used["start"](opening, json.loads((out / "example.json").read_text()))
     (answer, mistake) = (used["answers"](f"<tool_call>{text}</tool_call>") for text in (json.dumps(CALL), "{"))
     assert answer == [{"role": "tool", "name": "calculator", "content": "5"}]
     assert len(mistake) == 1 and mistake[0]["content"].startswith("error: ") and not used["answers"]("5")
+    used["stop"]()
+    used["run"].__self__.close()
+
+
+def ran(out: Path) -> dict[str, Any]:
+    """What tools.py of an export defines."""
+    used: dict[str, Any] = {"__file__": str(out / "tools.py")}
+    exec(compile((out / "tools.py").read_text(), "tools.py", "exec"), used)
+    return used
+
+
+TILL = """
+from dataclasses import dataclass
+from mtgrpo.tools import Tool, ToolError
+
+@dataclass
+class Till(Tool):
+    'Buy a thing.'
+
+    currency: str = "EUR"
+
+    async def start(self, task):
+        self.prices, self.bought = task.metadata["prices"], []
+
+    async def stop(self):
+        print("stopped after", self.bought)
+
+    def __call__(self, thing: str) -> str:
+        if thing not in self.prices:
+            raise ToolError(f"there is no {thing}")
+        self.bought = [*self.bought, thing]
+        return f"{sum(self.prices[one] for one in self.bought)} {self.currency}"
+"""
+
+
+def buys(thing: str) -> str:
+    return f"<tool_call>{json.dumps({'name': 'Till', 'arguments': {'thing': thing}})}</tool_call>"
+
+
+@pytest.mark.parametrize("name", ["till.py", "tools.py"])  # the second is what an export calls a file of its own
+def test_a_tool_with_a_state_begins_with_the_row_of_the_example(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "typed").mkdir()
+    monkeypatch.chdir(tmp_path / "typed")
+    Path(name).write_text(TILL)
+    settings = {f"environment.tools.{name}:Till.currency": "USD", "task": f"{tmp_path}/my.py:Bills"}
+    path, _ = saved(tmp_path, state={**STATE, "settings": {**STATE["settings"], **settings}})
+    tool = {"function": {"name": "Till", "parameters": {}}}
+    row = {**conversation("Buy.", 1.0, {"role": "assistant", "content": "9"}), "tools": [tool], "answer": "9"}
+    (tmp_path / "trajectories").mkdir()
+    prices = {"metadata": {"prices": {"tea": 3, "pot": None}}}
+    (tmp_path / "trajectories/evaluation_after.jsonl").write_text(json.dumps({**row, **prices}) + "\n")
+    out = exported(path, "hf", tmp_path / "out")
+    Path(name).unlink()  # what is exported needs it no more
+    written = "".join((out / one).read_text() for one in ("README.md", "chat.py", "tools.py"))
+    assert str(tmp_path) not in written and "The `start(task)` of a tool gets the row" in written
+    example = json.loads((out / "example.json").read_text())
+    assert example == {"question": "Buy.", "answer": "9", **prices}
+    used = ran(out)
+    for _ in range(2):  # each conversation begins anew
+        used["start"]([{"role": "user", "content": "Buy."}], example)
+        said = [used["answers"](buys(thing))[0]["content"] for thing in ("tea", "tea", "car")]
+        assert said == ["3 USD", "6 USD", "error: there is no car"]
+        used["stop"]()
+    assert capsys.readouterr().out.count("stopped after ['tea', 'tea']") == 2
+    used["start"]([], example)
+    with pytest.raises(OutageError, match="the tool Till failed: TypeError"):  # no mistake of the model
+        used["answers"](buys("pot"))
+    used["run"].__self__.close()
+
+
+def test_the_card_has_the_words_of_the_run(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
+    keep_conversations(tmp_path)
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    kept = ["task=jsonl", "task.path='my bills.jsonl'", "environment.tools=[till.py:Till]", "reward.success_at=1"]
+    left_out = ["model.name=tiny", "sft.steps=50", "log=[jsonl]", "+hydra.x=1", "resume=true"]
+    (tmp_path / ".hydra/overrides.yaml").write_text(json.dumps([*left_out[:2], *kept, *left_out[2:]]))
+    card = (exported(path, "hf", tmp_path / "out") / "README.md").read_text()
+    lines = [shlex.split(line) for line in card.splitlines() if line.startswith("    mtgrpo ")]
+    assert lines[0] == ["mtgrpo", "eval", "model.name=FOLDER", *kept]
+    assert lines[1] == ["mtgrpo", "train", "model.name=FOLDER", "sft.steps=0", *kept]
 
 
 def test_a_program_says_where_tools_go_that_need_more_than_a_function(tmp_path: Path) -> None:

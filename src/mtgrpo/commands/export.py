@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -126,5 +127,6 @@ def card(point: Checkpoint, to: str, name: str) -> str:
     if "eval/greedy/after" in after:
         lines += ["", f"Of its likeliest tokens alone: {after['eval/greedy/after']:.3f}."]
     lines += ["", "| setting | value |", "| --- | --- |"]
-    lines += [f"| `{key}` | `{settings[key]}` |" for key in _SHOWN if settings.get(key)]
+    shown = {key: re.sub(r"[^\s,\[]*/(?=[^/]*\.(py:|yaml))", "", settings.get(key, "")) for key in _SHOWN}  # no folders
+    lines += [f"| `{key}` | `{value}` |" for key, value in shown.items() if value]
     return "\n".join(lines) + "\n"

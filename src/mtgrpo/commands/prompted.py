@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -14,11 +17,15 @@ from jinja2.exceptions import TemplateError
 
 from mtgrpo.chat import ChatSettings, open_chat
 from mtgrpo.config.recipe import absolute
+from mtgrpo.config.run_record import LEFT_OUT
 from mtgrpo.errors import ConfigError
 from mtgrpo.messages import message_to_dict, messages_from
 from mtgrpo.parts import named
 from mtgrpo.parts.extension import find_class
+from mtgrpo.record.reading import read_runs
+from mtgrpo.record.shapes import Json
 from mtgrpo.runtime.files import read_lines
+from mtgrpo.runtime.plain_yaml import parse_yaml
 from mtgrpo.tasks import TaskSource
 from mtgrpo.tools import load
 from mtgrpo.types import Sampling, is_success
@@ -27,20 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _PARSERS = {"hermes": "hermes", "xml": "qwen3_coder", "llama3_json": "llama3_json"}  # what vLLM calls our formats
-_USE = """
-## Use
-
-It was trained and measured with what is in `tools.json` ({tools}) and `opening.json` (system prompt and worked
-examples, if any): without them it does something else. `example.txt` is a whole conversation as the model sees it. It
-samples as in its training (`generation_config.json`). {task}
-
-    python chat.py QUESTION        # with plain transformers{with_tools_here}
-    python -m vllm.entrypoints.openai.api_server --model .{with_tools}
-
-A program of your own keeps special tokens when it decodes (`skip_special_tokens=False`): a call may begin with one.
-vLLM on a CPU also wants `--dtype float32 --gpu-memory-utilization 0.2`. It is trained further by
-`mtgrpo train model.name=FOLDER recipe={recipe}`, and measured by `mtgrpo eval` with the same words.
-"""
+_ELSEWHERE = {*LEFT_OUT, "model", "sft", "checkpoint", "record"}  # what a run was told that is not of its task
+_SETTING = re.compile(r"environment\.tools\.(.+?\.py:\w+|\w+)(?:\.(\w+))?")
 
 
 @dataclass(frozen=True)
@@ -50,36 +45,44 @@ class Prompted:
     tools: list[Any]  # of the example, as the chat template gets them
     opening: list[dict[str, Any]]  # the messages that all begin with: the system prompt, worked examples
     example: str  # one of them, rendered
+    row: dict[str, Any]  # of its task
+    words: list[str]  # with which the run was started, as far as they say what is done
 
 
 def find_prompted(run: Path, tokenizer: PreTrainedTokenizerFast, settings: Mapping[str, str]) -> Prompted | None:
     """From the conversations in the folder of a run; None where there are none that the chat template takes."""
-    best, tools, example = -1, list[Any](), ""
+    best, tools, example, asked = -1, list[Any](), "", dict[str, Any]()
     opening: list[dict[str, Any]] | None = None
-    for worth, begun, messages, offered in _conversations(run, float(settings.get("reward.success_at") or 1)):
+    for worth, begun, messages, offered, row in _conversations(run, float(settings.get("reward.success_at") or 1)):
         pairs = zip(begun, begun if opening is None else opening, strict=False)
         opening = [message for message, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         if worth > best and (text := _rendered(tokenizer, messages, offered)):
-            best, tools, example = worth, offered, text
-    return Prompted(tools, opening or [], example) if example else None
+            best, tools, example, asked = worth, offered, text, row
+    (record,) = read_runs([run])
+    words = [word for word in record.overrides if re.split("[.=]", word.lstrip("+~"))[0] not in _ELSEWHERE]
+    words = words or [f"recipe={settings.get('recipe', 'NAME')}"]
+    return Prompted(tools, opening or [], example, asked, words) if example else None
 
 
-def _conversations(run: Path, success_at: float) -> Iterator[tuple[int, list[Any], list[Any], list[Any]]]:
+def _conversations(run: Path, success_at: float) -> Iterator[tuple[int, list[Any], list[Any], list[Any], Json]]:
     """Those of the evaluation after training, or of a step.
 
-    Of each, what it is worth as an example, the messages before the question, all of them, and the tools.
+    Of each, what it is worth as an example, the messages before the question, all of them, the tools, the task's row.
     """
-    file, tools = min((run / "trajectories").glob("*.jsonl"), default=run), list[Any]()
+    file, tools, known = min((run / "trajectories").glob("*.jsonl"), default=run), list[Any](), dict[str, Any]()
     for line in read_lines(file):
         try:
             row = json.loads(line.text)
-            tools = row.get("tools", tools)
+            tools, known = row.get("tools", tools), row.get("metadata", known)
             messages = [message_to_dict(one) for one in messages_from(row["messages"], f"{file}:{line.number}")]
             spoken = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
             before = spoken[-len(row["turns"])] - 1 if row["turns"] else len(messages)
             called = any("tool_calls" in message for message in messages)
             if all(tool["function"]["name"] for tool in tools):
-                yield called + is_success(row["status"], row["reward"], success_at), messages[:before], messages, tools
+                worth = called + is_success(row["status"], row["reward"], success_at)
+                question = "".join(message["content"] for message in messages[before : before + 1])
+                asked = {"question": question, "answer": row.get("answer", ""), "metadata": known}
+                yield worth, messages[:before], messages, tools, asked
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # cut, or of another version
             continue
 
@@ -100,43 +103,37 @@ def write_prompted(
     usual = {name: getattr(Sampling(), name) for name in ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")}
     sampling = {name: type(value)(settings.get(f"sampling.{name}") or value) for name, value in usual.items()}
     sampling = {"do_sample": sampling["temperature"] > 0, **sampling}
-    parser = _PARSERS[chat.format.name] if chat.format else ""
-    environment = Environment(
-        loader=PackageLoader("mtgrpo.commands", "."),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        autoescape=False,
-        keep_trailing_newline=True,
-    )
+    kept: Any = {"trim_blocks": True, "keep_trailing_newline": True}
+    environment = Environment(loader=PackageLoader("mtgrpo.commands", "."), undefined=StrictUndefined, **kept)
+    options, files = _callable_alone(settings, names) if chat.format else ("", {})
     template, stop = settings.get("task.prompt_template", ""), list(chat.stop_ids)
     facts = {
         "asked": f"{template!r}.replace('{{prompt}}', question)" if "{prompt}" in template else "question",
-        "options": _callable_alone(settings.get("environment.tools", ""), names),
+        "options": options,
         "reader": type(chat.format).__name__ if chat.format else "",
         "max_turns": int(settings.get("environment.max_turns") or 8),
         "tools": names,
+        "parser": _PARSERS[chat.format.name] if chat.format else "",
+        "task": _of_task(settings.get("task", "")),
+        "words": shlex.join(found.words),
+        "opening": found.opening,
     }
-    programs = ("chat.py", "tools.py") if names else ("chat.py",)
+    programs = ("use.md", "chat.py", "tools.py") if names else ("use.md", "chat.py")
     texts = {name: environment.get_template(f"{name}.jinja").render(facts) for name in programs}
     texts["example.txt"] = found.example
     generation = folder / "generation_config.json"  # what generate() and vLLM sample by, if nobody says more
     usual = json.loads(generation.read_bytes()) if generation.is_file() else {}
     usual = {"pad_token_id": stop[0]} | {name: value for name, value in usual.items() if value is not None}
     sampled = usual | sampling | {"eos_token_id": stop}
-    contents: dict[str, Any] = {"tools.json": found.tools, "opening.json": found.opening, generation.name: sampled}
+    contents = {"tools.json": found.tools, "opening.json": found.opening, "example.json": found.row}
+    contents[generation.name] = sampled
     texts |= {name: json.dumps(content, indent=2, ensure_ascii=False) + "\n" for name, content in contents.items()}
+    use = texts.pop("use.md")
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    system = "".join(f"\n    {line}" for one in found.opening[:1] for line in one["content"].splitlines())
-    with_tools = f" --enable-auto-tool-choice --tool-call-parser {parser}" if names and parser else ""
-    use = _USE.format(
-        tools=", ".join(names) or "no tools",
-        with_tools=with_tools,
-        with_tools_here="; tools.py answers its calls, by the tools of mtgrpo where it names them" if names else "",
-        task=_of_task(settings.get("task", "")),
-        recipe=settings.get("recipe", "NAME"),
-    )
-    return use + (system and f"\nConversations begin with\n{system}\n")
+    for path, name in files.items():
+        shutil.copyfile(path, folder / name)
+    return use
 
 
 def _of_task(name: str) -> str:
@@ -144,17 +141,37 @@ def _of_task(name: str) -> str:
     try:
         task = find_class("mtgrpo.tasks", name, TaskSource)
     except ConfigError:  # a file of somebody's own, which may be elsewhere now
-        return f"Its tasks were task={name}."
+        return f"Its tasks were task={name.rpartition('/')[2]}."
     about = " ".join((task.__doc__ or "").partition("\n\n")[0].split())
     return f"Its tasks were task={name}: {about} Of other questions it has seen none."
 
 
-def _callable_alone(text: str, names: Sequence[str]) -> list[str]:
-    """The options of the tools where these are functions, or parts without resources; else []."""
+def _callable_alone(settings: Mapping[str, str], names: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """The tools with their settings, as Python writes them, where these are functions or parts without resources.
+
+    And, by their paths, what the user's own files that they are in are called beside tools.py.
+    """
+    written, files, known = list[str](), dict[str, str](), set[str]()
     try:
-        options = [absolute(option) for option in named(json.loads(text or "[]"), "environment.tools", "")]
-        needs = any(tool.opens for tool in load([option for option in options if ":" not in option]).values())
+        for option, given in _tools(settings).items():
+            path, _, name = option.rpartition(":")
+            if (not Path(path).is_file() or "site-packages" in path) if path else load([option])[option].opens:
+                return "", {}
+            taken = Path(path).name in {*files.values(), "chat.py", "tools.py"}
+            files |= {path: files.get(path, f"own{len(files)}.py" if taken else Path(path).name)} if path else {}
+            place = f"str(HERE / {f'{files[path]}:{name}'!r})" if path else repr(option)
+            written.append(f"{place}: {given!r}")
+            known.add(name)
     except (ValueError, TypeError):
-        return []
-    known = {option.rpartition(":")[2] for option in options}
-    return options if names and known.issuperset(names) and not needs else []
+        return "", {}
+    return (f"{{{', '.join(written)}}}", files) if names and known.issuperset(names) else ("", {})
+
+
+def _tools(settings: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The options of the tools, with their settings."""
+    found = named(json.loads(settings.get("environment.tools") or "[]"), "environment.tools", "")
+    for key, value in settings.items():
+        if match := _SETTING.fullmatch(key):
+            own = {match[2]: parse_yaml(value.encode(), Path(key))} if match[2] else {}
+            found[match[1]] = {**found.get(match[1], {}), **own}
+    return {absolute(option): given for option, given in found.items()}
